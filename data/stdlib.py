@@ -1,0 +1,101 @@
+"""Python's own standard library as real text that lies on every machine.
+
+The demo trains, distils and evaluates on it. A file has one purpose only: the split is a function of the module's name, so it
+is the same for every Python version and every machine.
+"""
+
+import hashlib
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Literal, get_args
+
+from .types import Conversation, Turn
+
+Split = Literal["target_train", "target_heldout", "distill", "eval"]
+
+# Tables of data rather than code, and files that are broken on purpose.
+EXCLUDED_UNITS = frozenset({"encodings", "pydoc_data", "lib2to3", "site-packages", "dist-packages", "__pycache__"})
+# Written when a Python is built, so different on every machine.
+EXCLUDED_PREFIXES = ("_sysconfigdata", "config-")
+# Many distributions ship these apart (or not at all), so no later stage may depend on them.
+OPTIONAL_UNITS = frozenset({"test", "idlelib", "tkinter", "turtledemo", "turtle", "distutils", "ensurepip", "antigravity"})
+# Share of the hash space of each split; the rest trains the target.
+HELDOUT_SHARE, DISTILL_SHARE, EVAL_SHARE = 0.05, 0.22, 0.10
+MAX_FILE_BYTES = 400_000
+
+TASK = "Continue this code."
+
+
+def split_of(unit: str) -> Split:
+    """The one split that a top-level module or package of the standard library belongs to."""
+    if unit in OPTIONAL_UNITS:
+        return "target_train"
+    point = int.from_bytes(hashlib.sha256(unit.encode()).digest()[:8], "big") / 2**64
+    if point < HELDOUT_SHARE:
+        return "target_heldout"
+    if point < HELDOUT_SHARE + DISTILL_SHARE:
+        return "distill"
+    if point < HELDOUT_SHARE + DISTILL_SHARE + EVAL_SHARE:
+        return "eval"
+    return "target_train"
+
+
+def stdlib_files(split: Split, root: Path | None = None) -> list[Path]:
+    """The sorted source files of one split, below `root` (default: the running Python's standard library)."""
+    if split not in get_args(Split):
+        raise ValueError(f"unknown split {split!r} of the standard library; use one of {', '.join(get_args(Split))}")
+    root = root or Path(sysconfig.get_paths()["stdlib"])
+    files = []
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).parts
+        unit = parts[0].removesuffix(".py")
+        excluded = not EXCLUDED_UNITS.isdisjoint(parts) or "data" in parts[:-1] or unit.startswith(EXCLUDED_PREFIXES)
+        if not excluded and split_of(unit) == split and 0 < path.stat().st_size <= MAX_FILE_BYTES:
+            files.append(path)
+    if not files:
+        raise ValueError(f"no source file of split {split!r} below {root}; is this Python's standard library complete?")
+    return files
+
+
+def read_source(path: Path) -> str | None:
+    """The file's text, or None where it isn't UTF-8 (the library tests itself with a few such files)."""
+    try:
+        return path.read_bytes().decode("utf-8").replace("\r\n", "\n")
+    except UnicodeDecodeError:
+        return None
+
+
+def code_conversations(
+    split: Split, *, seed: int, prompt_chars: tuple[int, int], answer_chars: int, root: Path | None = None
+) -> Iterator[Conversation]:
+    """Every file of a split, cut at line ends into conversations: a task with code, and the code that follows it.
+
+    `prompt_chars` is the range that a prompt's length is drawn from, `answer_chars` the length of an answer, both in
+    characters and rounded up to whole lines. Files come in sorted order; the same seed gives the same cuts.
+    """
+    root = root or Path(sysconfig.get_paths()["stdlib"])
+    for path in stdlib_files(split, root):
+        text = read_source(path)
+        if text is None:
+            continue
+        name = path.relative_to(root).as_posix()
+        rng = Random(f"{seed}:{name}")
+        lines = text.splitlines(keepends=True)
+        position = 0
+        while position < len(lines):
+            start = position
+            prompt, position = _take_lines(lines, position, rng.randint(*prompt_chars))
+            answer, position = _take_lines(lines, position, answer_chars)
+            if prompt.strip() and answer.strip():
+                turns = (Turn(role="user", content=f"{TASK}\n\n{prompt}"), Turn(role="assistant", content=answer))
+                yield Conversation(id=f"stdlib/{name}:{start + 1}", source=f"stdlib/{split}", turns=turns)
+
+
+def _take_lines(lines: list[str], position: int, num_chars: int) -> tuple[str, int]:
+    taken: list[str] = []
+    while position < len(lines) and sum(map(len, taken)) < num_chars:
+        taken.append(lines[position])
+        position += 1
+    return "".join(taken), position

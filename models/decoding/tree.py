@@ -1,0 +1,83 @@
+"""The draft tree: every drafter's proposal, whatever its shape."""
+
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Bool, Int
+
+from .types import NO_NODE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftTree:
+    """Draft tokens hanging from the last committed token.
+
+    `parents[b, n]` is the node that node n follows, NO_NODE where it follows the last committed token; a parent comes before its
+    children. Rows with fewer nodes than others are padded at the end with NO_NODE in `tokens` and `parents`. `max_depth` bounds
+    the length of any path. A chain is `parents = [-1, 0, 1, ...]`.
+
+    Derived: `lineage[b, n]` lists node n, its parent, and so on up to the root's child, then NO_NODE. For the tree
+
+        last token ─┬─ 0 ─┬─ 2          parents = [-1, -1, 0, 0]
+                    └─ 1  └─ 3          lineage = [[0, -1], [1, -1], [2, 0], [3, 0]]
+
+    The values are not checked here, since reading them would stall an accelerator: tests do that.
+    """
+
+    tokens: Int[torch.Tensor, "batch node"]
+    parents: Int[torch.Tensor, "batch node"]
+    max_depth: int
+    lineage: Int[torch.Tensor, "batch node depth"] = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.tokens.shape != self.parents.shape or self.tokens.ndim != 2:
+            raise ValueError(
+                f"tokens {tuple(self.tokens.shape)} and parents {tuple(self.parents.shape)} of a draft tree must both be [batch, node]"
+            )
+        object.__setattr__(self, "lineage", _lineage(self.tokens, self.parents, self.max_depth))
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes per row, padding included."""
+        return self.tokens.shape[1]
+
+    @property
+    def depths(self) -> Int[torch.Tensor, "batch node"]:
+        """1 for a child of the last committed token; 0 for padding."""
+        return (self.lineage != NO_NODE).sum(-1)
+
+    def ancestor_mask(self) -> Bool[torch.Tensor, "batch node node"]:
+        """True at [b, n, m] where node n follows node m or is m: what node n may attend to among the tree's nodes."""
+        batch, num_nodes, _ = self.lineage.shape
+        # One column more takes the padding of the lineage, and is cut off.
+        mask = torch.zeros(batch, num_nodes, num_nodes + 1, dtype=torch.bool, device=self.tokens.device)
+        index = torch.where(self.lineage == NO_NODE, num_nodes, self.lineage)
+        return mask.scatter_(2, index, True)[..., :num_nodes]
+
+
+def empty_tree(batch: int, device: torch.device) -> DraftTree:
+    """The proposal of nothing: decoding with it is plain autoregressive decoding."""
+    none = torch.empty(batch, 0, dtype=torch.long, device=device)
+    return DraftTree(tokens=none, parents=none, max_depth=0)
+
+
+def chain_tree(tokens: Int[torch.Tensor, "batch depth"]) -> DraftTree:
+    """A single path: each token follows the one before it."""
+    depth = tokens.shape[1]
+    parents = torch.arange(-1, depth - 1, device=tokens.device).expand_as(tokens)
+    return DraftTree(tokens=tokens, parents=parents, max_depth=depth)
+
+
+def _lineage(
+    tokens: Int[torch.Tensor, "batch node"], parents: Int[torch.Tensor, "batch node"], max_depth: int
+) -> Int[torch.Tensor, "batch node depth"]:
+    batch, num_nodes = tokens.shape
+    # Entry 0 stands for "no node" and is its own parent, so that walking up needs no case distinction.
+    parents = torch.nn.functional.pad(parents + 1, (1, 0))  # [batch, node + 1]
+    index = torch.arange(1, num_nodes + 1, device=tokens.device).expand(batch, num_nodes)
+    node = torch.where(tokens == NO_NODE, 0, index)
+    lineage = torch.empty(batch, num_nodes, max_depth, dtype=torch.long, device=tokens.device)
+    for depth in range(max_depth):
+        lineage[:, :, depth] = node
+        node = parents.gather(1, node)
+    return lineage - 1

@@ -1,0 +1,60 @@
+"""What the target answers and what an acceptance rule decides."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+
+NO_NODE = -1
+"""Pads node indexes: "no such node"; as a parent it is the last committed token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetOutput:
+    """One forward pass of the target.
+
+    Of `verify`: entry 0 belongs to the last committed token, entry n + 1 to node n of the tree. Of `prefill`: `hidden_states`
+    has one entry per prompt token and `logits` only the last one's.
+    `hidden_states` are the last layer's, after the final norm: what the target's head reads.
+    """
+
+    logits: Float[torch.Tensor, "batch entry vocab"]
+    hidden_states: Float[torch.Tensor, "batch hidden_entry hidden"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Acceptance:
+    """The path of draft tokens that the target accepts, and the bonus token after it.
+
+    `path[b, d]` is the index of the accepted node at depth d, NO_NODE past the end. `num_accepted` counts draft tokens only, so a
+    step emits `num_accepted + 1` tokens.
+    """
+
+    path: Int[torch.Tensor, "batch depth"]
+    num_accepted: Int[torch.Tensor, " batch"]
+    bonus_token: Int[torch.Tensor, " batch"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseSeconds:
+    """Where a step's time went. Taken only on request, since an accelerator must be synchronised after each phase."""
+
+    draft: float
+    verify: float
+    accept: float
+    """Acceptance, the cache's commit, and the drafter's new state."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What one turn of the decode loop emitted, already cut at a stop token and at the token limit.
+
+    The first step is the prefill: it emits the target's first token and has `is_prefill` set. `num_nodes` counts the draft tokens
+    that the target read, `num_accepted` those it accepted (before any cut).
+    """
+
+    tokens: tuple[int, ...]
+    num_accepted: int
+    num_nodes: int
+    is_prefill: bool
+    seconds: PhaseSeconds | None = None

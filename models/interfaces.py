@@ -1,0 +1,75 @@
+"""The seams: what a drafter, a target and an acceptance rule promise to the decode loop and to training.
+
+A drafter's state is a value: it is passed in and handed back, never kept inside, so that it can be forked, dropped, batched and
+replayed.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import nn
+
+from ..data.types import DrafterBatch
+from .decoding.tree import DraftTree
+from .decoding.types import Acceptance, TargetOutput
+
+
+State = TypeVar("State")
+
+
+class Target(Protocol):
+    """The frozen large model, with its own KV cache."""
+
+    def prefill(self, prompt: Int[torch.Tensor, "batch seq"], *, max_tokens: int) -> TargetOutput:
+        """Start anew: read the prompt, with room for `max_tokens` tokens in all (prompt, new tokens and one tree)."""
+
+    def verify(self, last_token: Int[torch.Tensor, " batch"], tree: DraftTree) -> TargetOutput:
+        """One forward over the last committed token and all nodes, each attending to its own path only."""
+
+    def commit(self, tree: DraftTree, acceptance: Acceptance) -> None:
+        """Keep the last committed token and the accepted path in the KV cache; forget the other nodes."""
+
+
+class Drafter(Protocol[State]):
+    """Proposes draft trees. Trained or not."""
+
+    def init_state(self, prompt: Int[torch.Tensor, "batch seq"], prefill: TargetOutput) -> State: ...
+
+    def propose(
+        self, state: State, last_token: Int[torch.Tensor, " batch"], *, generator: torch.Generator | None = None
+    ) -> DraftTree: ...
+
+    def advance(self, state: State, tree: DraftTree, acceptance: Acceptance, output: TargetOutput) -> State: ...
+
+
+class AcceptanceRule(Protocol):
+    """Decides which path of a tree the target accepts."""
+
+    lossless: bool
+    """Whether the output's distribution is the target's own. Printed in every table."""
+
+    def __call__(self, tree: DraftTree, output: TargetOutput, *, generator: torch.Generator | None = None) -> Acceptance: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """Sums and counts by depth, never a mean: whoever adds batches or processes together divides once, at the end.
+
+    `depth` counts draft tokens from 0. `hits[d, k]` counts positions whose label is among the k + 1 likeliest tokens at depth d;
+    `joint_hits[d]` those whose labels at depths 0..d are all the likeliest token, which is what a chain would have accepted.
+    """
+
+    sums: Float[torch.Tensor, " depth"]
+    counts: Int[torch.Tensor, " depth"]
+    hits: Int[torch.Tensor, "depth rank"]
+    joint_hits: Int[torch.Tensor, " depth"]
+
+
+class TrainableDrafter(nn.Module):
+    """Base class of drafters that are trained. Parameters of the target that it reads are not registered with it."""
+
+    def loss(self, batch: DrafterBatch) -> Loss:
+        """The training loss on one batch. Raises ValueError where the batch lacks what this drafter needs."""
+        raise NotImplementedError

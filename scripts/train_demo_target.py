@@ -1,0 +1,246 @@
+"""Train the demo's target: a small Llama on the source of Python's standard library.
+
+    python scripts/train_demo_target.py --output models/demo_target --work-dir outputs/demo_target
+
+Seeded and resumable: interrupted, the same command goes on from its last checkpoint. The learning rate is constant, then falls
+linearly to zero over the last part (warmup-stable-decay), so a run may be resumed with another --steps. Runs on a GPU where
+there is one. Ends by measuring the model on files that it has not seen, and writes what it measured beside the weights.
+"""
+
+import argparse
+import json
+import math
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.nn import functional as F
+from tqdm import tqdm
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from outrider.data.stdlib import Split, code_conversations, read_source, stdlib_files
+
+USER, ASSISTANT, END, PAD = "<|user|>", "<|assistant|>", "<|end|>", "<|pad|>"
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{%- if message.role == 'user' -%}<|user|>{{ message.content }}"
+    "{%- elif message.role == 'assistant' -%}<|assistant|>{% generation %}{{ message.content }}<|end|>{% endgeneration %}"
+    "{%- else -%}{{ raise_exception('this template has no ' + message.role + ' role') }}"
+    "{%- endif -%}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"
+)
+PROMPT_CHARS, ANSWER_CHARS = (200, 900), 1500
+DECAY_SHARE, WARMUP_STEPS, CLIP_NORM = 0.3, 60, 1.0
+
+
+def main() -> None:
+    args = parse_args()
+    torch.manual_seed(args.seed)
+    args.work_dir.mkdir(parents=True, exist_ok=True)
+    tokenizer = load_or_train_tokenizer(args.work_dir / "tokenizer", args.vocab_size)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = LlamaForCausalLM(model_config(tokenizer)).to(device)
+    print(f"{model.num_parameters():,} parameters on {device}, {torch.get_num_threads()} threads")
+    seconds = train(model, tokenizer, args, device)
+    report = {
+        "parameters": model.num_parameters(),
+        "train_tokens": args.steps * args.batch_size * args.seq_len,
+        "steps": args.steps,
+        "seed": args.seed,
+        "train_seconds": round(seconds),
+        "machine": f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, {device}",
+        "python": platform.python_version(),
+        **heldout_loss(model, tokenizer, args.seq_len, device),
+        **greedy_quality(model.float(), tokenizer, device),
+    }
+    save(model, tokenizer, args.output, report)
+    print(json.dumps(report, indent=2))
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("models/demo_target"), help="directory of the finished model")
+    parser.add_argument("--work-dir", type=Path, default=Path("outputs/demo_target"), help="tokenizer, checkpoints, log")
+    parser.add_argument("--steps", type=int, default=2400)
+    parser.add_argument("--batch-size", type=int, default=16, help="sequences per step")
+    parser.add_argument("--seq-len", type=int, default=512)
+    parser.add_argument("--learning-rate", type=float, default=4e-3)
+    parser.add_argument("--vocab-size", type=int, default=4096)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--eval-every", type=int, default=100, help="steps between checkpoints with a held-out loss")
+    parser.add_argument("--compile", action="store_true", help="torch.compile the forward (half a minute, then faster)")
+    return parser.parse_args()
+
+
+def load_or_train_tokenizer(directory: Path, vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer trained on the target's own files (never on a file of another purpose)."""
+    if not (directory / "tokenizer.json").exists():
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=[PAD, USER, ASSISTANT, END],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        )
+        texts = (text for path in stdlib_files("target_train") if (text := read_source(path)) is not None)
+        tokenizer.train_from_iterator(texts, trainer)
+        fast = PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, clean_up_tokenization_spaces=False
+        )
+        fast.add_special_tokens({"additional_special_tokens": [USER, ASSISTANT]})
+        fast.chat_template = CHAT_TEMPLATE
+        fast.model_max_length = model_config(fast).max_position_embeddings
+        fast.save_pretrained(directory)
+    return PreTrainedTokenizerFast.from_pretrained(directory)
+
+
+def model_config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=4096,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="bfloat16",
+    )
+
+
+def token_stream(tokenizer: PreTrainedTokenizerFast, split: Split, seed: int) -> torch.Tensor:
+    """All conversations of a split, rendered by the chat template and packed end to end in a random order."""
+    conversations = list(code_conversations(split, seed=seed, prompt_chars=PROMPT_CHARS, answer_chars=ANSWER_CHARS))
+    Random(seed).shuffle(conversations)
+    texts = [
+        f"{USER}{user.content}{ASSISTANT}{answer.content}{END}"
+        for user, answer in (conversation.turns for conversation in conversations)
+    ]
+    encodings = tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
+    return torch.tensor([token for encoding in encodings for token in encoding.ids], dtype=torch.int32)
+
+
+def batches(tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace, first_step: int) -> Iterator[torch.Tensor]:
+    """Batches [batch, seq + 1] from `first_step` on. Every epoch cuts and shuffles the files anew."""
+    tokens_per_step, step, epoch = args.batch_size * args.seq_len, 0, 0
+    while True:
+        stream = token_stream(tokenizer, "target_train", args.seed + epoch)
+        steps_in_epoch = (len(stream) - 1) // tokens_per_step
+        for index in range(max(first_step - step, 0), steps_in_epoch):
+            start = index * tokens_per_step + torch.arange(args.batch_size)[:, None] * args.seq_len
+            yield stream[start + torch.arange(args.seq_len + 1)].long()
+        step, epoch = step + steps_in_epoch, epoch + 1
+
+
+def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace, device: torch.device) -> float:
+    """Train `model` in place, from the last checkpoint where there is one; the seconds spent in all runs together."""
+    # Muon is for the matrices between hidden layers; embeddings and norms keep AdamW.
+    matrices = [p for name, p in model.model.layers.named_parameters() if p.ndim == 2]
+    rest = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.Muon(matrices, lr=args.learning_rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+    checkpoint = args.work_dir / "checkpoint.pt"
+    step, seconds = 0, 0.0
+    if checkpoint.exists():
+        state = torch.load(checkpoint, map_location=device, weights_only=True)
+        model.load_state_dict(state["model"])
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        step, seconds = state["step"], state["seconds"]
+        print(f"resumed at step {step}")
+    forward = torch.compile(model.forward) if args.compile else model.forward
+    progress = tqdm(total=args.steps, initial=step, unit="step", mininterval=10)
+    started = time.perf_counter()
+    for batch in batches(tokenizer, args, step):
+        if step >= args.steps:
+            break
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = args.learning_rate * schedule(step, args.steps)
+        loss = token_loss(forward, batch.to(device))
+        if not math.isfinite(loss.item()):
+            sys.exit(f"the loss is {loss.item()} at step {step}; the last good checkpoint is {checkpoint}")
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        step += 1
+        progress.update()
+        progress.set_postfix(loss=f"{loss.item():.3f}")
+        if step % args.eval_every == 0 or step == args.steps:
+            total = seconds + time.perf_counter() - started
+            measured = heldout_loss(model, tokenizer, args.seq_len, device, max_batches=8)
+            with (args.work_dir / "log.jsonl").open("a") as log:
+                log.write(json.dumps({"step": step, "loss": loss.item(), "seconds": total, **measured}) + "\n")
+            state = {
+                "model": model.state_dict(),
+                "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+                "step": step,
+                "seconds": total,
+            }
+            torch.save(state, checkpoint.with_suffix(".tmp"))
+            os.replace(checkpoint.with_suffix(".tmp"), checkpoint)
+    return seconds + time.perf_counter() - started
+
+
+def schedule(step: int, steps: int) -> float:
+    """Share of the peak learning rate: linear warm-up, constant, linear decay over the last DECAY_SHARE of the steps."""
+    return min(1.0, (step + 1) / WARMUP_STEPS, (steps - step) / max(1.0, DECAY_SHARE * steps))
+
+
+def token_loss(forward, batch: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy per token of `batch` [batch, seq + 1], in nats."""
+    with torch.autocast(batch.device.type, dtype=torch.bfloat16):
+        logits = forward(input_ids=batch[:, :-1], use_cache=False).logits
+    return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+
+
+@torch.no_grad()
+def heldout_loss(model, tokenizer, seq_len: int, device: torch.device, max_batches: int | None = None) -> dict[str, float]:
+    """Nats per token over files that neither training nor any later stage uses."""
+    stream = token_stream(tokenizer, "target_heldout", seed=0).long()
+    rows = stream[: (len(stream) - 1) // seq_len * seq_len].view(-1, seq_len)[:, : seq_len - 1]
+    pairs = torch.cat([rows, stream[seq_len - 1 : len(rows) * seq_len : seq_len, None]], dim=1)
+    losses = [token_loss(model, chunk.to(device)).item() for chunk in pairs.split(8)[:max_batches]]
+    return {"heldout_loss": sum(losses) / len(losses), "heldout_tokens": len(losses) * 8 * (seq_len - 1)}
+
+
+@torch.no_grad()
+def greedy_quality(model, tokenizer, device: torch.device, num_prompts: int = 50, new_tokens: int = 128) -> dict[str, float]:
+    """Mean share of distinct 4-grams among `new_tokens` greedy tokens: a loop repeats itself and scores near zero."""
+    conversations = list(code_conversations("target_heldout", seed=1, prompt_chars=PROMPT_CHARS, answer_chars=ANSWER_CHARS))
+    shares = []
+    for conversation in Random(0).sample(conversations, num_prompts):
+        prompt = tokenizer(f"{USER}{conversation.turns[0].content}{ASSISTANT}", return_tensors="pt", add_special_tokens=False)
+        prompt = prompt.input_ids.to(device)
+        output = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False
+        )
+        tokens = output[0, prompt.shape[1] :].tolist()
+        grams = [tuple(tokens[i : i + 4]) for i in range(len(tokens) - 3)]
+        shares.append(len(set(grams)) / len(grams))
+    return {"distinct_4gram_share": sum(shares) / len(shares), "distinct_4gram_min": min(shares)}
+
+
+def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: Path, report: dict[str, object]) -> None:
+    model.to(torch.bfloat16).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    (directory / "training_report.json").write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
