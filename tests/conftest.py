@@ -1,0 +1,97 @@
+"""Fixtures of all tests: tiny random models, made here, so that every test runs offline on a CPU."""
+
+import os
+
+# Before any import of ours: the libraries read these when they are imported.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["MPLBACKEND"] = "Agg"
+os.environ["WANDB_MODE"] = "disabled"
+
+from jaxtyping import install_import_hook
+
+# Checks every annotation of the library at run time, so that a wrong shape in a signature fails a test.
+install_import_hook("outrider", "beartype.beartype")
+
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+REPOSITORY = Path(__file__).parents[1]
+PAD, USER, ASSISTANT, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>"
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{%- if message.role == 'assistant' -%}<|assistant|>{% generation %}{{ message.content }}<|end|>{% endgeneration %}"
+    "{%- else -%}<|user|>{{ message.content }}{%- endif -%}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"
+)
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE of 300 tokens: all bytes, four special tokens and a few merges; a chat template with generation markers."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=[PAD, USER, ASSISTANT, END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    text = Path(__file__).read_text()
+    tokenizer.train_from_iterator([text], trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, clean_up_tokenization_spaces=False)
+    fast.add_special_tokens({"additional_special_tokens": [USER, ASSISTANT]})
+    fast.chat_template = CHAT_TEMPLATE
+    fast.model_max_length = 1024
+    assert len(fast) == 300
+    return fast
+
+
+@pytest.fixture(scope="session")
+def tiny_target_dir(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved random Llama of two layers in float32, with `tiny_tokenizer`. Read only: it is shared by the whole session."""
+    config = LlamaConfig(
+        vocab_size=len(tiny_tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tiny_tokenizer.eos_token_id,
+        pad_token_id=tiny_tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config)
+    directory = tmp_path_factory.mktemp("tiny_target")
+    model.save_pretrained(directory)
+    tiny_tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def demo_target_dir() -> Path:
+    """The target that ships with the project."""
+    directory = REPOSITORY / "models" / "demo_target"
+    if not (directory / "model.safetensors").exists():
+        pytest.skip(f"no demo target in {directory}; make one with scripts/train_demo_target.py")
+    return directory
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Real data sets that lie beside a developer's checkout; users get them from the Hub."""
+    directory = REPOSITORY.parent / "shared" / "data"
+    if not directory.is_dir():
+        pytest.skip(f"no shared data in {directory}")
+    return directory
