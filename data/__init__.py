@@ -1,1 +1,1 @@
-"""TODO."""
+"""Conversations, prompts, shards and batches: the bottom floor, which imports nothing else of outrider."""

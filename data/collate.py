@@ -1,0 +1,79 @@
+"""Distilled examples to padded batches."""
+
+import torch
+from jaxtyping import Bool, Int
+from torch.nn.utils.rnn import pad_sequence
+
+from .types import UNKNOWN, DistilledExample, DrafterBatch
+
+LABELS = ("distilled", "text")
+
+
+def text_continuations(
+    input_ids: Int[torch.Tensor, " seq"], loss_mask: Bool[torch.Tensor, " seq"], horizon: int
+) -> Int[torch.Tensor, "seq horizon"]:
+    """The text's own next tokens after each position, in place of the target's: ground-truth labels.
+
+    Entry [i, d] is token i + 1 + d where the tokens i + 1 .. i + 1 + d are all the assistant's, else UNKNOWN: a label never
+    reaches past the end of the turn.
+
+    Example: ids [5, 6, 7, 8], mask [0, 0, 1, 1], horizon 2 -> [[-1, -1], [7, 8], [8, -1], [-1, -1]].
+    """
+    num_tokens = len(input_ids)
+    ahead = torch.arange(num_tokens)[:, None] + 1 + torch.arange(horizon)  # [seq, horizon]
+    inside = ahead < num_tokens
+    ahead = ahead.clamp(max=num_tokens - 1)
+    known = (loss_mask[ahead] & inside).cumprod(dim=1).bool()
+    return torch.where(known, input_ids[ahead], UNKNOWN)
+
+
+def collate(
+    examples: list[DistilledExample],
+    *,
+    max_positions: int | None,
+    generator: torch.Generator,
+    labels: str,
+    pad_id: int,
+) -> DrafterBatch:
+    """Right-pad examples to one batch and choose the positions to train on.
+
+    `labels` is `distilled` (the target's continuations) or `text` (the text's own). The positions are the same at both: those
+    that have a distilled label. More than `max_positions` of them in the batch are thinned at random by `generator` (on the CPU).
+    Past the end of a text stand `pad_id`, UNKNOWN and zeros.
+    """
+    if labels not in LABELS:
+        raise ValueError(f"labels is {labels!r}; it must be one of {', '.join(LABELS)}")
+    attention_mask = _pad([torch.ones_like(example.example.loss_mask) for example in examples], False)
+    positions = _pad([example.example.wanted & (example.continuations[:, 0] != UNKNOWN) for example in examples], False)
+    if labels == "distilled":
+        continuations = [example.continuations for example in examples]
+    else:
+        continuations = [
+            text_continuations(example.example.input_ids, example.example.loss_mask, example.continuations.shape[1])
+            for example in examples
+        ]
+    hidden_states = [example.hidden_states for example in examples if example.hidden_states is not None]
+    assert len(hidden_states) in (0, len(examples)), "either every example of a batch has hidden states or none has"
+    return DrafterBatch(
+        input_ids=_pad([example.example.input_ids.long() for example in examples], pad_id),
+        attention_mask=attention_mask,
+        positions=_thin(positions, max_positions, generator),
+        continuations=_pad([continuation.long() for continuation in continuations], UNKNOWN),
+        hidden_states=_pad(hidden_states, 0.0) if hidden_states else None,
+    )
+
+
+def _pad(values: list[torch.Tensor], padding: float) -> torch.Tensor:
+    return pad_sequence(values, batch_first=True, padding_value=padding)
+
+
+def _thin(
+    positions: Bool[torch.Tensor, "batch seq"], max_positions: int | None, generator: torch.Generator
+) -> Bool[torch.Tensor, "batch seq"]:
+    chosen = positions.flatten().nonzero().squeeze(1)
+    if max_positions is None or len(chosen) <= max_positions:
+        return positions
+    kept = chosen[torch.randperm(len(chosen), generator=generator)[:max_positions]]
+    thinned = torch.zeros_like(positions).flatten()
+    thinned[kept] = True
+    return thinned.view_as(positions)

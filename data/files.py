@@ -1,0 +1,137 @@
+"""Files of a run: written whole or not at all, hashed, and read back strictly.
+
+A file has one writer. A reader sees the old content or the new one, never a part of either.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import types
+import typing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary path to write to, which takes `path`'s place when the block ends without an error.
+
+    On an error the temporary file is removed and `path` stays as it was. A full disk (or quota) becomes an OSError that says
+    what was kept and what to do. A killed process leaves at most a `.NAME.PID.tmp`, which no reader takes for a result.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        with open(temporary, "r+b") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        _sync_directory(path.parent)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise OSError(
+            error.errno,
+            f"the disk is full (or its quota used up) while writing {path}. No half-written file was left: what this file held "
+            "before is unchanged, and every file finished earlier is kept. Free some space, or choose an output directory on "
+            "another disk and move the run there; the same command then goes on from what is complete",
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def atomic_write_bytes(path: Path, data: bytes) -> None:
+    """Write `data` to `path` (its folder is made where missing), whole or not at all. Errors as in `replacing`."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(data)
+
+
+def atomic_write_text(path: Path, text: str) -> None:
+    """Write `text` to `path` as UTF-8, whole or not at all. Errors as in `replacing`."""
+    atomic_write_bytes(path, text.encode("utf-8"))
+
+
+def sha256_file(path: Path) -> str:
+    """The file's SHA-256 digest in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as indented JSON, whole or not at all. NaN and infinity, which are not JSON, are ValueErrors."""
+    atomic_write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """The JSON value of a file. Raises ValueError, naming the file, where it is missing or malformed."""
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ValueError(
+            f"{path} does not exist; expected a JSON file. Check the path, or run the stage that writes it"
+        ) from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not a JSON file ({error}). It was altered or cut: delete it and make it anew") from error
+
+
+def parse_dataclass(cls: type[T], value: Any, path: Path) -> T:
+    """A dataclass from a parsed JSON value, strictly: unknown keys, missing keys and wrong types are ValueErrors.
+
+    Knows str, int, float, bool, None, lists, dicts, unions and nested dataclasses. `path` is named in the errors.
+    """
+    return _parse(cls, value, path, "")
+
+
+def _parse(hint: Any, value: Any, path: Path, where: str) -> Any:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        if value is None and type(None) in args:
+            return None
+        (hint,) = [arg for arg in args if arg is not type(None)]
+        return _parse(hint, value, path, where)
+    if origin is list and isinstance(value, list):
+        return [_parse(args[0], item, path, f"{where}[{index}]") for index, item in enumerate(value)]
+    if origin is dict and isinstance(value, dict):
+        return {key: _parse(args[1], item, path, f"{where}.{key}") for key, item in value.items()}
+    if is_dataclass(hint) and isinstance(value, dict):
+        make: Any = hint
+        hints = typing.get_type_hints(hint)
+        required = {field.name for field in fields(hint) if field.default is MISSING and field.default_factory is MISSING}
+        _check_keys(value, required, hints.keys(), path, where)
+        return make(**{key: _parse(hints[key], item, path, f"{where}.{key}") for key, item in value.items()})
+    # bool is an int to Python, but not in a file.
+    if hint is Any or type(value) is hint or (hint is float and type(value) is int):
+        return value
+    expected = getattr(hint, "__name__", str(hint))
+    raise ValueError(f"{path}: {where.lstrip('.') or 'the whole'} is {value!r:.80}; expected a value of type {expected}")
+
+
+def _check_keys(
+    value: dict[str, Any], required: typing.AbstractSet[str], known: typing.AbstractSet[str], path: Path, where: str
+) -> None:
+    problems = []
+    if unknown := sorted(value.keys() - known):
+        problems.append(f"unknown keys {', '.join(unknown)}")
+    if missing := sorted(required - value.keys()):
+        problems.append(f"missing keys {', '.join(missing)}")
+    if problems:
+        place = f" in {where.lstrip('.')}" if where else ""
+        raise ValueError(
+            f"{path}: {' and '.join(problems)}{place}; the keys are {', '.join(known)}. "
+            "It was altered or comes from another version of outrider: make it anew with this one"
+        )
+
+
+def _sync_directory(directory: Path) -> None:
+    # Without this a power cut may forget the rename although the file's content is safe.
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

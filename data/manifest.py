@@ -1,0 +1,130 @@
+"""What a folder of shards holds and which target made it: `manifest.json`, written last."""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import torch
+
+from .files import parse_dataclass, read_json, write_json
+from .types import Example
+
+FORMAT_VERSION = 1
+MANIFEST_FILE = "manifest.json"
+FEATURES = ("none", "last_hidden")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetIdentity:
+    """Which target: two targets are the same when their weights and tokenizers are, whatever they are called.
+
+    `name` and `revision` are for people (a path may change), the digests decide.
+    """
+
+    name: str
+    revision: str | None
+    weights_sha256: str
+    tokenizer_sha256: str
+    hidden_size: int
+    vocab_size: int
+
+    def differences(self, other: "TargetIdentity") -> list[str]:
+        """The fields that make `other` a different target, each as "field: ours, theirs"."""
+        compared = [field.name for field in fields(self) if field.name not in ("name", "revision")]
+        return [
+            f"{name}: {getattr(self, name)}, {getattr(other, name)}"
+            for name in compared
+            if getattr(self, name) != getattr(other, name)
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardEntry:
+    """One complete shard: its file, digest and size, and the examples in it.
+
+    `num_tokens` counts the tokens of all its texts, `num_labels` the positions that have a continuation.
+    """
+
+    index: int
+    file: str
+    sha256: str
+    num_bytes: int
+    ids: list[str]
+    num_tokens: int
+    num_labels: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """All shards of one distillation.
+
+    `horizon` is the number of tokens labelled after a position; `features` says which hidden states lie beside the tokens
+    (`none` or `last_hidden`); `data_sha256` is `examples_sha256` of all examples, in order; `complete` is False until every
+    shard is there.
+    """
+
+    format_version: int = FORMAT_VERSION
+    target: TargetIdentity
+    horizon: int
+    features: str
+    data_sha256: str
+    max_length: int
+    shards: list[ShardEntry]
+    complete: bool
+
+    def __post_init__(self) -> None:
+        if self.format_version != FORMAT_VERSION:
+            raise ValueError(
+                f"manifest of format version {self.format_version}; this outrider reads version {FORMAT_VERSION}. Distil again"
+            )
+        if self.features not in FEATURES:
+            raise ValueError(f"unknown features {self.features!r} in a manifest; they are one of {', '.join(FEATURES)}")
+        ids = [id for shard in self.shards for id in shard.ids]
+        if len(set(ids)) != len(ids):
+            raise ValueError(
+                "a manifest names an example twice: its shards come from different runs. Distil into an empty folder"
+            )
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(shard.num_tokens for shard in self.shards)
+
+    @property
+    def num_labels(self) -> int:
+        return sum(shard.num_labels for shard in self.shards)
+
+    def require_target(self, identity: TargetIdentity) -> None:
+        """Raise ValueError, naming the fields, where these shards were not made by the target `identity`."""
+        if differences := self.target.differences(identity):
+            raise ValueError(
+                f"the shards were distilled with the target {self.target.name!r} (revision {self.target.revision}), but the run's "
+                f"target is {identity.name!r} (revision {identity.revision}); they differ in {'; '.join(differences)}. A drafter "
+                "learns one target's own words: set target.name_or_path to the target of the shards, or distil again into "
+                "another output directory"
+            )
+
+
+def save_manifest(directory: Path, manifest: Manifest) -> None:
+    """Write `manifest.json`, whole or not at all."""
+    write_json(directory / MANIFEST_FILE, asdict(manifest))
+
+
+def load_manifest(directory: Path) -> Manifest:
+    """Read `manifest.json`. Raises ValueError where it is missing, malformed, or has unknown or missing keys."""
+    path = directory / MANIFEST_FILE
+    if not path.exists():
+        raise ValueError(
+            f"{path} does not exist: the distillation into this folder is not complete. Run the stage distill first"
+        )
+    return parse_dataclass(Manifest, read_json(path), path)
+
+
+def examples_sha256(examples: Iterable[Example]) -> str:
+    """A digest of the examples' ids, tokens and masks, in order: equal digests mean equal work."""
+    digest = hashlib.sha256()
+    for example in examples:
+        digest.update(f"{example.id}\0{len(example.input_ids)}\0".encode())
+        digest.update(example.input_ids.to(torch.int32).numpy().tobytes())
+        digest.update(example.loss_mask.numpy().tobytes())
+    return digest.hexdigest()
