@@ -1,0 +1,52 @@
+# The environment lies in VENV. TORCH_INDEX chooses torch's wheels, for example:
+#   make install TORCH_INDEX=https://download.pytorch.org/whl/cu130
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_INDEX ?=
+BIN := $(abspath $(VENV))/bin
+STAMP := $(VENV)/.installed
+PACKAGES := cli conf data distill eval models train
+TYPES := build/types/outrider
+# One process on one device, and no questions about it.
+LAUNCH := $(BIN)/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
+
+.PHONY: help install demo test lint format clean
+.DEFAULT_GOAL := help
+
+help: ## Show this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
+
+install: $(STAMP) ## Make .venv and install outrider with its pinned dependencies
+
+demo: $(STAMP) ## Distil, train and evaluate a ReDrafter for the embedded target (minutes on two cores)
+	$(LAUNCH) train.py conf=demo
+
+test: $(STAMP) ## Run the whole test suite
+	$(BIN)/python -m pytest
+
+lint: $(STAMP) $(TYPES) ## Lint, format check, types and the import contract: what .ci/run and pre-commit run
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	cd build/types && $(BIN)/lint-imports --no-cache --config ../../pyproject.toml
+
+format: $(STAMP) ## Format the code and mend what ruff can mend
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## Remove the environment, caches and builds; outputs/ stays
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	find $(PACKAGES) scripts tests -name __pycache__ -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(if $(TORCH_INDEX),$(BIN)/pip install "$$(grep '^torch==' constraints.txt)" --index-url $(TORCH_INDEX))
+	$(BIN)/pip install -c constraints.txt -e '.[dev]'
+	touch $@
+
+# The folders under the names that they are installed under, for tools that read files instead of importing them.
+$(TYPES): Makefile
+	rm -rf build/types
+	mkdir -p $@
+	touch $@/__init__.py
+	for package in $(PACKAGES); do ln -s $(CURDIR)/$$package $@/$$package; done
