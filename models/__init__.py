@@ -1,1 +1,1 @@
-"""TODO."""
+"""The target, the drafters, and the decode loop that joins them."""

@@ -5,7 +5,7 @@ replayed.
 """
 
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -16,14 +16,20 @@ from .decoding.tree import DraftTree
 from .decoding.types import Acceptance, TargetOutput
 
 
+if TYPE_CHECKING:
+    from .hf_target import HFTarget
+
 State = TypeVar("State")
 
 
 class Target(Protocol):
     """The frozen large model, with its own KV cache."""
 
-    def prefill(self, prompt: Int[torch.Tensor, "batch seq"], *, max_tokens: int) -> TargetOutput:
-        """Start anew: read the prompt, with room for `max_tokens` tokens in all (prompt, new tokens and one tree)."""
+    def prefill(self, prompt: Int[torch.Tensor, "batch seq"], *, max_new_tokens: int, max_nodes: int) -> TargetOutput:
+        """Start anew: read the prompt, and keep room for `max_new_tokens` behind it and trees of `max_nodes`.
+
+        Raises ValueError where prompt and new tokens exceed the model's context window.
+        """
 
     def verify(self, last_token: Int[torch.Tensor, " batch"], tree: DraftTree) -> TargetOutput:
         """One forward over the last committed token and all nodes, each attending to its own path only."""
@@ -34,6 +40,10 @@ class Target(Protocol):
 
 class Drafter(Protocol[State]):
     """Proposes draft trees. Trained or not."""
+
+    @property
+    def max_nodes(self) -> int:
+        """Most nodes that a tree of its can have: what the target's KV cache keeps room for."""
 
     def init_state(self, prompt: Int[torch.Tensor, "batch seq"], prefill: TargetOutput) -> State: ...
 
@@ -69,6 +79,15 @@ class Loss:
 
 class TrainableDrafter(nn.Module):
     """Base class of drafters that are trained. Parameters of the target that it reads are not registered with it."""
+
+    Config: ClassVar[type[Any]]
+    """Dataclass of this kind's options; its RUNTIME_FIELDS may be changed when trained weights are loaded."""
+    config: Any
+
+    @classmethod
+    def for_target(cls, config: Any, target: "HFTarget") -> Self:
+        """A drafter with fresh weights that reads the target's frozen ones where it needs them."""
+        raise NotImplementedError
 
     def loss(self, batch: DrafterBatch) -> Loss:
         """The training loss on one batch. Raises ValueError where the batch lacks what this drafter needs."""

@@ -1,0 +1,31 @@
+"""Which target to load, and how."""
+
+from dataclasses import dataclass
+
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+
+
+@dataclass(kw_only=True)
+class TargetConfig:
+    """The frozen target model."""
+
+    name_or_path: str
+    """Hub id, or a directory with `config.json`, weights and tokenizer."""
+    revision: str | None = None
+    """Branch, tag or commit on the Hub; None is the default branch."""
+    dtype: str = "auto"
+    """Compute type of the weights; `auto` keeps the one they are stored in. On a CPU use float32: bfloat16 is emulated there."""
+    attn_implementation: str = "sdpa"
+    """transformers' attention function; it must honour a 4-D mask (sdpa or eager)."""
+    device: str | None = None
+    """For example `cuda:1`; None takes the launcher's device, else the first accelerator, else the CPU."""
+    trust_remote_code: bool = False
+    """Run modelling code that comes with the weights. Off unless you have read that code."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"target.dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
+        if self.attn_implementation not in ("sdpa", "eager"):
+            raise ValueError(
+                f"target.attn_implementation is {self.attn_implementation!r}; tree attention needs a 4-D mask: use sdpa or eager"
+            )

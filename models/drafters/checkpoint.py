@@ -1,0 +1,104 @@
+"""Drafter checkpoints: a directory with `config.json` and `model.safetensors`, read strictly."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+
+from ...data.files import atomic_write_bytes, parse_dataclass, read_json, write_json
+from ...data.manifest import TargetIdentity
+from ..hf_target import HFTarget
+from ..interfaces import TrainableDrafter
+from .registry import DRAFTERS, kind_of, parse_drafter_config
+
+FORMAT_VERSION = 1
+CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
+KEYS = {"format_version", "kind", "drafter", "target"}
+
+
+def save_drafter(drafter: TrainableDrafter, directory: Path, target: TargetIdentity) -> None:
+    """Write weights, then config; each file appears whole or not at all, and the config says that the weights are there."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()}
+    atomic_write_bytes(directory / WEIGHTS_FILE, safetensors.torch.save(tensors))
+    config = {
+        "format_version": FORMAT_VERSION,
+        "kind": kind_of(drafter),
+        "drafter": asdict(drafter.config),
+        "target": asdict(target),
+    }
+    write_json(directory / CONFIG_FILE, config)
+
+
+def read_drafter_config(directory: Path) -> tuple[dict[str, Any], TargetIdentity]:
+    """The drafter's config (with its `kind`) and the target that it was trained for, without touching the weights.
+
+    Raises ValueError where the directory holds no drafter of this format, or a key is missing or unknown.
+    """
+    path = directory / CONFIG_FILE
+    if not path.is_file():
+        raise ValueError(
+            f"{directory} holds no drafter: it has no {CONFIG_FILE}; give the `drafter/` folder of a finished training"
+        )
+    config = read_json(path)
+    if not isinstance(config, dict) or config.get("format_version") != FORMAT_VERSION or set(config) != KEYS:
+        raise ValueError(
+            f"{path} is not a drafter's config of format {FORMAT_VERSION} (it must have exactly the keys {', '.join(sorted(KEYS))}); "
+            "export the drafter again with this version"
+        )
+    return {"kind": config["kind"], **config["drafter"]}, parse_dataclass(TargetIdentity, config["target"], str(path))
+
+
+def load_drafter(directory: Path, target: HFTarget, **runtime_options: Any) -> TrainableDrafter:
+    """The drafter of a directory, bound to `target`, in its device and dtype, ready to draft.
+
+    `runtime_options` change how it drafts, such as a ReDrafter's `beam_width`. Raises ValueError for a target of another shape or
+    tokenizer, for options that would change the weights, and for missing, unknown or wrongly shaped tensors.
+    """
+    directory = Path(directory)
+    options, trained_for = read_drafter_config(directory)
+    _require_fitting_target(directory, trained_for, target.identity)
+    kind, config = parse_drafter_config(options)
+    if forbidden := sorted(set(runtime_options) - set(config.RUNTIME_FIELDS)):
+        raise ValueError(
+            f"{', '.join(forbidden)} can't be changed when a {kind} is loaded; {', '.join(sorted(config.RUNTIME_FIELDS))} can"
+        )
+    drafter = DRAFTERS[kind].for_target(replace(config, **runtime_options), target)
+    _load_weights(drafter, directory / WEIGHTS_FILE)
+    return drafter.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
+
+
+def _require_fitting_target(directory: Path, trained_for: TargetIdentity, target: TargetIdentity) -> None:
+    problems = [
+        f"{name}: {getattr(trained_for, name)} for the drafter, {getattr(target, name)} for this target"
+        for name in ("hidden_size", "vocab_size", "tokenizer_sha256")
+        if getattr(trained_for, name) != getattr(target, name)
+    ]
+    if problems:
+        raise ValueError(
+            f"the drafter in {directory} was trained for {trained_for.name} and doesn't fit {target.name}: {'; '.join(problems)}. "
+            "Evaluate it with its own target, or train one for this target"
+        )
+
+
+def _load_weights(drafter: torch.nn.Module, path: Path) -> None:
+    if not path.is_file():
+        raise ValueError(f"{path} is missing; the drafter's export is incomplete: copy or export it again")
+    try:
+        tensors = safetensors.torch.load_file(path)
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path} is damaged ({error}); copy or export the drafter again") from error
+    expected = drafter.state_dict()
+    problems = [f"missing {name}" for name in sorted(expected.keys() - tensors.keys())]
+    problems += [f"unknown {name}" for name in sorted(tensors.keys() - expected.keys())]
+    problems += [
+        f"{name} is {tuple(tensors[name].shape)}, not {tuple(expected[name].shape)}"
+        for name in sorted(expected.keys() & tensors.keys())
+        if tensors[name].shape != expected[name].shape
+    ]
+    if problems:
+        raise ValueError(f"{path} doesn't hold the drafter that its config describes: {'; '.join(problems)}")
+    drafter.load_state_dict(tensors)

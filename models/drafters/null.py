@@ -1,0 +1,24 @@
+"""The drafter that proposes nothing: plain autoregressive decoding, the baseline of every table."""
+
+import torch
+from jaxtyping import Int
+
+from ..decoding.tree import DraftTree, empty_tree
+from ..decoding.types import Acceptance, TargetOutput
+
+
+class NullDrafter:
+    """Proposes an empty tree, so that each step emits the one token that the target itself chose."""
+
+    max_nodes = 0
+
+    def init_state(self, prompt: Int[torch.Tensor, "batch seq"], prefill: TargetOutput) -> None:
+        return None
+
+    def propose(
+        self, state: None, last_token: Int[torch.Tensor, " batch"], *, generator: torch.Generator | None = None
+    ) -> DraftTree:
+        return empty_tree(last_token.shape[0], last_token.device)
+
+    def advance(self, state: None, tree: DraftTree, acceptance: Acceptance, output: TargetOutput) -> None:
+        return None

@@ -1,0 +1,239 @@
+"""ReDrafter: a recurrent drafter with beam search (Recurrent Drafter, arXiv 2403.09919).
+
+From the target's last hidden state h and the tokens after it, the drafter keeps a recurrent state and predicts
+
+    s_1 = e_1 (or f(W e_1 + b), Apple's release),   s_t = f(U s_{t-1} + W e_t + b),   f = SiLU,
+    g_t = [h ; s_t] -> residual blocks x + SiLU(Linear(x)) -> logits of the token after token t        (section 3.1)
+
+with the target's own frozen embeddings e. Token 1 is the one that the target has already chosen, so T labelled tokens train T - 1
+depths. The same weights serve every depth, so a drafter can draft deeper than it was trained.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+from jaxtyping import Float, Int
+from torch import nn
+from torch.nn import functional as F
+
+from ...data.types import UNKNOWN, DrafterBatch
+from ..decoding.acceptance import last_entry
+from ..decoding.tree import DraftTree
+from ..decoding.types import Acceptance, TargetOutput
+from ..hf_target import HFTarget
+from ..interfaces import Loss, TrainableDrafter
+from .beams import beam_search, pack_beams
+
+HIT_RANKS = 5
+"""Training reports how often the label is among the 1..HIT_RANKS likeliest tokens."""
+
+
+@dataclass(kw_only=True)
+class RedrafterConfig:
+    """Shape of a ReDrafter, and how it drafts by default."""
+
+    rnn: bool = True
+    """Recurrent state as in the paper; off, the state is the plain sum of the embeddings (the ablation of Apple's release)."""
+    initial_state: str = "embedding"
+    """`embedding`: s_1 = e_1, as the paper has it; `zero`: s_0 = 0 and s_1 = f(W e_1 + b), as Apple's release has it."""
+    num_blocks: int = 2
+    """Residual blocks between [h ; s] and the head."""
+    exit_width: int | None = None
+    """Width of the blocks and the head's input; None is twice the target's width. A narrow one makes a light head."""
+    head_rank: int | None = None
+    """Rank of the head's factorisation; None is a full matrix."""
+    draft_vocab_size: int | None = None
+    """Draft only this many tokens, the commonest in the distilled data; None is the whole vocabulary."""
+    beam_width: int = 4
+    """Beams kept by the beam search. May be changed when the drafter is loaded."""
+    beam_length: int = 5
+    """Draft tokens per beam, not counting the token that the target has already chosen. May be changed when it is loaded."""
+
+    RUNTIME_FIELDS: ClassVar[frozenset[str]] = frozenset({"beam_width", "beam_length"})
+
+    def __post_init__(self) -> None:
+        if self.initial_state not in ("embedding", "zero"):
+            raise ValueError(f"drafter.initial_state is {self.initial_state!r}; it must be embedding or zero")
+        if self.num_blocks < 0:
+            raise ValueError(f"drafter.num_blocks is {self.num_blocks}; it must be 0 or more")
+        for name in ("exit_width", "head_rank", "draft_vocab_size", "beam_width", "beam_length"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"drafter.{name} is {value}; it must be at least 1, or null where that is allowed")
+
+
+class ResidualBlock(nn.Module):
+    """x + SiLU(Linear(x)). Starts as the identity, so that the head sees [h ; s] from the first step on."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: Float[torch.Tensor, "*batch width"]) -> Float[torch.Tensor, "*batch width"]:
+        return x + F.silu(self.linear(x))
+
+
+class Redrafter(TrainableDrafter):
+    """The recurrent drafter. Its state between steps is the target's hidden state at the last accepted token, [batch, hidden]."""
+
+    Config = RedrafterConfig
+
+    def __init__(self, config: RedrafterConfig, embed_tokens: nn.Module, *, hidden_size: int, vocab_size: int) -> None:
+        super().__init__()
+        if config.draft_vocab_size is not None and config.draft_vocab_size > vocab_size:
+            raise ValueError(
+                f"drafter.draft_vocab_size is {config.draft_vocab_size}, more than the target's {vocab_size} tokens; "
+                "make it smaller, or null for the whole vocabulary"
+            )
+        self.config = config
+        self.vocab_size = vocab_size
+        # The target's table is read, not owned: in a tuple, it is neither saved nor trained with the drafter.
+        self._embed_tokens = (embed_tokens,)
+        exit_width = config.exit_width or 2 * hidden_size
+        if config.rnn:
+            self.recurrence = nn.Linear(hidden_size, hidden_size, bias=False)  # U
+            self.input = nn.Linear(hidden_size, hidden_size)  # W, b
+        self.projection = nn.Identity() if exit_width == 2 * hidden_size else nn.Linear(2 * hidden_size, exit_width)
+        self.blocks = nn.Sequential(*(ResidualBlock(exit_width) for _ in range(config.num_blocks)))
+        num_outputs = config.draft_vocab_size or vocab_size
+        self.head: nn.Module = nn.Linear(exit_width, num_outputs, bias=False)
+        if config.head_rank is not None:
+            self.head = nn.Sequential(
+                nn.Linear(exit_width, config.head_rank, bias=False), nn.Linear(config.head_rank, num_outputs, bias=False)
+            )
+        if config.draft_vocab_size is not None:
+            # Output o of the head is the target's token draft_tokens[o].
+            self.register_buffer("draft_tokens", torch.full((num_outputs,), UNKNOWN))
+
+    @classmethod
+    def for_target(cls, config: RedrafterConfig, target: HFTarget) -> Self:
+        return cls(config, target.embed_tokens, hidden_size=target.hidden_size, vocab_size=target.vocab_size)
+
+    @property
+    def max_nodes(self) -> int:
+        return self.config.beam_width * self.config.beam_length
+
+    def choose_draft_vocabulary(self, token_counts: Int[torch.Tensor, " vocab"]) -> None:
+        """Take the `draft_vocab_size` commonest tokens of the distilled data, in order of their ids.
+
+        Raises ValueError where the counts are of another vocabulary. Without a reduced vocabulary there is nothing to choose.
+        """
+        if self.config.draft_vocab_size is None:
+            return
+        if token_counts.shape != (self.vocab_size,):
+            raise ValueError(f"token_counts is {tuple(token_counts.shape)}; the target has {self.vocab_size} tokens")
+        self.draft_tokens = token_counts.topk(self.config.draft_vocab_size).indices.sort().values.to(self.draft_tokens.device)
+
+    # --- decoding
+
+    def init_state(self, prompt: Int[torch.Tensor, "batch seq"], prefill: TargetOutput) -> Float[torch.Tensor, "batch hidden"]:
+        return prefill.hidden_states[:, -1]
+
+    def propose(
+        self,
+        state: Float[torch.Tensor, "batch hidden"],
+        last_token: Int[torch.Tensor, " batch"],
+        *,
+        generator: torch.Generator | None = None,
+    ) -> DraftTree:
+        """The beams of the search (section 3.2), shared prefixes merged into one tree (section 3.3)."""
+        beams = beam_search(self, state, last_token, width=self.config.beam_width, length=self.config.beam_length)
+        return pack_beams(beams)
+
+    def advance(
+        self, state: Float[torch.Tensor, "batch hidden"], tree: DraftTree, acceptance: Acceptance, output: TargetOutput
+    ) -> Float[torch.Tensor, "batch hidden"]:
+        entry = last_entry(acceptance)
+        return output.hidden_states[torch.arange(len(entry), device=entry.device), entry]
+
+    # --- the network
+
+    def embed(self, tokens: Int[torch.Tensor, "*batch"]) -> Float[torch.Tensor, "*batch hidden"]:
+        """The target's embeddings, in the drafter's own dtype."""
+        embeddings: torch.Tensor = self._embed_tokens[0](tokens)
+        return embeddings.to(next(self.parameters()).dtype)
+
+    def first_state(self, embedding: Float[torch.Tensor, "*batch hidden"]) -> Float[torch.Tensor, "*batch hidden"]:
+        """s_1, from the embedding of the token that the target has already chosen."""
+        if self.config.initial_state == "embedding" or not self.config.rnn:
+            return embedding
+        return F.silu(self.input(embedding))
+
+    def next_state(
+        self, state: Float[torch.Tensor, "*batch hidden"], embedding: Float[torch.Tensor, "*batch hidden"]
+    ) -> Float[torch.Tensor, "*batch hidden"]:
+        """s_t from s_{t-1} and the embedding of token t."""
+        if not self.config.rnn:
+            return state + embedding
+        return F.silu(self.recurrence(state) + self.input(embedding))
+
+    def logits(
+        self, hidden: Float[torch.Tensor, "*batch hidden"], state: Float[torch.Tensor, "*batch hidden"]
+    ) -> Float[torch.Tensor, "*batch draft_vocab"]:
+        """Logits of the next token from the target's hidden state and the drafter's recurrent one."""
+        both = torch.cat([hidden.to(state.dtype), state], dim=-1)
+        logits: torch.Tensor = self.head(self.blocks(self.projection(both)))
+        return logits
+
+    def to_target_tokens(self, outputs: Int[torch.Tensor, "*batch"]) -> Int[torch.Tensor, "*batch"]:
+        """The target's token ids of the head's outputs."""
+        return outputs if self.config.draft_vocab_size is None else self.draft_tokens[outputs]
+
+    # --- training
+
+    def loss(self, batch: DrafterBatch) -> Loss:
+        """Cross-entropy of the target's continuations (section 3.4), teacher-forced, at the batch's positions.
+
+        Depth d reads the continuation's tokens 0..d and predicts token d + 1. A label outside a reduced draft vocabulary counts as a miss
+        and adds nothing to the loss.
+        """
+        if batch.hidden_states is None:
+            raise ValueError(
+                "ReDrafter reads the target's hidden states, and the batch has none; distil them or recompute them"
+            )
+        tokens = batch.continuations[batch.positions]  # [position, horizon]
+        if tokens.shape[1] < 2:
+            raise ValueError(
+                f"labels of {tokens.shape[1]} token leave nothing to draft; distil with distill.horizon of at least 2"
+            )
+        hidden = batch.hidden_states[batch.positions]
+        labels = tokens[:, 1:]
+        known = (tokens != UNKNOWN).cumprod(1).bool()[:, 1:]  # [position, depth]
+        embeddings = self.embed(tokens[:, :-1].clamp(min=0))
+
+        states = [self.first_state(embeddings[:, 0])]
+        for depth in range(1, labels.shape[1]):
+            states.append(self.next_state(states[-1], embeddings[:, depth]))
+        state = torch.stack(states, dim=1)[known]
+        hidden = hidden[:, None].expand(-1, labels.shape[1], -1)[known]
+        return self._score(self.logits(hidden, state), labels, known)
+
+    def _score(
+        self,
+        logits: Float[torch.Tensor, "label draft_vocab"],
+        labels: Int[torch.Tensor, "position depth"],
+        known: torch.Tensor,
+    ) -> Loss:
+        output, in_vocabulary = self._to_outputs(labels[known])
+        loss = F.cross_entropy(logits.float(), output, reduction="none") * in_vocabulary  # [label]
+        with torch.no_grad():
+            label_logit = logits.gather(1, output[:, None])
+            rank = (logits > label_logit).sum(1)
+            rank = torch.where(in_vocabulary, rank, HIT_RANKS)
+            ranks = torch.full(labels.shape, HIT_RANKS, device=labels.device).masked_scatter(known, rank)
+            hits = (ranks[:, :, None] <= torch.arange(HIT_RANKS, device=labels.device)).sum(0)  # [depth, rank]
+            joint_hits = (ranks == 0).cumprod(1).sum(0)
+        depth = torch.arange(labels.shape[1], device=labels.device).expand_as(labels)[known]
+        sums = torch.zeros(labels.shape[1], device=loss.device, dtype=loss.dtype).index_add(0, depth, loss)
+        return Loss(sums=sums, counts=known.sum(0), hits=hits, joint_hits=joint_hits)
+
+    def _to_outputs(self, tokens: Int[torch.Tensor, " label"]) -> tuple[Int[torch.Tensor, " label"], torch.Tensor]:
+        """The head's outputs of the target's tokens, and which of them it has; 0 stands in for the others."""
+        if self.config.draft_vocab_size is None:
+            return tokens, torch.ones_like(tokens, dtype=torch.bool)
+        output = torch.searchsorted(self.draft_tokens, tokens).clamp(max=len(self.draft_tokens) - 1)
+        found = self.draft_tokens[output] == tokens
+        return torch.where(found, output, 0), found

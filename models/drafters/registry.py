@@ -1,0 +1,40 @@
+"""Which drafters there are. A new one is a module, a row here, and a YAML in `conf/drafter/`."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from ..hf_target import HFTarget
+from ..interfaces import TrainableDrafter
+from .redrafter import Redrafter
+
+DRAFTERS: dict[str, type[TrainableDrafter]] = {
+    "redrafter": Redrafter,
+}
+
+
+def build_drafter(config: Mapping[str, Any], target: HFTarget) -> TrainableDrafter:
+    """A fresh drafter for `target`, in float32 on the target's device. `config["kind"]` picks it, the rest is its own config.
+
+    Raises ValueError for an unknown kind or key.
+    """
+    kind, drafter_config = parse_drafter_config(config)
+    return DRAFTERS[kind].for_target(drafter_config, target).to(target.device)
+
+
+def parse_drafter_config(config: Mapping[str, Any]) -> tuple[str, Any]:
+    """The kind and its typed config. Raises ValueError for an unknown kind or key, before anything is loaded."""
+    options = dict(config)
+    kind = options.pop("kind", None)
+    if kind not in DRAFTERS:
+        raise ValueError(f"drafter.kind is {kind!r}; there are: {', '.join(sorted(DRAFTERS))}")
+    config_class = DRAFTERS[kind].Config
+    known = {field.name for field in fields(config_class)}
+    if unknown := sorted(set(options) - known):
+        raise ValueError(f"the drafter {kind} has no option {', '.join(unknown)}; it has: {', '.join(sorted(known))}")
+    return kind, config_class(**options)
+
+
+def kind_of(drafter: TrainableDrafter) -> str:
+    """The registry's name of a drafter."""
+    return next(kind for kind, drafter_class in DRAFTERS.items() if type(drafter) is drafter_class)

@@ -1,0 +1,120 @@
+"""Loading a target from a directory or the Hub, with its mistakes named before any long work."""
+
+import hashlib
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..data.files import sha256_file
+from ..data.manifest import TargetIdentity
+from .config import TargetConfig
+from .hf_target import HFTarget
+
+
+WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
+
+
+def load_target(config: TargetConfig, device: torch.device | None = None) -> HFTarget:
+    """The frozen target on `config.device`, else `device`, else the first accelerator, else the CPU.
+
+    Raises ValueError where the directory is incomplete or its tokenizer doesn't belong to it.
+    """
+    tokenizer = load_tokenizer(config)  # a second's work: its mistakes come first
+    place = torch.device(config.device) if config.device else device or _default_device()
+    model = _load_model(config).to(place).eval().requires_grad_(False)
+    vocab_size = model.config.get_text_config().vocab_size
+    if len(tokenizer) > vocab_size:
+        raise ValueError(
+            f"the tokenizer of {config.name_or_path} has {len(tokenizer)} tokens and the model only {vocab_size}; "
+            "this is another model's tokenizer: put the right tokenizer files into the directory"
+        )
+    identity = TargetIdentity(
+        name=_public_name(config.name_or_path),
+        revision=config.revision,
+        weights_sha256=_weights_digest(config, model),
+        tokenizer_sha256=tokenizer_digest(tokenizer),
+        hidden_size=model.config.get_text_config().hidden_size,
+        vocab_size=vocab_size,
+    )
+    return HFTarget(model, tokenizer, identity)
+
+
+def load_tokenizer(config: TargetConfig) -> PreTrainedTokenizerBase:
+    """The target's tokenizer."""
+    _check_directory(config.name_or_path)
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            config.name_or_path, revision=config.revision, trust_remote_code=config.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"no tokenizer could be loaded from {config.name_or_path!r}: {error}. "
+            "Is it a Hub id that you can reach, or a directory with tokenizer.json?"
+        ) from error
+    return tokenizer
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 over the vocabulary and the chat template: what changes the ids of a text."""
+    digest = hashlib.sha256()
+    for token, index in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
+        digest.update(f"{index}\t{token}\n".encode())
+    digest.update(str(tokenizer.chat_template).encode())
+    return digest.hexdigest()
+
+
+def _load_model(config: TargetConfig) -> PreTrainedModel:
+    dtype = config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            config.name_or_path,
+            revision=config.revision,
+            dtype=dtype,
+            attn_implementation=config.attn_implementation,
+            trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the target {config.name_or_path!r} can't be loaded: {error}") from error
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ValueError(
+            f"the weights of {config.name_or_path!r} lack {len(missing)} tensors that the model needs (the first: {missing[0]}); "
+            "they would be random: complete the download, or point to the right directory"
+        )
+    return model
+
+
+def _check_directory(name_or_path: str) -> None:
+    directory = Path(name_or_path)
+    if not directory.is_dir():
+        if name_or_path.startswith((".", "/", "~")):
+            raise ValueError(f"there is no target directory {name_or_path}; give an existing directory or a Hub id")
+        return
+    if not (directory / "config.json").is_file():
+        raise ValueError(f"{directory} has no config.json, so it isn't a transformers model directory")
+    if not any(any(directory.glob(pattern)) for pattern in WEIGHT_PATTERNS):
+        raise ValueError(f"{directory} has no weights ({' or '.join(WEIGHT_PATTERNS)}); complete the download")
+
+
+def _public_name(name_or_path: str) -> str:
+    """The Hub id, or only the directory's last name: no path of this machine belongs into a published checkpoint."""
+    path = Path(name_or_path)
+    return path.resolve().name if path.is_dir() else name_or_path
+
+
+def _weights_digest(config: TargetConfig, model: PreTrainedModel) -> str:
+    """SHA-256 of the weight files of a directory; of name and commit for the Hub, which never changes a commit's files."""
+    directory = Path(config.name_or_path)
+    if not directory.is_dir():
+        commit = getattr(model.config, "_commit_hash", None)
+        return hashlib.sha256(f"{config.name_or_path}@{commit}".encode()).hexdigest()
+    digest = hashlib.sha256()
+    for path in sorted(path for pattern in WEIGHT_PATTERNS for path in directory.glob(pattern)):
+        digest.update(f"{path.name}:{sha256_file(path)}\n".encode())
+    return digest.hexdigest()
+
+
+def _default_device() -> torch.device:
+    return torch.accelerator.current_accelerator() or torch.device("cpu")
