@@ -32,7 +32,7 @@ CHAT_TEMPLATE = (
 
 @pytest.fixture(scope="session")
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE of 300 tokens: all bytes, four special tokens and a few merges; a chat template with generation markers."""
+    """Byte-level BPE of 300 tokens (all bytes, special tokens, a few merges); a chat template with generation markers."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
