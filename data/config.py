@@ -8,7 +8,7 @@ from .stdlib import Split
 SOURCES = ("sharegpt", "messages", "alpaca", "text", "stdlib")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)  # not frozen: OmegaConf would make its node read-only and refuse every override
 class DataConfig:
     """The data of a run: where it lies, in which form, and how much of it to use."""
 
