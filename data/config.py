@@ -25,8 +25,8 @@ class DataConfig:
     subset: str | None = None
     """Named configuration of a data set of the Hub."""
 
-    data_files: str | None = None
-    """One file (or pattern) inside a data set of the Hub, where it holds several that don't belong together."""
+    file: str | None = None
+    """One file of a data set of the Hub, for those that hold several which do not belong together; `split` is left aside then."""
 
     revision: str | None = None
     """Commit, tag or branch of a data set of the Hub."""

@@ -9,7 +9,7 @@ import json
 import os
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
@@ -112,9 +112,7 @@ def _parse(hint: Any, value: Any, path: Path, where: str) -> Any:
     raise ValueError(f"{path}: {where.lstrip('.') or 'the whole'} is {value!r:.80}; expected a value of type {expected}")
 
 
-def _check_keys(
-    value: dict[str, Any], required: typing.AbstractSet[str], known: typing.AbstractSet[str], path: Path, where: str
-) -> None:
+def _check_keys(value: dict[str, Any], required: Set[str], known: Set[str], path: Path, where: str) -> None:
     problems = []
     if unknown := sorted(value.keys() - known):
         problems.append(f"unknown keys {', '.join(unknown)}")

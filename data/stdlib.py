@@ -8,10 +8,10 @@ import hashlib
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from random import Random
 from typing import Literal, get_args
 
-from .types import Conversation, Turn
+from .cuts import ANSWER_CHARS, PROMPT_CHARS, cut_text
+from .types import Conversation
 
 Split = Literal["target_train", "target_heldout", "distill", "eval"]
 
@@ -42,18 +42,26 @@ def split_of(unit: str) -> Split:
     return "target_train"
 
 
+def stdlib_root() -> Path:
+    """The folder of the running Python's standard library."""
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
 def stdlib_files(split: Split, root: Path | None = None) -> list[Path]:
     """The sorted source files of one split, below `root` (default: the running Python's standard library)."""
     if split not in get_args(Split):
         raise ValueError(f"unknown split {split!r} of the standard library; use one of {', '.join(get_args(Split))}")
-    root = root or Path(sysconfig.get_paths()["stdlib"])
+    root = root or stdlib_root()
     files = []
-    for path in sorted(root.rglob("*.py")):
-        parts = path.relative_to(root).parts
-        unit = parts[0].removesuffix(".py")
-        excluded = not EXCLUDED_UNITS.isdisjoint(parts) or "data" in parts[:-1] or unit.startswith(EXCLUDED_PREFIXES)
-        if not excluded and split_of(unit) == split and 0 < path.stat().st_size <= MAX_FILE_BYTES:
-            files.append(path)
+    for entry in sorted(root.iterdir()):
+        unit = entry.name.removesuffix(".py")
+        if unit in EXCLUDED_UNITS or unit.startswith(EXCLUDED_PREFIXES) or split_of(unit) != split:
+            continue
+        for path in sorted(entry.rglob("*.py")) if entry.is_dir() else [entry]:
+            folders = path.relative_to(root).parts[:-1]
+            excluded = path.suffix != ".py" or "data" in folders or not EXCLUDED_UNITS.isdisjoint(folders)
+            if not excluded and 0 < path.stat().st_size <= MAX_FILE_BYTES:
+                files.append(path)
     if not files:
         raise ValueError(f"no source file of split {split!r} below {root}; is this Python's standard library complete?")
     return files
@@ -68,34 +76,24 @@ def read_source(path: Path) -> str | None:
 
 
 def code_conversations(
-    split: Split, *, seed: int, prompt_chars: tuple[int, int], answer_chars: int, root: Path | None = None
+    split: Split,
+    *,
+    seed: int,
+    prompt_chars: tuple[int, int] = PROMPT_CHARS,
+    answer_chars: int = ANSWER_CHARS,
+    root: Path | None = None,
 ) -> Iterator[Conversation]:
-    """Every file of a split, cut at line ends into conversations: a task with code, and the code that follows it.
-
-    `prompt_chars` is the range that a prompt's length is drawn from, `answer_chars` the length of an answer, both in
-    characters and rounded up to whole lines. Files come in sorted order; the same seed gives the same cuts.
-    """
-    root = root or Path(sysconfig.get_paths()["stdlib"])
+    """Every file of a split, in sorted order, cut into conversations as `cut_text` does."""
+    root = root or stdlib_root()
     for path in stdlib_files(split, root):
         text = read_source(path)
-        if text is None:
-            continue
-        name = path.relative_to(root).as_posix()
-        rng = Random(f"{seed}:{name}")
-        lines = text.splitlines(keepends=True)
-        position = 0
-        while position < len(lines):
-            start = position
-            prompt, position = _take_lines(lines, position, rng.randint(*prompt_chars))
-            answer, position = _take_lines(lines, position, answer_chars)
-            if prompt.strip() and answer.strip():
-                turns = (Turn(role="user", content=f"{TASK}\n\n{prompt}"), Turn(role="assistant", content=answer))
-                yield Conversation(id=f"stdlib/{name}:{start + 1}", source=f"stdlib/{split}", turns=turns)
-
-
-def _take_lines(lines: list[str], position: int, num_chars: int) -> tuple[str, int]:
-    taken: list[str] = []
-    while position < len(lines) and sum(map(len, taken)) < num_chars:
-        taken.append(lines[position])
-        position += 1
-    return "".join(taken), position
+        if text is not None:
+            yield from cut_text(
+                text,
+                id=f"stdlib/{path.relative_to(root).as_posix()}",
+                source=f"stdlib/{split}",
+                task=TASK,
+                seed=seed,
+                prompt_chars=prompt_chars,
+                answer_chars=answer_chars,
+            )

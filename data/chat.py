@@ -1,0 +1,206 @@
+"""Conversations through a target's chat template: token ids, and which of them the assistant wrote.
+
+Everything is decided on the characters of the rendered text, which is then tokenized once, whole: a token belongs to the
+assistant where it covers a character of an answer. (transformers' own mask gives up at an answer whose first character no
+token covers, such as a space under a tokenizer that trims its offsets.)
+"""
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from jaxtyping import Bool, Int
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from .types import Conversation, Example, Turn
+
+logger = logging.getLogger(__name__)
+
+TEMPLATES = Path(__file__).parent / "templates"
+GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+BATCH_SIZE = 256
+"""Conversations handed to the tokenizer at a time."""
+
+Span = tuple[int, int]
+"""First character of a piece of text, and the one after its last."""
+
+
+def use_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> None:
+    """Give `tokenizer` another chat template: a .jinja file, or the name of one that ships with outrider. None changes nothing."""
+    if chat_template is None:
+        return
+    built_in = TEMPLATES / f"{chat_template}.jinja"
+    path = built_in if built_in.exists() else Path(chat_template)
+    if not path.is_file():
+        names = ", ".join(sorted(path.stem for path in TEMPLATES.glob("*.jinja")))
+        raise ValueError(f"there is no chat template {chat_template!r}: give the path of a .jinja file, or one of {names}")
+    tokenizer.chat_template = path.read_text(encoding="utf-8")
+
+
+def encode_prompt(messages: Sequence[Turn], tokenizer: PreTrainedTokenizerBase) -> Int[torch.Tensor, "1 seq"]:
+    """The token ids of a conversation so far, up to where the assistant is to go on."""
+    _require_template(tokenizer)
+    encoded = tokenizer.apply_chat_template(_dicts(messages), add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    return encoded["input_ids"]
+
+
+def encode_conversations(
+    conversations: Sequence[Conversation], tokenizer: PreTrainedTokenizerBase, max_length: int
+) -> tuple[list[Example], Counter[str]]:
+    """Examples with the mask of the assistant's tokens (end tokens included), and how many were dropped by reason.
+
+    Turns after the last answer are left out, tokens after `max_length` cut off. Raises ValueError where the tokenizer cannot do
+    it, or where no example is left: a mask that is zero everywhere would train on nothing.
+    """
+    template = _require_template(tokenizer)
+    marked = GENERATION_MARKER.search(template) is not None
+    examples: list[Example] = []
+    dropped: Counter[str] = Counter()
+    for start in range(0, len(conversations), BATCH_SIZE):
+        rendered: list[tuple[str, str, list[Span]]] = []
+        for conversation in conversations[start : start + BATCH_SIZE]:
+            messages = _until_last_answer(conversation.turns)
+            result = _render_marked(messages, tokenizer, template) if marked else _render_located(messages, tokenizer)
+            if isinstance(result, str):
+                dropped[result] += 1
+            else:
+                rendered.append((conversation.id, *result))
+        examples += _tokenize(rendered, tokenizer, max_length, dropped)
+    if not examples:
+        reasons = ", ".join(f"{count} x {reason}" for reason, count in dropped.most_common())
+        raise ValueError(
+            f"no token of {len(conversations)} conversations is the assistant's under the chat template of "
+            f"{tokenizer.name_or_path!r} (it begins {template[:60]!r}): {reasons}. Check the template, above all what stands between "
+            "its generation markers, or set data.chat_template to another"
+        )
+    if dropped:
+        logger.warning("the chat template left out %d conversations: %s", dropped.total(), dict(dropped))
+    return examples, dropped
+
+
+def _require_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    names = ", ".join(sorted(path.stem for path in TEMPLATES.glob("*.jinja")))
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"the tokenizer of {tokenizer.name_or_path!r} has no chat template; set data.chat_template to a .jinja file or to one "
+            f"that ships with outrider ({names})"
+        )
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"the tokenizer of {tokenizer.name_or_path!r} cannot tell which characters a token covers; use its fast version "
+            "(a directory with tokenizer.json)"
+        )
+    return tokenizer.get_chat_template()
+
+
+def _dicts(messages: Sequence[Turn]) -> list[dict[str, str]]:
+    return [{"role": turn.role, "content": turn.content} for turn in messages]
+
+
+def _until_last_answer(turns: Sequence[Turn]) -> list[dict[str, str]]:
+    last = max((index for index, turn in enumerate(turns) if turn.role == "assistant"), default=-1)
+    return _dicts(turns[: last + 1])
+
+
+def _render(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, *, add_generation_prompt: bool = False) -> str:
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+
+
+def _render_marked(
+    messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, template: str
+) -> tuple[str, list[Span]] | str:
+    """The rendered text and what stands between the template's generation markers, or the reason to drop the conversation."""
+    if not messages:
+        return "no assistant turn"
+    try:
+        texts, spans = render_jinja_template(
+            [messages], chat_template=template, return_assistant_tokens_mask=True, **tokenizer.special_tokens_map
+        )
+    except TemplateError as error:
+        return f"rejected by the chat template ({error})"
+    return texts[0], spans[0]
+
+
+def _render_located(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[Span]] | str:
+    """The rendered text and its answers, for templates without markers; or the reason to drop the conversation.
+
+    An answer begins where the prompt for it ends (rendered up to the turn, with the generation prompt), so that a space or an
+    empty thinking block that the template puts before the answer is learned with it. Where that prompt is no prefix of the whole
+    text (templates that drop earlier thinking), it begins with its own first character. It ends with what the template writes
+    after the last answer, its end token; white space after that is nobody's.
+    """
+    if not messages:
+        return "no assistant turn"
+    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    try:
+        text = _render(messages, tokenizer)
+        located = _locate_answers(text, messages, answers, tokenizer)
+        prompts = [_render(messages[:index], tokenizer, add_generation_prompt=True) for index in answers]
+    except TemplateError as error:
+        return f"rejected by the chat template ({error})"
+    if located is None:
+        return "the chat template changes the answers, so that they cannot be found in its text"
+    end_text = text[located[-1][1] :].rstrip()
+    spans = []
+    for prompt, (start, end) in zip(prompts, located, strict=True):
+        if text.startswith(prompt) and len(prompt) <= start:
+            start = len(prompt)
+        spans.append((start, end + len(end_text) if text.startswith(end_text, end) else end))
+    return text, spans
+
+
+def _locate_answers(
+    text: str, messages: list[dict[str, str]], answers: list[int], tokenizer: PreTrainedTokenizerBase
+) -> list[Span] | None:
+    """Where the answers stand in `text`, found by rendering the conversation again with place-holders; None where they differ.
+
+    A template may strip white space from an answer, nothing else.
+    """
+    # A private-use character stands in no sane text, so that the place-holders are unique.
+    place_holders = {index: f"\ue000{index}\ue001" for index in answers}
+    blank = _render([{**m, "content": place_holders.get(i, m["content"])} for i, m in enumerate(messages)], tokenizer)
+    pieces = re.split("|".join(place_holders.values()), blank)
+    if len(pieces) != len(answers) + 1 or not text.startswith(pieces[0]):
+        return None
+    spans = []
+    position = len(pieces[0])
+    for index, following in zip(answers, pieces[1:], strict=True):
+        answer = messages[index]["content"]
+        fitting = [form for form in (answer, answer.strip()) if text.startswith(form + following, position)]
+        if not fitting:
+            return None
+        end = position + len(fitting[0])
+        spans.append((position, end))
+        position = end + len(following)
+    return spans if position == len(text) else None
+
+
+def _tokenize(
+    rendered: list[tuple[str, str, list[Span]]], tokenizer: PreTrainedTokenizerBase, max_length: int, dropped: Counter[str]
+) -> list[Example]:
+    if not rendered:
+        return []
+    # The template has written the special tokens; verbose would warn of texts beyond the context window, which are cut below.
+    encoded = tokenizer([text for _, text, _ in rendered], add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    examples = []
+    for (id, _, spans), ids, offsets in zip(rendered, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+        mask = _covered(torch.tensor(offsets), spans)
+        if not mask.any():
+            dropped["no token of the assistant"] += 1
+        elif not mask[1:max_length].any():
+            dropped[f"no token of the assistant within max_length {max_length}"] += 1
+        else:
+            examples.append(Example(id=id, input_ids=torch.tensor(ids[:max_length]), loss_mask=mask[:max_length].clone()))
+    return examples
+
+
+def _covered(offsets: Int[torch.Tensor, "seq 2"], spans: list[Span]) -> Bool[torch.Tensor, " seq"]:
+    covered = torch.zeros(len(offsets), dtype=torch.bool)
+    for start, end in spans:
+        covered |= (offsets[:, 0] < end) & (offsets[:, 1] > start)
+    return covered

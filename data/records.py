@@ -1,0 +1,128 @@
+"""Records (one JSON-like value each) from local files and from data sets of the Hub."""
+
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+SUFFIXES = (".json", ".jsonl", ".gz", ".parquet")
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def load_records(
+    path: str, *, split: str = "train", subset: str | None = None, file: str | None = None, revision: str | None = None
+) -> Iterator[Any]:
+    """The records of a local file, or of a data set of the Hub where no such file is.
+
+    The other arguments are for the Hub: `file` names one file of the data set and leaves its splits aside. Raises ValueError, with
+    the place and the remedy, where the data cannot be found or read, or hold no record.
+    """
+    if is_local(path):
+        return read_records(Path(path))
+    if file is not None:
+        return read_records(_download(path, file, revision))
+    return _hub_records(path, split, subset, revision)
+
+
+def is_local(path: str) -> bool:
+    """Whether `path` is a local file or directory. Raises ValueError where it is neither that nor a possible id of the Hub."""
+    if Path(path).exists():
+        return True
+    if path.endswith(SUFFIXES) or not HUB_ID.fullmatch(path):
+        raise ValueError(
+            f"the data path {path!r} does not exist. Give an existing file, or a data set id of the Hub (owner/name)"
+        )
+    return False
+
+
+def read_records(path: Path) -> Iterator[Any]:
+    """The records of a .json, .jsonl (each also as .gz) or .parquet file, in order.
+
+    JSON is either one array of records or one record a line, whatever the file is called. Raises ValueError, naming the line,
+    where the file is empty or malformed.
+    """
+    if path.suffix not in SUFFIXES:
+        raise ValueError(f"{path}: unknown kind of data file {path.suffix!r}; use one of {', '.join(SUFFIXES)}")
+    num_records = 0
+    for record in _parquet_records(path) if path.suffix == ".parquet" else _json_records(path):
+        num_records += 1
+        yield record
+    if num_records == 0:
+        raise ValueError(f"{path} holds no record. Check that its download or export was finished")
+
+
+def _json_records(path: Path) -> Iterator[Any]:
+    with _readable(path), gzip.open(path, "rt", "utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+        line_number = 0
+        for line in file:
+            line_number += 1
+            if line_number == 1 and line.lstrip("\ufeff").lstrip().startswith("["):
+                yield from _parse_json(line.lstrip("\ufeff") + file.read(), path, 1)
+            elif line.strip():
+                yield _parse_json(line, path, line_number)
+
+
+def _parse_json(text: str, path: Path, line_number: int) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{path}, line {line_number + error.lineno - 1}, column {error.colno}: not JSON ({error.msg}). Expected one JSON object "
+            "per line, or one array of objects. Repair or remove that line, or fetch the file again if it was cut"
+        ) from error
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{path} is not a whole gzip file ({error}). Fetch or compress it again") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text ({error}). Convert it to UTF-8") from error
+
+
+def _parquet_records(path: Path) -> Iterator[Any]:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                yield from batch.to_pylist()
+    except pyarrow.ArrowException as error:
+        raise ValueError(f"{path} is not a whole Parquet file ({error}). Fetch or export it again") from error
+
+
+def _download(name: str, file: str, revision: str | None) -> Path:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HFValidationError
+
+    try:
+        return Path(hf_hub_download(name, file, repo_type="dataset", revision=revision))
+    except (OSError, EntryNotFoundError, HFValidationError) as error:
+        raise ValueError(_no_hub(f"the file {file!r} of the data set {name!r}", error)) from error
+
+
+def _hub_records(name: str, split: str, subset: str | None, revision: str | None) -> Iterator[Any]:
+    import datasets
+
+    try:
+        data = datasets.load_dataset(name, subset, split=split, revision=revision)
+    # What goes wrong there comes as any of these: no connection, no such data set, split or subset, a data set that is a script.
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        raise ValueError(_no_hub(f"split {split!r} of the data set {name!r}", error)) from error
+    if len(data) == 0:
+        raise ValueError(f"split {split!r} of the data set {name!r} holds no record")
+    return iter(data)
+
+
+def _no_hub(what: str, error: Exception) -> str:
+    return (
+        f"cannot load {what} from the Hugging Face Hub, and there is no local file of that name: {error}. Check the "
+        "spelling and the connection, or fetch the file elsewhere and give its path"
+    )

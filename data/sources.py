@@ -1,0 +1,199 @@
+"""Data sets to conversations, with a count of what was dropped and why."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from .config import DataConfig
+from .cuts import cut_text
+from .records import SUFFIXES, is_local, load_records
+from .stdlib import TASK, Split, code_conversations
+from .types import Conversation, Role, Turn
+
+logger = logging.getLogger(__name__)
+
+ROLES: dict[str, Role] = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bard": "assistant",
+    "bing": "assistant",
+    "assistant": "assistant",
+}
+"""Names of the roles in the wild; those of ShareGPT's files include the assistants that were asked."""
+
+PROSE_SUFFIXES = frozenset({"", ".txt", ".md", ".rst"})
+PROSE_TASK = "Continue this text."
+
+Parsed = tuple[Turn, ...] | str
+"""A record's turns, or the reason why it is dropped."""
+
+
+def load_conversations(config: DataConfig) -> tuple[list[Conversation], Counter[str]]:
+    """The sound conversations of a data set, and how many records were dropped by reason.
+
+    They come in the data set's order; `config.limit` draws that many of them by `config.seed`. Ids are unique and stay the same
+    from run to run. Raises ValueError where the data cannot be read, or where nothing is left.
+    """
+    dropped: Counter[str] = Counter()
+    conversations = list(_conversations(config, dropped))
+    where = config.path or config.source
+    if not conversations:
+        raise ValueError(
+            f"no conversation of {where} is usable as {config.source!r}; dropped: {describe_drops(dropped)}. Check that data.source "
+            "names the form of its records"
+        )
+    if dropped:
+        logger.warning("dropped %d records of %s: %s", dropped.total(), where, describe_drops(dropped))
+    if config.limit is not None and config.limit < len(conversations):
+        chosen = Random(config.seed).sample(range(len(conversations)), config.limit)
+        conversations = [conversations[index] for index in sorted(chosen)]
+    return conversations, dropped
+
+
+def describe_drops(dropped: Counter[str]) -> str:
+    """The counts of dropped records in words, most frequent first."""
+    return ", ".join(f"{count} x {reason}" for reason, count in dropped.most_common()) or "nothing"
+
+
+def parse_sharegpt(record: Any) -> Parsed:
+    """Turns of `{"conversations": [{"from": ..., "value": ...}, ...]}`."""
+    return _parse_turns(record, "conversations", "from", "value")
+
+
+def parse_messages(record: Any) -> Parsed:
+    """Turns of `{"messages": [{"role": ..., "content": ...}, ...]}`."""
+    return _parse_turns(record, "messages", "role", "content")
+
+
+def parse_alpaca(record: Any) -> Parsed:
+    """Turns of `{"instruction": ..., "input": ..., "output": ...}`; the input may be missing or empty."""
+    if not isinstance(record, dict):
+        return "record is not an object"
+    parts = [record.get("instruction"), record.get("input") or "", record.get("output")]
+    if not all(isinstance(part, str) for part in parts):
+        return "record without the texts 'instruction' and 'output'"
+    instruction, context, output = parts
+    question = f"{instruction}\n\n{context}" if context.strip() else instruction
+    return _checked([("user", question), ("assistant", output)])
+
+
+PARSERS: dict[str, Callable[[Any], Parsed]] = {"sharegpt": parse_sharegpt, "messages": parse_messages, "alpaca": parse_alpaca}
+
+
+def _parse_turns(record: Any, turns_key: str, role_key: str, text_key: str) -> Parsed:
+    if not isinstance(record, dict):
+        return "record is not an object"
+    turns = record.get(turns_key)
+    if not isinstance(turns, list):
+        return f"record without a list {turns_key!r}"
+    pairs: list[tuple[Role, str]] = []
+    for turn in turns:
+        if not (isinstance(turn, dict) and isinstance(turn.get(role_key), str) and isinstance(turn.get(text_key), str)):
+            return f"turn without the texts {role_key!r} and {text_key!r}"
+        role = ROLES.get(turn[role_key])
+        if role is None:
+            return f"unknown role {turn[role_key]!r:.40}"
+        pairs.append((role, turn[text_key]))
+    return _checked(pairs)
+
+
+def _checked(pairs: list[tuple[Role, str]]) -> Parsed:
+    # An empty system message is how many data sets write none.
+    pairs = [(role, text) for role, text in pairs if role != "system" or text.strip()]
+    roles = [role for role, _ in pairs if role != "system"]
+    if not pairs:
+        return "no turns"
+    if not all(text.strip() for _, text in pairs):
+        return "empty turn"
+    if "assistant" not in roles:
+        return "no assistant turn"
+    if roles[0] == "assistant":
+        return "starts with the assistant"
+    return tuple(Turn(role=role, content=text) for role, text in pairs)
+
+
+def _conversations(config: DataConfig, dropped: Counter[str]) -> Iterator[Conversation]:
+    prompt_chars = (config.prompt_chars_min, config.prompt_chars_max)
+    if config.source == "stdlib":
+        split: Split = config.split  # type: ignore[assignment] # DataConfig has checked it
+        yield from code_conversations(split, seed=config.seed, prompt_chars=prompt_chars, answer_chars=config.answer_chars)
+        return
+    assert config.path is not None  # DataConfig has checked it
+    if config.source == "text":
+        for id, task, text in _texts(config, config.path, dropped):
+            pieces = list(
+                cut_text(
+                    text,
+                    id=id,
+                    source=config.path,
+                    task=task,
+                    seed=config.seed,
+                    prompt_chars=prompt_chars,
+                    answer_chars=config.answer_chars,
+                )
+            )
+            if not pieces:
+                dropped["text too short to be cut into a prompt and an answer"] += 1
+            yield from pieces
+        return
+    seen: set[str] = set()
+    parse = PARSERS[config.source]
+    for index, record in enumerate(_records(config, config.path)):
+        turns = parse(record)
+        if isinstance(turns, str):
+            dropped[turns] += 1
+            continue
+        yield Conversation(id=_unique_id(record, f"{Path(config.path).name}:{index}", seen), source=config.path, turns=turns)
+
+
+def _records(config: DataConfig, path: str) -> Iterable[Any]:
+    return load_records(path, split=config.split, subset=config.subset, file=config.file, revision=config.revision)
+
+
+def _unique_id(record: dict[str, Any], place: str, seen: set[str]) -> str:
+    # Some data sets repeat their ids; the place in the file makes them differ.
+    own = next((record[key] for key in ("id", "prompt_id") if isinstance(record.get(key), str | int)), None)
+    id = place if own is None else str(own) if str(own) not in seen else f"{own}@{place}"
+    seen.add(id)
+    return id
+
+
+def _texts(config: DataConfig, path: str, dropped: Counter[str]) -> Iterator[tuple[str, str, str]]:
+    """Id, task and text of every piece of a `text` source: the files of a directory, one file, or records with a text."""
+    if not is_local(path) or (Path(path).is_file() and path.endswith(SUFFIXES)):
+        for index, record in enumerate(_records(config, path)):
+            text = (
+                next((record[key] for key in ("text", "content") if key in record), None) if isinstance(record, dict) else None
+            )
+            if isinstance(text, str):
+                yield f"{Path(path).name}:{index}", PROSE_TASK, text
+            else:
+                dropped["record without a text 'text' or 'content'"] += 1
+        return
+    root = Path(path)
+    files = _visible_files(root) if root.is_dir() else [root]
+    if not files:
+        raise ValueError(f"the directory {root} holds no file. Give a directory of text or source code files")
+    for file in files:
+        name = file.relative_to(root.parent).as_posix()
+        try:
+            text = file.read_bytes().decode("utf-8").replace("\r\n", "\n")
+        except UnicodeDecodeError:
+            dropped["file is not UTF-8 text"] += 1
+            continue
+        yield name, PROSE_TASK if file.suffix in PROSE_SUFFIXES else TASK, text
+
+
+def _visible_files(root: Path) -> list[Path]:
+    # Hidden folders (.git, .venv) are no text of the user's.
+    return [
+        path
+        for path in sorted(root.rglob("*"))
+        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(root).parts)
+    ]
