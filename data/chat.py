@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
@@ -31,21 +32,24 @@ Span = tuple[int, int]
 
 
 def use_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> None:
-    """Give `tokenizer` another chat template: a .jinja file, or the name of one that ships with outrider. None changes nothing."""
+    """Give `tokenizer` another chat template: a .jinja file, or the name of one that outrider ships. None keeps its own."""
     if chat_template is None:
         return
     built_in = TEMPLATES / f"{chat_template}.jinja"
     path = built_in if built_in.exists() else Path(chat_template)
     if not path.is_file():
-        names = ", ".join(sorted(path.stem for path in TEMPLATES.glob("*.jinja")))
-        raise ValueError(f"there is no chat template {chat_template!r}: give the path of a .jinja file, or one of {names}")
+        raise ValueError(
+            f"there is no chat template {chat_template!r}: give the path of a .jinja file, or one of {_built_in_names()}"
+        )
     tokenizer.chat_template = path.read_text(encoding="utf-8")
 
 
 def encode_prompt(messages: Sequence[Turn], tokenizer: PreTrainedTokenizerBase) -> Int[torch.Tensor, "1 seq"]:
     """The token ids of a conversation so far, up to where the assistant is to go on."""
     _require_template(tokenizer)
-    encoded = tokenizer.apply_chat_template(_dicts(messages), add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    encoded: Any = tokenizer.apply_chat_template(
+        _dicts(messages), add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     return encoded["input_ids"]
 
 
@@ -75,8 +79,8 @@ def encode_conversations(
         reasons = ", ".join(f"{count} x {reason}" for reason, count in dropped.most_common())
         raise ValueError(
             f"no token of {len(conversations)} conversations is the assistant's under the chat template of "
-            f"{tokenizer.name_or_path!r} (it begins {template[:60]!r}): {reasons}. Check the template, above all what stands between "
-            "its generation markers, or set data.chat_template to another"
+            f"{tokenizer.name_or_path!r}, which begins {template[:60]!r}; dropped: {reasons}. Check the template, above all "
+            "what stands between its generation markers, or set data.chat_template to another"
         )
     if dropped:
         logger.warning("the chat template left out %d conversations: %s", dropped.total(), dict(dropped))
@@ -84,11 +88,10 @@ def encode_conversations(
 
 
 def _require_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    names = ", ".join(sorted(path.stem for path in TEMPLATES.glob("*.jinja")))
     if tokenizer.chat_template is None:
         raise ValueError(
-            f"the tokenizer of {tokenizer.name_or_path!r} has no chat template; set data.chat_template to a .jinja file or to one "
-            f"that ships with outrider ({names})"
+            f"the tokenizer of {tokenizer.name_or_path!r} has no chat template; set data.chat_template to a .jinja file, or to "
+            f"one that ships with outrider ({_built_in_names()})"
         )
     if not tokenizer.is_fast:
         raise ValueError(
@@ -96,6 +99,10 @@ def _require_template(tokenizer: PreTrainedTokenizerBase) -> str:
             "(a directory with tokenizer.json)"
         )
     return tokenizer.get_chat_template()
+
+
+def _built_in_names() -> str:
+    return ", ".join(sorted(path.stem for path in TEMPLATES.glob("*.jinja")))
 
 
 def _dicts(messages: Sequence[Turn]) -> list[dict[str, str]]:
@@ -108,7 +115,8 @@ def _until_last_answer(turns: Sequence[Turn]) -> list[dict[str, str]]:
 
 
 def _render(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, *, add_generation_prompt: bool = False) -> str:
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+    text: Any = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+    return text
 
 
 def _render_marked(
@@ -117,8 +125,9 @@ def _render_marked(
     """The rendered text and what stands between the template's generation markers, or the reason to drop the conversation."""
     if not messages:
         return "no assistant turn"
+    render: Any = render_jinja_template  # its annotations are wrong
     try:
-        texts, spans = render_jinja_template(
+        texts, spans = render(
             [messages], chat_template=template, return_assistant_tokens_mask=True, **tokenizer.special_tokens_map
         )
     except TemplateError as error:
@@ -130,9 +139,9 @@ def _render_located(messages: list[dict[str, str]], tokenizer: PreTrainedTokeniz
     """The rendered text and its answers, for templates without markers; or the reason to drop the conversation.
 
     An answer begins where the prompt for it ends (rendered up to the turn, with the generation prompt), so that a space or an
-    empty thinking block that the template puts before the answer is learned with it. Where that prompt is no prefix of the whole
-    text (templates that drop earlier thinking), it begins with its own first character. It ends with what the template writes
-    after the last answer, its end token; white space after that is nobody's.
+    empty thinking block that the template puts before the answer is learned with it. Where that prompt is no prefix of the
+    whole text (templates that drop earlier thinking), it begins with its own first character. It ends with what the template
+    writes after the last answer, its end token; white space after that is nobody's.
     """
     if not messages:
         return "no assistant turn"

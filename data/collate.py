@@ -38,7 +38,7 @@ def collate(
     """Right-pad examples to one batch and choose the positions to train on.
 
     `labels` is `distilled` (the target's continuations) or `text` (the text's own). The positions are the same at both: those
-    that have a distilled label. More than `max_positions` of them in the batch are thinned at random by `generator` (on the CPU).
+    that have a distilled label. Of more than `max_positions` in the batch, `generator` (on the CPU) draws that many.
     Past the end of a text stand `pad_id`, UNKNOWN and zeros.
     """
     if labels not in LABELS:

@@ -8,7 +8,7 @@ from .stdlib import Split
 SOURCES = ("sharegpt", "messages", "alpaca", "text", "stdlib")
 
 
-@dataclass(kw_only=True)  # not frozen: OmegaConf would make its node read-only and refuse every override
+@dataclass(kw_only=True)  # not frozen: OmegaConf would refuse every override
 class DataConfig:
     """The data of a run: where it lies, in which form, and how much of it to use."""
 
@@ -17,7 +17,7 @@ class DataConfig:
     (instruction, input, output), `text` (text or source code files) or `stdlib` (Python's own library; needs no path)."""
 
     path: str | None = None
-    """A local file (.json, .jsonl, each also as .gz; .parquet; for `text` any file or directory) or a data set id of the Hub."""
+    """A local file (.json or .jsonl, plain or .gz; .parquet; for `text` any file or directory) or a data set id of the Hub."""
 
     split: str = "train"
     """Split of a data set of the Hub, or of the standard library (there: distill). Local files have no splits."""
@@ -26,7 +26,7 @@ class DataConfig:
     """Named configuration of a data set of the Hub."""
 
     file: str | None = None
-    """One file of a data set of the Hub, for those that hold several which do not belong together; `split` is left aside then."""
+    """One file of a data set of the Hub, where it holds several that don't belong together; `split` is left aside then."""
 
     revision: str | None = None
     """Commit, tag or branch of a data set of the Hub."""

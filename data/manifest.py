@@ -98,10 +98,10 @@ class Manifest:
         """Raise ValueError, naming the fields, where these shards were not made by the target `identity`."""
         if differences := self.target.differences(identity):
             raise ValueError(
-                f"the shards were distilled with the target {self.target.name!r} (revision {self.target.revision}), but the run's "
-                f"target is {identity.name!r} (revision {identity.revision}); they differ in {'; '.join(differences)}. A drafter "
-                "learns one target's own words: set target.name_or_path to the target of the shards, or distil again into "
-                "another output directory"
+                f"the shards were distilled with the target {self.target.name!r} (revision {self.target.revision}), but the "
+                f"run's target is {identity.name!r} (revision {identity.revision}); they differ in {'; '.join(differences)}. "
+                "A drafter learns one target's own words: set target.name_or_path to the target of the shards, or distil again "
+                "into another output directory"
             )
 
 

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 SUFFIXES = (".json", ".jsonl", ".gz", ".parquet")
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -18,8 +18,8 @@ def load_records(
 ) -> Iterator[Any]:
     """The records of a local file, or of a data set of the Hub where no such file is.
 
-    The other arguments are for the Hub: `file` names one file of the data set and leaves its splits aside. Raises ValueError, with
-    the place and the remedy, where the data cannot be found or read, or hold no record.
+    The other arguments are for the Hub: `file` names one file of the data set and leaves its splits aside. Raises ValueError,
+    with the place and the remedy, where the data cannot be found or read, or hold no record.
     """
     if is_local(path):
         return read_records(Path(path))
@@ -56,14 +56,14 @@ def read_records(path: Path) -> Iterator[Any]:
 
 
 def _json_records(path: Path) -> Iterator[Any]:
-    with _readable(path), gzip.open(path, "rt", "utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
-        line_number = 0
-        for line in file:
-            line_number += 1
-            if line_number == 1 and line.lstrip("\ufeff").lstrip().startswith("["):
-                yield from _parse_json(line.lstrip("\ufeff") + file.read(), path, 1)
+    with _opened(path) as file:
+        first = True
+        for line_number, line in enumerate(file, 1):
+            if first and line.lstrip().startswith("["):
+                yield from _parse_json(line + file.read(), path, line_number)
             elif line.strip():
                 yield _parse_json(line, path, line_number)
+            first = first and not line.strip()
 
 
 def _parse_json(text: str, path: Path, line_number: int) -> Any:
@@ -71,30 +71,34 @@ def _parse_json(text: str, path: Path, line_number: int) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(
-            f"{path}, line {line_number + error.lineno - 1}, column {error.colno}: not JSON ({error.msg}). Expected one JSON object "
-            "per line, or one array of objects. Repair or remove that line, or fetch the file again if it was cut"
+            f"{path}, line {line_number + error.lineno - 1}, column {error.colno}: not JSON ({error.msg}). Expected one JSON "
+            "object per line, or one array of objects. Repair or remove that line, or fetch the file again if it was cut"
         ) from error
 
 
 @contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(f"{path} is not a whole gzip file ({error}). Fetch or compress it again") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text ({error}). Convert it to UTF-8") from error
+def _opened(path: Path) -> Iterator[TextIO]:
+    """The text of a plain or compressed file; an error while it is read becomes a ValueError that names the file."""
+    # utf-8-sig: some exports begin with a byte order mark, which JSON does not know.
+    encoding = "utf-8-sig"
+    with gzip.open(path, "rt", encoding=encoding) if path.suffix == ".gz" else path.open(encoding=encoding) as file:
+        try:
+            yield file
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise ValueError(f"{path} is not a whole gzip file ({error}). Fetch or compress it again") from error
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not UTF-8 text ({error}). Convert it to UTF-8") from error
 
 
 def _parquet_records(path: Path) -> Iterator[Any]:
-    import pyarrow
+    import pyarrow as pa
     from pyarrow import parquet
 
     try:
         with parquet.ParquetFile(path) as file:
             for batch in file.iter_batches():
                 yield from batch.to_pylist()
-    except pyarrow.ArrowException as error:
+    except pa.ArrowException as error:
         raise ValueError(f"{path} is not a whole Parquet file ({error}). Fetch or export it again") from error
 
 
@@ -113,7 +117,7 @@ def _hub_records(name: str, split: str, subset: str | None, revision: str | None
 
     try:
         data = datasets.load_dataset(name, subset, split=split, revision=revision)
-    # What goes wrong there comes as any of these: no connection, no such data set, split or subset, a data set that is a script.
+    # What goes wrong there comes as any of these: no connection, no such data set, split or subset, a script as data set.
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(_no_hub(f"split {split!r} of the data set {name!r}", error)) from error
     if len(data) == 0:

@@ -45,8 +45,8 @@ def load_conversations(config: DataConfig) -> tuple[list[Conversation], Counter[
     where = config.path or config.source
     if not conversations:
         raise ValueError(
-            f"no conversation of {where} is usable as {config.source!r}; dropped: {describe_drops(dropped)}. Check that data.source "
-            "names the form of its records"
+            f"no conversation of {where} is usable as {config.source!r}; dropped: {describe_drops(dropped)}. Check that "
+            "data.source names the form of its records"
         )
     if dropped:
         logger.warning("dropped %d records of %s: %s", dropped.total(), where, describe_drops(dropped))
@@ -75,10 +75,9 @@ def parse_alpaca(record: Any) -> Parsed:
     """Turns of `{"instruction": ..., "input": ..., "output": ...}`; the input may be missing or empty."""
     if not isinstance(record, dict):
         return "record is not an object"
-    parts = [record.get("instruction"), record.get("input") or "", record.get("output")]
-    if not all(isinstance(part, str) for part in parts):
+    instruction, context, output = record.get("instruction"), record.get("input") or "", record.get("output")
+    if not (isinstance(instruction, str) and isinstance(context, str) and isinstance(output, str)):
         return "record without the texts 'instruction' and 'output'"
-    instruction, context, output = parts
     question = f"{instruction}\n\n{context}" if context.strip() else instruction
     return _checked([("user", question), ("assistant", output)])
 
