@@ -14,7 +14,8 @@ class TargetConfig:
     revision: str | None = None
     """Branch, tag or commit on the Hub; None is the default branch."""
     dtype: str = "auto"
-    """Compute type of the weights; `auto` keeps the one they are stored in. On a CPU use float32: bfloat16 is emulated there."""
+    """Compute type of the weights; `auto` keeps the one they are stored in. On a CPU use float32: bfloat16 is emulated there.
+    """
     attn_implementation: str = "sdpa"
     """transformers' attention function; it must honour a 4-D mask (sdpa or eager)."""
     device: str | None = None
@@ -27,5 +28,5 @@ class TargetConfig:
             raise ValueError(f"target.dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
         if self.attn_implementation not in ("sdpa", "eager"):
             raise ValueError(
-                f"target.attn_implementation is {self.attn_implementation!r}; tree attention needs a 4-D mask: use sdpa or eager"
+                f"target.attn_implementation is {self.attn_implementation!r}; a draft tree needs a 4-D mask: use sdpa or eager"
             )

@@ -156,8 +156,8 @@ class CapturedHiddenStates:
 def tree_attention_mask(tree: DraftTree, committed: int, dtype: torch.dtype) -> Float[torch.Tensor, "batch 1 query key"]:
     """Additive mask over `committed` cache entries, the last committed token, and the tree's nodes.
 
-    Everybody sees the committed text and the last token; a node sees itself and its ancestors besides. Additive rather than boolean:
-    the one form that both the sdpa and the eager attention of transformers take as it is.
+    Everybody sees the committed text and the last token; a node sees itself and its ancestors besides. Additive rather than
+    boolean: the one form that both the sdpa and the eager attention of transformers take as it is.
     """
     batch, num_nodes = tree.tokens.shape
     mask = torch.zeros(batch, 1, num_nodes + 1, committed + 1 + num_nodes, dtype=dtype, device=tree.tokens.device)
@@ -169,8 +169,8 @@ def tree_attention_mask(tree: DraftTree, committed: int, dtype: torch.dtype) -> 
 def require_full_attention(model: PreTrainedModel, num_tokens: int) -> None:
     """Raise ValueError where a tree of `num_tokens` in all can't be verified rightly: then, better not at all.
 
-    A 4-D mask replaces the model's own in every layer, so each layer must attend to the whole text, and nothing but the mask and the
-    position ids may tell it where a token stands.
+    A 4-D mask replaces the model's own in every layer, so each layer must attend to the whole text, and nothing but the mask
+    and the position ids may tell it where a token stands.
     """
     config = model.config.get_text_config()
     name = type(model).__name__
@@ -180,8 +180,8 @@ def require_full_attention(model: PreTrainedModel, num_tokens: int) -> None:
         raise ValueError(f"{name} has layers of type {', '.join(sorted(strange))}; only full attention can read a draft tree")
     if window is not None and window < num_tokens and kinds != {"full_attention"}:
         raise ValueError(
-            f"{name} attends to a sliding window of {window} tokens, and {num_tokens} are asked for; shorten the prompt or the answer "
-            "so that all of it fits the window"
+            f"{name} attends to a sliding window of {window} tokens, and {num_tokens} are asked for; "
+            "shorten the prompt or the answer so that all of it fits the window"
         )
     if getattr(config, "attn_logit_softcapping", None) is not None:
         raise ValueError(f"{name} caps its attention scores, which our tree attention can't reproduce")

@@ -5,7 +5,7 @@ replayed.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -15,13 +15,13 @@ from ..data.types import DrafterBatch
 from .decoding.tree import DraftTree
 from .decoding.types import Acceptance, TargetOutput
 
-
 if TYPE_CHECKING:
     from .hf_target import HFTarget
 
 State = TypeVar("State")
 
 
+@runtime_checkable
 class Target(Protocol):
     """The frozen large model, with its own KV cache."""
 
@@ -38,6 +38,7 @@ class Target(Protocol):
         """Keep the last committed token and the accepted path in the KV cache; forget the other nodes."""
 
 
+@runtime_checkable
 class Drafter(Protocol[State]):
     """Proposes draft trees. Trained or not."""
 
@@ -54,6 +55,7 @@ class Drafter(Protocol[State]):
     def advance(self, state: State, tree: DraftTree, acceptance: Acceptance, output: TargetOutput) -> State: ...
 
 
+@runtime_checkable
 class AcceptanceRule(Protocol):
     """Decides which path of a tree the target accepts."""
 
@@ -67,8 +69,9 @@ class AcceptanceRule(Protocol):
 class Loss:
     """Sums and counts by depth, never a mean: whoever adds batches or processes together divides once, at the end.
 
-    `depth` counts draft tokens from 0. `hits[d, k]` counts positions whose label is among the k + 1 likeliest tokens at depth d;
-    `joint_hits[d]` those whose labels at depths 0..d are all the likeliest token, which is what a chain would have accepted.
+    `depth` counts draft tokens from 0. `hits[d, k]` counts positions whose label is among the k + 1 likeliest tokens at depth
+    d; `joint_hits[d]` those whose labels at depths 0..d are all the likeliest token, which is what a chain would have
+    accepted.
     """
 
     sums: Float[torch.Tensor, " depth"]
@@ -85,8 +88,17 @@ class TrainableDrafter(nn.Module):
     config: Any
 
     @classmethod
-    def for_target(cls, config: Any, target: "HFTarget") -> Self:
+    def for_target(cls, config: Any, target: "HFTarget") -> "TrainableDrafter":
         """A drafter with fresh weights that reads the target's frozen ones where it needs them."""
+        raise NotImplementedError
+
+    @property
+    def wants_token_counts(self) -> bool:
+        """Whether the drafter has a reduced vocabulary, which `choose_draft_vocabulary` fills before training."""
+        return False
+
+    def choose_draft_vocabulary(self, token_counts: Int[torch.Tensor, " vocab"]) -> None:
+        """Choose the tokens of a reduced vocabulary by how often the target wrote each. Asked of those that want it."""
         raise NotImplementedError
 
     def loss(self, batch: DrafterBatch) -> Loss:

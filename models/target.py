@@ -4,13 +4,13 @@ import hashlib
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.files import sha256_file
 from ..data.manifest import TargetIdentity
 from .config import TargetConfig
 from .hf_target import HFTarget
-
 
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 
@@ -75,13 +75,13 @@ def _load_model(config: TargetConfig) -> PreTrainedModel:
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"the target {config.name_or_path!r} can't be loaded: {error}") from error
     missing = sorted(report["missing_keys"])
     if missing:
         raise ValueError(
-            f"the weights of {config.name_or_path!r} lack {len(missing)} tensors that the model needs (the first: {missing[0]}); "
-            "they would be random: complete the download, or point to the right directory"
+            f"the weights of {config.name_or_path!r} lack {len(missing)} tensors that the model needs "
+            f"(the first: {missing[0]}); they would be random: complete the download, or point to the right directory"
         )
     return model
 

@@ -10,8 +10,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 class TreeCacheLayer(CacheLayerMixin):
     """One layer's keys and values, [batch, head, capacity, head_dim], allocated once and written in place.
 
-    A forward pass over n tokens writes entries `committed .. committed + n` and sees all entries up to there. Nothing moves until
-    the owner commits: what lies behind `committed` is overwritten by the next pass.
+    A forward pass over n tokens writes entries `committed .. committed + n` and sees all entries up to there. Nothing moves
+    until the owner commits: what lies behind `committed` is overwritten by the next pass.
     """
 
     is_sliding = False

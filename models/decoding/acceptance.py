@@ -8,7 +8,9 @@ from .types import NO_NODE, Acceptance, TargetOutput
 
 
 class GreedyAcceptance:
-    """Keep the longest path on which every draft token is the target's own arg-max: the text of greedy decoding, token for token."""
+    """Keep the longest path on which every draft token is the target's own arg-max: the text of greedy decoding, token for
+    token.
+    """
 
     lossless = True
 

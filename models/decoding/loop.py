@@ -25,9 +25,10 @@ def generate(
 ) -> Iterator[Step]:
     """Decode one prompt, step by step, until a stop token (emitted, then the end) or `max_new_tokens`.
 
-    The tokens are exactly those that plain decoding with the same rule would emit: a stop token or the limit inside an accepted path
-    cuts the path there. `timed` takes the seconds of each phase; it synchronises an accelerator after each, so leave it off
-    where the whole is being timed. Raises ValueError for a prompt that is empty, not a batch of one, or too long for the target.
+    The tokens are exactly those that plain decoding with the same rule would emit: a stop token or the limit inside an
+    accepted path cuts the path there. `timed` takes the seconds of each phase; it synchronises an accelerator after each, so
+    leave it off where the whole is being timed. Raises ValueError for a prompt that is empty, not a batch of one, or too long
+    for the target.
     """
     if prompt.shape[0] != 1 or prompt.shape[1] == 0:
         raise ValueError(f"prompt is {tuple(prompt.shape)}; decoding takes one prompt of at least one token, [1, seq]")
@@ -66,7 +67,7 @@ def read_tokens(tree: DraftTree, acceptance: Acceptance) -> list[int]:
     """The step's new tokens, draft tokens then the bonus token, on the host: row 0, in one transfer."""
     drafted = tree.tokens.gather(1, acceptance.path.clamp(min=0)) if tree.num_nodes else acceptance.path
     values = torch.cat([acceptance.num_accepted[:, None], acceptance.bonus_token[:, None], drafted], dim=1)[0].tolist()
-    return values[2 : 2 + values[0]] + [values[1]]
+    return [*values[2 : 2 + values[0]], values[1]]
 
 
 def cut(tokens: list[int], room: int, stop_ids: Collection[int]) -> tuple[tuple[int, ...], bool]:

@@ -12,9 +12,9 @@ from .types import NO_NODE
 class DraftTree:
     """Draft tokens hanging from the last committed token.
 
-    `parents[b, n]` is the node that node n follows, NO_NODE where it follows the last committed token; a parent comes before its
-    children. Rows with fewer nodes than others are padded at the end with NO_NODE in `tokens` and `parents`. `max_depth` bounds
-    the length of any path. A chain is `parents = [-1, 0, 1, ...]`.
+    `parents[b, n]` is the node that node n follows, NO_NODE where it follows the last committed token; a parent comes before
+    its children. Rows with fewer nodes than others are padded at the end with NO_NODE in `tokens` and `parents`. `max_depth`
+    bounds the length of any path. A chain is `parents = [-1, 0, 1, ...]`.
 
     Derived: `lineage[b, n]` lists node n, its parent, and so on up to the root's child, then NO_NODE. For the tree
 
@@ -32,7 +32,8 @@ class DraftTree:
     def __post_init__(self) -> None:
         if self.tokens.shape != self.parents.shape or self.tokens.ndim != 2:
             raise ValueError(
-                f"tokens {tuple(self.tokens.shape)} and parents {tuple(self.parents.shape)} of a draft tree must both be [batch, node]"
+                f"tokens {tuple(self.tokens.shape)} and parents {tuple(self.parents.shape)} of a draft tree "
+                "must both be [batch, node]"
             )
         object.__setattr__(self, "lineage", _lineage(self.tokens, self.parents, self.max_depth))
 

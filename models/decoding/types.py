@@ -26,8 +26,8 @@ class TargetOutput:
 class Acceptance:
     """The path of draft tokens that the target accepts, and the bonus token after it.
 
-    `path[b, d]` is the index of the accepted node at depth d, NO_NODE past the end. `num_accepted` counts draft tokens only, so a
-    step emits `num_accepted + 1` tokens.
+    `path[b, d]` is the index of the accepted node at depth d, NO_NODE past the end. `num_accepted` counts draft tokens only,
+    so a step emits `num_accepted + 1` tokens.
     """
 
     path: Int[torch.Tensor, "batch depth"]
@@ -49,8 +49,8 @@ class PhaseSeconds:
 class Step:
     """What one turn of the decode loop emitted, already cut at a stop token and at the token limit.
 
-    The first step is the prefill: it emits the target's first token and has `is_prefill` set. `num_nodes` counts the draft tokens
-    that the target read, `num_accepted` those it accepted (before any cut).
+    The first step is the prefill: it emits the target's first token and has `is_prefill` set. `num_nodes` counts the draft
+    tokens that the target read, `num_accepted` those it accepted (before any cut).
     """
 
     tokens: tuple[int, ...]

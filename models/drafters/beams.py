@@ -1,6 +1,6 @@
 """Beam search with a recurrent drafter, and the draft tree that its beams make (arXiv 2403.09919, sections 3.2 and 3.3)."""
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -9,6 +9,7 @@ from ..decoding.tree import DraftTree
 from ..decoding.types import NO_NODE
 
 
+@runtime_checkable
 class RecurrentDrafter(Protocol):
     """What the beam search asks of a drafter; see `Redrafter`."""
 
@@ -29,7 +30,8 @@ def beam_search(
 ) -> Int[torch.Tensor, "batch beam length"]:
     """The `width` likeliest continuations of `length` tokens that a beam search finds, likeliest first.
 
-    There are fewer where the vocabulary is smaller than `width`. All beams advance together: no loop over beams, no read by the host.
+    There are fewer where the vocabulary is smaller than `width`. All beams advance together: no loop over beams, no read by
+    the host.
     """
     hidden = hidden[:, None]  # [batch, 1, hidden]
     state = drafter.first_state(drafter.embed(last_token))[:, None]  # [batch, beam, hidden]

@@ -1,12 +1,11 @@
 """Drafter checkpoints: a directory with `config.json` and `model.safetensors`, read strictly."""
 
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import safetensors
 import safetensors.torch
-import torch
 
 from ...data.files import atomic_write_bytes, parse_dataclass, read_json, write_json
 from ...data.manifest import TargetIdentity
@@ -16,7 +15,16 @@ from .registry import DRAFTERS, kind_of, parse_drafter_config
 
 FORMAT_VERSION = 1
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
-KEYS = {"format_version", "kind", "drafter", "target"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterFile:
+    """What `config.json` holds: which drafter, with which options, for which target."""
+
+    format_version: int
+    kind: str
+    drafter: dict[str, Any]
+    target: TargetIdentity
 
 
 def save_drafter(drafter: TrainableDrafter, directory: Path, target: TargetIdentity) -> None:
@@ -24,17 +32,12 @@ def save_drafter(drafter: TrainableDrafter, directory: Path, target: TargetIdent
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()}
     atomic_write_bytes(directory / WEIGHTS_FILE, safetensors.torch.save(tensors))
-    config = {
-        "format_version": FORMAT_VERSION,
-        "kind": kind_of(drafter),
-        "drafter": asdict(drafter.config),
-        "target": asdict(target),
-    }
-    write_json(directory / CONFIG_FILE, config)
+    config = DrafterFile(format_version=FORMAT_VERSION, kind=kind_of(drafter), drafter=asdict(drafter.config), target=target)
+    write_json(directory / CONFIG_FILE, asdict(config))
 
 
-def read_drafter_config(directory: Path) -> tuple[dict[str, Any], TargetIdentity]:
-    """The drafter's config (with its `kind`) and the target that it was trained for, without touching the weights.
+def read_drafter_config(directory: Path) -> DrafterFile:
+    """What a drafter's directory says of itself, without touching the weights.
 
     Raises ValueError where the directory holds no drafter of this format, or a key is missing or unknown.
     """
@@ -43,25 +46,25 @@ def read_drafter_config(directory: Path) -> tuple[dict[str, Any], TargetIdentity
         raise ValueError(
             f"{directory} holds no drafter: it has no {CONFIG_FILE}; give the `drafter/` folder of a finished training"
         )
-    config = read_json(path)
-    if not isinstance(config, dict) or config.get("format_version") != FORMAT_VERSION or set(config) != KEYS:
+    config = parse_dataclass(DrafterFile, read_json(path), path)
+    if config.format_version != FORMAT_VERSION:
         raise ValueError(
-            f"{path} is not a drafter's config of format {FORMAT_VERSION} (it must have exactly the keys {', '.join(sorted(KEYS))}); "
-            "export the drafter again with this version"
+            f"{path} has format {config.format_version}, and this version of outrider reads format {FORMAT_VERSION}; "
+            "save the drafter again with this version, or read it with the one that wrote it"
         )
-    return {"kind": config["kind"], **config["drafter"]}, parse_dataclass(TargetIdentity, config["target"], str(path))
+    return config
 
 
 def load_drafter(directory: Path, target: HFTarget, **runtime_options: Any) -> TrainableDrafter:
     """The drafter of a directory, bound to `target`, in its device and dtype, ready to draft.
 
-    `runtime_options` change how it drafts, such as a ReDrafter's `beam_width`. Raises ValueError for a target of another shape or
-    tokenizer, for options that would change the weights, and for missing, unknown or wrongly shaped tensors.
+    `runtime_options` change how it drafts, such as a ReDrafter's `beam_width`. Raises ValueError for a target of another shape
+    or tokenizer, for options that would change the weights, and for missing, unknown or wrongly shaped tensors.
     """
     directory = Path(directory)
-    options, trained_for = read_drafter_config(directory)
-    _require_fitting_target(directory, trained_for, target.identity)
-    kind, config = parse_drafter_config(options)
+    saved = read_drafter_config(directory)
+    _require_fitting_target(directory, saved.target, target.identity)
+    kind, config = parse_drafter_config({"kind": saved.kind, **saved.drafter})
     if forbidden := sorted(set(runtime_options) - set(config.RUNTIME_FIELDS)):
         raise ValueError(
             f"{', '.join(forbidden)} can't be changed when a {kind} is loaded; {', '.join(sorted(config.RUNTIME_FIELDS))} can"
@@ -79,12 +82,12 @@ def _require_fitting_target(directory: Path, trained_for: TargetIdentity, target
     ]
     if problems:
         raise ValueError(
-            f"the drafter in {directory} was trained for {trained_for.name} and doesn't fit {target.name}: {'; '.join(problems)}. "
-            "Evaluate it with its own target, or train one for this target"
+            f"the drafter in {directory} was trained for {trained_for.name} and doesn't fit {target.name}: "
+            f"{'; '.join(problems)}. Evaluate it with its own target, or train one for this target"
         )
 
 
-def _load_weights(drafter: torch.nn.Module, path: Path) -> None:
+def _load_weights(drafter: TrainableDrafter, path: Path) -> None:
     if not path.is_file():
         raise ValueError(f"{path} is missing; the drafter's export is incomplete: copy or export it again")
     try:

@@ -5,12 +5,12 @@ From the target's last hidden state h and the tokens after it, the drafter keeps
     s_1 = e_1 (or f(W e_1 + b), Apple's release),   s_t = f(U s_{t-1} + W e_t + b),   f = SiLU,
     g_t = [h ; s_t] -> residual blocks x + SiLU(Linear(x)) -> logits of the token after token t        (section 3.1)
 
-with the target's own frozen embeddings e. Token 1 is the one that the target has already chosen, so T labelled tokens train T - 1
-depths. The same weights serve every depth, so a drafter can draft deeper than it was trained.
+with the target's own frozen embeddings e. Token 1 is the one that the target has already chosen, so T labelled tokens train T
+- 1 depths. The same weights serve every depth, so a drafter can draft deeper than it was trained.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -109,12 +109,16 @@ class Redrafter(TrainableDrafter):
             self.register_buffer("draft_tokens", torch.full((num_outputs,), UNKNOWN))
 
     @classmethod
-    def for_target(cls, config: RedrafterConfig, target: HFTarget) -> Self:
+    def for_target(cls, config: RedrafterConfig, target: HFTarget) -> "Redrafter":
         return cls(config, target.embed_tokens, hidden_size=target.hidden_size, vocab_size=target.vocab_size)
 
     @property
     def max_nodes(self) -> int:
         return self.config.beam_width * self.config.beam_length
+
+    @property
+    def wants_token_counts(self) -> bool:
+        return self.config.draft_vocab_size is not None
 
     def choose_draft_vocabulary(self, token_counts: Int[torch.Tensor, " vocab"]) -> None:
         """Take the `draft_vocab_size` commonest tokens of the distilled data, in order of their ids.
@@ -187,8 +191,8 @@ class Redrafter(TrainableDrafter):
     def loss(self, batch: DrafterBatch) -> Loss:
         """Cross-entropy of the target's continuations (section 3.4), teacher-forced, at the batch's positions.
 
-        Depth d reads the continuation's tokens 0..d and predicts token d + 1. A label outside a reduced draft vocabulary counts as a miss
-        and adds nothing to the loss.
+        Depth d reads the continuation's tokens 0..d and predicts token d + 1. A label outside a reduced draft vocabulary
+        counts as a miss and adds nothing to the loss.
         """
         if batch.hidden_states is None:
             raise ValueError(

@@ -1,0 +1,88 @@
+"""Greedy acceptance on trees, against cases that can be followed by hand and a walk written in plain Python."""
+
+import pytest
+import torch
+
+from outrider.models.decoding import DraftTree, GreedyAcceptance, TargetOutput, chain_tree, empty_tree
+from outrider.models.decoding.acceptance import follow_choices, last_entry
+from outrider.models.decoding.types import NO_NODE
+
+BRANCHED = DraftTree(tokens=torch.tensor([[5, 6, 7, 8]]), parents=torch.tensor([[-1, -1, 0, 0]]), max_depth=2)
+
+
+def decide(choices: list[int], tree: DraftTree = BRANCHED) -> tuple[list[int], int, int, int]:
+    acceptance = follow_choices(tree, torch.tensor([choices]))
+    return (
+        acceptance.path[0].tolist(),
+        int(acceptance.num_accepted[0]),
+        int(acceptance.bonus_token[0]),
+        int(last_entry(acceptance)[0]),
+    )
+
+
+def test_nothing_matches_and_the_bonus_follows_the_last_committed_token():
+    assert decide([9, 1, 2, 3, 4]) == ([-1, -1], 0, 9, 0)
+
+
+def test_the_first_branch_is_followed_to_its_leaf():
+    # After the last token the target says 5 (node 0), after node 0 it says 8 (node 3), after node 3 it says 4.
+    assert decide([5, 8, 2, 3, 4]) == ([0, 3], 2, 4, 4)
+
+
+def test_a_path_ends_where_no_child_matches():
+    assert decide([5, 9, 2, 3, 4]) == ([0, NO_NODE], 1, 9, 1)
+
+
+def test_a_leaf_whose_parent_was_refused_is_not_accepted():
+    # Node 2 holds 7, which is what the target would say after node 0; but the target went to node 1.
+    assert decide([6, 7, 1, 3, 4]) == ([1, NO_NODE], 1, 1, 2)
+
+
+def test_an_empty_tree_yields_the_targets_own_token():
+    assert decide([7], empty_tree(1, torch.device("cpu"))) == ([], 0, 7, 0)
+
+
+def test_padding_is_never_accepted():
+    tree = DraftTree(tokens=torch.tensor([[5, NO_NODE]]), parents=torch.tensor([[-1, NO_NODE]]), max_depth=1)
+    assert decide([5, 4, 3], tree) == ([0], 1, 4, 1)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_agrees_with_a_walk_in_plain_python(seed: int):
+    generator = torch.Generator().manual_seed(seed)
+    num_nodes, depth = 12, 5
+    parents = [-1]
+    depths = [1]
+    while len(parents) < num_nodes:
+        parent = int(torch.randint(-1, len(parents), (), generator=generator))
+        if parent == -1 or depths[parent] < depth:
+            parents.append(parent)
+            depths.append(1 if parent == -1 else depths[parent] + 1)
+    tokens = torch.randint(0, 2, (1, num_nodes), generator=generator)
+    choices = torch.randint(0, 2, (1, num_nodes + 1), generator=generator)
+    tree = DraftTree(tokens=tokens, parents=torch.tensor([parents]), max_depth=depth)
+
+    def longest(node: int) -> list[int]:
+        children = [n for n, parent in enumerate(parents) if parent == node and tokens[0, n] == choices[0, node + 1]]
+        return max(([child, *longest(child)] for child in children), key=len, default=[])
+
+    acceptance = follow_choices(tree, choices)
+    assert int(acceptance.num_accepted[0]) == len(longest(-1))
+    path = acceptance.path[0, : int(acceptance.num_accepted[0])].tolist()
+    at = -1
+    for node in path:
+        assert parents[node] == at
+        assert tokens[0, node] == choices[0, at + 1]
+        at = node
+    assert acceptance.bonus_token[0] == choices[0, at + 1]
+
+
+def test_greedy_takes_the_arg_max_row_by_row():
+    logits = torch.zeros(2, 3, 4)
+    logits[0, 0, 1] = logits[0, 1, 2] = logits[0, 2, 3] = 1.0  # row 0: 1, then 2, then 3
+    logits[1, 0, 3] = 1.0  # row 1: 3 at once
+    tree = chain_tree(torch.tensor([[1, 2], [1, 2]]))
+    acceptance = GreedyAcceptance()(tree, TargetOutput(logits=logits, hidden_states=torch.zeros(2, 3, 1)))
+    assert acceptance.num_accepted.tolist() == [2, 0]
+    assert acceptance.bonus_token.tolist() == [3, 3]
+    assert GreedyAcceptance.lossless

@@ -1,0 +1,129 @@
+"""The decode loop: its output is plain greedy decoding's, whatever is drafted, and it stops where plain decoding stops."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from outrider.models.decoding import DraftTree, GreedyAcceptance, Step, generate
+from outrider.models.drafters import NullDrafter, build_drafter
+from outrider.models.hf_target import HFTarget
+
+MAX_NEW_TOKENS = 40
+
+
+class ScriptedDrafter:
+    """Drafts from a known text: right on one branch up to a given depth, confidently wrong on the others."""
+
+    def __init__(self, text: list[int], *, right: int, depth: int, decoys: int, vocab_size: int) -> None:
+        self.text, self.right, self.depth, self.decoys, self.vocab_size = text, right, depth, decoys, vocab_size
+        self.max_nodes = depth * (decoys + 1)
+
+    def init_state(self, prompt, prefill) -> int:
+        return 1
+
+    def propose(self, state, last_token, *, generator=None) -> DraftTree:
+        tokens, parents, at = [], [], -1
+        for depth in range(self.depth):
+            position = state + depth
+            token = self.text[position] if position < len(self.text) else 0
+            wrong = [(token + 1 + decoy) % self.vocab_size for decoy in range(self.decoys)]
+            row = [*wrong, token if depth < self.right else (token + 9) % self.vocab_size]
+            parents += [at] * len(row)
+            tokens += row
+            at = len(tokens) - 1
+        return DraftTree(tokens=torch.tensor([tokens]), parents=torch.tensor([parents]), max_depth=self.depth)
+
+    def advance(self, state, tree, acceptance, output) -> int:
+        return state + int(acceptance.num_accepted[0]) + 1
+
+
+def decode(target: HFTarget, drafter, prompt: torch.Tensor, **options) -> list[Step]:
+    options.setdefault("max_new_tokens", MAX_NEW_TOKENS)
+    return list(generate(target, drafter, GreedyAcceptance(), prompt, **options))
+
+
+def tokens_of(steps: list[Step]) -> list[int]:
+    return [token for step in steps for token in step.tokens]
+
+
+@pytest.fixture
+def plain(target: HFTarget, prompt: torch.Tensor) -> list[int]:
+    """Greedy tokens by full forwards over the growing text: no cache, no mask, no code of ours."""
+    text = prompt
+    with torch.no_grad():
+        for _ in range(MAX_NEW_TOKENS):
+            text = torch.cat([text, target.model(text).logits[:, -1:].argmax(-1)], dim=1)
+    return text[0, prompt.shape[1] :].tolist()
+
+
+def test_plain_decoding_equals_full_forwards(target, prompt, plain):
+    steps = decode(target, NullDrafter(), prompt)
+    assert tokens_of(steps) == plain
+    assert [len(step.tokens) for step in steps] == [1] * MAX_NEW_TOKENS
+
+
+@pytest.mark.parametrize("decoys", [0, 2])
+@pytest.mark.parametrize("right", [0, 1, 3, 4])
+def test_output_is_plain_decodings_for_good_and_bad_drafts(target, prompt, plain, right, decoys):
+    drafter = ScriptedDrafter(plain, right=right, depth=4, decoys=decoys, vocab_size=target.vocab_size)
+    steps = decode(target, drafter, prompt)
+    assert tokens_of(steps) == plain
+    assert all(step.num_accepted == right for step in steps[1:-2]), "the drafts were as good as they were meant to be"
+    assert all(step.num_nodes == 4 * (decoys + 1) for step in steps[1:])
+
+
+def test_an_untrained_redrafter_changes_nothing(target, prompt, plain):
+    torch.manual_seed(0)
+    drafter = build_drafter({"kind": "redrafter", "beam_width": 3, "beam_length": 3}, target).double()
+    assert tokens_of(decode(target, drafter, prompt)) == plain
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 6, 7])
+def test_the_token_limit_inside_an_accepted_path_cuts_it(target, prompt, plain, limit):
+    drafter = ScriptedDrafter(plain, right=4, depth=4, decoys=0, vocab_size=target.vocab_size)
+    assert tokens_of(decode(target, drafter, prompt, max_new_tokens=limit)) == plain[:limit]
+
+
+def test_a_stop_token_inside_an_accepted_path_ends_the_text(target, prompt, plain):
+    num_checked = 0
+    for stop in (plain[0], plain[3], plain[9]):
+        expected = plain[: plain.index(stop) + 1]
+        drafter = ScriptedDrafter(plain, right=4, depth=4, decoys=1, vocab_size=target.vocab_size)
+        assert tokens_of(decode(target, drafter, prompt, stop_ids={stop})) == expected
+        assert tokens_of(decode(target, NullDrafter(), prompt, stop_ids={stop})) == expected
+        num_checked += 1
+    assert num_checked == 3
+
+
+def test_the_last_token_of_the_context_window_is_reached_with_a_tree_hanging_over_it(target, prompt, monkeypatch):
+    monkeypatch.setattr(target.model.config, "max_position_embeddings", prompt.shape[1] + 10)
+    plain = tokens_of(decode(target, NullDrafter(), prompt, max_new_tokens=10))
+    drafter = ScriptedDrafter(plain, right=4, depth=4, decoys=1, vocab_size=target.vocab_size)
+    assert tokens_of(decode(target, drafter, prompt, max_new_tokens=10)) == plain
+    with pytest.raises(ValueError, match="context window of 15 tokens"):
+        decode(target, drafter, prompt, max_new_tokens=11)
+
+
+def test_phases_are_timed_only_on_request(target, prompt):
+    assert all(step.seconds is None for step in decode(target, NullDrafter(), prompt, max_new_tokens=3))
+    steps = decode(target, NullDrafter(), prompt, max_new_tokens=3, timed=True)
+    assert [step.seconds is None for step in steps] == [True, False, False]
+    assert all(step.seconds.verify > 0 for step in steps[1:])
+
+
+def test_steps_stream_as_they_are_decoded(target, prompt):
+    steps = generate(target, NullDrafter(), GreedyAcceptance(), prompt, max_new_tokens=5)
+    assert isinstance(steps, Iterator)
+    assert next(steps).is_prefill
+
+
+@pytest.mark.parametrize("bad", [torch.zeros(1, 0, dtype=torch.long), torch.zeros(2, 3, dtype=torch.long)])
+def test_an_empty_prompt_or_a_batch_is_refused(target, bad):
+    with pytest.raises(ValueError, match="one prompt of at least one token"):
+        decode(target, NullDrafter(), bad)
+
+
+def test_no_new_tokens_is_refused(target, prompt):
+    with pytest.raises(ValueError, match="max_new_tokens is 0"):
+        decode(target, NullDrafter(), prompt, max_new_tokens=0)

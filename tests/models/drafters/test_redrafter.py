@@ -1,0 +1,220 @@
+"""ReDrafter: its recurrence, its loss, its beam search and its reduced vocabulary, each against a slow and plain version."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from outrider.data.types import UNKNOWN, DrafterBatch
+from outrider.models.drafters import build_drafter
+from outrider.models.drafters.beams import beam_search
+from outrider.models.drafters.redrafter import Redrafter
+
+
+def make(target, **options) -> Redrafter:
+    torch.manual_seed(0)
+    drafter = build_drafter({"kind": "redrafter", **options}, target).double()
+    for parameter in drafter.parameters():  # the blocks start as the identity, which would hide mistakes in them
+        torch.nn.init.normal_(parameter, std=0.3)
+    return drafter
+
+
+def make_batch(target, tokens: list[list[int]]) -> DrafterBatch:
+    """One row whose first positions carry the given continuations."""
+    continuations = torch.full((1, len(tokens) + 1, len(tokens[0])), UNKNOWN)
+    continuations[0, : len(tokens)] = torch.tensor(tokens)
+    positions = torch.zeros(1, len(tokens) + 1, dtype=torch.bool)
+    positions[0, : len(tokens)] = True
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(1, len(tokens) + 1, target.hidden_size, generator=generator, dtype=torch.float64)
+    return DrafterBatch(
+        input_ids=torch.zeros(1, len(tokens) + 1, dtype=torch.long),
+        attention_mask=torch.ones(1, len(tokens) + 1, dtype=torch.bool),
+        positions=positions,
+        continuations=continuations,
+        hidden_states=hidden,
+    )
+
+
+def slow_log_probs(drafter: Redrafter, hidden: torch.Tensor, tokens: list[int]) -> torch.Tensor:
+    """Log-probabilities after `tokens` (the first is the target's own), written out as in the paper."""
+    config = drafter.config
+    embeddings = [drafter.embed(torch.tensor(token)) for token in tokens]
+    if config.rnn:
+        u, w, b = drafter.recurrence.weight, drafter.input.weight, drafter.input.bias
+        state = embeddings[0] if config.initial_state == "embedding" else F.silu(w @ embeddings[0] + b)
+        for embedding in embeddings[1:]:
+            state = F.silu(u @ state + w @ embedding + b)
+    else:
+        state = torch.stack(embeddings).sum(0)
+    x = drafter.projection(torch.cat([hidden, state]))
+    for block in drafter.blocks:
+        x = x + F.silu(block.linear(x))
+    return drafter.head(x).log_softmax(-1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"initial_state": "zero"},
+        {"rnn": False},
+        {"num_blocks": 0, "exit_width": 24},
+        {"head_rank": 8},
+    ],
+)
+def test_loss_equals_the_formulas_written_out(target, options):
+    drafter = make(target, **options)
+    texts = [[7, 8, 9, 10], [11, 12, UNKNOWN, UNKNOWN], [13, UNKNOWN, UNKNOWN, UNKNOWN]]
+    batch = make_batch(target, texts)
+    drafter.requires_grad_(False)
+    loss = drafter.loss(batch)
+    sums, counts, hits, joint = [0.0] * 3, [0] * 3, [0] * 3, [0] * 3
+    for row, text in enumerate(texts):
+        so_far = True
+        for depth in range(3):
+            if text[depth + 1] == UNKNOWN:
+                break
+            log_probs = slow_log_probs(drafter, batch.hidden_states[0, row], text[: depth + 1])
+            hit = int(log_probs.argmax()) == text[depth + 1]
+            so_far = so_far and hit
+            sums[depth] -= float(log_probs[text[depth + 1]])
+            counts[depth] += 1
+            hits[depth] += hit
+            joint[depth] += so_far
+    assert loss.sums.tolist() == pytest.approx(sums, rel=1e-5)
+    assert loss.counts.tolist() == counts == [2, 1, 1]
+    assert loss.hits[:, 0].tolist() == hits
+    assert loss.joint_hits.tolist() == joint
+
+
+def test_hits_and_joint_hits_count_what_a_chain_would_accept(target):
+    drafter = make(target)
+    batch = make_batch(target, [[7, 1, 1, 1]] * 2)
+    hidden = batch.hidden_states[0, 0]
+    text = [7]
+    for _ in range(3):  # row 0: exactly what the drafter says; row 1: wrong at the second depth only
+        text.append(int(slow_log_probs(drafter, hidden, text).argmax()))
+    wrong = list(text)
+    wrong[2] = (text[2] + 1) % target.vocab_size
+    wrong[3] = int(slow_log_probs(drafter, hidden, wrong[:3]).argmax())
+    batch.continuations[0, :2] = torch.tensor([text, wrong])
+    batch.hidden_states[0, 1] = hidden
+    loss = drafter.loss(batch)
+    assert loss.hits[:, 0].tolist() == [2, 1, 2]
+    assert loss.joint_hits.tolist() == [2, 1, 1]
+
+
+@pytest.mark.parametrize(("width", "length"), [(1, 3), (4, 3), (400, 2)])
+def test_beam_search_equals_one_beam_at_a_time(target, width, length):
+    drafter = make(target)
+    hidden = torch.randn(2, target.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    last_token = torch.tensor([5, 6])
+    with torch.no_grad():
+        beams = beam_search(drafter, hidden, last_token, width=width, length=length)
+        for row in range(2):
+            kept = [([int(last_token[row])], 0.0)]
+            for _ in range(length):
+                grown = []
+                for text, score in kept:
+                    log_probs = slow_log_probs(drafter, hidden[row], text).tolist()
+                    grown += [([*text, token], score + value) for token, value in enumerate(log_probs)]
+                kept = sorted(grown, key=lambda item: -item[1])[:width]
+            assert beams[row].tolist() == [text[1:] for text, _ in kept]
+
+
+def test_beam_search_with_a_vocabulary_smaller_than_the_beam(target):
+    drafter = make(target, draft_vocab_size=2)
+    drafter.choose_draft_vocabulary(torch.arange(target.vocab_size))
+    hidden = torch.zeros(1, target.hidden_size, dtype=torch.float64)
+    beams = beam_search(drafter, hidden, torch.tensor([5]), width=8, length=3)
+    top = [target.vocab_size - 2, target.vocab_size - 1]
+    assert sorted(map(tuple, beams[0].tolist())) == sorted(itertools.product(top, repeat=3))
+
+
+def test_a_label_outside_the_draft_vocabulary_is_a_miss_and_no_loss(target):
+    drafter = make(target, draft_vocab_size=3)
+    counts = torch.zeros(target.vocab_size, dtype=torch.long)
+    counts[[20, 30, 40]] = 5
+    drafter.choose_draft_vocabulary(counts)
+    assert drafter.draft_tokens.tolist() == [20, 30, 40]
+    batch = make_batch(target, [[7, 30], [7, 31]])
+    loss = drafter.loss(batch)
+    log_probs = slow_log_probs(drafter, batch.hidden_states[0, 0], [7]).detach()
+    assert log_probs.shape == (3,)
+    assert loss.sums.tolist() == pytest.approx([-float(log_probs[1])], rel=1e-5)
+    assert loss.counts.tolist() == [2], "accuracy is measured against the full vocabulary"
+    assert loss.hits[0, -1] == 1
+
+
+def test_counts_of_another_vocabulary_are_refused(target):
+    drafter = make(target, draft_vocab_size=3)
+    with pytest.raises(ValueError, match="the target has 300 tokens"):
+        drafter.choose_draft_vocabulary(torch.zeros(7, dtype=torch.long))
+    with pytest.raises(ValueError, match="more than the target's 300 tokens"):
+        make(target, draft_vocab_size=301)
+
+
+def test_training_overfits_a_small_set_to_near_perfect_acceptance(target):
+    torch.manual_seed(0)
+    drafter = build_drafter({"kind": "redrafter"}, target).double()
+    texts = torch.randint(0, target.vocab_size, (24, 5), generator=torch.Generator().manual_seed(3)).tolist()
+    batch = make_batch(target, texts)
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-2)
+    first = None
+    for _ in range(60):
+        loss = drafter.loss(batch)
+        total = loss.sums.sum() / loss.counts.sum()
+        first = first or total.item()
+        optimizer.zero_grad()
+        total.backward()
+        optimizer.step()
+    assert first == pytest.approx(math.log(target.vocab_size), rel=0.2)
+    assert int(drafter.loss(batch).joint_hits[-1]) >= 23
+
+
+def test_the_targets_embeddings_are_neither_saved_nor_trained(target):
+    drafter = make(target)
+    assert not any("embed" in name for name in drafter.state_dict())
+    assert all(parameter is not target.embed_tokens.weight for parameter in drafter.parameters())
+    before = target.embed_tokens.weight.clone()
+    optimizer = torch.optim.SGD(drafter.parameters(), lr=1.0)
+    drafter.loss(make_batch(target, [[7, 8, 9]])).sums.sum().backward()
+    optimizer.step()
+    assert torch.equal(target.embed_tokens.weight, before)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"beam_widht": 4}, "no option beam_widht"),
+        ({"initial_state": "ones"}, "must be embedding or zero"),
+        ({"beam_width": 0}, "must be at least 1"),
+        ({"num_blocks": -1}, "must be 0 or more"),
+    ],
+)
+def test_a_typo_or_an_impossible_option_is_named(target, options, message):
+    with pytest.raises(ValueError, match=message):
+        build_drafter({"kind": "redrafter", **options}, target)
+
+
+def test_an_unknown_kind_lists_the_known_ones(target):
+    with pytest.raises(ValueError, match="redrafter"):
+        build_drafter({"kind": "medusae"}, target)
+
+
+def test_loss_without_hidden_states_or_with_single_token_labels_says_what_to_do(target):
+    drafter = make(target)
+    batch = make_batch(target, [[7]])
+    with pytest.raises(ValueError, match=r"distill\.horizon"):
+        drafter.loss(batch)
+    empty = DrafterBatch(
+        input_ids=batch.input_ids,
+        attention_mask=batch.attention_mask,
+        positions=batch.positions,
+        continuations=batch.continuations,
+    )
+    with pytest.raises(ValueError, match="hidden states"):
+        drafter.loss(empty)

@@ -1,0 +1,165 @@
+"""Loading a target, and what is refused before any long work."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from outrider.models.config import TargetConfig
+from outrider.models.decoding import GreedyAcceptance, chain_tree, generate
+from outrider.models.drafters import NullDrafter, build_drafter
+from outrider.models.hf_target import HFTarget, require_full_attention
+from outrider.models.target import load_target, load_tokenizer
+
+SMALL = {
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+@pytest.fixture
+def copy(tiny_target_dir: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_target_dir, tmp_path / "target"))
+
+
+def config(directory: Path) -> TargetConfig:
+    return TargetConfig(name_or_path=str(directory), dtype="float32")
+
+
+def test_a_directory_without_weights_is_named_before_loading(copy):
+    (copy / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="has no weights"):
+        load_target(config(copy))
+
+
+def test_a_directory_without_config_or_none_at_all_is_named(copy, tmp_path):
+    (copy / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        load_target(config(copy))
+    with pytest.raises(ValueError, match="there is no target directory"):
+        load_target(config(tmp_path / "nowhere"))
+
+
+def test_weights_that_lack_a_tensor_are_not_filled_with_random_numbers(copy):
+    model_config = json.loads((copy / "config.json").read_text())
+    model_config["num_hidden_layers"] = 3
+    (copy / "config.json").write_text(json.dumps(model_config))
+    with pytest.raises(ValueError, match="they would be random"):
+        load_target(config(copy))
+
+
+def test_a_cut_weight_file_is_a_clear_error(copy):
+    path = copy / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(ValueError, match="can't be loaded"):
+        load_target(config(copy))
+
+
+def test_a_tokenizer_of_a_larger_vocabulary_is_refused(copy):
+    tokenizer = load_tokenizer(config(copy))
+    tokenizer.add_tokens(["another", "model"])
+    tokenizer.save_pretrained(copy)
+    with pytest.raises(ValueError, match="another model's tokenizer"):
+        load_target(config(copy))
+
+
+def test_a_missing_tokenizer_is_named(copy):
+    for path in copy.glob("tokenizer*"):
+        path.unlink()
+    with pytest.raises(ValueError, match="no tokenizer could be loaded"):
+        load_tokenizer(config(copy))
+
+
+def test_impossible_settings_are_refused():
+    with pytest.raises(ValueError, match="must be one of"):
+        TargetConfig(name_or_path="x", dtype="int3")
+    with pytest.raises(ValueError, match="4-D mask"):
+        TargetConfig(name_or_path="x", attn_implementation="flash_attention_2")
+
+
+def test_identity_follows_the_weights_not_the_path(copy, target, tiny_target_dir):
+    assert load_target(config(copy)).identity.weights_sha256 == target.identity.weights_sha256
+    assert load_target(config(copy)).identity.name == "target"
+
+
+def test_hidden_states_feed_the_head(target, prompt):
+    mask = torch.ones_like(prompt, dtype=torch.bool)
+    hidden = target.hidden_states(prompt, mask)
+    logits = target.model.get_output_embeddings()(hidden)
+    assert torch.allclose(logits, target.model(prompt).logits)
+    padded = target.hidden_states(torch.cat([prompt, prompt[:, :1]], 1), torch.tensor([[True] * 5 + [False]]))
+    assert torch.allclose(padded[:, :5], hidden)
+
+
+MODELS = [
+    LlamaForCausalLM(LlamaConfig(**SMALL, num_key_value_heads=2)),
+    Qwen2ForCausalLM(Qwen2Config(**SMALL, num_key_value_heads=2)),
+    MistralForCausalLM(MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=128)),
+    GPTNeoXForCausalLM(GPTNeoXConfig(**SMALL)),
+]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: type(model).__name__)
+def test_tree_decoding_equals_plain_forwards_on_several_architectures(model, attention, target):
+    torch.manual_seed(0)
+    model = model.double().eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.25)
+    model.set_attn_implementation(attention)
+    adapter = HFTarget(model, target.tokenizer, target.identity)
+    drafter = build_drafter({"kind": "redrafter", "beam_width": 4, "beam_length": 3}, adapter).double()
+    prompt = torch.tensor([[3, 14, 15, 92, 65]])
+    text = prompt
+    with torch.no_grad():
+        for _ in range(20):
+            text = torch.cat([text, model(text).logits[:, -1:].argmax(-1)], dim=1)
+    for each in (NullDrafter(), drafter):
+        steps = list(generate(adapter, each, GreedyAcceptance(), prompt, max_new_tokens=20))
+        assert [token for step in steps for token in step.tokens] == text[0, 5:].tolist()
+
+
+def test_verify_gives_each_node_the_logits_of_its_own_path(target, prompt):
+    tree = chain_tree(torch.tensor([[10, 11, 12]]))
+    with torch.inference_mode():
+        target.prefill(prompt, max_new_tokens=8, max_nodes=3)
+        output = target.verify(torch.tensor([9]), tree)
+        expected = target.model(torch.cat([prompt, torch.tensor([[9, 10, 11, 12]])], dim=1)).logits[:, -4:]
+    assert torch.allclose(output.logits, expected)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (MistralForCausalLM(MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=16)), "sliding window of 16"),
+        (Gemma2ForCausalLM(Gemma2Config(**SMALL, num_key_value_heads=2, head_dim=8)), "caps its attention scores"),
+        (BloomForCausalLM(BloomConfig(vocab_size=100, hidden_size=32, n_layer=1, n_head=4)), "ALiBi"),
+    ],
+    ids=["Mistral", "Gemma2", "Bloom"],
+)
+def test_attention_that_a_tree_would_get_wrong_is_refused(model, message):
+    with pytest.raises(ValueError, match=message):
+        require_full_attention(model, 64)
