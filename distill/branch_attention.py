@@ -1,11 +1,11 @@
 """Attention of branches: one-token-at-a-time continuations of many positions of the same texts, decoded side by side.
 
-A branch leaves its text after position i. At every step each branch has one query, which attends to the text's own keys up to i (kept
-from the prefill, never copied) and to the keys of its own earlier tokens. The two parts are computed apart and merged by their
-log-sum-exp, so that no branch sees another and the text's keys are shared by all.
+A branch leaves its text after position i. At every step each branch has one query, which attends to the text's own keys up to
+i (kept from the prefill, never copied) and to the keys of its own earlier tokens. The two parts are computed apart and merged
+by their log-sum-exp, so that no branch sees another and the text's keys are shared by all.
 
-Works with any transformers model that routes its attention through `AttentionInterface`, unmodified: inside `branch_attention(model)`, a
-forward pass that is given `branches=` reads all live branches as one row [1, branch] of tokens.
+Works with any transformers model that routes its attention through `AttentionInterface`, unmodified: inside
+`branch_attention(model)`, a forward pass that is given `branches=` reads all live branches as one row [1, branch] of tokens.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,8 +32,8 @@ UNSUPPORTED_ARGUMENTS = ("s_aux", "softcap", "position_bias")
 class Segment:
     """Neighbouring branches of one text, whose prefix attention is one call.
 
-    They are branches `start` to `stop` of all live ones, and need the first `mask.shape[1]` keys of text `row`. `mask` is added to the
-    scores: zero up to the branch's own position, minus infinity beyond.
+    They are branches `start` to `stop` of all live ones, and need the first `mask.shape[1]` keys of text `row`. `mask` is
+    added to the scores: zero up to the branch's own position, minus infinity beyond.
     """
 
     row: int
@@ -45,8 +45,8 @@ class Segment:
 class Branches:
     """The live branches of a batch of texts: where they left, and the keys and values of their own tokens in every layer.
 
-    `rows` and `positions` [branch] say which text a branch belongs to and the last position of it that it sees, ordered by row, then
-    position. `text_keys` and `text_values` [batch, kv_head, seq, head_dim] are the prefill's, one per layer.
+    `rows` and `positions` [branch] say which text a branch belongs to and the last position of it that it sees, ordered by
+    row, then position. `text_keys` and `text_values` [batch, kv_head, seq, head_dim] are the prefill's, one per layer.
     """
 
     def __init__(
@@ -70,8 +70,7 @@ class Branches:
         steps = {len(keys) for keys in self.own_keys}
         if len(steps) != 1:
             raise ValueError(
-                "some of the target's attention layers bypass transformers' AttentionInterface, or share their keys with another "
-                "layer: outrider can't distil from this architecture"
+                "some of the target's attention layers bypass transformers' AttentionInterface: outrider can't distil from it"
             )
         return steps.pop()
 
@@ -131,8 +130,8 @@ def make_segments(
 ) -> list[Segment]:
     """Cut branches, ordered by row and position, into segments of one row and at most SEGMENT_QUERIES branches.
 
-    For example, with SEGMENT_QUERIES = 2, rows 0 0 0 1 and positions 3 4 9 2 give the segments (3 4), (9), (2), which read the first
-    5, 10 and 3 keys of their rows.
+    For example, with SEGMENT_QUERIES = 2, rows 0 0 0 1 and positions 3 4 9 2 give the segments (3 4), (9), (2), which read
+    the first 5, 10 and 3 keys of their rows.
     """
     segments, start = [], 0
     ends = positions.tolist()
@@ -155,8 +154,8 @@ def _flash_attention_cpu(
     mask: Float[torch.Tensor, "query key"],
     scale: float,
 ) -> tuple[Float[torch.Tensor, "head query head_dim"], Float[torch.Tensor, "head query"]]:
-    # The kernel behind scaled_dot_product_attention, called directly because only so it hands out the log-sum-exp. It reads grouped
-    # heads as they are.
+    # The kernel behind scaled_dot_product_attention, called directly because only so it hands out the log-sum-exp. It reads
+    # grouped heads as they are.
     output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query[None], key[None], value[None], attn_mask=mask[None, None], scale=scale
     )
@@ -170,7 +169,7 @@ def attention_with_lse(
     mask: Float[torch.Tensor, "query key"],
     scale: float,
 ) -> tuple[Float[torch.Tensor, "head query value_dim"], Float[torch.Tensor, "head query"]]:
-    """Attention and the log-sum-exp of its scores, in plain operations: for devices and widths without a kernel that gives both.
+    """Attention and the log-sum-exp of its scores, in plain operations, where no kernel gives both.
 
     Scores, softmax and log-sum-exp are float32 or wider. Query heads are grouped by the key head that they share.
     """
@@ -199,7 +198,9 @@ def _branch_attention_forward(
         raise ValueError("the target does not pass keyword arguments on to its attention: outrider can't distil from it")
     for name in UNSUPPORTED_ARGUMENTS:
         if kwargs.get(name) is not None:
-            raise ValueError(f"the target's attention uses {name}, which branch attention does not compute: outrider can't distil from it")
+            raise ValueError(
+                f"the target's attention uses {name}, which branch attention does not compute: outrider can't distil from it"
+            )
     layer = module.layer_idx
     assert isinstance(layer, int)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

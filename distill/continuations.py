@@ -1,8 +1,8 @@
 """The target's own greedy continuation of every position of a text, in as many forward passes as it has tokens.
 
-Decoding the next `horizon` tokens after each of n positions one by one costs n * horizon passes. Here pass 1 is the ordinary prefill
-and gives the first token after all positions. Pass k feeds, for all positions at once, the token that pass k - 1 chose (see
-`branch_attention`). And where the target's first token is the text's own next token, nothing is decoded at all:
+Decoding the next `horizon` tokens after each of n positions one by one costs n * horizon passes. Here pass 1 is the ordinary
+prefill and gives the first token after all positions. Pass k feeds, for all positions at once, the token that pass k - 1
+chose (see `branch_attention`). And where the target's first token is the text's own next token, nothing is decoded at all:
 
     text            a b c d          continuation(i) = [x(i + 1)] + continuation(i + 1) without its last token
     first tokens    b x d .          so position 0 borrows from 1, and 2 from 3; only 1 and 3 are branches
@@ -11,6 +11,7 @@ With an agreement rate a on the wanted positions the work is about 1 + (1 - a)(h
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -29,8 +30,8 @@ PROBE_TOLERANCE, NARROW_PROBE_TOLERANCE = 0.01, 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelStats:
-    """What labelling cost: `num_positions` were wanted, at `num_agreeing` of them the target's first token is the text's own next
-    token, and `num_branch_tokens` tokens were fed besides the `num_text_tokens` of the prefill (padding not counted)."""
+    """What labelling cost: `num_positions` were wanted, at `num_agreeing` of them the target's first token is the text's own
+    next token, and `num_branch_tokens` tokens were fed besides the `num_text_tokens` of the prefill (padding not counted)."""
 
     num_text_tokens: int
     num_positions: int
@@ -56,9 +57,10 @@ def label_continuations(
 ) -> tuple[Int[torch.Tensor, "batch seq horizon"], Float[torch.Tensor, "batch seq hidden"] | None, LabelStats]:
     """The target's greedy next `horizon` tokens after every wanted position of right-padded texts.
 
-    Entry [b, i, k] is the token that the target says k tokens after the one that follows position i; UNKNOWN at positions that are not
-    wanted and after a stop token, which is itself a label. With `return_hidden_states` also the target's last hidden states of the
-    texts (after the final norm; meaningless on padding). `prune=False` decodes every wanted position; the labels are the same.
+    Entry [b, i, k] is the token that the target says k tokens after the one that follows position i; UNKNOWN at positions
+    that are not wanted and after a stop token, which is itself a label. With `return_hidden_states` also the target's last
+    hidden states of the texts (after the final norm; meaningless on padding). `prune=False` decodes every wanted position;
+    the labels are the same.
     """
     first, hidden_states, cache = _prefill(target, input_ids, _within(wanted, attention_mask, horizon))
     stop_ids = torch.tensor(target.stop_ids, dtype=torch.long, device=input_ids.device)
@@ -99,7 +101,7 @@ def label_continuations(
 def require_branch_attention(target: HFTarget, num_tokens: int) -> None:
     """Raise ValueError where texts and continuations of up to `num_tokens` tokens can't be labelled rightly with this target.
 
-    Beside what its configuration tells, tries it: two branches of a short text must give the hidden states of two plain forward passes.
+    Beside what its configuration tells, tries it: branches of a short text must give the hidden states of plain forward passes.
     """
     if num_tokens > target.context_length:
         raise ValueError(
@@ -129,17 +131,17 @@ def _probe(target: HFTarget) -> None:
         regret = ((logits.max() - logits[_greedy(target.model, branch_states[index : index + 1])]) / logits.std()).item()
         if not max(error, regret) < tolerance:
             raise ValueError(
-                f"{type(target.model).__name__} decodes branches differently from plain texts (relative error {error:.2g} of its hidden "
-                f"states, {regret:.2g} of its best logit): its attention or head computes more than outrider knows of, so its labels "
-                "would be wrong. Choose another target"
+                f"{type(target.model).__name__} decodes branches differently from plain texts (relative error {error:.2g} of "
+                f"its hidden states, {regret:.2g} of its best logit): its attention or head computes more than outrider knows "
+                "of, so its labels would be wrong. Choose another target"
             )
 
 
 def _make_branches(
     cache: DynamicCache, rows: Int[torch.Tensor, " branch"], positions: Int[torch.Tensor, " branch"]
 ) -> Branches:
-    keys, values = [layer.keys for layer in cache.layers], [layer.values for layer in cache.layers]
-    return Branches(keys, values, rows, positions)
+    layers: list[Any] = cache.layers
+    return Branches([layer.keys for layer in layers], [layer.values for layer in layers], rows, positions)
 
 
 def _prefill(
@@ -198,7 +200,7 @@ def _branch_hidden_states(
 def _greedy(model: PreTrainedModel, hidden_states: Float[torch.Tensor, "position hidden"]) -> Int[torch.Tensor, " position"]:
     """The likeliest next token of each position, in chunks, so that [position, vocab] never exists as a whole.
 
-    Some models scale or soft-cap what their head gives; both are monotonic, so the arg-max of the head's own output is the same.
+    Some models scale or soft-cap what their head gives: both are monotonic, so they leave the arg-max as it is.
     """
     head = model.get_output_embeddings()
     chunk = max(1, LOGIT_ELEMENTS // model.config.get_text_config().vocab_size)
