@@ -2,6 +2,7 @@
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -22,7 +23,9 @@ def load_target(config: TargetConfig, device: torch.device | None = None) -> HFT
     """
     tokenizer = load_tokenizer(config)  # a second's work: its mistakes come first
     place = torch.device(config.device) if config.device else device or _default_device()
-    model = _load_model(config).to(place).eval().requires_grad_(False)
+    model = _load_model(config)
+    model.to(device=place)  # type: ignore[call-arg]  # transformers wraps `to` in a way that hides its signature
+    model.eval().requires_grad_(False)
     vocab_size = model.config.get_text_config().vocab_size
     if len(tokenizer) > vocab_size:
         raise ValueError(
@@ -67,7 +70,7 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 def _load_model(config: TargetConfig) -> PreTrainedModel:
     dtype = config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             config.name_or_path,
             revision=config.revision,
             dtype=dtype,
@@ -77,7 +80,8 @@ def _load_model(config: TargetConfig) -> PreTrainedModel:
         )
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"the target {config.name_or_path!r} can't be loaded: {error}") from error
-    missing = sorted(report["missing_keys"])
+    model: PreTrainedModel = loaded[0]
+    missing = sorted(loaded[1]["missing_keys"])
     if missing:
         raise ValueError(
             f"the weights of {config.name_or_path!r} lack {len(missing)} tensors that the model needs "

@@ -33,11 +33,12 @@ class TreeCacheLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        keys, values = self._buffers()
         end = self.committed + key_states.shape[2]
         assert end <= self.capacity, f"{end} entries in a cache of {self.capacity}: the target reserved too little"
-        self.keys[:, :, self.committed : end] = key_states
-        self.values[:, :, self.committed : end] = value_states
-        return self.keys[:, :, :end], self.values[:, :, :end]
+        keys[:, :, self.committed : end] = key_states
+        values[:, :, self.committed : end] = value_states
+        return keys[:, :, :end], values[:, :, :end]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.committed + query_length, 0
@@ -51,32 +52,35 @@ class TreeCacheLayer(CacheLayerMixin):
     def keep(self, entries: Int[torch.Tensor, "batch kept"]) -> None:
         """Move the entries `committed + entries` to the end of the committed ones; the caller then advances `committed`."""
         index = entries[:, None, :, None] + self.committed
-        for buffer in (self.keys, self.values):
+        for buffer in self._buffers():
             kept = buffer.gather(2, index.expand(-1, buffer.shape[1], -1, buffer.shape[3]))
             buffer[:, :, self.committed : self.committed + entries.shape[1]] = kept
+
+    def _buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.keys is not None
+        assert self.values is not None
+        return self.keys, self.values
 
 
 class TreeCache(Cache):
     """The layers of a model, growing together."""
 
-    layers: list[TreeCacheLayer]
-
     def __init__(self, num_layers: int, capacity: int) -> None:
-        super().__init__(layers=[TreeCacheLayer(capacity) for _ in range(num_layers)])
-        self.capacity = capacity
+        self.tree_layers = [TreeCacheLayer(capacity) for _ in range(num_layers)]
+        super().__init__(layers=list(self.tree_layers))
 
     @property
     def committed(self) -> int:
         """Number of tokens whose keys and values are final."""
-        return self.layers[0].committed
+        return self.tree_layers[0].committed
 
     def advance(self, num_tokens: int) -> None:
         """Commit the `num_tokens` entries behind the committed ones."""
-        for layer in self.layers:
+        for layer in self.tree_layers:
             layer.committed += num_tokens
 
     def keep(self, entries: Int[torch.Tensor, "batch kept"]) -> None:
         """Of the last pass's entries, commit those named, in that order, and forget the others."""
-        for layer in self.layers:
+        for layer in self.tree_layers:
             layer.keep(entries)
         self.advance(entries.shape[1])

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Collection, Iterator
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -14,7 +15,7 @@ from .types import Acceptance, PhaseSeconds, Step
 @torch.inference_mode()
 def generate(
     target: Target,
-    drafter: Drafter,
+    drafter: Drafter[Any],
     rule: AcceptanceRule,
     prompt: Int[torch.Tensor, "batch seq"],
     *,

@@ -77,9 +77,10 @@ class ResidualBlock(nn.Module):
 
 
 class Redrafter(TrainableDrafter):
-    """The recurrent drafter. Its state between steps is the target's hidden state at the last accepted token, [batch, hidden]."""
+    """The recurrent drafter. Its state is the target's hidden state at the last accepted token, [batch, hidden]."""
 
     Config = RedrafterConfig
+    draft_tokens: torch.Tensor
 
     def __init__(self, config: RedrafterConfig, embed_tokens: nn.Module, *, hidden_size: int, vocab_size: int) -> None:
         super().__init__()
