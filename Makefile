@@ -1,8 +1,10 @@
 # The environment lies in VENV. TORCH_INDEX chooses torch's wheels, for example:
 #   make install TORCH_INDEX=https://download.pytorch.org/whl/cu130
+# OUTPUT is where the demo's results go, in place of outputs/demo.
 PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?=
+OUTPUT ?=
 BIN := $(abspath $(VENV))/bin
 STAMP := $(VENV)/.installed
 PACKAGES := cli conf data distill eval models train
@@ -19,7 +21,7 @@ help: ## Show this list
 install: $(STAMP) ## Make .venv and install outrider with its pinned dependencies
 
 demo: $(STAMP) ## Distil, train and evaluate a ReDrafter for the embedded target (minutes on two cores)
-	$(LAUNCH) train.py conf=demo
+	$(LAUNCH) train.py conf=demo $(if $(OUTPUT),output_dir=$(OUTPUT))
 
 test: $(STAMP) ## Run the whole test suite
 	$(BIN)/python -m pytest

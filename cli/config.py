@@ -1,0 +1,130 @@
+"""What a run is made of: the schema that Hydra composes a recipe into."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ..data.config import DataConfig
+from ..distill.config import DistillConfig
+from ..eval.config import EvalConfig
+from ..models.config import TargetConfig
+from ..models.drafters.registry import parse_drafter_config
+from ..train.config import TrainConfig
+
+STAGES = ("distill", "train", "eval")
+DEMO_TARGET = Path(__file__).parents[1] / "models" / "demo_target"
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    """One run: distil a target's answers, train drafters on them, evaluate those."""
+
+    name: str
+    """The recipe's name, which names the run's folder."""
+    output_dir: str
+    """The run's folder; a finished stage in it is skipped, an interrupted one goes on."""
+    stages: list[str] = field(default_factory=lambda: list(STAGES))
+    """Which of distill, train, eval to run, in this order."""
+    seed: int = 0
+    """Of everything that draws at random, where a section doesn't say otherwise."""
+    num_threads: int | None = None
+    """CPU threads per process, where a section doesn't say otherwise; None leaves the launcher's choice, which is mostly 1."""
+    mixed_precision: str | None = None
+    """Type that drafters are trained in: bf16 or no; None leaves the launcher's choice."""
+    target: TargetConfig
+    """The frozen model."""
+    data: DataConfig
+    """The conversations."""
+    drafter: dict[str, Any]
+    """`kind` picks the drafter; the rest is that drafter's own configuration."""
+    distill: DistillConfig
+    train: TrainConfig
+    eval: EvalConfig
+    variants: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Several drafters from one distillation, compared in one table: a name, and what it changes in `train` or `drafter`."""
+
+    def __post_init__(self) -> None:
+        problems = [f"stages has {stage!r}; there are: {', '.join(STAGES)}" for stage in self.stages if stage not in STAGES]
+        if not self.stages or len(set(self.stages)) < len(self.stages):
+            problems.append(f"stages is {self.stages}; name at least one of {', '.join(STAGES)}, and each once")
+        if not self.name or Path(self.name).name != self.name:
+            problems.append(f"name is {self.name!r}; it names a folder, so it must be one plain word")
+        if self.num_threads is not None and self.num_threads < 1:
+            problems.append(f"num_threads is {self.num_threads}; it must be at least 1, or null for the launcher's choice")
+        if self.mixed_precision not in (None, "bf16", "no"):
+            problems.append(
+                f"mixed_precision is {self.mixed_precision!r}; it must be bf16 or no, or null for the launcher's choice"
+            )
+        for name in self.variants or [""]:
+            problems += self._drafter_problems(name)
+        _raise(problems)
+
+    def _drafter_problems(self, variant: str) -> list[str]:
+        try:
+            drafter = self.drafter_run(variant)
+            parse_drafter_config(drafter.drafter)
+        except (ValueError, OmegaConfBaseException) as error:
+            return [f"variants.{variant}: {error}" if variant else f"drafter: {error}"]
+        return []
+
+    def drafter_runs(self) -> "list[DrafterRun]":
+        """The drafters to train: one, or one per variant."""
+        return [self.drafter_run(name) for name in self.variants or [""]]
+
+    def drafter_run(self, variant: str) -> "DrafterRun":
+        """One drafter's training; the variant "" is the run's own."""
+        changes = self.variants.get(variant, {})
+        if unknown := sorted(changes.keys() - {"train", "drafter"}):
+            raise ValueError(f"a variant can't change {', '.join(unknown)}, only train and drafter")
+        train = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(self.train), changes.get("train", {})))
+        assert isinstance(train, TrainConfig)
+        folder = Path(self.output_dir)
+        return DrafterRun(
+            train=train,
+            drafter={**self.drafter, **changes.get("drafter", {})},
+            train_dir=folder / "train" / variant,
+            drafter_dir=folder / "drafter" / variant,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterRun:
+    """How one drafter of a run is trained, and where it lies."""
+
+    train: TrainConfig
+    drafter: Mapping[str, Any]
+    train_dir: Path
+    drafter_dir: Path
+
+
+def to_run_config(composed: DictConfig) -> RunConfig:
+    """The typed config of a composed one. Raises one ValueError with the problems of all sections together."""
+    values, problems = {}, []
+    for name in (section.name for section in fields(RunConfig)):
+        try:
+            value = composed[name]
+            values[name] = OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
+        except OmegaConfBaseException as error:
+            problems.append(f"{error.full_key or name}: {str(error.msg or error).splitlines()[0]}")
+        except ValueError as error:
+            problems.append(str(error))
+    _raise(problems)
+    return RunConfig(**values)
+
+
+def register() -> None:
+    """Make the schema and the `${demo_target:}` resolver known to Hydra."""
+    ConfigStore.instance().store(name="run_schema", node=RunConfig)
+    OmegaConf.register_new_resolver("demo_target", lambda: str(DEMO_TARGET), replace=True)
+
+
+def _raise(problems: list[str]) -> None:
+    if problems:
+        raise ValueError(
+            f"{len(problems)} problem(s) in the configuration:" + "".join(f"\n  - {problem}" for problem in problems)
+        )

@@ -1,0 +1,43 @@
+"""The command `outrider`."""
+
+import sys
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from ..eval.cli import eval_command
+from .errors import user_errors
+
+app = typer.Typer(
+    help="Train drafters for speculative decoding, and measure them.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("eval")(eval_command)
+
+
+@app.command("run", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def run_command(context: typer.Context) -> None:
+    """Run a recipe: outrider run conf=demo train.steps=10. On several devices: accelerate launch train.py conf=...
+
+    Takes Hydra's overrides and options, such as --cfg job, which only prints what would run.
+    """
+    from .run import main as run_recipe  # loads torch and transformers
+
+    sys.argv = ["outrider run", *context.args]
+    run_recipe()
+
+
+@app.callback()
+def options(show_version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)] = False) -> None:
+    if show_version:
+        typer.echo(f"outrider {version('outrider')}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run a command; a user's mistake is told in one message."""
+    with user_errors():
+        app()

@@ -1,0 +1,73 @@
+"""The pipeline: the stages of a recipe, one after the other."""
+
+import logging
+from pathlib import Path
+
+import hydra
+import torch
+from accelerate import Accelerator
+from omegaconf import DictConfig, OmegaConf
+
+from ..data.chat import use_chat_template
+from ..data.files import atomic_write_text
+from ..data.manifest import load_manifest
+from ..distill.run import distill
+from ..eval.run import check_inputs, evaluate
+from ..eval.tables import print_table
+from ..models.target import load_target
+from ..train.run import train
+from .config import RunConfig, register, to_run_config
+from .errors import user_errors
+
+log = logging.getLogger(__name__)
+register()
+
+
+@hydra.main(version_base="1.3", config_path="pkg://outrider.conf", config_name="config")
+def main(composed: DictConfig) -> None:
+    """Compose the recipe and run it."""
+    with user_errors():
+        run(to_run_config(composed))
+
+
+def run(config: RunConfig) -> None:
+    """Run the stages. Each skips what is complete and resumes what was interrupted."""
+    accelerator = Accelerator(mixed_precision=config.mixed_precision)
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    _configure_logging(accelerator.is_main_process)
+    _check_inputs(config)
+    folder = Path(config.output_dir)
+    if accelerator.is_main_process:
+        folder.mkdir(parents=True, exist_ok=True)
+        atomic_write_text(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
+    target = load_target(config.target, accelerator.device)
+    tokenizer = target.tokenizer
+    use_chat_template(tokenizer, config.data.chat_template)
+    if "distill" in config.stages:
+        distill(config.distill, config.data, target, tokenizer, folder / "distill", accelerator)
+        accelerator.wait_for_everyone()
+    if "train" in config.stages:
+        for drafter in config.drafter_runs():
+            train(
+                drafter.train, drafter.drafter, target, folder / "distill", drafter.train_dir, drafter.drafter_dir, accelerator
+            )
+            accelerator.wait_for_everyone()
+    # The other processes are done: waiting hours for the measurement would run into a collective's time limit.
+    if "eval" in config.stages and accelerator.is_main_process:
+        drafter_dirs = [drafter.drafter_dir for drafter in config.drafter_runs()]
+        print_table(evaluate(config.eval, target, tokenizer, drafter_dirs, folder / "eval"))
+    log.info("the results lie in %s", folder)
+
+
+def _check_inputs(config: RunConfig) -> None:
+    """What earlier stages left, where they are not part of this run: a mistake shows before the target is loaded."""
+    if "train" in config.stages and "distill" not in config.stages:
+        load_manifest(Path(config.output_dir) / "distill")
+    if "eval" in config.stages and "train" not in config.stages:
+        check_inputs(config.eval, [drafter.drafter_dir for drafter in config.drafter_runs()])
+
+
+def _configure_logging(is_main_process: bool) -> None:
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("outrider").setLevel(logging.INFO if is_main_process else logging.WARNING)

@@ -1,0 +1,10 @@
+"""Distil, train and evaluate a drafter as a recipe says.
+
+accelerate launch train.py conf=demo
+accelerate launch train.py conf=redrafter_vicuna7b stages=[distill] data.limit=1000
+"""
+
+from outrider.cli.run import main
+
+if __name__ == "__main__":
+    main()
