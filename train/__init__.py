@@ -1,1 +1,1 @@
-"""TODO."""
+"""Training: shards to a drafter's checkpoint."""

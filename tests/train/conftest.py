@@ -1,0 +1,100 @@
+"""Tiny shards of a text that a drafter can learn, and a way to train on them in a second."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from outrider.data.manifest import Manifest, TargetIdentity, save_manifest
+from outrider.data.shards import write_shard
+from outrider.data.types import UNKNOWN, DistilledExample, Example
+from outrider.models.config import TargetConfig
+from outrider.models.hf_target import HFTarget
+from outrider.models.target import load_target
+from outrider.train.config import TrainConfig
+from outrider.train.run import train
+
+HORIZON = 4
+DRAFTER = {"kind": "redrafter", "exit_width": 16, "num_blocks": 1}
+TRAIN = {"steps": 6, "batch_size": 4, "learning_rate": 1e-2, "log_every": 1, "checkpoint_every": 1, "num_threads": 1}
+
+
+def make_example(index: int, vocab_size: int, hidden_states: torch.Tensor | None = None) -> DistilledExample:
+    """A text in which each token follows from the one before, of a length that depends on `index`.
+
+    The target's continuations end with the text, so the number of labels differs by text and by depth.
+    """
+    num_tokens = 12 + 5 * (index % 6)
+    tokens = [3 + index]
+    while len(tokens) < num_tokens:
+        tokens.append((tokens[-1] * 5 + 7) % vocab_size)
+    input_ids = torch.tensor(tokens)
+    loss_mask = torch.arange(num_tokens) >= 4
+    padded = torch.cat([input_ids, torch.full((HORIZON,), UNKNOWN)])
+    continuations = torch.stack([padded[1 + d : 1 + d + num_tokens] for d in range(HORIZON)], dim=1)
+    continuations[:3] = UNKNOWN
+    example = Example(id=f"text-{index}", input_ids=input_ids, loss_mask=loss_mask)
+    return DistilledExample(example=example, continuations=continuations, hidden_states=hidden_states)
+
+
+def write_shards(directory: Path, identity: TargetIdentity, examples: list[DistilledExample], *, per_shard: int = 4) -> Path:
+    """A complete distillation of the examples."""
+    starts = range(0, len(examples), per_shard)
+    entries = [write_shard(directory, index, examples[start : start + per_shard]) for index, start in enumerate(starts)]
+    has_hidden = bool(examples) and examples[0].hidden_states is not None
+    manifest = Manifest(
+        target=identity,
+        horizon=HORIZON,
+        features="last_hidden" if has_hidden else "none",
+        data_sha256="0" * 64,
+        max_length=64,
+        shards=entries,
+        complete=True,
+    )
+    save_manifest(directory, manifest)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def accelerator() -> Accelerator:
+    return Accelerator(cpu=True)
+
+
+@pytest.fixture(scope="session")
+def target(tiny_target_dir: Path) -> HFTarget:
+    return load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="float32"), torch.device("cpu"))
+
+
+@pytest.fixture(scope="session")
+def examples(target: HFTarget) -> list[DistilledExample]:
+    return [make_example(index, target.vocab_size) for index in range(22)]
+
+
+@pytest.fixture(scope="session")
+def shards_dir(target: HFTarget, examples: list[DistilledExample], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """22 texts in 6 shards. Read only: it is shared by the whole session."""
+    return write_shards(tmp_path_factory.mktemp("shards"), target.identity, examples)
+
+
+@dataclass(frozen=True)
+class Run:
+    """The folders of one training."""
+
+    train_dir: Path
+    drafter_dir: Path
+
+
+@pytest.fixture
+def run_train(accelerator: Accelerator, target: HFTarget, shards_dir: Path, tmp_path: Path) -> Callable[..., Run]:
+    """Train into `tmp_path / name`; keywords change TRAIN, `drafter` changes DRAFTER."""
+
+    def run(name: str = "run", *, drafter: dict[str, Any] | None = None, shards: Path = shards_dir, **changes: Any) -> Run:
+        folders = Run(tmp_path / name / "train", tmp_path / name / "drafter")
+        config = TrainConfig(**{**TRAIN, **changes})
+        train(config, {**DRAFTER, **(drafter or {})}, target, shards, folders.train_dir, folders.drafter_dir, accelerator)
+        return folders
+
+    return run

@@ -1,0 +1,232 @@
+"""The training stage as a whole, in one process."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from outrider.data.manifest import load_manifest, save_manifest
+from outrider.data.types import DistilledExample, DrafterBatch
+from outrider.models.drafters import DRAFTERS, load_drafter
+from outrider.models.drafters.redrafter import Redrafter
+from outrider.models.hf_target import HFTarget
+from outrider.models.interfaces import Loss
+from outrider.train.checkpoint import complete_checkpoints
+from outrider.train.tracking import read_records
+from safetensors.torch import load_file
+
+from .conftest import Run, write_shards
+
+RunTrain = Callable[..., Run]
+TIMING = {"seconds", "positions_per_second"}
+
+
+def weights(run: Run) -> dict[str, torch.Tensor]:
+    return load_file(run.drafter_dir / "model.safetensors")
+
+
+def records(run: Run) -> list[dict[str, Any]]:
+    """What was logged, without the parts that a clock decides."""
+    lines = read_records(run.train_dir / "metrics.jsonl")
+    return [{key: value for key, value in line.items() if key not in TIMING} for line in lines]
+
+
+def assert_close(left: Run, right: Run) -> None:
+    ours, theirs = weights(left), weights(right)
+    assert len(ours) >= 4
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.fixture
+def spy(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Redrafter]]:
+    """A drafter of kind `spy`: a ReDrafter that calls `spy.on_loss(number of the call, batch)` and adds what that gives."""
+
+    class Spy(Redrafter):
+        calls = 0
+        on_loss: Any = staticmethod(lambda call, batch: 0.0)
+
+        def loss(self, batch: DrafterBatch) -> Loss:
+            type(self).calls += 1
+            loss = super().loss(batch)
+            return replace(loss, sums=loss.sums + self.on_loss(self.calls, batch))
+
+    monkeypatch.setitem(DRAFTERS, "spy", Spy)
+    return Spy
+
+
+def test_a_drafter_learns_and_its_folder_can_be_loaded(run_train: RunTrain, target: HFTarget) -> None:
+    run = run_train(steps=40, log_every=10, checkpoint_every=40)
+    lines = records(run)
+    assert [line["step"] for line in lines] == [10, 20, 30, 40]
+    assert lines[-1]["loss"] < lines[0]["loss"] / 2
+    assert lines[-1]["tokens_per_step_estimate"] > lines[0]["tokens_per_step_estimate"] + 0.5
+    assert len(lines[-1]["accuracy_by_depth"]) == 3, "horizon 4 drafts 3 tokens"
+    summary = json.loads((run.train_dir / "summary.json").read_text())
+    assert summary["steps"] == 40
+    assert summary["metrics"]["loss"] == lines[-1]["loss"]
+    assert summary["positions_seen"] < summary["tokens_seen"]
+    drafter = load_drafter(run.drafter_dir, target)
+    assert sum(parameter.numel() for parameter in drafter.parameters()) == summary["parameters"]
+    assert not list(run.drafter_dir.parent.glob(".*"))
+
+
+def test_accumulation_weighs_micro_batches_by_their_labels_not_equally(run_train: RunTrain) -> None:
+    one = run_train("one", batch_size=8)
+    four = run_train("four", batch_size=2, gradient_accumulation=4)
+    assert_close(one, four)
+    for ours, theirs in zip(records(one), records(four), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+        assert ours["positions_seen"] == theirs["positions_seen"]
+
+
+def test_stored_hidden_states_train_the_same_drafter_as_recomputed_ones(
+    run_train: RunTrain, target: HFTarget, examples: list[DistilledExample], tmp_path: Path
+) -> None:
+    stored = []
+    for example in examples:
+        ids = example.example.input_ids[None]
+        stored.append(replace(example, hidden_states=target.hidden_states(ids, torch.ones_like(ids, dtype=torch.bool))[0]))
+    directory = write_shards(tmp_path / "shards", target.identity, stored)
+    assert_close(run_train("recomputed"), run_train("stored", shards=directory))
+
+
+def test_steps_end_the_run_and_not_only_an_epoch(run_train: RunTrain, spy: Any) -> None:
+    run_train(steps=7, batch_size=8, gradient_accumulation=2, drafter={"kind": "spy"})
+    assert spy.calls == 7 * 2
+
+
+def test_thinned_positions_bound_the_work_of_a_step(run_train: RunTrain, spy: Any) -> None:
+    seen = []
+    spy.on_loss = staticmethod(lambda call, batch: seen.append(int(batch.positions.sum())) or 0.0)
+    run_train(max_positions=5, drafter={"kind": "spy"})
+    assert seen == [5] * 6
+
+
+def test_a_finished_run_is_skipped_and_a_damaged_drafter_restored(run_train: RunTrain, spy: Any) -> None:
+    run = run_train(drafter={"kind": "spy"})
+    made = spy.calls
+    before = (run.drafter_dir / "model.safetensors").read_bytes()
+    run_train(drafter={"kind": "spy"})
+    assert spy.calls == made
+    (run.drafter_dir / "model.safetensors").write_bytes(b"broken")
+    run_train(drafter={"kind": "spy"})
+    assert spy.calls == made, "the last checkpoint holds all that is needed"
+    assert (run.drafter_dir / "model.safetensors").read_bytes() == before
+
+
+def test_a_changed_configuration_is_refused_by_name_unless_it_changes_nothing_learned(run_train: RunTrain) -> None:
+    run = run_train()
+    with pytest.raises(ValueError, match=r"drafter\.num_blocks was 1 and is 2.*train\.learning_rate was 0\.01 and is 0\.1.*delete"):
+        run_train(learning_rate=0.1, drafter={"num_blocks": 2})
+    run_train(log_every=3, keep_checkpoints=1, checkpoint_every=5, drafter={"beam_width": 9})
+    shutil.rmtree(run.train_dir / "checkpoints")
+    with pytest.raises(ValueError, match=r"summary\.json.*train\.seed was 0 and is 1"):
+        run_train(seed=1)
+
+
+def test_a_loss_that_is_not_finite_stops_with_step_and_texts_and_spares_the_last_checkpoint(
+    run_train: RunTrain, spy: Any
+) -> None:
+    spy.on_loss = staticmethod(lambda call, batch: float("nan") if call == 4 else 0.0)
+    with pytest.raises(ValueError, match=r"not finite at step 4, whose texts are text-\d+, text-\d+, text-\d+, text-\d+\. .*step-00000003"):
+        run_train("every", drafter={"kind": "spy"})
+    spy.calls = 0
+    with pytest.raises(ValueError, match=r"not finite at step 4, .*step-00000002"):
+        run_train("seldom", drafter={"kind": "spy"}, log_every=6, checkpoint_every=2)
+
+
+def test_sigterm_ends_the_step_writes_a_checkpoint_and_exits(run_train: RunTrain, spy: Any, tmp_path: Path) -> None:
+    unbroken = run_train("unbroken", drafter={"kind": "spy"}, checkpoint_every=100)
+    spy.calls = 0
+    spy.on_loss = staticmethod(lambda call, batch: os.kill(os.getpid(), signal.SIGTERM) or 0.0 if call == 3 else 0.0)
+    with pytest.raises(SystemExit) as stopped:
+        run_train("stopped", drafter={"kind": "spy"}, checkpoint_every=100, log_every=4)
+    assert stopped.value.code == 143
+    assert [path.name for path in complete_checkpoints(tmp_path / "stopped/train/checkpoints")] == ["step-00000003"]
+    resumed = run_train("stopped", drafter={"kind": "spy"}, checkpoint_every=100, log_every=1)
+    assert spy.calls == 6
+    assert all(torch.equal(value, weights(unbroken)[name]) for name, value in weights(resumed).items())
+
+
+@contextmanager
+def no_file_above(num_bytes: int) -> Iterator[None]:
+    """Writing more to a file fails, as it does on a full disk: a real error of the operating system."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("limit", [1_000, 50_000])
+def test_a_full_disk_is_a_clear_error_and_the_last_checkpoint_is_kept(
+    run_train: RunTrain, spy: Any, tmp_path: Path, limit: int
+) -> None:
+    spy.on_loss = staticmethod(lambda call, batch: os.kill(os.getpid(), signal.SIGTERM) or 0.0 if call == 3 else 0.0)
+    with pytest.raises(SystemExit):
+        run_train(drafter={"kind": "spy"})
+    checkpoints = tmp_path / "run/train/checkpoints"
+    assert max(path.stat().st_size for path in checkpoints.rglob("*.*")) > 50_000, "the limit must bite"
+    with no_file_above(limit), pytest.raises(OSError, match=r"(checkpoint of step 4 .*step-00000003.*Make room|too large)"):
+        run_train(drafter={"kind": "spy"})
+    assert [path.name for path in sorted(checkpoints.iterdir())] == ["step-00000002", "step-00000003"]
+    run_train(drafter={"kind": "spy"})
+
+
+def test_bad_shards_are_refused_before_any_work(
+    run_train: RunTrain, target: HFTarget, shards_dir: Path, examples: list[DistilledExample], tmp_path: Path, spy: Any
+) -> None:
+    visited = 0
+
+    def refused(shards: Path, match: str) -> None:
+        nonlocal visited
+        visited += 1
+        with pytest.raises(ValueError, match=match):
+            run_train(f"refused-{visited}", shards=shards, drafter={"kind": "spy"})
+
+    refused(tmp_path / "nowhere", "Run the stage distill first")
+    cut = shutil.copytree(shards_dir, tmp_path / "cut")
+    shard = cut / "shard-00001.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-10])
+    refused(cut, r"shard-00001\.safetensors is truncated")
+    flipped = shutil.copytree(shards_dir, tmp_path / "flipped")
+    shard = flipped / "shard-00002.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    refused(flipped, r"shard-00002\.safetensors was altered")
+    unfinished = shutil.copytree(shards_dir, tmp_path / "unfinished")
+    save_manifest(unfinished, replace(load_manifest(unfinished), complete=False))
+    refused(unfinished, "not complete")
+    foreign = write_shards(tmp_path / "foreign", replace(target.identity, weights_sha256="f" * 64), examples)
+    refused(foreign, "weights_sha256")
+    unlabelled = [replace(example, continuations=torch.full_like(example.continuations, -1)) for example in examples]
+    refused(write_shards(tmp_path / "unlabelled", target.identity, unlabelled), "no labelled position")
+    refused(write_shards(tmp_path / "empty", target.identity, []), "no labelled position")
+    assert visited == 7
+    assert spy.calls == 0
+
+
+def test_a_reduced_vocabulary_is_chosen_from_the_labels_before_training(run_train: RunTrain, target: HFTarget) -> None:
+    run = run_train(drafter={"draft_vocab_size": 40})
+    chosen = weights(run)["draft_tokens"]
+    assert len(chosen.unique()) == 40
+    assert chosen.min() >= 0, "UNKNOWN is no token"
+    assert load_drafter(run.drafter_dir, target).config.draft_vocab_size == 40
+
+
+def test_processes_that_do_not_join_are_refused(run_train: RunTrain, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="2 processes were launched, but accelerate sees 1.*ACCELERATE_USE_CPU"):
+        run_train()

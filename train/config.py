@@ -1,0 +1,100 @@
+"""How a drafter is trained."""
+
+from dataclasses import dataclass
+
+from ..data.collate import LABELS
+
+# Our name of a learning rate schedule, and transformers'.
+SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
+TRACKERS = ("none", "wandb")
+WANDB_MODES = ("online", "offline", "disabled")
+
+MAY_CHANGE_ON_RESUME = frozenset(
+    {"log_every", "checkpoint_every", "keep_checkpoints", "num_threads", "tracker", "wandb_mode", "project"}
+)
+"""Options that don't change what is learned, so a run may go on with other ones."""
+
+
+@dataclass(kw_only=True)
+class TrainConfig:
+    """Training of one drafter: a fixed number of optimizer steps over the shards, as many epochs as that takes."""
+
+    steps: int
+    """Optimizer steps of the whole run."""
+    batch_size: int = 8
+    """Texts per micro batch and process. One step reads batch_size x gradient_accumulation x processes texts."""
+    gradient_accumulation: int = 1
+    """Micro batches per optimizer step."""
+    max_positions: int | None = None
+    """Positions trained on per micro batch, drawn at random from its labelled ones; None trains on all of them."""
+    labels: str = "distilled"
+    """`distilled`: the target's own continuations; `text`: the text's next tokens, at the same positions (an ablation)."""
+
+    learning_rate: float = 1e-3
+    """Peak learning rate of AdamW."""
+    schedule: str = "cosine"
+    """What follows the warm-up: `cosine` or `linear` (both end at 0), or `constant`."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises linearly from 0."""
+    weight_decay: float = 0.0
+    """AdamW's decay of the matrices; vectors (biases, norms) are never decayed."""
+    max_grad_norm: float | None = 1.0
+    """Gradients of a larger norm are scaled down to it; None leaves them as they are."""
+
+    seed: int = 0
+    """Draws the first weights, the order of the texts and the positions trained on."""
+    shuffle_shards: int = 16
+    """Shards whose texts are mixed with each other. That many are held in memory at a time, by every process."""
+    num_threads: int | None = None
+    """torch's CPU threads per process; None leaves torch's own choice."""
+
+    log_every: int = 10
+    """Steps between two records; only then (and at checkpoints) does the host wait for the device."""
+    checkpoint_every: int = 100
+    """Steps between two checkpoints: what a killed run loses at most. One more is written at the end."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints that are kept."""
+
+    tracker: str = "none"
+    """`wandb` sends the records to Weights & Biases too; they always go to `metrics.jsonl`."""
+    wandb_mode: str = "online"
+    """`online`, `offline` (kept in the run's folder, for `wandb sync`) or `disabled`."""
+    project: str = "outrider"
+    """Project at Weights & Biases."""
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name} is {getattr(self, name)}; it must be at least {least}"
+            for name, least in LEAST.items()
+            if getattr(self, name) is not None and getattr(self, name) < least
+        ]
+        problems += [
+            f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(choices)}"
+            for name, choices in CHOICES.items()
+            if getattr(self, name) not in choices
+        ]
+        problems += [
+            f"{name} is {getattr(self, name)}; it must be above 0"
+            for name in ("learning_rate", "max_grad_norm")
+            if getattr(self, name) is not None and not getattr(self, name) > 0
+        ]
+        if self.warmup_steps >= self.steps > 0:
+            problems.append(f"warmup_steps is {self.warmup_steps}, not less than steps, which is {self.steps}")
+        if problems:
+            raise ValueError("training configuration: " + "; ".join(problems))
+
+
+LEAST = {
+    "steps": 1,
+    "batch_size": 1,
+    "gradient_accumulation": 1,
+    "max_positions": 1,
+    "warmup_steps": 0,
+    "weight_decay": 0,
+    "shuffle_shards": 1,
+    "num_threads": 1,
+    "log_every": 1,
+    "checkpoint_every": 1,
+    "keep_checkpoints": 1,
+}
+CHOICES = {"labels": LABELS, "schedule": tuple(SCHEDULES), "tracker": TRACKERS, "wandb_mode": WANDB_MODES}

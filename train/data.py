@@ -1,0 +1,118 @@
+"""The order in which training reads the shards: a pure function of seed and position, so a resumed run goes on in the middle.
+
+Texts are numbered through all epochs: position p is text p % n of epoch p // n. Step s, micro batch m and process r read the
+`batch_size` texts from position ((s * accumulation + m) * processes + r) * batch_size on, where s counts from 0. So the same
+texts make a step however they are divided into processes and micro batches.
+"""
+
+from dataclasses import fields, replace
+from functools import lru_cache
+from pathlib import Path
+from random import Random
+
+import torch
+from jaxtyping import Int
+
+from ..data.collate import collate
+from ..data.manifest import Manifest
+from ..data.shards import read_shard
+from ..data.types import UNKNOWN, DistilledExample, DrafterBatch
+from .config import TrainConfig
+
+# Any token will do: the attention mask hides the padding.
+PAD_ID = 0
+
+
+class BatchStream:
+    """The batches of one process, step by step. Reads a shard when its first text is due, never what was skipped."""
+
+    def __init__(self, shards_dir: Path, manifest: Manifest, config: TrainConfig, *, rank: int, num_processes: int) -> None:
+        if not manifest.num_labels:
+            raise ValueError(
+                f"the shards in {shards_dir} hold no labelled position, so there is nothing to train on; check the data of the "
+                "distillation (are the assistant's answers empty, or cut off by max_length?)"
+            )
+        self.entries = manifest.shards
+        self.config = config
+        self.rank = rank
+        self.num_processes = num_processes
+        self._sizes = tuple(len(entry.ids) for entry in manifest.shards)
+        # Every shard of the window that is being read, and no more: texts of a window come in one run.
+        self._read = lru_cache(maxsize=config.shuffle_shards)(lambda index: read_shard(shards_dir, self.entries[index]))
+
+    @property
+    def step_size(self) -> int:
+        """Texts per step, over all processes."""
+        return self.config.batch_size * self.config.gradient_accumulation * self.num_processes
+
+    def batches(self, step: int) -> list[DrafterBatch]:
+        """This process's micro batches of a step, on the CPU."""
+        return [self._batch(step, micro) for micro in range(self.config.gradient_accumulation)]
+
+    def ids(self, step: int) -> list[str]:
+        """The ids of a step's texts, over all processes, without reading a shard."""
+        return [self.entries[shard].ids[row] for shard, row in self._rows(step * self.step_size, self.step_size)]
+
+    def _batch(self, step: int, micro: int) -> DrafterBatch:
+        start = ((step * self.config.gradient_accumulation + micro) * self.num_processes + self.rank) * self.config.batch_size
+        examples: list[DistilledExample] = [self._read(shard)[row] for shard, row in self._rows(start, self.config.batch_size)]
+        generator = torch.Generator().manual_seed(_derived_seed(self.config.seed, "positions", step, micro, self.rank))
+        return collate(
+            examples,
+            max_positions=self.config.max_positions,
+            generator=generator,
+            labels=self.config.labels,
+            pad_id=PAD_ID,
+        )
+
+    def _rows(self, start: int, count: int) -> list[tuple[int, int]]:
+        """Shard and row of the texts at `count` positions from `start` on."""
+        num_texts = sum(self._sizes)
+        rows = []
+        for position in range(start, start + count):
+            order = epoch_order(self._sizes, self.config.seed, position // num_texts, self.config.shuffle_shards)
+            shard, row = order[position % num_texts].tolist()
+            rows.append((shard, row))
+        return rows
+
+
+@lru_cache(maxsize=2)  # a batch may reach from one epoch into the next
+def epoch_order(sizes: tuple[int, ...], seed: int, epoch: int, window: int) -> Int[torch.Tensor, "text 2"]:
+    """Shard and row of every text of an epoch: shards are shuffled, then the texts of each `window` shards with each other."""
+    generator = torch.Generator().manual_seed(_derived_seed(seed, "order", epoch))
+    shards = torch.randperm(len(sizes), generator=generator).tolist()
+    parts = []
+    for start in range(0, len(shards), window):
+        texts = torch.tensor([(shard, row) for shard in shards[start : start + window] for row in range(sizes[shard])])
+        parts.append(texts[torch.randperm(len(texts), generator=generator)])
+    return torch.cat(parts)
+
+
+def label_counts(batch: DrafterBatch) -> Int[torch.Tensor, " depth"]:
+    """Positions with a label, by depth: what a drafter's `Loss.counts` will be.
+
+    The first token of a continuation is the one that the target has already chosen; the draft begins after it. A label counts
+    where all tokens before it are known too.
+    """
+    known = (batch.continuations[batch.positions] != UNKNOWN).cumprod(1)
+    return known[:, 1:].sum(0)
+
+
+def count_label_tokens(shards_dir: Path, manifest: Manifest, vocab_size: int) -> Int[torch.Tensor, " vocab"]:
+    """How often each of the target's tokens occurs in the continuations. Reads every shard."""
+    counts = torch.zeros(vocab_size, dtype=torch.long)
+    for entry in manifest.shards:
+        for example in read_shard(shards_dir, entry):
+            counts += example.continuations[example.continuations != UNKNOWN].bincount(minlength=vocab_size)
+    return counts
+
+
+def to_device(batch: DrafterBatch, device: torch.device) -> DrafterBatch:
+    """The batch with its tensors on `device`."""
+    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    return replace(batch, **{name: value.to(device) for name, value in values.items() if value is not None})
+
+
+def _derived_seed(*parts: object) -> int:
+    # A string is hashed, the same on every machine: neighbouring seeds, steps and ranks get unrelated streams.
+    return Random("/".join(map(str, parts))).getrandbits(63)

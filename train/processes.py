@@ -1,0 +1,50 @@
+"""How the processes of a training are launched, and how they stop together."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from accelerate import Accelerator
+
+SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
+
+
+def require_supported_launch(accelerator: Accelerator) -> None:
+    """Raise ValueError, with the remedy, for a launch that would train something else than asked for."""
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched != accelerator.num_processes:
+        raise ValueError(
+            f"{launched} processes were launched, but accelerate sees {accelerator.num_processes}: each would train alone, "
+            "over the same files. On a CPU set ACCELERATE_USE_CPU=true and launch with torchrun, so that they join"
+        )
+    if accelerator.gradient_accumulation_steps != 1:
+        raise ValueError(
+            f"accelerate is set to {accelerator.gradient_accumulation_steps} gradient accumulation steps; leave it at 1 and "
+            "set train.gradient_accumulation, which weighs micro batches by their labels"
+        )
+    if accelerator.mixed_precision not in ("no", "bf16"):
+        raise ValueError(f"training in mixed precision {accelerator.mixed_precision!r} isn't supported; use bf16 or no")
+
+
+@contextmanager
+def catching_sigterm() -> Iterator[threading.Event]:
+    """An event that SIGTERM sets, in place of ending the process."""
+    event = threading.Event()
+    previous = signal.signal(signal.SIGTERM, lambda *_: event.set())
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def stop_agreed(sigterm: threading.Event, accelerator: Accelerator, *, host_waits: bool) -> bool:
+    """Whether to stop after this step. Several processes agree on it, and only at steps where the host waits anyway."""
+    if accelerator.num_processes == 1:
+        return sigterm.is_set()
+    if not host_waits:
+        return False
+    if sigterm.is_set():
+        accelerator.set_trigger()
+    return bool(accelerator.check_trigger())

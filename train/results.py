@@ -1,0 +1,114 @@
+"""What a training is and what it leaves: the configuration that makes it this run, the drafter's folder, the summary."""
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from ..data.files import read_json, sha256_file, write_json
+from ..data.manifest import Manifest, TargetIdentity
+from ..models.drafters import save_drafter
+from ..models.drafters.registry import parse_drafter_config
+from ..models.interfaces import TrainableDrafter
+from .checkpoint import latest_checkpoint, read_marker
+from .config import MAY_CHANGE_ON_RESUME, TrainConfig
+from .tracking import METRICS_FILE, read_records
+
+SUMMARY_FILE = "summary.json"
+CHECKPOINTS_DIR = "checkpoints"
+
+
+def describe_run(
+    config: TrainConfig, drafter_config: Mapping[str, Any], manifest: Manifest, accelerator: Accelerator
+) -> dict[str, Any]:
+    """All that decides what is learned, as JSON values: two runs with equal descriptions learn the same."""
+    kind, drafter = parse_drafter_config(drafter_config)
+    shards = "\n".join(shard.sha256 for shard in manifest.shards)
+    return {
+        "train": {key: value for key, value in asdict(config).items() if key not in MAY_CHANGE_ON_RESUME},
+        "drafter": {
+            "kind": kind,
+            **{key: value for key, value in asdict(drafter).items() if key not in drafter.RUNTIME_FIELDS},
+        },
+        "shards": {
+            "horizon": manifest.horizon,
+            "features": manifest.features,
+            "data_sha256": manifest.data_sha256,
+            "sha256": hashlib.sha256(shards.encode()).hexdigest(),
+        },
+        "target": {"weights_sha256": manifest.target.weights_sha256},
+        "num_processes": accelerator.num_processes,
+        "mixed_precision": accelerator.mixed_precision,
+    }
+
+
+def is_trained(run: Mapping[str, Any], output_dir: Path, drafter_dir: Path) -> bool:
+    """Whether the folders hold this very run, finished. Raises ValueError, naming each changed key, where they hold another."""
+    remedy = f"Take back the changes, choose another output directory, or delete {output_dir} and {drafter_dir} to train anew"
+    checkpoint = latest_checkpoint(output_dir / CHECKPOINTS_DIR)
+    if checkpoint is not None:
+        _require_same_run(read_marker(checkpoint)["run"], run, checkpoint, remedy)
+    summary_path = output_dir / SUMMARY_FILE
+    if not summary_path.exists():
+        return False
+    summary = read_json(summary_path)
+    _require_same_run(summary["run"], run, summary_path, remedy)
+    return bool(summary["drafter_sha256"] == _digests(drafter_dir))
+
+
+def save_results(
+    drafter: TrainableDrafter,
+    drafter_dir: Path,
+    output_dir: Path,
+    *,
+    target: TargetIdentity,
+    run: Mapping[str, Any],
+    seconds: float,
+) -> None:
+    """The drafter's folder, in one rename, and then the summary, which says that the drafter is complete."""
+    partial = drafter_dir.with_name(f".{drafter_dir.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    save_drafter(drafter, partial, target)
+    if drafter_dir.exists():
+        shutil.rmtree(drafter_dir)
+    os.replace(partial, drafter_dir)
+    metrics = read_records(output_dir / METRICS_FILE)[-1]
+    summary = {
+        "steps": metrics["step"],
+        "seconds": seconds,
+        "positions_seen": metrics["positions_seen"],
+        "tokens_seen": metrics["tokens_seen"],
+        "parameters": sum(parameter.numel() for parameter in drafter.parameters()),
+        "metrics": metrics,
+        "drafter_sha256": _digests(drafter_dir),
+        "run": run,
+    }
+    write_json(output_dir / SUMMARY_FILE, summary)
+
+
+def _digests(directory: Path) -> dict[str, str]:
+    return {path.name: sha256_file(path) for path in sorted(directory.glob("*"))}
+
+
+def _require_same_run(before: Mapping[str, Any], now: Mapping[str, Any], where: Path, remedy: str) -> None:
+    old, new = dict(_flat(before)), dict(_flat(now))
+    changes = [
+        f"{key} was {old.get(key, 'absent')!r} and is {new.get(key, 'absent')!r}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key, "absent") != new.get(key, "absent")
+    ]
+    if changes:
+        raise ValueError(f"{where} belongs to a run with another configuration: {'; '.join(changes)}. {remedy}")
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, item in value.items():
+        if isinstance(item, Mapping):
+            yield from _flat(item, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", item

@@ -1,0 +1,247 @@
+"""The stage that trains: from distilled shards to a drafter, in one loop that a kill can't hurt."""
+
+import logging
+import math
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from tqdm import tqdm
+from transformers import get_scheduler
+
+from ..data.manifest import Manifest, load_manifest
+from ..data.shards import verify_shards
+from ..data.types import DrafterBatch
+from ..models.drafters import build_drafter
+from ..models.hf_target import HFTarget
+from ..models.interfaces import Loss, TrainableDrafter
+from .checkpoint import latest_checkpoint, load_checkpoint, remove_incomplete, save_checkpoint
+from .config import SCHEDULES, TrainConfig
+from .data import BatchStream, count_label_tokens, label_counts, to_device
+from .metrics import LOSS_FIELDS, Meter, add_losses
+from .processes import SIGTERM_EXIT_CODE, catching_sigterm, require_supported_launch, stop_agreed
+from .results import CHECKPOINTS_DIR, describe_run, is_trained, save_results
+from .tracking import Tracker
+
+logger = logging.getLogger(__name__)
+
+
+class LossModule(nn.Module):
+    """The loss as a forward: that is where data parallelism and autocast hook in."""
+
+    def __init__(self, drafter: TrainableDrafter) -> None:
+        super().__init__()
+        self.drafter = drafter
+
+    def forward(self, batch: DrafterBatch) -> Loss:
+        return self.drafter.loss(batch)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """All that the loop works on. `run` says what makes it this run and no other."""
+
+    config: TrainConfig
+    run: dict[str, Any]
+    accelerator: Accelerator
+    target: HFTarget
+    stream: BatchStream
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: LRScheduler
+    meter: Meter
+    output_dir: Path
+
+    @property
+    def checkpoints_dir(self) -> Path:
+        return self.output_dir / CHECKPOINTS_DIR
+
+
+def train(
+    config: TrainConfig,
+    drafter_config: Mapping[str, Any],
+    target: HFTarget,
+    shards_dir: Path,
+    output_dir: Path,
+    drafter_dir: Path,
+    accelerator: Accelerator,
+) -> None:
+    """Train a drafter on the shards and save it to `drafter_dir`; checkpoints, records and a summary go to `output_dir`.
+
+    Goes on from the last complete checkpoint, to the same bits that an unbroken run would have reached; does nothing where the
+    drafter is complete. Raises ValueError for shards that are incomplete, damaged or another target's, for a folder of a run
+    with another configuration, and where the loss stops being finite; OSError where the disk is full.
+    """
+    require_supported_launch(accelerator)
+    manifest = load_manifest(shards_dir)
+    manifest.require_target(target.identity)
+    run = describe_run(config, drafter_config, manifest, accelerator)
+    if is_trained(run, output_dir, drafter_dir):
+        logger.info("the drafter in %s is already trained", drafter_dir)
+        return
+    verify_shards(shards_dir, manifest)
+    training = _set_up(config, drafter_config, target, shards_dir, manifest, run, output_dir, accelerator)
+    _fit(training, start=_resume(training))
+    if accelerator.is_main_process:
+        model: LossModule = accelerator.unwrap_model(training.model)
+        seconds = training.meter.seconds
+        save_results(model.drafter, drafter_dir, output_dir, target=target.identity, run=run, seconds=seconds)
+        logger.info("trained %s in %.0f s", drafter_dir, seconds)
+    accelerator.wait_for_everyone()
+    accelerator.free_memory()
+
+
+def _fit(training: Training, *, start: int) -> None:
+    """The training loop: steps `start`.. of the run, counted from 0."""
+    config, accelerator, model, meter = training.config, training.accelerator, training.model, training.meter
+    progress = tqdm(total=config.steps, initial=start, desc="train", unit="step", disable=not accelerator.is_main_process)
+    tracker = Tracker(training.output_dir, config, training.run, step=start, active=accelerator.is_main_process)
+    with tracker, progress, catching_sigterm() as sigterm:
+        for step in range(start, config.steps):
+            batches = training.stream.batches(step)
+            num_labels, seen = accelerator.reduce(_count(batches, accelerator.device), "sum")
+            total: Loss | None = None
+            for index, batch in enumerate(batches):
+                with nullcontext() if index == len(batches) - 1 else accelerator.no_sync(model):
+                    loss: Loss = model(_with_hidden_states(batch, training.target))
+                    # A sum over the labels of the whole step, whichever process and micro batch has them; times the
+                    # number of processes because data parallelism takes the gradients' mean.
+                    scale = accelerator.num_processes / num_labels[: len(loss.sums)].sum().clamp(min=1)
+                    accelerator.backward(loss.sums.sum() * scale)
+                total = add_losses(total, loss)
+            grad_norm = accelerator.clip_grad_norm_(model.parameters(), config.max_grad_norm or math.inf)
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+            learning_rate = training.scheduler.get_last_lr()[0]
+            training.scheduler.step()
+            meter.add_step(step, _sum_over_processes(total, accelerator), grad_norm, seen)
+
+            done = step + 1
+            progress.update()
+            log = done % config.log_every == 0 or done == config.steps
+            stop = stop_agreed(sigterm, accelerator, host_waits=log)
+            checkpoint = done % config.checkpoint_every == 0 or done == config.steps or stop
+            if log or checkpoint:
+                _require_finite(training)
+            if log:
+                record = {"step": done, **meter.record(), "learning_rate": learning_rate, "grad_norm": float(grad_norm)}
+                tracker.log(record)
+                shown = {name: f"{record[name]:.3g}" for name in ("loss", "positions_per_second", "tokens_per_step_estimate")}
+                progress.set_postfix(shown, refresh=False)
+            if checkpoint:
+                _checkpoint(training, done)
+            if stop:
+                logger.warning("stopped by SIGTERM after step %d; the same command goes on from there", done)
+                raise SystemExit(SIGTERM_EXIT_CODE)
+
+
+def _set_up(
+    config: TrainConfig,
+    drafter_config: Mapping[str, Any],
+    target: HFTarget,
+    shards_dir: Path,
+    manifest: Manifest,
+    run: dict[str, Any],
+    output_dir: Path,
+    accelerator: Accelerator,
+) -> Training:
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    stream = BatchStream(shards_dir, manifest, config, rank=accelerator.process_index, num_processes=accelerator.num_processes)
+    set_seed(config.seed)
+    drafter = build_drafter(drafter_config, target).train()
+    if drafter.wants_token_counts:
+        drafter.choose_draft_vocabulary(count_label_tokens(shards_dir, manifest, target.vocab_size))
+    set_seed(config.seed + accelerator.process_index)  # dropout and the like differ by process, the first weights don't
+    parameters = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [parameter for parameter in parameters if parameter.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, fused=True)
+    scheduler = get_scheduler(
+        SCHEDULES[config.schedule], optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=config.steps
+    )
+    # The scheduler stays ours: accelerate would step a prepared one once per process.
+    accelerator.free_memory()
+    model, optimizer = accelerator.prepare(LossModule(drafter), optimizer)
+    return Training(
+        config=config,
+        run=run,
+        accelerator=accelerator,
+        target=target,
+        stream=stream,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        meter=Meter(accelerator.device),
+        output_dir=output_dir,
+    )
+
+
+def _count(batches: list[DrafterBatch], device: torch.device) -> list[torch.Tensor]:
+    """Labels by depth, and positions and tokens, of this process's micro batches."""
+    labels = torch.stack([label_counts(batch) for batch in batches]).sum(0)
+    positions = sum(int(batch.positions.sum()) for batch in batches)
+    tokens = sum(int(batch.attention_mask.sum()) for batch in batches)
+    return [labels.to(device), torch.tensor([positions, tokens], device=device)]
+
+
+def _with_hidden_states(batch: DrafterBatch, target: HFTarget) -> DrafterBatch:
+    """The batch on the target's device, with the target's hidden states: the shards' or else recomputed."""
+    batch = to_device(batch, target.device)
+    hidden_states = batch.hidden_states
+    if hidden_states is None:
+        hidden_states = target.hidden_states(batch.input_ids, batch.attention_mask)
+    # Drafters train in float32 whatever the target's type is; autocast, where it is on, goes down again itself.
+    return replace(batch, hidden_states=hidden_states.float())
+
+
+def _sum_over_processes(loss: Loss | None, accelerator: Accelerator) -> Loss:
+    assert loss is not None, "a step has at least one micro batch"
+    return Loss(**accelerator.reduce({name: getattr(loss, name) for name in LOSS_FIELDS}, "sum"))
+
+
+def _require_finite(training: Training) -> None:
+    step = training.meter.first_bad_step()
+    if step is None:
+        return
+    kept = latest_checkpoint(training.checkpoints_dir)
+    raise ValueError(
+        f"the loss or its gradient is not finite at step {step + 1}, whose texts are {', '.join(training.stream.ids(step))}. "
+        f"Nothing was saved since; the last good checkpoint is {kept or 'none'}. Look at those texts, lower "
+        "train.learning_rate, set train.max_grad_norm or lengthen train.warmup_steps, and train into an empty folder"
+    )
+
+
+def _checkpoint(training: Training, step: int) -> None:
+    state = {
+        "examples_read": step * training.stream.step_size,
+        "scheduler": training.scheduler.state_dict(),
+        "meter": training.meter.state_dict(),
+        "run": training.run,
+    }
+    keep = training.config.keep_checkpoints
+    save_checkpoint(training.accelerator, training.checkpoints_dir, step, state, keep=keep)
+
+
+def _resume(training: Training) -> int:
+    """Restore the last complete checkpoint, if there is one; returns the step to go on from."""
+    if training.accelerator.is_main_process:
+        remove_incomplete(training.checkpoints_dir)
+    training.accelerator.wait_for_everyone()
+    checkpoint = latest_checkpoint(training.checkpoints_dir)
+    if checkpoint is None:
+        return 0
+    marker = load_checkpoint(training.accelerator, checkpoint)
+    training.scheduler.load_state_dict(marker["scheduler"])
+    training.meter.load_state_dict(marker["meter"])
+    logger.info("going on from %s", checkpoint)
+    return int(marker["step"])
