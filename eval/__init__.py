@@ -1,1 +1,1 @@
-"""TODO."""
+"""Measures drafters: the same loop with and without them, recorded turn by turn, told as tables and plots."""

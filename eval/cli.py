@@ -1,0 +1,82 @@
+"""`outrider eval`: the speedup table of any exported drafter."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from .config import EvalConfig, SuiteConfig
+
+
+def eval_command(
+    target: Annotated[str, typer.Option(help="The target: a directory or a Hub id.")],
+    drafter: Annotated[list[Path], typer.Option(help="A drafter's directory. Repeat for several.")],
+    suite: Annotated[list[str], typer.Option(help="mt_bench, alpaca_eval or stdlib. Repeat for several.")],
+    suite_path: Annotated[list[str] | None, typer.Option(help="SUITE=FILE reads a suite from a local file.")] = None,
+    limit: Annotated[int | None, typer.Option(help="At most so many prompts of each suite.")] = None,
+    beam_width: Annotated[list[int] | None, typer.Option(help="Beams of a ReDrafter. Repeat to compare widths.")] = None,
+    beam_length: Annotated[int | None, typer.Option(help="Draft tokens per beam of a ReDrafter.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens per answer, at most.")] = 128,
+    repeat: Annotated[int, typer.Option(help="Measure every answer so many times.")] = 1,
+    profile_prompts: Annotated[int, typer.Option(help="Prompts per suite decoded once more for the time split.")] = 3,
+    too_long: Annotated[str, typer.Option(help="A prompt that doesn't fit the target's context: skip or error.")] = "skip",
+    bandwidth: Annotated[float | None, typer.Option(help="GB/s for the roofline. [default: measured]")] = None,
+    output: Annotated[Path, typer.Option(help="Folder for records, summary, table and plots.")] = Path("outputs/eval"),
+    revision: Annotated[str | None, typer.Option(help="The target's revision on the Hub.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="[default: float32 on a CPU, else as stored]")] = None,
+    device: Annotated[str | None, typer.Option(help="[default: the first accelerator, else cpu]")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads. [default: torch's choice]")] = None,
+    seed: Annotated[int, typer.Option(help="Of the bootstrap, and of the prompts drawn from stdlib.")] = 0,
+) -> None:
+    """Measure drafters against plain decoding, on the same prompts and through the same loop.
+
+    Interrupted, the same command goes on where it stopped. Exits with 1 where a drafter's answers are not the target's own.
+    """
+    import torch  # it, and all that uses it, loads too slowly for --help
+
+    from ..models.config import TargetConfig
+    from ..models.target import load_target
+    from .rows import is_broken
+    from .run import check_inputs, evaluate
+    from .tables import print_table
+
+    config = EvalConfig(
+        suites=_suites(suite, suite_path or [], limit),
+        settings=_settings(beam_width or [], beam_length),
+        max_new_tokens=max_new_tokens,
+        repeats=repeat,
+        profile_prompts=profile_prompts,
+        too_long=too_long,
+        memory_bandwidth_gbs=bandwidth,
+        seed=seed,
+        num_threads=threads,
+    )
+    check_inputs(config, drafter)
+    place = torch.device(device) if device else torch.accelerator.current_accelerator() or torch.device("cpu")
+    # A CPU emulates bfloat16, and only float32 can be held to the very same tokens.
+    dtype = dtype or ("float32" if place.type == "cpu" else "auto")
+    loaded = load_target(TargetConfig(name_or_path=target, revision=revision, dtype=dtype, device=str(place)))
+    rows = evaluate(config, loaded, loaded.tokenizer, drafter, output)
+    console = Console()
+    print_table(rows, console)
+    console.print(f"Records, summary, table and plots: {output}", soft_wrap=True)
+    if broken := dict.fromkeys(row["method"] for row in rows if is_broken(row)):
+        console.print(f"[bold red]NOT LOSSLESS:[/] {', '.join(broken)}", soft_wrap=True)
+        raise typer.Exit(1)
+
+
+def _suites(names: list[str], paths: list[str], limit: int | None) -> list[SuiteConfig]:
+    by_name = {}
+    for text in paths:
+        name, separator, path = text.partition("=")
+        if not separator or name not in names:
+            raise ValueError(f"--suite-path {text!r} must be SUITE=FILE, with a suite that --suite names ({', '.join(names)})")
+        by_name[name] = path
+    return [SuiteConfig(name=name, path=by_name.get(name), limit=limit) for name in names]
+
+
+def _settings(widths: list[int], length: int | None) -> list[dict[str, Any]]:
+    """One setting per width; what isn't given stays as the drafter has it."""
+    common = {} if length is None else {"beam_length": length}
+    return [{"beam_width": width, **common} for width in widths] or [common]

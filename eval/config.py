@@ -1,0 +1,76 @@
+"""What to evaluate, and how."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+TOO_LONG_POLICIES = ("skip", "error")
+
+
+@dataclass(kw_only=True)
+class SuiteConfig:
+    """One set of prompts."""
+
+    name: str
+    """mt_bench, alpaca_eval or stdlib."""
+    path: str | None = None
+    """A local file of the suite; None reads it from the Hub (or, for stdlib, from the running Python)."""
+    limit: int | None = None
+    """At most this many prompts; None takes all."""
+
+    def __post_init__(self) -> None:
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"limit of suite {self.name!r} is {self.limit}; it must be at least 1, or null for all prompts")
+
+
+@dataclass(kw_only=True)
+class EvalConfig:
+    """One evaluation: every suite with plain decoding and with every drafter in every setting."""
+
+    suites: list[SuiteConfig]
+    """The prompt sets, in the order of the table."""
+    settings: list[dict[str, Any]] = field(default_factory=lambda: [{}])
+    """Run-time options of the drafter, such as {beam_width: 4, beam_length: 5}; each one is a method of the table."""
+    max_new_tokens: int = 128
+    """Tokens per answer, at most; a stop token ends it earlier."""
+    temperature: float = 0.0
+    """0 is greedy decoding, the only kind so far."""
+    batch_size: int = 1
+    """Prompts decoded together; only 1 so far."""
+    warmup_prompts: int = 1
+    """Prompts that every method answers, briefly and untimed, before the first measurement."""
+    repeats: int = 1
+    """Times that every prompt is measured with every method."""
+    profile_prompts: int = 3
+    """Prompts per suite decoded once more with phase timers on, for the time split and the ceiling; 0 is off."""
+    too_long: str = "skip"
+    """What to do with a prompt that leaves no room for the answer in the target's context window: skip (counted) or error."""
+    memory_bandwidth_gbs: float | None = None
+    """Gigabytes per second that the roofline assumes; None measures it."""
+    seed: int = 0
+    """Of the prompts drawn from stdlib and of the bootstrap."""
+    num_threads: int | None = None
+    """CPU threads while measuring; None leaves torch's choice."""
+
+    def __post_init__(self) -> None:
+        least = {"max_new_tokens": 1, "repeats": 1, "warmup_prompts": 0, "profile_prompts": 0}
+        wrong = {
+            "suites is empty; name at least one of mt_bench, alpaca_eval, stdlib": not self.suites,
+            "a suite is named twice; name each once": len({suite.name for suite in self.suites}) < len(self.suites),
+            "settings is empty; use [{}] for the drafter's own options": not self.settings,
+            **{
+                f"{name} is {getattr(self, name)}; it must be at least {low}": getattr(self, name) < low
+                for name, low in least.items()
+            },
+            f"temperature is {self.temperature}; only greedy decoding (0.0) can be evaluated so far": self.temperature != 0.0,
+            f"batch_size is {self.batch_size}; only 1 can be evaluated so far": self.batch_size != 1,
+            f"too_long is {self.too_long!r}; it must be one of {', '.join(TOO_LONG_POLICIES)}": self.too_long
+            not in TOO_LONG_POLICIES,
+            f"memory_bandwidth_gbs is {self.memory_bandwidth_gbs}; it must be positive, or null to measure it": (
+                self.memory_bandwidth_gbs is not None and self.memory_bandwidth_gbs <= 0
+            ),
+            f"num_threads is {self.num_threads}; it must be at least 1, or null for torch's choice": (
+                self.num_threads is not None and self.num_threads < 1
+            ),
+        }
+        if problems := [text for text, is_wrong in wrong.items() if is_wrong]:
+            raise ValueError("evaluation: " + "; ".join(problems))

@@ -1,0 +1,120 @@
+"""Is every answer the one that plain decoding gives? And where it isn't, is arithmetic noise the reason?"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from jaxtyping import Int
+
+from ..models.decoding.tree import chain_tree, empty_tree
+from ..models.decoding.types import Acceptance
+from ..models.interfaces import Target
+from .records import BASELINE, EvalRecord, RecordKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mismatch:
+    """A generation whose tokens are not the baseline's; `position` is the first such token of the answer, from 0."""
+
+    record: EvalRecord
+    position: int
+    within_noise: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Audit:
+    """How far an answer strays from greedy decoding, in logits.
+
+    `deficit`: over all its tokens, the largest distance between the plain model's best logit and that of the token emitted.
+    `noise`: the largest difference between a logit computed token by token and the same one computed over the whole text at
+    once. Two logits that are each off by `noise` may change order while they are `2 * noise` apart.
+    """
+
+    deficit: float
+    noise: float
+
+    @property
+    def within_noise(self) -> bool:
+        return self.deficit <= 2 * self.noise
+
+
+def find_mismatches(records: Iterable[EvalRecord]) -> list[Mismatch]:
+    """Compare every record with the baseline's first answer to the same turn (the baseline's repeats and profiles too).
+
+    Raises ValueError where the prompts of the two differ or the baseline has no answer: such records prove nothing.
+    """
+    by_key: dict[RecordKey, EvalRecord] = {record.key: record for record in records}
+    mismatches = []
+    for record in by_key.values():
+        reference = by_key.get((record.suite, record.prompt_id, record.turn, BASELINE, 0, False))
+        if reference is None or reference.prompt_sha256 != record.prompt_sha256:
+            raise ValueError(f"{record.key} has no baseline record of the same prompt; delete the records and measure again")
+        if record.token_ids != reference.token_ids:
+            pairs = zip_longest(record.token_ids, reference.token_ids)
+            position = next(index for index, (token, expected) in enumerate(pairs) if token != expected)
+            mismatches.append(Mismatch(record=record, position=position))
+    return mismatches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """A method's mismatches on a suite, counted in prompts. `first` says where to look: an unexplained one if there is any."""
+
+    num_prompts: int
+    num_mismatched: int
+    num_within_noise: int
+    first: dict[str, Any] | None
+
+    @property
+    def broken(self) -> bool:
+        return self.num_mismatched > self.num_within_noise
+
+    @property
+    def label(self) -> str:
+        if self.broken:
+            return f"NO ({self.num_mismatched - self.num_within_noise} of {self.num_prompts} prompts)"
+        return f"within noise ({self.num_within_noise})" if self.num_within_noise else "yes"
+
+
+def judge(mismatches: Sequence[Mismatch], num_prompts: int) -> Verdict:
+    """Sum up the mismatches of one method on one suite of `num_prompts`."""
+    mismatched = {mismatch.record.prompt_id for mismatch in mismatches}
+    unexplained = [mismatch for mismatch in mismatches if not mismatch.within_noise]
+    examples = [
+        {"prompt_id": mismatch.record.prompt_id, "turn": mismatch.record.turn, "position": mismatch.position}
+        for mismatch in [*unexplained, *mismatches]
+    ]
+    return Verdict(
+        num_prompts=num_prompts,
+        num_mismatched=len(mismatched),
+        num_within_noise=len(mismatched - {mismatch.record.prompt_id for mismatch in unexplained}),
+        first=examples[0] if examples else None,
+    )
+
+
+def is_exact(dtype: torch.dtype) -> bool:
+    """Whether greedy decoding in `dtype` is held to the baseline's very tokens."""
+    return dtype in (torch.float32, torch.float64)
+
+
+@torch.inference_mode()
+def audit(target: Target, prompt: Int[torch.Tensor, "1 seq"], token_ids: list[int]) -> Audit:
+    """Force an answer through the plain model, token by token as plain decoding reads it, and all at once."""
+    num_tokens = len(token_ids)
+    tokens = torch.tensor([token_ids], device=prompt.device)
+    plain = [target.prefill(prompt, max_new_tokens=num_tokens, max_nodes=0).logits[:, -1]]
+    nothing = empty_tree(1, prompt.device)
+    for index in range(num_tokens - 1):
+        plain.append(target.verify(tokens[:, index], nothing).logits[:, -1])
+        keep = Acceptance(path=nothing.parents, num_accepted=tokens.new_zeros(1), bonus_token=tokens[:, index + 1])
+        target.commit(nothing, keep)
+    stepwise = torch.cat(plain).float()  # [token, vocab]
+
+    target.prefill(prompt, max_new_tokens=num_tokens, max_nodes=num_tokens)
+    at_once = target.verify(tokens[:, 0], chain_tree(tokens[:, 1:])).logits[0].float()  # after each token of the answer
+
+    emitted = stepwise.gather(1, tokens[0, :, None])[:, 0]
+    noise = (stepwise[1:] - at_once[: num_tokens - 1]).abs().max() if num_tokens > 1 else torch.zeros(())
+    return Audit(deficit=float((stepwise.max(-1).values - emitted).max()), noise=float(noise))

@@ -1,0 +1,138 @@
+"""One line per measured generation: everything that tables, plots and a resumed run need."""
+
+import dataclasses
+import json
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from ..data.files import parse_dataclass
+from ..models.decoding.types import PhaseSeconds
+
+logger = logging.getLogger(__name__)
+
+BASELINE = "baseline"
+"""Method name of plain decoding."""
+
+RecordKey = tuple[str, str, int, str, int, bool]
+"""Suite, prompt id, turn, method, repeat, profiled: one generation of a run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalRecord:
+    """One generation: a prompt's turn, answered by a method, once.
+
+    `accepted_histogram[k]` counts the verify steps that accepted k draft tokens (before a cut at a stop token or at the limit).
+    The prefill is no verify step and its token is not among `num_verify_tokens`, so tokens per step is
+    `num_verify_tokens / num_steps`, bonus tokens included.
+    """
+
+    suite: str
+    prompt_set_revision: str
+    prompt_id: str
+    category: str
+    turn: int
+    """0 for a prompt's first turn."""
+    method: str
+    repeat: int
+    profiled: bool
+    """Whether the phase timers were on. Such a record never counts for speed."""
+    context_from: str | None
+    """The method whose answers to the earlier turns stand in this prompt; None for a first turn."""
+    prompt_sha256: str
+    """Digest of the prompt's token ids."""
+    num_prompt_tokens: int
+    token_ids: list[int]
+    """All tokens of the answer, the prefill's and a final stop token included."""
+    accepted_histogram: list[int]
+    num_verify_tokens: int
+    num_draft_tokens: int
+    """Draft tokens that the target read, over all steps."""
+    truncated: bool
+    """Ended by the token limit, not by a stop token."""
+    prefill_seconds: float
+    """Until the first token."""
+    decode_seconds: float
+    """From the first token to the last."""
+    phase_seconds: PhaseSeconds | None
+    """Summed over the verify steps; None unless profiled."""
+    environment_digest: str
+    config_digest: str
+    seed: int
+
+    def __post_init__(self) -> None:
+        if not self.token_ids or self.num_verify_tokens != len(self.token_ids) - 1:
+            raise ValueError(
+                f"{len(self.token_ids)} tokens, of which {self.num_verify_tokens} by verify steps; the prefill emits one"
+            )
+        if min((self.turn, self.repeat, self.num_draft_tokens, *self.accepted_histogram, *self.token_ids)) < 0:
+            raise ValueError("a count, an index or a token id is negative")
+        if self.num_steps > self.num_verify_tokens:
+            raise ValueError(f"{self.num_steps} verify steps emitted {self.num_verify_tokens} tokens; each emits at least one")
+        if self.prefill_seconds <= 0 or self.decode_seconds < 0:
+            raise ValueError(f"took {self.prefill_seconds} s and {self.decode_seconds} s; seconds are positive")
+        if self.profiled != (self.phase_seconds is not None):
+            raise ValueError("phase_seconds must be there exactly when profiled")
+
+    @property
+    def key(self) -> RecordKey:
+        return (self.suite, self.prompt_id, self.turn, self.method, self.repeat, self.profiled)
+
+    @property
+    def num_steps(self) -> int:
+        """Verify steps."""
+        return sum(self.accepted_histogram)
+
+    @property
+    def seconds(self) -> float:
+        """The whole generation, prefill included."""
+        return self.prefill_seconds + self.decode_seconds
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), ensure_ascii=False)
+
+
+class RecordFile:
+    """The records of a run: a JSON-lines file that grows line by line and survives being killed.
+
+    A last line without its newline was torn by a kill: it is dropped, and its generation done again. Any other line that cannot
+    be read is a ValueError.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.records = _read(path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def append(self, record: EvalRecord) -> None:
+        self._file.write(record.to_json() + "\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self.records[record.key] = record
+
+    def __enter__(self) -> "RecordFile":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._file.close()
+
+
+def _read(path: Path) -> dict[RecordKey, EvalRecord]:
+    if not path.exists():
+        return {}
+    whole, newline, torn = path.read_bytes().rpartition(b"\n")
+    if torn:
+        logger.warning("%s: dropping the last line, torn when the run was killed", path)
+        os.truncate(path, len(whole) + len(newline))
+    records: dict[RecordKey, EvalRecord] = {}
+    for number, line in enumerate(whole.split(b"\n") if newline else [], start=1):
+        try:
+            record = parse_dataclass(EvalRecord, json.loads(line), path)
+            if record.key in records:
+                raise ValueError("the same generation as an earlier line")
+        except ValueError as error:  # malformed JSON and UTF-8 are ValueErrors too
+            raise ValueError(f"{path}, line {number}: {error}; delete the line, and the run makes the record again") from error
+        records[record.key] = record
+    return records

@@ -1,0 +1,141 @@
+"""The rows of `summary.json`: what each method achieved on each suite."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+from . import stats
+from .config import EvalConfig
+from .lossless import Mismatch, judge
+from .records import BASELINE, EvalRecord
+from .roofline import Roofline
+
+
+class Row(TypedDict):
+    """A method on a suite. None stands for a number that doesn't exist, or that must not be shown."""
+
+    method: str
+    suite: str
+    prompt_set_revision: str
+    dtype: str
+    temperature: float
+    batch_size: int
+    max_new_tokens: int
+    num_prompts: int
+    num_turns: int
+    """Answers per repeat."""
+    num_repeats: int
+    num_skipped: int
+    """Turns left out because the target's context window is too small for them."""
+    num_truncated: int
+    """Answers (of all repeats) that the token limit ended."""
+    num_tokens: int
+    tokens_per_step: float | None
+    mean_accepted: float | None
+    accepted_histogram: list[int]
+    draft_tokens_per_step: float | None
+    tokens_per_second: float
+    decode_tokens_per_second: float | None
+    speedup: float | None
+    """None where a method that claims to be lossless isn't: a wrong answer has no speed."""
+    speedup_ci95: tuple[float, float] | None
+    rho: float | None
+    ceiling: float | None
+    """tau / (1 + rho): computed, not measured."""
+    time_split: dict[str, float] | None
+    roofline: dict[str, Any]
+    roofline_fraction: float | None
+    """Decode tokens per second over the roofline of plain decoding."""
+    lossless: bool
+    """Every answer is the baseline's, token for token."""
+    lossless_label: str
+    num_mismatched_prompts: int
+    num_within_noise: int
+    """Mismatched prompts that the audit of a low-precision run explains by arithmetic noise."""
+    first_mismatch: dict[str, Any] | None
+    by_category: dict[str, dict[str, Any]]
+
+
+def build_rows(
+    records: Sequence[EvalRecord],
+    mismatches: Sequence[Mismatch],
+    *,
+    config: EvalConfig,
+    dtype: str,
+    roofline: Roofline,
+    num_skipped: Mapping[str, int],
+) -> list[Row]:
+    """One row per suite and method, in the order of the records, the baseline first in each suite."""
+    rows = []
+    for suite in dict.fromkeys(record.suite for record in records):
+        of_suite = [record for record in records if record.suite == suite]
+        names = dict.fromkeys(record.method for record in of_suite)
+        for method in sorted(names, key=lambda name: name != BASELINE):
+            own = [record for record in of_suite if record.method == method]
+            plain = [record for record in of_suite if record.method == BASELINE]
+            wrong = [item for item in mismatches if item.record.suite == suite and item.record.method == method]
+            rows.append(_row(plain, own, wrong, config, dtype, roofline, num_skipped.get(suite, 0)))
+    return rows
+
+
+def is_broken(row: Row) -> bool:
+    """Whether a method that claims to be lossless gave an answer that neither the target nor its noise explains."""
+    return row["speedup"] is None
+
+
+def _row(
+    plain_records: Sequence[EvalRecord],
+    own_records: Sequence[EvalRecord],
+    mismatches: Sequence[Mismatch],
+    config: EvalConfig,
+    dtype: str,
+    roofline: Roofline,
+    num_skipped: int,
+) -> Row:
+    plain, own = ([record for record in records if not record.profiled] for records in (plain_records, own_records))
+    profiled_plain, profiled = ([record for record in records if record.profiled] for records in (plain_records, own_records))
+    first = own[0]
+    is_baseline = first.method == BASELINE
+    lossless = judge(mismatches, stats.num_prompts(own))
+    ratio, interval = (1.0, None) if is_baseline else stats.speedup(plain, own, seed=config.seed)
+    categories = stats.by_category(plain, own, seed=config.seed)
+    if lossless.broken:
+        categories = {name: {**values, "speedup": None, "speedup_ci95": None} for name, values in categories.items()}
+    tau = stats.tokens_per_step(own)
+    rho = None if is_baseline else stats.relative_draft_cost(profiled_plain, profiled)
+    histogram = stats.accepted_histogram(own)
+    num_steps = sum(histogram)
+    decode_speed = stats.decode_tokens_per_second(own)
+    return Row(
+        method=first.method,
+        suite=first.suite,
+        prompt_set_revision=first.prompt_set_revision,
+        dtype=dtype,
+        temperature=config.temperature,
+        batch_size=config.batch_size,
+        max_new_tokens=config.max_new_tokens,
+        num_prompts=stats.num_prompts(own),
+        num_turns=len({(record.prompt_id, record.turn) for record in own}),
+        num_repeats=config.repeats,
+        num_skipped=num_skipped,
+        num_truncated=sum(record.truncated for record in own),
+        num_tokens=sum(len(record.token_ids) for record in own),
+        tokens_per_step=tau,
+        mean_accepted=stats.mean_accepted(histogram),
+        accepted_histogram=histogram,
+        draft_tokens_per_step=sum(record.num_draft_tokens for record in own) / num_steps if num_steps else None,
+        tokens_per_second=stats.tokens_per_second(own),
+        decode_tokens_per_second=decode_speed,
+        speedup=None if lossless.broken else ratio,
+        speedup_ci95=None if lossless.broken else interval,
+        rho=rho,
+        ceiling=stats.ceiling(tau, rho),
+        time_split=stats.time_split(profiled),
+        roofline=roofline.to_json(),
+        roofline_fraction=None if decode_speed is None else decode_speed / roofline.tokens_per_second,
+        lossless=not mismatches,
+        lossless_label=lossless.label,
+        num_mismatched_prompts=lossless.num_mismatched,
+        num_within_noise=lossless.num_within_noise,
+        first_mismatch=lossless.first,
+        by_category=categories,
+    )

@@ -1,0 +1,221 @@
+"""The evaluation stage: measure, check, tell."""
+
+import dataclasses
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from ..data.files import atomic_write_text, parse_dataclass, read_json, sha256_file, write_json
+from ..data.prompts import PromptSet, load_suite
+from ..models.decoding.acceptance import GreedyAcceptance
+from ..models.drafters import NullDrafter, load_drafter
+from ..models.drafters.checkpoint import WEIGHTS_FILE, read_drafter_config
+from ..models.drafters.registry import parse_drafter_config
+from ..models.hf_target import HFTarget
+from ..models.interfaces import Drafter
+from .config import EvalConfig
+from .environment import Environment, describe_environment, differences, digest_of
+from .lossless import Mismatch, audit, find_mismatches, is_exact
+from .measure import Bench, Method
+from .plots import plot_suite
+from .records import BASELINE, RecordFile
+from .roofline import Roofline, measure_roofline
+from .rows import Row, build_rows
+from .tables import markdown
+
+logger = logging.getLogger(__name__)
+
+RUN_FILE, RECORDS_FILE, SUMMARY_FILE, TABLE_FILE = "run.json", "records.jsonl", "summary.json", "table.md"
+RECORDED_OPTIONS = (
+    "max_new_tokens",
+    "temperature",
+    "batch_size",
+    "warmup_prompts",
+    "repeats",
+    "profile_prompts",
+    "too_long",
+    "seed",
+)
+"""Options of EvalConfig that a record depends on, besides suites and settings; threads are part of the environment."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunInfo:
+    """What all records of a folder have in common: they are never mixed with others."""
+
+    config: dict[str, Any]
+    environment: Environment
+    roofline: Roofline
+
+
+def evaluate(
+    config: EvalConfig,
+    target: HFTarget,
+    tokenizer: PreTrainedTokenizerBase,
+    drafter_dirs: Sequence[Path],
+    output_dir: Path,
+) -> list[Row]:
+    """Measure plain decoding and every drafter in every setting on every suite, and write records, summary, table and plots.
+
+    What `output_dir` already holds of the same evaluation is not measured again. Raises ValueError for unusable input, and for
+    an `output_dir` with records of another evaluation.
+    """
+    suites = load_suites(config)
+    labels = method_labels(config, drafter_dirs)
+    with cpu_threads(config.num_threads):
+        methods = [Method(name=BASELINE, drafter=NullDrafter())]
+        for name, (path, setting) in labels.items():
+            # A TrainableDrafter is an nn.Module first, so that its type doesn't say that it drafts.
+            methods.append(Method(name=name, drafter=cast("Drafter[Any]", load_drafter(path, target, **setting))))
+        output_dir.mkdir(parents=True, exist_ok=True)
+        environment = describe_environment(target.device)
+        info = open_run(output_dir, recorded_config(config, suites, target, labels), environment, target, config)
+        with RecordFile(output_dir / RECORDS_FILE) as file:
+            bench = Bench(
+                target=target,
+                tokenizer=tokenizer,
+                rule=GreedyAcceptance(),
+                methods=methods,
+                config=config,
+                file=file,
+                config_digest=digest_of(info.config),
+                environment=environment,
+                recorded_environment=info.environment,
+            )
+            num_skipped = bench.measure(suites)
+            mismatches = check_lossless(bench, suites)
+    if not file.records:
+        raise ValueError(
+            f"no prompt of {', '.join(suite.name for suite in suites)} fits the target's context window of "
+            f"{target.context_length} tokens together with {config.max_new_tokens} new ones; lower max_new_tokens"
+        )
+    rows = build_rows(
+        list(file.records.values()),
+        mismatches,
+        config=config,
+        dtype=str(target.dtype).removeprefix("torch."),
+        roofline=info.roofline,
+        num_skipped=num_skipped,
+    )
+    write_results(rows, output_dir)
+    return rows
+
+
+def check_inputs(config: EvalConfig, drafter_dirs: Sequence[Path]) -> None:
+    """Raise ValueError for all that is wrong without looking at a target: the suites, the drafters and their options."""
+    load_suites(config)
+    method_labels(config, drafter_dirs)
+
+
+def load_suites(config: EvalConfig) -> list[PromptSet]:
+    """The suites' prompts. Raises ValueError for an unknown or empty suite."""
+    suites = [load_suite(suite.name, suite.path, suite.limit, config.seed) for suite in config.suites]
+    for suite in suites:
+        if not suite.prompts:
+            raise ValueError(f"the suite {suite.name} has no prompts; check its file")
+    return suites
+
+
+def method_labels(config: EvalConfig, drafter_dirs: Sequence[Path]) -> dict[str, tuple[Path, dict[str, Any]]]:
+    """Directory and setting of each drafter's rows, by the name that the table shows.
+
+    The name is the drafter's kind and the setting, and between them what tells its directory from the others'. Raises
+    ValueError for a directory without a drafter, an option that it doesn't have, and for a drafter named twice.
+    """
+    labels: dict[str, tuple[Path, dict[str, Any]]] = {}
+    paths = [directory.resolve() for directory in drafter_dirs]
+    for path in paths:
+        saved = read_drafter_config(path)
+        if not (path / WEIGHTS_FILE).is_file():
+            raise ValueError(f"{path / WEIGHTS_FILE} is missing; its export is incomplete: copy or export it again")
+        place = path.relative_to(os.path.commonpath(paths)).as_posix()
+        for setting in config.settings:
+            parse_drafter_config({"kind": saved.kind, **saved.drafter, **setting})
+            name = " ".join(
+                [saved.kind, *([place] if len(paths) > 1 else []), *(f"{key}={value}" for key, value in setting.items())]
+            )
+            if name in labels:
+                raise ValueError(f"{name} is to be evaluated twice; give each drafter and each setting once")
+            labels[name] = (path, setting)
+    return labels
+
+
+def recorded_config(
+    config: EvalConfig, suites: Sequence[PromptSet], target: HFTarget, labels: dict[str, tuple[Path, dict[str, Any]]]
+) -> dict[str, Any]:
+    """Everything that a record depends on, apart from the environment; no paths, so that a folder may be moved."""
+    return {
+        "suites": {suite.name: suite.revision for suite in suites},
+        "target": {**dataclasses.asdict(target.identity), "dtype": str(target.dtype)},
+        "methods": {
+            name: {"config": read_drafter_config(path).drafter, "setting": setting, "weights": sha256_file(path / WEIGHTS_FILE)}
+            for name, (path, setting) in labels.items()
+        },
+        **{name: getattr(config, name) for name in RECORDED_OPTIONS},
+    }
+
+
+def open_run(
+    output_dir: Path, recorded: dict[str, Any], environment: Environment, target: HFTarget, config: EvalConfig
+) -> RunInfo:
+    """Start a run's folder, or take up the one that is there. Raises ValueError where it belongs to another evaluation."""
+    path = output_dir / RUN_FILE
+    if path.exists():
+        info = parse_dataclass(RunInfo, read_json(path), path)
+        if differing := differences(info.config, recorded):
+            raise ValueError(
+                f"{output_dir} holds another evaluation's records; it differs in {'; '.join(differing)}. "
+                "Give another output directory, or delete this one to measure anew"
+            )
+        return info
+    if (output_dir / RECORDS_FILE).exists():
+        raise ValueError(
+            f"{output_dir} holds records but no {RUN_FILE} to say how they were made; give another output directory"
+        )
+    roofline = measure_roofline(target.model, target.device, config.memory_bandwidth_gbs)
+    info = RunInfo(config=recorded, environment=environment, roofline=roofline)
+    write_json(path, dataclasses.asdict(info))
+    return info
+
+
+def check_lossless(bench: Bench, suites: Sequence[PromptSet]) -> list[Mismatch]:
+    """Every generation that differs from the baseline's; in low precision each is audited."""
+    mismatches = find_mismatches(bench.file.records.values())
+    if is_exact(bench.target.dtype):
+        return mismatches
+    prompts = {(suite.name, prompt.id): (suite, prompt) for suite in suites for prompt in suite.prompts}
+    audited = []
+    for mismatch in mismatches:
+        record = mismatch.record
+        turns = bench.prompt_turns(*prompts[record.suite, record.prompt_id])
+        input_ids = next(turn.input_ids for turn in turns if turn.turn == record.turn)
+        assert input_ids is not None  # it had room when it was measured
+        result = audit(bench.target, input_ids, record.token_ids)
+        logger.info("%s: deficit %.4g, noise %.4g", record.key, result.deficit, result.noise)
+        audited.append(dataclasses.replace(mismatch, within_noise=result.within_noise))
+    return audited
+
+
+def write_results(rows: Sequence[Row], output_dir: Path) -> None:
+    """Summary, Markdown table, and one plot per suite."""
+    write_json(output_dir / SUMMARY_FILE, rows)
+    atomic_write_text(output_dir / TABLE_FILE, markdown(rows))
+    for suite in dict.fromkeys(row["suite"] for row in rows):
+        plot_suite([row for row in rows if row["suite"] == suite], output_dir / f"{suite}.png")
+
+
+@contextmanager
+def cpu_threads(num_threads: int | None) -> Iterator[None]:
+    """torch's CPU threads for a while; None leaves them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,131 @@
+"""From records to the numbers of a table. Sums over sums, never means of ratios, and an interval over prompts."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from .records import EvalRecord
+
+NUM_RESAMPLES = 10_000
+CONFIDENCE = 0.95
+
+
+def tokens_per_step(records: Sequence[EvalRecord]) -> float | None:
+    """Tokens that verify steps emitted, bonus included, per verify step; None where there was none.
+
+    The prefill and its token are on neither side.
+    """
+    num_steps = sum(record.num_steps for record in records)
+    return sum(record.num_verify_tokens for record in records) / num_steps if num_steps else None
+
+
+def tokens_per_second(records: Sequence[EvalRecord]) -> float:
+    """All tokens over the whole time, prefill included."""
+    return sum(len(record.token_ids) for record in records) / sum(record.seconds for record in records)
+
+
+def decode_tokens_per_second(records: Sequence[EvalRecord]) -> float | None:
+    """Tokens after the prefill's over the time after it; None where there were none."""
+    seconds = sum(record.decode_seconds for record in records if record.num_steps)
+    return sum(record.num_verify_tokens for record in records) / seconds if seconds else None
+
+
+def accepted_histogram(records: Sequence[EvalRecord]) -> list[int]:
+    """Entry k counts the verify steps that accepted k draft tokens."""
+    total = [0] * max((len(record.accepted_histogram) for record in records), default=0)
+    for record in records:
+        for length, count in enumerate(record.accepted_histogram):
+            total[length] += count
+    return total
+
+
+def mean_accepted(histogram: Sequence[int]) -> float | None:
+    """Mean number of draft tokens accepted per verify step."""
+    return sum(length * count for length, count in enumerate(histogram)) / sum(histogram) if sum(histogram) else None
+
+
+def speedup(
+    baseline: Sequence[EvalRecord], records: Sequence[EvalRecord], *, seed: int
+) -> tuple[float, tuple[float, float] | None]:
+    """Baseline's seconds per token over the method's, whole generations, and its 95 % interval.
+
+    Both sides are sums over the same prompts. The interval is the percentile bootstrap over prompts, a prompt keeping all its
+    turns and repeats together; None with fewer than two prompts, which say nothing about others.
+    """
+    sums = np.stack([_by_prompt(baseline, records), _by_prompt(records, baseline)])  # [side, prompt, (seconds, tokens)]
+
+    def ratio(sums: np.ndarray) -> np.ndarray:
+        seconds_per_token = sums[..., 0] / sums[..., 1]
+        return seconds_per_token[0] / seconds_per_token[1]
+
+    point = float(ratio(sums.sum(1)))
+    num_prompts = sums.shape[1]
+    if num_prompts < 2:
+        return point, None
+    # How often each resample draws each prompt; a resample's sums are then one matrix product.
+    draws = np.random.default_rng(seed).multinomial(num_prompts, [1 / num_prompts] * num_prompts, size=NUM_RESAMPLES)
+    tail = 50 * (1 - CONFIDENCE)
+    low, high = np.percentile(ratio(draws @ sums), [tail, 100 - tail])
+    return point, (float(low), float(high))
+
+
+def time_split(profiled: Sequence[EvalRecord]) -> dict[str, float] | None:
+    """Shares of the decode time (prefill excluded) that the phases took in profiled records; None without any step."""
+    phases = [record.phase_seconds for record in profiled if record.phase_seconds is not None]
+    total = sum(record.decode_seconds for record in profiled)
+    if not any(record.num_steps for record in profiled):
+        return None
+    shares = {name: sum(getattr(phase, name) for phase in phases) / total for name in ("draft", "verify", "accept")}
+    return {**shares, "rest": 1 - sum(shares.values())}
+
+
+def relative_draft_cost(profiled_baseline: Sequence[EvalRecord], profiled: Sequence[EvalRecord]) -> float | None:
+    """rho: the drafter's seconds per step over the seconds of one plain decode step, both with the phase timers on."""
+    plain_steps = sum(record.num_steps for record in profiled_baseline)
+    num_steps = sum(record.num_steps for record in profiled)
+    if not plain_steps or not num_steps:
+        return None
+    plain_step_seconds = sum(record.decode_seconds for record in profiled_baseline) / plain_steps
+    draft_seconds = sum(record.phase_seconds.draft for record in profiled if record.phase_seconds is not None)
+    return draft_seconds / num_steps / plain_step_seconds
+
+
+def ceiling(tau: float | None, rho: float | None) -> float | None:
+    """tau / (1 + rho): the speedup if verifying a tree cost no more than one plain step. Computed, not measured."""
+    return None if tau is None or rho is None else tau / (1 + rho)
+
+
+def by_category(baseline: Sequence[EvalRecord], records: Sequence[EvalRecord], *, seed: int) -> dict[str, dict[str, Any]]:
+    """Tokens per step and speedup of each category, in the order of first appearance."""
+    groups: dict[str, tuple[list[EvalRecord], list[EvalRecord]]] = defaultdict(lambda: ([], []))
+    for side, group in enumerate((baseline, records)):
+        for record in group:
+            groups[record.category][side].append(record)
+    result = {}
+    for category, (plain, own) in groups.items():
+        ratio, interval = speedup(plain, own, seed=seed)
+        result[category] = {
+            "num_prompts": num_prompts(own),
+            "tokens_per_step": tokens_per_step(own),
+            "speedup": ratio,
+            "speedup_ci95": interval,
+        }
+    return result
+
+
+def num_prompts(records: Iterable[EvalRecord]) -> int:
+    return len({record.prompt_id for record in records})
+
+
+def _by_prompt(records: Sequence[EvalRecord], others: Sequence[EvalRecord]) -> np.ndarray:
+    """Seconds and tokens summed by prompt, [prompt, 2], prompts sorted. Both sides must have measured the same generations."""
+    keys, other_keys = ({(r.suite, r.prompt_id, r.turn, r.repeat, r.profiled) for r in side} for side in (records, others))
+    if keys != other_keys or not keys:
+        raise ValueError(f"{len(keys ^ other_keys)} generations were measured with only one of the two methods; finish the run")
+    sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for record in records:
+        sums[record.prompt_id][0] += record.seconds
+        sums[record.prompt_id][1] += len(record.token_ids)
+    return np.array([sums[prompt_id] for prompt_id in sorted(sums)])
