@@ -52,7 +52,7 @@ class RunConfig:
         problems = [f"stages has {stage!r}; there are: {', '.join(STAGES)}" for stage in self.stages if stage not in STAGES]
         if not self.stages or len(set(self.stages)) < len(self.stages):
             problems.append(f"stages is {self.stages}; name at least one of {', '.join(STAGES)}, and each once")
-        if not self.name or Path(self.name).name != self.name:
+        if self.name in ("", "..") or Path(self.name).name != self.name:
             problems.append(f"name is {self.name!r}; it names a folder, so it must be one plain word")
         if self.num_threads is not None and self.num_threads < 1:
             problems.append(f"num_threads is {self.num_threads}; it must be at least 1, or null for the launcher's choice")

@@ -30,11 +30,19 @@ def run_command(context: typer.Context) -> None:
     run_recipe()
 
 
-@app.callback()
-def options(show_version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)] = False) -> None:
-    if show_version:
+def _print_version(wanted: bool) -> None:
+    if wanted:
         typer.echo(f"outrider {version('outrider')}")
         raise typer.Exit
+
+
+@app.callback()
+def options(
+    show_version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """What holds for every command; the docstring that users see is the application's."""
 
 
 def main() -> None:
