@@ -1,0 +1,127 @@
+"""Recipes, and what becomes of mistakes in them."""
+
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_module
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+
+from outrider.cli.config import DEMO_TARGET, RunConfig, register, to_run_config
+
+RECIPES = sorted(path.stem for path in (Path(__file__).parents[2] / "conf" / "conf").glob("*.yaml"))
+
+
+def composed(*overrides: str) -> DictConfig:
+    register()
+    with initialize_config_module("outrider.conf", version_base="1.3"):
+        return compose("config", overrides=list(overrides))
+
+
+def run_config(*overrides: str) -> RunConfig:
+    return to_run_config(composed(*overrides))
+
+
+def test_recipes_exist() -> None:
+    assert {"demo", "ablation_demo", "redrafter_vicuna7b"} <= set(RECIPES)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_composes_and_names_its_own_folder(recipe: str) -> None:
+    config = run_config(f"conf={recipe}")
+    assert config.name == recipe
+    assert config.output_dir == f"outputs/{recipe}"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_written_config_is_a_recipe_again(recipe: str) -> None:
+    config = run_config(f"conf={recipe}")
+    written = OmegaConf.create(OmegaConf.to_yaml(OmegaConf.structured(config)))
+    assert to_run_config(OmegaConf.merge(OmegaConf.structured(RunConfig), written)) == config
+
+
+def test_without_a_recipe_the_demo_runs() -> None:
+    assert run_config() == run_config("conf=demo")
+    assert run_config().target.name_or_path == str(DEMO_TARGET)
+
+
+def test_one_seed_reaches_every_section() -> None:
+    config = run_config("seed=7")
+    assert (config.data.seed, config.train.seed, config.eval.seed) == (7, 7, 7)
+
+
+def test_a_missing_recipe_is_told_with_the_existing_ones() -> None:
+    with pytest.raises(MissingConfigException) as error:
+        composed("conf=nope")
+    message = str(error.value)
+    assert "conf/nope" in message
+    assert all(recipe in message for recipe in RECIPES)
+
+
+@pytest.mark.parametrize("key", ["train.stepz", "data.pth", "target.dtyp", "distill.horizn", "eval.suits", "drafter.exit_widht", "sed"])
+def test_a_mistyped_key_on_the_command_line_is_named(key: str) -> None:
+    with pytest.raises(HydraException, match=key):
+        composed(f"{key}=1")
+
+
+@pytest.mark.parametrize(
+    ("yaml", "named"),
+    [("train: {stepz: 3}", "train.stepz"), ("stagez: [eval]", "stagez"), ("train: {steps: many}", "train.steps")],
+)
+def test_a_mistyped_key_or_value_in_a_recipe_is_named(tmp_path: Path, yaml: str, named: str) -> None:
+    recipe = tmp_path / "conf" / "mistyped.yaml"
+    recipe.parent.mkdir()
+    recipe.write_text(f"# @package _global_\nname: mistyped\n{yaml}\n")
+    with pytest.raises(ConfigCompositionException) as error:
+        composed(f"hydra.searchpath=[file://{tmp_path}]", "conf=mistyped")
+    assert named in f"{error.value} {error.value.__cause__}"
+
+
+def test_an_appended_drafter_option_that_does_not_exist_is_named() -> None:
+    with pytest.raises(ValueError, match="exit_widht"):
+        run_config("+drafter.exit_widht=3")
+
+
+def test_all_problems_are_told_at_once() -> None:
+    with pytest.raises(ValueError, match="5 problem") as error:
+        run_config(
+            "stages=[distil]", "num_threads=0", "mixed_precision=fp16", "+variants.a.train.stepz=3", "+variants.b.eval.seed=2"
+        )
+    message = str(error.value)
+    found = [text for text in ("distil", "num_threads", "fp16", "stepz", "eval") if text in message]
+    assert len(found) == 5
+
+
+def test_problems_of_several_sections_are_told_at_once() -> None:
+    with pytest.raises(ValueError, match="3 problem") as error:
+        run_config("train.steps=0", "data.max_length=1", "target.dtype=int3")
+    message = str(error.value)
+    found = [text for text in ("steps is 0", "max_length is 1", "int3") if text in message]
+    assert len(found) == 3
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", "."])
+def test_a_name_that_leaves_the_outputs_folder_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="names a folder"):
+        run_config(f"name='{name}'")
+
+
+@pytest.mark.parametrize("stages", ["[]", "[eval,eval]", "[test]"])
+def test_stages_that_cannot_be_run_are_refused(stages: str) -> None:
+    with pytest.raises(ValueError, match="stages"):
+        run_config(f"stages={stages}")
+
+
+def test_variants_differ_only_in_what_they_say() -> None:
+    config = run_config("conf=ablation_demo")
+    distilled, text = config.drafter_runs()
+    assert (distilled.train.labels, text.train.labels) == ("distilled", "text")
+    assert distilled.train.steps == text.train.steps == config.train.steps
+    assert distilled.drafter == text.drafter
+    assert distilled.drafter_dir != text.drafter_dir
+    assert distilled.train_dir != text.train_dir
+
+
+def test_without_variants_the_folders_are_the_runs_own() -> None:
+    (only,) = run_config("output_dir=here").drafter_runs()
+    assert (only.train_dir, only.drafter_dir) == (Path("here/train"), Path("here/drafter"))

@@ -1,0 +1,59 @@
+"""The command line as a user meets it: in a process of its own, started anywhere."""
+
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+OUTRIDER = [sys.executable, "-c", "from outrider.cli.main import main; main()"]
+
+
+def call(*command: str | Path, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_help_lists_the_commands_without_loading_torch(tmp_path: Path) -> None:
+    script = "import sys\nfrom outrider.cli.main import main\ntry: main()\nfinally: assert 'torch' not in sys.modules"
+    result = call(sys.executable, "-c", script, "--help", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "eval" in result.stdout
+    assert "run" in result.stdout
+
+
+def test_version_is_the_installed_one(tmp_path: Path) -> None:
+    result = call(*OUTRIDER, "--version", cwd=tmp_path)
+    assert result.stdout == f"outrider {version('outrider')}\n"
+
+
+def test_recipes_are_found_from_any_folder_and_leave_nothing_in_it(tmp_path: Path) -> None:
+    result = call(sys.executable, REPOSITORY / "train.py", "conf=redrafter_vicuna7b", "--cfg", "job", cwd=tmp_path)
+    assert "lmsys/vicuna-7b-v1.3" in result.stdout, result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("debug", ["0", "1"])
+def test_a_mistake_is_one_message_and_a_traceback_only_for_those_who_ask(tmp_path: Path, debug: str) -> None:
+    result = call(*OUTRIDER, "run", "conf=demo", "stages=[distil]", cwd=tmp_path, OUTRIDER_DEBUG=debug)
+    assert "'distil'" in result.stderr
+    assert ("Traceback" in result.stderr) == (debug == "1")
+    assert result.returncode == (1 if debug == "1" else 2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_recipe_lists_the_known_ones(tmp_path: Path) -> None:
+    result = call(*OUTRIDER, "run", "conf=nope", cwd=tmp_path)
+    assert result.returncode != 0
+    assert "redrafter_vicuna7b" in result.stderr
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,43 @@
+"""How the library may import itself. The layers are kept by import-linter (`make lint`)."""
+
+import ast
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[1]
+PACKAGES = {"cli", "conf", "data", "distill", "eval", "models", "train"}
+
+
+def absolute_imports(path: Path) -> list[str]:
+    """The top-level names that a file imports absolutely."""
+    names = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names += [alias.name.split(".")[0] for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names.append((node.module or "").split(".")[0])
+    return names
+
+
+def test_nothing_imports_our_folders_by_their_bare_names() -> None:
+    """`import data` works in a checkout and makes a second copy of every class; in a wheel it fails."""
+    visited = 0
+    for folder in sorted(PACKAGES | {"scripts", "tests"}):
+        for path in (REPOSITORY / folder).rglob("*.py"):
+            assert PACKAGES.isdisjoint(absolute_imports(path)), path
+            visited += 1
+    assert visited > 40
+
+
+def test_the_library_imports_itself_relatively() -> None:
+    visited = 0
+    for folder in sorted(PACKAGES):
+        for path in (REPOSITORY / folder).rglob("*.py"):
+            assert "outrider" not in absolute_imports(path), path
+            visited += 1
+    assert visited > 30
+
+
+def test_the_walk_sees_a_bare_import(tmp_path: Path) -> None:
+    path = tmp_path / "bad.py"
+    path.write_text("def late():\n    from data.types import Turn\n    import models.decoding\n")
+    assert absolute_imports(path) == ["data", "models"]
