@@ -27,6 +27,8 @@ SEGMENT_QUERIES = 128
 # What a model may ask of its attention that changes the scores, and that we don't compute.
 UNSUPPORTED_ARGUMENTS = ("s_aux", "softcap", "position_bias")
 
+BYPASSED = "some of the target's layers bypass transformers' AttentionInterface or Cache: outrider can't distil from it"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
@@ -69,9 +71,7 @@ class Branches:
         """Tokens that every branch has read, in all layers. Raises ValueError where a layer did not come by here."""
         steps = {len(keys) for keys in self.own_keys}
         if len(steps) != 1:
-            raise ValueError(
-                "some of the target's attention layers bypass transformers' AttentionInterface: outrider can't distil from it"
-            )
+            raise ValueError(BYPASSED)
         return steps.pop()
 
     def keep(self, kept: Int[torch.Tensor, " kept"]) -> None:

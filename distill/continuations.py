@@ -19,7 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ..data.types import UNKNOWN
 from ..models.hf_target import HFTarget, require_full_attention
-from .branch_attention import Branches, branch_attention
+from .branch_attention import BYPASSED, Branches, branch_attention
 
 # Logits held at a time: the head's output is [chunk, vocab] with about this many elements, whatever the vocabulary.
 LOGIT_ELEMENTS = 2**23
@@ -141,6 +141,8 @@ def _make_branches(
     cache: DynamicCache, rows: Int[torch.Tensor, " branch"], positions: Int[torch.Tensor, " branch"]
 ) -> Branches:
     layers: list[Any] = cache.layers
+    if any(layer.keys is None for layer in layers):
+        raise ValueError(BYPASSED)
     return Branches([layer.keys for layer in layers], [layer.values for layer in layers], rows, positions)
 
 

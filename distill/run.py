@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from ..data.chat import encode_conversations, use_chat_template
+from ..data.chat import encode_conversations
 from ..data.config import DataConfig
 from ..data.files import parse_dataclass, read_json, write_json
 from ..data.manifest import MANIFEST_FILE, Manifest, ShardEntry, examples_sha256, load_manifest, save_manifest
@@ -90,7 +90,6 @@ def distill(
 
 def load_examples(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list[Example]:
     """The examples of `data` in their fixed order. What was dropped on the way is logged; none left is a ValueError."""
-    use_chat_template(tokenizer, data.chat_template)
     conversations, unread = load_conversations(data)
     examples, unfit = encode_conversations(conversations, tokenizer, data.max_length)
     logger.info(
@@ -218,7 +217,7 @@ def _finish(output_dir: Path, manifest: Manifest, num_shards: int) -> None:
     write_json(output_dir / STATS_FILE, statistics)
     save_manifest(output_dir, replace(manifest, shards=entries, complete=True))
     logger.info(
-        "labelled %d positions of %d examples, %.0f per second and process; the target agrees with %.1f %% of the texts' tokens",
+        "labelled %d positions of %d examples, %.0f per second and process; the target agrees with %.1f %% of the text",
         num_positions,
         statistics["num_examples"],
         statistics["positions_per_process_second"],
