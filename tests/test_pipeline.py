@@ -1,0 +1,149 @@
+"""The whole way from a recipe to the speedup table, on a tiny target: the first run as a user starts it, the rest in this process."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_module
+
+from outrider.cli.config import to_run_config
+from outrider.cli.run import run
+from outrider.data.files import sha256_file
+
+REPOSITORY = Path(__file__).parents[1]
+ROW_KEYS = {
+    "method",
+    "suite",
+    "temperature",
+    "batch_size",
+    "num_prompts",
+    "tokens_per_step",
+    "tokens_per_second",
+    "speedup",
+    "speedup_ci95",
+    "lossless",
+}
+QUESTIONS = [
+    {"question_id": 81, "category": "writing", "turns": ["Write a line.", "Write it again."]},
+    {"question_id": 82, "category": "math", "turns": ["What is 2 + 2?", "And 3 + 3?"]},
+]
+
+
+@pytest.fixture(scope="module")
+def overrides(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A tiny run in a folder that the tests of this file share."""
+    folder = tmp_path_factory.mktemp("pipeline")
+    questions = folder / "question.jsonl"
+    questions.write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
+    return [
+        f"output_dir={folder / 'run'}",
+        f"target.name_or_path={tiny_target_dir}",
+        "num_threads=1",
+        "data={limit: 5, max_length: 96, prompt_chars_min: 20, prompt_chars_max: 40}",
+        "distill={horizon: 3, shard_examples: 2}",
+        "drafter={exit_width: 16, num_blocks: 1}",
+        "train={steps: 3, warmup_steps: 1, batch_size: 2, max_positions: 32}",
+        f"eval.suites=[{{name: mt_bench, path: {questions}}}]",
+        "eval={max_new_tokens: 12, profile_prompts: 1, memory_bandwidth_gbs: 10.0}",
+        "eval.settings=[{beam_width: 2, beam_length: 3}]",
+    ]
+
+
+@pytest.fixture(scope="module")
+def finished(overrides: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder of a run started as a user starts it, and what it printed."""
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    result = subprocess.run(
+        [sys.executable, REPOSITORY / "train.py", "conf=demo", *overrides],
+        cwd=elsewhere,
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert list(elsewhere.iterdir()) == []
+    return Path(overrides[0].removeprefix("output_dir=")), result.stdout + result.stderr
+
+
+def run_here(*overrides: str) -> None:
+    with initialize_config_module("outrider.conf", version_base="1.3"):
+        composed = compose("config", overrides=list(overrides))
+    run(to_run_config(composed))
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {path.relative_to(folder).as_posix(): sha256_file(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def summary(folder: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads((folder / "eval" / "summary.json").read_text())
+    return rows
+
+
+def test_one_command_distils_trains_and_evaluates(finished: tuple[Path, str]) -> None:
+    folder, printed = finished
+    promised = [
+        "config.yaml",
+        "distill/manifest.json",
+        "train/metrics.jsonl",
+        "drafter/config.json",
+        "drafter/model.safetensors",
+        "eval/records.jsonl",
+        "eval/summary.json",
+        "eval/table.md",
+        "eval/mt_bench.png",
+    ]
+    assert [name for name in promised if not (folder / name).is_file()] == []
+    assert list(folder.rglob("*.tmp")) == []
+    baseline, drafter = summary(folder)
+    assert baseline.keys() >= ROW_KEYS
+    assert drafter.keys() >= ROW_KEYS
+    assert baseline["tokens_per_step"] == 1.0
+    assert drafter["lossless"] is True
+    assert drafter["num_prompts"] == 2
+    assert f"the results lie in {folder}" in printed
+    assert "redrafter" in printed
+
+
+def test_a_second_run_repeats_nothing(finished: tuple[Path, str], overrides: list[str]) -> None:
+    folder, _ = finished
+    before = digests(folder)
+    run_here("conf=demo", *overrides)
+    after = digests(folder)
+    assert len(before) > 15
+    assert {name for name in before if not name.endswith(".png")} == {name for name in after if not name.endswith(".png")}
+    assert [name for name in before if not name.endswith(".png") and before[name] != after[name]] == []
+
+
+def test_a_stage_runs_alone_on_what_earlier_ones_left(finished: tuple[Path, str], overrides: list[str]) -> None:
+    folder, _ = finished
+    before = summary(folder)
+    untouched = {name: digest for name, digest in digests(folder).items() if name.startswith(("distill/", "train/", "drafter/"))}
+    for path in (folder / "eval").iterdir():
+        path.unlink()
+    run_here("conf=demo", *overrides, "stages=[eval]")
+    after = summary(folder)
+    assert [(row["method"], row["tokens_per_step"]) for row in after] == [(row["method"], row["tokens_per_step"]) for row in before]
+    assert untouched == {name: digest for name, digest in digests(folder).items() if name in untouched}
+
+
+@pytest.mark.parametrize(("stage", "missing"), [("train", "manifest.json"), ("eval", "holds no drafter")])
+def test_a_stage_without_its_input_says_what_is_missing(overrides: list[str], tmp_path: Path, stage: str, missing: str) -> None:
+    with pytest.raises(ValueError, match=missing):
+        run_here("conf=demo", *overrides[1:], f"output_dir={tmp_path / 'empty'}", f"stages=[{stage}]")
+    assert not (tmp_path / "empty").exists()
+
+
+def test_the_ablation_compares_both_labels_in_one_table(overrides: list[str], tmp_path: Path) -> None:
+    run_here("conf=ablation_demo", *overrides[1:], f"output_dir={tmp_path}")
+    methods = [row["method"] for row in summary(tmp_path)]
+    assert len(methods) == 3
+    assert [any(name in method for method in methods[1:]) for name in ("distilled", "text")] == [True, True]
+    weights = {sha256_file(tmp_path / "drafter" / name / "model.safetensors") for name in ("distilled", "text")}
+    assert len(weights) == 2
