@@ -63,7 +63,7 @@ def collate(
     )
 
 
-def _pad(values: list[torch.Tensor], padding: float) -> torch.Tensor:
+def _pad(values: list[torch.Tensor], padding: int | float) -> torch.Tensor:
     return pad_sequence(values, batch_first=True, padding_value=padding)
 
 

@@ -62,7 +62,7 @@ def _json_records(path: Path) -> Iterator[Any]:
             if first and line.lstrip().startswith("["):
                 yield from _parse_json(line + file.read(), path, line_number)
             elif line.strip():
-                yield _parse_json(line, path, line_number)
+                yield _parse_json(line.rstrip(), path, line_number)
             first = first and not line.strip()
 
 

@@ -1,0 +1,263 @@
+"""The assistant's mask: by templates with markers and without, under byte-level and SentencePiece-like tokenizers."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, normalizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from outrider.data.chat import encode_conversations, encode_prompt, use_chat_template
+from outrider.data.types import Conversation, Example, Turn
+
+VICUNA = (
+    "{{ bos_token }}{{ 'A chat. ' }}{% for m in messages %}{% if m.role == 'user' %}{{ 'USER: ' + m.content + ' ' }}"
+    "{% else %}{{ 'ASSISTANT: ' + m.content + eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+)
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+LLAMA2 = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token + '[INST] ' + m.content.strip() + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m.content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}{% else %}{{ m.content + eos_token }}{% endif %}"
+    "{% endfor %}"
+)
+# Thinking models: the last answer gets an empty thinking block, earlier ones none.
+THINKING = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
+    "{% if loop.last and m.role == 'assistant' %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
+    "{{ m.content + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+# The generation prompt opens a block that finished turns don't have, so it is no prefix of them.
+OPENED = CHATML.replace("<|im_start|>assistant\\n' }}{% endif %}", "<|im_start|>assistant\\n<think>\\n' }}{% endif %}")
+MARKED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+# What stands around an answer, as the assistant's own.
+AROUND = {
+    VICUNA: (" ", "</s>"),
+    CHATML: ("", "<|im_end|>"),
+    LLAMA2: (" ", " </s>"),
+    MISTRAL: ("", "</s>"),
+    MARKED: ("", "<|im_end|>"),
+    OPENED: ("", "<|im_end|>"),
+}
+ANSWERS = ["Hello there.", "def f(x):\n    return x  # 1 ü 你好 🙂", "a", "3 apples\n\n- one", "assistant"]
+
+
+@pytest.fixture(scope="session")
+def sentencepiece_like() -> PreTrainedTokenizerFast:
+    """Spaces are part of the next word, as U+2581; unknown characters become bytes: as Llama's and Vicuna's tokenizers do."""
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator(
+        ["Hello there. def return apples one assistant ASSISTANT USER A chat. [INST] [/INST]"], trainer
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def with_template(tokenizer: PreTrainedTokenizerFast, template: str) -> PreTrainedTokenizerFast:
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>"})
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def conversation(*texts: str, id: str = "c") -> Conversation:
+    roles = ("user", "assistant")
+    return Conversation(
+        id=id, source="test", turns=tuple(Turn(role=roles[i % 2], content=text) for i, text in enumerate(texts))
+    )
+
+
+def chat(answers: list[str]) -> Conversation:
+    return conversation(*(text for index, answer in enumerate(answers) for text in (f"Question {index}?", answer)))
+
+
+def runs(example: Example) -> list[list[int]]:
+    """Token ids of every unbroken run of the assistant's."""
+    found: list[list[int]] = [[]]
+    for token, own in zip(example.input_ids.tolist(), example.loss_mask.tolist(), strict=True):
+        if own:
+            found[-1].append(token)
+        elif found[-1]:
+            found.append([])
+    return [run for run in found if run]
+
+
+def encode(conversations: list[Conversation], tokenizer: PreTrainedTokenizerFast, max_length: int = 4096) -> list[Example]:
+    return encode_conversations(conversations, tokenizer, max_length)[0]
+
+
+@pytest.mark.parametrize("template", AROUND, ids=["vicuna", "chatml", "llama2", "mistral", "marked", "opened"])
+@pytest.mark.parametrize("kind", ["tiny_tokenizer", "sentencepiece_like"])
+def test_the_masked_tokens_are_the_answers_and_their_end_tokens(
+    template: str, kind: str, request: pytest.FixtureRequest
+) -> None:
+    tokenizer = with_template(request.getfixturevalue(kind), template)
+    (example,) = encode([chat(ANSWERS)], tokenizer)
+    before, after = AROUND[template]
+    decoded = [tokenizer.decode(run) for run in runs(example)]
+    expected = [before + answer + after for answer in ANSWERS]
+    if kind == "sentencepiece_like":  # its decoder takes the first space away
+        decoded, expected = [text.strip() for text in decoded], [text.strip() for text in expected]
+    assert decoded == expected
+    text = tokenizer.apply_chat_template(
+        [{"role": turn.role, "content": turn.content} for turn in chat(ANSWERS).turns], tokenize=False
+    )
+    assert example.input_ids.tolist() == tokenizer(text, add_special_tokens=False).input_ids
+
+
+@pytest.mark.parametrize("template", [VICUNA, CHATML, LLAMA2, MISTRAL], ids=["vicuna", "chatml", "llama2", "mistral"])
+def test_an_answer_begins_where_the_prompt_for_it_ends(template: str, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    """Otherwise the drafter is trained on other positions than those it drafts at."""
+    tokenizer = with_template(tiny_tokenizer, template)
+    turns = chat(ANSWERS).turns
+    (example,) = encode([chat(ANSWERS)], tokenizer)
+    for last in range(1, len(turns), 2):
+        prompt = encode_prompt(turns[:last], tokenizer)
+        length = prompt.shape[1]
+        assert torch.equal(prompt[0], example.input_ids[:length])
+        assert not example.loss_mask[length - 1]
+        assert example.loss_mask[length]
+
+
+def test_an_empty_thinking_block_belongs_to_the_answer_that_it_precedes(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer = with_template(tiny_tokenizer, THINKING)
+    (example,) = encode([chat(["i", "think"])], tokenizer)
+    assert [tokenizer.decode(run) for run in runs(example)] == ["i<|im_end|>", "<think>\n\n</think>\n\nthink<|im_end|>"]
+
+
+def test_markers_and_no_markers_give_one_mask(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    (marked,) = encode([chat(ANSWERS)], with_template(tiny_tokenizer, MARKED))
+    (located,) = encode([chat(ANSWERS)], with_template(tiny_tokenizer, CHATML))
+    assert torch.equal(marked.input_ids, located.input_ids)
+    assert torch.equal(marked.loss_mask, located.loss_mask)
+
+
+def test_the_mask_is_transformers_own_where_that_works(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer = with_template(tiny_tokenizer, MARKED)
+    messages = [{"role": turn.role, "content": turn.content} for turn in chat(ANSWERS).turns]
+    theirs = tokenizer.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
+    (ours,) = encode([chat(ANSWERS)], tokenizer)
+    assert ours.input_ids.tolist() == theirs["input_ids"]
+    assert ours.loss_mask.int().tolist() == theirs["assistant_masks"]
+
+
+def test_an_answer_that_begins_with_a_space_is_kept_under_trimmed_offsets(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    """transformers' own mask ends at the first answer whose first character no token covers."""
+    tokenizer = with_template(tiny_tokenizer, MARKED)
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    turns = [" Hello", "fine"]
+    (example,) = encode([chat(turns)], tokenizer)
+    assert [tokenizer.decode(run).strip() for run in runs(example)] == ["Hello<|im_end|>", "fine<|im_end|>"]
+    messages = [{"role": turn.role, "content": turn.content} for turn in chat(turns).turns]
+    theirs = tokenizer.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
+    assert sum(theirs["assistant_masks"]) < example.loss_mask.sum()
+
+
+def test_vicuna_comes_with_the_conversation_that_it_was_trained_on(sentencepiece_like: PreTrainedTokenizerFast) -> None:
+    tokenizer = copy.deepcopy(sentencepiece_like)
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match=r"no chat template; set data.chat_template.*vicuna_v1.1"):
+        encode([chat(ANSWERS)], tokenizer)
+    use_chat_template(tokenizer, "vicuna_v1.1")
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes."}, {"role": "user", "content": "Bye"}]
+    system = (
+        "A chat between a curious user and an artificial intelligence assistant. "
+        "The assistant gives helpful, detailed, and polite answers to the user's questions."
+    )
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == f"<s>{system} USER: Hi ASSISTANT: Yes.</s>USER: Bye ASSISTANT:"
+    own = tokenizer.apply_chat_template([{"role": "system", "content": "Be brief."}, *messages[:2]], tokenize=False)
+    assert own == "<s>Be brief. USER: Hi ASSISTANT: Yes.</s>"
+    (example,) = encode([chat(ANSWERS)], tokenizer)
+    assert [tokenizer.decode(run).strip() for run in runs(example)] == [f"{answer}</s>" for answer in ANSWERS]
+    without_markers = tokenizer.chat_template.replace("{%- generation -%}", "").replace("{%- endgeneration -%}", "")
+    tokenizer.chat_template = without_markers
+    (located,) = encode([chat(ANSWERS)], tokenizer)
+    assert torch.equal(located.loss_mask, example.loss_mask)
+
+
+def test_a_template_comes_from_a_file_or_by_name_or_stays(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    use_chat_template(tokenizer, None)
+    assert tokenizer.chat_template == tiny_tokenizer.chat_template
+    (tmp_path / "own.jinja").write_text(CHATML)
+    use_chat_template(tokenizer, str(tmp_path / "own.jinja"))
+    assert tokenizer.chat_template == CHATML
+    with pytest.raises(ValueError, match=r"no chat template 'vicuna': give the path .* or one of vicuna_v1.1"):
+        use_chat_template(tokenizer, "vicuna")
+
+
+def test_a_mask_that_is_zero_everywhere_names_the_template(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    """Training on nothing looks like training: the loss is 0 and nobody is told."""
+    empty = MARKED.replace("{{ m.content + '<|im_end|>' }}{% endgeneration %}", "{% endgeneration %}{{ m.content }}")
+    tokenizer = with_template(tiny_tokenizer, empty)
+    with pytest.raises(ValueError, match=r"no token of 3 conversations is the assistant's.*begins.*3 x no token of the assist"):
+        encode([chat(ANSWERS)] * 3, tokenizer)
+    tokenizer.chat_template = CHATML.replace("m.content", "m.content | upper")
+    with pytest.raises(ValueError, match=r"2 x the chat template changes the answers"):
+        encode([chat(ANSWERS)] * 2, tokenizer)
+
+
+def test_what_a_template_rejects_or_cuts_off_is_counted(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer = with_template(tiny_tokenizer, MISTRAL)
+    turns = (Turn(role="user", content="a"), Turn(role="user", content="b"), Turn(role="assistant", content="c"))
+    conversations = [
+        conversation("Hi", "Yes.", id="good"),
+        Conversation(id="two questions", source="test", turns=turns),
+        conversation("long " * 100, "answer", id="long question"),
+        conversation("no answer", id="no answer"),
+        conversation("Hi", "long " * 100, "and?", "cut off", id="long answer"),
+    ]
+    examples, dropped = encode_conversations(conversations, tokenizer, 64)
+    assert [example.id for example in examples] == ["good", "long answer"]
+    assert len(examples[1].input_ids) == 64
+    assert examples[1].loss_mask[-1]
+    assert dropped == {
+        "rejected by the chat template (roles must alternate)": 1,
+        "no token of the assistant within max_length 64": 1,
+        "no assistant turn": 1,
+    }
+
+
+def test_turns_after_the_last_answer_are_left_out(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer = with_template(tiny_tokenizer, CHATML)
+    (cut,), (whole,) = encode([conversation("Hi", "Yes.", "And?")], tokenizer), encode([conversation("Hi", "Yes.")], tokenizer)
+    assert torch.equal(cut.input_ids, whole.input_ids)
+
+
+def test_batches_of_conversations_keep_their_order(
+    tiny_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.data.chat.BATCH_SIZE", 3)
+    conversations = [conversation(f"Question {index}", f"Answer {index}", id=str(index)) for index in range(8)]
+    examples = encode(conversations, tiny_tokenizer)
+    assert [example.id for example in examples] == [str(index) for index in range(8)]
+    for index, example in enumerate(examples):
+        assert [tiny_tokenizer.decode(run) for run in runs(example)] == [f"Answer {index}<|end|>"]
+
+
+def test_a_prompt_ends_where_the_assistant_is_to_go_on(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    turns = conversation("Hi", "Yes.", "And?").turns
+    prompt = encode_prompt(turns, tiny_tokenizer)
+    assert tiny_tokenizer.decode(prompt[0]) == "<|user|>Hi<|assistant|>Yes.<|end|><|user|>And?<|assistant|>"

@@ -1,0 +1,95 @@
+import pytest
+import torch
+
+from outrider.data.collate import collate, text_continuations
+from outrider.data.types import UNKNOWN, DistilledExample, Example
+
+
+def test_text_labels_by_eye() -> None:
+    """Two turns: what follows a turn's end is no label of it, and a label never reaches into the next turn."""
+    ids = torch.tensor([10, 11, 12, 13, 14, 15, 16])
+    mask = torch.tensor([0, 0, 1, 1, 0, 1, 1], dtype=torch.bool)
+    expected = [
+        [UNKNOWN, UNKNOWN, UNKNOWN],
+        [12, 13, UNKNOWN],
+        [13, UNKNOWN, UNKNOWN],
+        [UNKNOWN, UNKNOWN, UNKNOWN],
+        [15, 16, UNKNOWN],
+        [16, UNKNOWN, UNKNOWN],
+        [UNKNOWN, UNKNOWN, UNKNOWN],
+    ]
+    assert text_continuations(ids, mask, 3).tolist() == expected
+
+
+@pytest.mark.parametrize("horizon", [1, 4, 9])
+def test_text_labels_equal_a_plain_loop(horizon: int) -> None:
+    generator = torch.Generator().manual_seed(horizon)
+    for _ in range(20):
+        length = int(torch.randint(1, 12, (), generator=generator))
+        ids = torch.randint(0, 50, (length,), generator=generator)
+        mask = torch.rand(length, generator=generator) < 0.7
+        expected = torch.full((length, horizon), UNKNOWN)
+        for position in range(length):
+            for depth in range(horizon):
+                ahead = position + 1 + depth
+                if ahead >= length or not mask[ahead]:
+                    break
+                expected[position, depth] = ids[ahead]
+        assert torch.equal(text_continuations(ids, mask, horizon), expected)
+
+
+def make_example(length: int, hidden: bool = False) -> DistilledExample:
+    mask = torch.arange(length) >= 2
+    continuations = torch.full((length, 3), UNKNOWN)
+    continuations[1 : length - 1] = 7
+    continuations[2] = UNKNOWN  # the target had stopped here
+    return DistilledExample(
+        example=Example(id=f"{length}", input_ids=torch.arange(length) + 1, loss_mask=mask),
+        continuations=continuations,
+        hidden_states=torch.full((length, 4), float(length)) if hidden else None,
+    )
+
+
+def run(labels: str, max_positions: int | None = None, seed: int = 0, hidden: bool = False):
+    examples = [make_example(5, hidden), make_example(8, hidden)]
+    generator = torch.Generator().manual_seed(seed)
+    return collate(examples, max_positions=max_positions, generator=generator, labels=labels, pad_id=99)
+
+
+def test_padding_is_on_the_right_and_never_trained_on() -> None:
+    batch = run("distilled", hidden=True)
+    assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5, 99, 99, 99], [1, 2, 3, 4, 5, 6, 7, 8]]
+    assert batch.attention_mask.sum(1).tolist() == [5, 8]
+    assert (batch.continuations[0, 5:] == UNKNOWN).all()
+    assert batch.hidden_states is not None
+    assert (batch.hidden_states[0, 5:] == 0).all()
+    assert (batch.hidden_states[0, :5] == 5).all()
+    assert batch.positions.int().tolist() == [[0, 1, 0, 1, 0, 0, 0, 0], [0, 1, 0, 1, 1, 1, 1, 0]]
+    assert run("distilled").hidden_states is None
+
+
+@pytest.mark.parametrize("max_positions", [None, 1, 4, 100])
+def test_both_kinds_of_labels_train_on_the_same_positions(max_positions: int | None) -> None:
+    """An ablation of the labels must not differ in the positions too."""
+    distilled, text = run("distilled", max_positions), run("text", max_positions)
+    assert torch.equal(distilled.positions, text.positions)
+    assert not torch.equal(distilled.continuations, text.continuations)
+    for batch in (distilled, text):
+        assert (batch.continuations[:, :, 0][batch.positions] != UNKNOWN).all()
+
+
+def test_thinning_keeps_exactly_the_limit_among_labelled_positions_and_follows_the_generator() -> None:
+    everything = run("distilled").positions
+    seen = set()
+    for seed in range(30):
+        positions = run("distilled", 3, seed).positions
+        assert positions.sum() == 3
+        assert (everything | ~positions).all()
+        assert torch.equal(positions, run("distilled", 3, seed).positions)
+        seen |= {tuple(index) for index in positions.nonzero().tolist()}
+    assert len(seen) == everything.sum() == 7
+
+
+def test_unknown_labels_are_refused() -> None:
+    with pytest.raises(ValueError, match="labels is 'target'; it must be one of distilled, text"):
+        run("target")

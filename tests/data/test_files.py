@@ -1,0 +1,136 @@
+import errno
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from outrider.data.files import (
+    atomic_write_bytes,
+    atomic_write_text,
+    parse_dataclass,
+    read_json,
+    replacing,
+    sha256_file,
+    write_json,
+)
+
+
+def full_disk(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_full_disk_keeps_the_old_file_leaves_no_temporary_and_says_what_to_do(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "shard.bin"
+    atomic_write_bytes(path, b"old")
+    monkeypatch.setattr(os, call, full_disk)
+    with pytest.raises(OSError, match=r"disk is full.*shard.bin.*unchanged.*Free some space") as raised:
+        atomic_write_bytes(path, b"new")
+    assert raised.value.errno == errno.ENOSPC
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_disk_that_fills_up_during_the_write_is_explained_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def half_write(self: Path, data: bytes) -> int:
+        with open(self, "wb") as file:
+            file.write(data[: len(data) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", half_write)
+    with pytest.raises(OSError, match="disk is full"):
+        atomic_write_text(tmp_path / "a.txt", "text")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_error_passes_unchanged_and_leaves_no_temporary(tmp_path: Path) -> None:
+    def interrupted() -> None:
+        with replacing(tmp_path / "a.bin") as temporary:
+            temporary.write_bytes(b"half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError):
+        atomic_write_bytes(tmp_path / "file" / "a.bin", b"")
+
+
+def test_the_old_file_is_readable_while_the_new_one_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "a.bin"
+    path.write_bytes(b"old")
+    with replacing(path) as temporary:
+        temporary.write_bytes(b"new")
+        assert path.read_bytes() == b"old"
+    assert path.read_bytes() == b"new"
+
+
+def test_json_survives_and_its_folder_is_made(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b.json"
+    write_json(path, {"name": "ü", "values": [1, 2.5, None]})
+    assert read_json(path) == {"name": "ü", "values": [1, 2.5, None]}
+    assert sha256_file(path) == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_json_that_other_readers_refuse_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        write_json(tmp_path / "a.json", {"loss": float("nan")})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [(None, "does not exist"), (b"", "not a JSON file"), (b'{"a": 1', "not a JSON"), (b"\xff", "not a JSON")],
+)
+def test_a_missing_or_broken_json_file_is_named(content: bytes | None, problem: str, tmp_path: Path) -> None:
+    path = tmp_path / "manifest.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"manifest.json {problem}|manifest.json is {problem}"):
+        read_json(path)
+
+
+@dataclass(kw_only=True)
+class Inner:
+    size: int
+
+
+@dataclass(kw_only=True)
+class Outer:
+    name: str
+    revision: str | None
+    inner: Inner
+    many: list[Inner]
+    shares: dict[str, float]
+    kept: bool = True
+
+
+GOOD = {"name": "a", "revision": None, "inner": {"size": 1}, "many": [{"size": 2}], "shares": {"x": 1}}
+
+
+def test_a_dataclass_is_parsed_through_all_its_levels() -> None:
+    parsed = parse_dataclass(Outer, GOOD, Path("f.json"))
+    assert parsed == Outer(name="a", revision=None, inner=Inner(size=1), many=[Inner(size=2)], shares={"x": 1.0}, kept=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"extra": 1}, "f.json: unknown keys extra"),
+        ({"inner": {"size": 1, "colour": 2}}, "unknown keys colour in inner"),
+        ({"inner": {}}, "missing keys size in inner"),
+        ({"name": 3}, "name is 3; expected a value of type str"),
+        ({"kept": 1}, "kept is 1; expected a value of type bool"),
+        ({"many": [{"size": True}]}, r"many\[0\].size is True; expected a value of type int"),
+        ({"many": {"size": 1}}, "many is .*; expected a value of type list"),
+        ({"revision": 5}, "revision is 5; expected a value of type str"),
+    ],
+)
+def test_unknown_keys_missing_keys_and_wrong_types_are_named(change: dict[str, object], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        parse_dataclass(Outer, {**GOOD, **change}, Path("f.json"))

@@ -1,0 +1,215 @@
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from outrider.data.files import read_json, write_json
+from outrider.data.manifest import (
+    MANIFEST_FILE,
+    Manifest,
+    ShardEntry,
+    TargetIdentity,
+    examples_sha256,
+    load_manifest,
+    save_manifest,
+)
+from outrider.data.shards import read_entry, read_shard, verify_shards, write_shard
+from outrider.data.types import UNKNOWN, DistilledExample, Example
+
+LENGTHS = (7, 4, 12)
+IDENTITY = TargetIdentity(name="tiny", revision=None, weights_sha256="aa", tokenizer_sha256="bb", hidden_size=8, vocab_size=300)
+
+
+def make_examples(hidden: torch.dtype | None = None, prefix: str = "example") -> list[DistilledExample]:
+    generator = torch.Generator().manual_seed(0)
+    examples = []
+    for index, length in enumerate(LENGTHS):
+        mask = torch.arange(length) >= 2
+        continuations = torch.randint(0, 300, (length, 5), generator=generator)
+        continuations[~mask.roll(-1)] = UNKNOWN
+        continuations[-1] = UNKNOWN
+        examples.append(
+            DistilledExample(
+                example=Example(
+                    id=f"{prefix}/{index}", input_ids=torch.randint(0, 300, (length,), generator=generator), loss_mask=mask
+                ),
+                continuations=continuations,
+                hidden_states=None if hidden is None else torch.randn(length, 8, generator=generator).to(hidden),
+            )
+        )
+    return examples
+
+
+def make_manifest(shards: list[ShardEntry], complete: bool = True) -> Manifest:
+    return Manifest(
+        target=IDENTITY, horizon=5, features="none", data_sha256="cc", max_length=64, shards=shards, complete=complete
+    )
+
+
+@pytest.mark.parametrize("hidden", [None, torch.float32, torch.bfloat16, torch.float16])
+def test_a_shard_gives_back_every_example_bit_by_bit(hidden: torch.dtype | None, tmp_path: Path) -> None:
+    examples = make_examples(hidden)
+    entry = write_shard(tmp_path, 3, examples)
+    assert entry == read_entry(tmp_path, 3)
+    assert entry.file == "shard-00003.safetensors"
+    assert entry.num_tokens == sum(LENGTHS)
+    assert entry.num_labels == sum(int((example.continuations[:, 0] != UNKNOWN).sum()) for example in examples) > 0
+    read = read_shard(tmp_path, entry)
+    assert len(read) == len(examples) == 3
+    for ours, theirs in zip(examples, read, strict=True):
+        assert ours.example.id == theirs.example.id
+        assert torch.equal(ours.example.input_ids, theirs.example.input_ids)
+        assert torch.equal(ours.example.loss_mask, theirs.example.loss_mask)
+        assert torch.equal(ours.continuations, theirs.continuations)
+        if ours.hidden_states is None or theirs.hidden_states is None:
+            assert ours.hidden_states is theirs.hidden_states
+        else:
+            assert theirs.hidden_states.dtype == hidden
+            assert torch.equal(ours.hidden_states, theirs.hidden_states)
+
+
+def test_the_same_examples_give_the_same_bytes(tmp_path: Path) -> None:
+    digests = {write_shard(tmp_path / str(index), 0, make_examples(torch.bfloat16)).sha256 for index in range(4)}
+    assert len(digests) == 1
+
+
+def test_a_shard_without_its_sidecar_does_not_count(tmp_path: Path) -> None:
+    write_shard(tmp_path, 0, make_examples())
+    (tmp_path / "shard-00000.json").unlink()
+    assert read_entry(tmp_path, 0) is None
+
+
+def test_the_sidecar_is_written_after_the_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("outrider.data.shards.write_json", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write_shard(tmp_path, 0, make_examples())
+    assert [path.name for path in tmp_path.iterdir()] == ["shard-00000.safetensors"]
+    assert read_entry(tmp_path, 0) is None
+
+
+def cut_in_half(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def flip_one_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def lengthen(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"\0")
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (cut_in_half, "is truncated: [0-9]+ of [0-9]+ bytes"),
+        (empty, "is truncated: 0 of"),
+        (flip_one_bit, "was altered"),
+        (lengthen, "was altered"),
+        (Path.unlink, "is missing"),
+    ],
+)
+def test_a_damaged_shard_is_named_with_its_remedy(damage, problem: str, tmp_path: Path) -> None:
+    entries = [write_shard(tmp_path, index, make_examples(prefix=f"shard{index}")) for index in range(2)]
+    damage(tmp_path / entries[1].file)
+    message = f"shard-00001.safetensors {problem}.*Delete it and shard-00001.json.*makes just this shard anew"
+    with pytest.raises(ValueError, match=message):
+        read_shard(tmp_path, entries[1])
+    with pytest.raises(ValueError, match=message):
+        verify_shards(tmp_path, make_manifest(entries))
+    assert len(read_shard(tmp_path, entries[0])) == 3
+
+
+def test_a_broken_sidecar_is_named(tmp_path: Path) -> None:
+    write_shard(tmp_path, 0, make_examples())
+    sidecar = tmp_path / "shard-00000.json"
+    good = read_json(sidecar)
+    write_json(sidecar, {**good, "colour": "red"})
+    with pytest.raises(ValueError, match=r"shard-00000.json: unknown keys colour"):
+        read_entry(tmp_path, 0)
+    cut_in_half(sidecar)
+    with pytest.raises(ValueError, match=r"shard-00000.json is not a JSON file"):
+        read_entry(tmp_path, 0)
+
+
+def test_a_manifest_survives(tmp_path: Path) -> None:
+    entry = write_shard(tmp_path, 0, make_examples())
+    manifest = make_manifest([entry])
+    save_manifest(tmp_path, manifest)
+    assert load_manifest(tmp_path) == manifest
+    assert manifest.num_tokens == entry.num_tokens
+    assert manifest.num_labels == entry.num_labels
+    verify_shards(tmp_path, manifest)
+
+
+def test_an_incomplete_distillation_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"manifest.json does not exist.*Run the stage distill"):
+        load_manifest(tmp_path)
+    with pytest.raises(ValueError, match="not complete; run the stage distill again"):
+        verify_shards(tmp_path, make_manifest([], complete=False))
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"colour": "red"}, "unknown keys colour"),
+        ({"horizon": "5"}, "horizon is '5'; expected a value of type int"),
+        ({"format_version": 99}, "format version 99"),
+        ({"features": "all"}, "unknown features 'all'"),
+    ],
+)
+def test_a_manifest_of_another_kind_is_refused(change: dict[str, object], problem: str, tmp_path: Path) -> None:
+    write_json(tmp_path / MANIFEST_FILE, {**asdict(make_manifest([])), **change})
+    with pytest.raises(ValueError, match=problem):
+        load_manifest(tmp_path)
+
+
+def test_a_manifest_that_lacks_a_key_is_refused(tmp_path: Path) -> None:
+    values = asdict(make_manifest([]))
+    del values["target"]["weights_sha256"]
+    write_json(tmp_path / MANIFEST_FILE, values)
+    with pytest.raises(ValueError, match="missing keys weights_sha256 in target"):
+        load_manifest(tmp_path)
+
+
+def test_shards_of_two_runs_in_one_folder_are_refused(tmp_path: Path) -> None:
+    entries = [write_shard(tmp_path, index, make_examples()) for index in range(2)]
+    with pytest.raises(ValueError, match="names an example twice"):
+        make_manifest(entries)
+
+
+def test_shards_of_another_target_are_refused_whatever_it_is_called() -> None:
+    manifest = make_manifest([])
+    manifest.require_target(replace(IDENTITY, name="the same weights elsewhere", revision="main"))
+    with pytest.raises(ValueError, match=r"'tiny'.*differ in weights_sha256: aa, dd.*distil again"):
+        manifest.require_target(replace(IDENTITY, weights_sha256="dd"))
+    with pytest.raises(ValueError, match="tokenizer_sha256: bb, ee; vocab_size: 300, 301"):
+        manifest.require_target(replace(IDENTITY, tokenizer_sha256="ee", vocab_size=301))
+
+
+def test_the_digest_of_the_data_sees_ids_tokens_masks_and_order() -> None:
+    first, second, third = (example.example for example in make_examples())
+    mask = first.loss_mask.clone()
+    mask[0] = True
+    ids = first.input_ids.clone()
+    ids[0] += 1
+    variants = [
+        [first, second, third],
+        [second, first, third],
+        [first, second],
+        [replace(first, id="other"), second, third],
+        [replace(first, loss_mask=mask), second, third],
+        [replace(first, input_ids=ids), second, third],
+    ]
+    assert len({examples_sha256(variant) for variant in variants}) == len(variants)
+    assert examples_sha256(variants[0]) == examples_sha256(iter(variants[0]))

@@ -1,0 +1,271 @@
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import huggingface_hub
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from outrider.data.config import DataConfig
+from outrider.data.records import read_records
+from outrider.data.sources import load_conversations
+
+QUESTION, ANSWER = {"from": "human", "value": "Why?"}, {"from": "gpt", "value": "Because."}
+
+
+def sharegpt(*turns: Any, **more: Any) -> dict[str, Any]:
+    return {"conversations": list(turns), **more}
+
+
+def write_jsonl(path: Path, records: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def load(path: Path | str, source: str = "sharegpt", **options: Any):
+    return load_conversations(DataConfig(source=source, path=str(path), **options))
+
+
+def as_json(path: Path, records: list[Any]) -> Path:
+    path = path.with_suffix(".json")
+    path.write_text(json.dumps(records, indent=2))
+    return path
+
+
+def as_json_lines_called_json(path: Path, records: list[Any]) -> Path:
+    return write_jsonl(path.with_suffix(".json"), records)
+
+
+def as_jsonl_with_byte_order_mark_and_blank_lines(path: Path, records: list[Any]) -> Path:
+    path = path.with_suffix(".jsonl")
+    path.write_text("\ufeff\n" + "\n\n".join(map(json.dumps, records)), encoding="utf-8")
+    return path
+
+
+def as_gzipped_lines(path: Path, records: list[Any]) -> Path:
+    path = path.with_suffix(".jsonl.gz")
+    path.write_bytes(gzip.compress(write_jsonl(path.with_suffix(""), records).read_bytes()))
+    return path
+
+
+def as_gzipped_json(path: Path, records: list[Any]) -> Path:
+    path = path.with_suffix(".json.gz")
+    path.write_bytes(gzip.compress(json.dumps(records).encode()))
+    return path
+
+
+def as_parquet(path: Path, records: list[Any]) -> Path:
+    path = path.with_suffix(".parquet")
+    parquet.write_table(pa.Table.from_pylist(records), path)
+    return path
+
+
+WRITERS = [
+    as_json,
+    as_json_lines_called_json,
+    as_jsonl_with_byte_order_mark_and_blank_lines,
+    as_gzipped_lines,
+    as_gzipped_json,
+    as_parquet,
+]
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_every_kind_of_file_gives_the_same_conversations(write: Callable[[Path, list[Any]], Path], tmp_path: Path) -> None:
+    records = [sharegpt(QUESTION, ANSWER, id="a"), sharegpt({"from": "system", "value": "Be brief."}, QUESTION, ANSWER, id="b")]
+    conversations, dropped = load(write(tmp_path / "data", records))
+    assert [conversation.id for conversation in conversations] == ["a", "b"]
+    assert [turn.role for turn in conversations[1].turns] == ["system", "user", "assistant"]
+    assert [turn.content for turn in conversations[0].turns] == ["Why?", "Because."]
+    assert not dropped
+
+
+def test_drops_are_counted_by_reason(tmp_path: Path) -> None:
+    """A data set that quietly loses half of its conversations trains a bad drafter."""
+    records = [
+        sharegpt(QUESTION, ANSWER),
+        sharegpt(),
+        sharegpt(QUESTION),
+        sharegpt(QUESTION, {"from": "gpt", "value": "  "}),
+        sharegpt(ANSWER, QUESTION, ANSWER),
+        sharegpt(QUESTION, {"from": "robot", "value": "Beep."}),
+        sharegpt(QUESTION, {"from": "gpt"}),
+        sharegpt(QUESTION, "Because."),
+        {"messages": []},
+        ["no", "object"],
+        sharegpt({"from": "system", "value": ""}, QUESTION, ANSWER),
+        sharegpt({"from": "system", "value": "x"}, ANSWER),
+    ]
+    conversations, dropped = load(write_jsonl(tmp_path / "mixed.jsonl", [{}, *records]))
+    assert [conversation.id for conversation in conversations] == ["mixed.jsonl:1", "mixed.jsonl:11"]
+    assert [turn.role for turn in conversations[1].turns] == ["user", "assistant"]
+    assert dropped == {
+        "no turns": 1,
+        "no assistant turn": 1,
+        "empty turn": 1,
+        "starts with the assistant": 2,
+        "unknown role 'robot'": 1,
+        "turn without the texts 'from' and 'value'": 2,
+        "record without a list 'conversations'": 2,
+        "record is not an object": 1,
+    }
+    assert dropped.total() + len(conversations) == len(records) + 1
+
+
+def test_messages_and_alpaca(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}]
+    path = write_jsonl(tmp_path / "chat.jsonl", [{"messages": messages, "prompt_id": "p1"}, {"messages": messages[:1]}])
+    conversations, dropped = load(path, "messages")
+    assert [conversation.id for conversation in conversations] == ["p1"]
+    assert dropped == {"no assistant turn": 1}
+    records = [
+        {"instruction": "Add.", "input": "1 2", "output": "3"},
+        {"instruction": "Greet.", "input": "", "output": "Hi"},
+        {"instruction": "Greet.", "output": ""},
+        {"instruction": "Greet.", "output": None},
+        3,
+    ]
+    conversations, dropped = load(as_json(tmp_path / "alpaca", records), "alpaca")
+    assert [conversation.turns[0].content for conversation in conversations] == ["Add.\n\n1 2", "Greet."]
+    reasons = {"empty turn": 1, "record without the texts 'instruction' and 'output'": 1, "record is not an object": 1}
+    assert dropped == reasons
+
+
+def test_ids_are_unique_and_stable_where_the_source_repeats_its_own(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [sharegpt(QUESTION, ANSWER, id=id) for id in ("x", "x", 7, None, "x")])
+    ids = [conversation.id for conversation in load(path)[0]]
+    assert ids == ["x", "x@a.jsonl:1", "7", "a.jsonl:3", "x@a.jsonl:4"]
+
+
+def test_the_limit_draws_by_seed_and_keeps_the_order(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [sharegpt(QUESTION, ANSWER) for _ in range(50)])
+    draws = [[int(conversation.id.split(":")[1]) for conversation in load(path, limit=5, seed=seed)[0]] for seed in (0, 0, 1)]
+    assert draws[0] == draws[1] == sorted(draws[0])
+    assert draws[0] != draws[2]
+    assert len(set(draws[0])) == 5
+    assert len(load(path, limit=99)[0]) == 50
+
+
+def test_a_data_set_of_another_form_is_an_error_with_the_reasons(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [sharegpt(QUESTION, ANSWER)] * 3)
+    with pytest.raises(ValueError, match=r"a.jsonl is usable as 'messages'; dropped: 3 x record without a list 'messages'"):
+        load(path, "messages")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("a.jsonl", b"", "a.jsonl holds no record"),
+        ("a.jsonl", b"\n \n", "a.jsonl holds no record"),
+        ("a.json", b"[]", "a.json holds no record"),
+        ("a.jsonl", b'{"a": 1}\n{"a": 2\n', "a.jsonl, line 2, column .*not JSON.*one JSON object per line.*cut"),
+        ("a.json", b'[{"a": 1},\n{"a": 2}', "a.json, line 2, column .*not JSON"),
+        ("a.jsonl", b"\xff\xfe{}", "a.jsonl is not UTF-8"),
+        ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 9)[:-12], "a.jsonl.gz is not a whole gzip file"),
+        ("a.jsonl.gz", b'{"a": 1}\n', "a.jsonl.gz is not a whole gzip file"),
+        ("a.parquet", b"PAR1 nonsense", "a.parquet is not a whole Parquet file"),
+        ("a.csv", b"a,b\n", "a.csv: unknown kind of data file '.csv'; use one of .json, .jsonl"),
+    ],
+)
+def test_an_empty_or_malformed_file_is_named_with_its_line(name: str, content: bytes, problem: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=problem):
+        load(path)
+
+
+def test_a_parquet_file_without_rows_is_an_error(tmp_path: Path) -> None:
+    parquet.write_table(pa.table({"conversations": pa.array([], pa.string())}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match="holds no record"):
+        list(read_records(tmp_path / "a.parquet"))
+
+
+@pytest.mark.parametrize("path", ["missing.jsonl", "/no/where", "./org/name", "a/b/c"])
+def test_a_mistyped_path_is_not_looked_for_on_the_hub(path: str) -> None:
+    with pytest.raises(ValueError, match=f"the data path '{path}' does not exist"):
+        load(path)
+
+
+def test_the_hub_gets_split_subset_and_revision(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def load_dataset(*args: object, **options: object) -> list[Any]:
+        calls.append((args, options))
+        return [sharegpt(QUESTION, ANSWER)]
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    conversations, _ = load("org/chats", split="train_sft", subset="en", revision="abc")
+    assert calls == [(("org/chats", "en"), {"split": "train_sft", "revision": "abc"})]
+    assert [conversation.id for conversation in conversations] == ["chats:0"]
+
+
+def test_one_file_of_a_hub_data_set_is_read_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ShareGPT's repositories hold several files, and columns of mixed types that `datasets` refuses."""
+    path = write_jsonl(tmp_path / "v4.json", [sharegpt(QUESTION, ANSWER, id="a"), sharegpt(QUESTION, ANSWER, id=1)])
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *args, **options: str(path))
+    assert [conversation.id for conversation in load("org/chats", file="v4.json")[0]] == ["a", "1"]
+
+
+def test_an_unreachable_hub_is_explained() -> None:
+    with pytest.raises(ValueError, match=r"cannot load split 'train' of the data set 'org/none'.*give its path"):
+        load("org/none")
+    with pytest.raises(ValueError, match=r"cannot load the file 'a.json' of the data set 'org/none'.*give its path"):
+        load("org/none", file="a.json")
+
+
+LINES = "".join(f"line {index} of a text\n" for index in range(60))
+
+
+def test_a_directory_of_text_and_code_is_cut_at_line_ends(tmp_path: Path) -> None:
+    root = tmp_path / "corpus"
+    (root / "sub").mkdir(parents=True)
+    (root / ".git").mkdir()
+    (root / "book.txt").write_text(LINES)
+    (root / "sub" / "code.py").write_text(LINES)
+    (root / ".git" / "config").write_text(LINES)
+    (root / "image.png").write_bytes(b"\x89PNG\xff")
+    (root / "short.md").write_text("one line\n")
+    options = {"prompt_chars_min": 50, "prompt_chars_max": 100, "answer_chars": 200}
+    conversations, dropped = load(root, "text", **options)
+    assert conversations == load(root, "text", **options)[0]
+    assert {conversation.id.split(":")[0] for conversation in conversations} == {"corpus/book.txt", "corpus/sub/code.py"}
+    assert dropped == {"file is not UTF-8 text": 1, "text too short to be cut into a prompt and an answer": 1}
+    tasks = {conversation.turns[0].content.split("\n")[0] for conversation in conversations}
+    assert tasks == {"Continue this text.", "Continue this code."}
+    book = [conversation for conversation in conversations if "book" in conversation.id]
+    whole = "".join(turn.content.removeprefix("Continue this text.\n\n") for piece in book for turn in piece.turns)
+    assert LINES.startswith(whole)
+    assert len(whole) > 0.8 * len(LINES)
+
+
+def test_text_comes_from_one_file_or_from_records_too(tmp_path: Path) -> None:
+    options = {"prompt_chars_min": 50, "prompt_chars_max": 100, "answer_chars": 200}
+    (tmp_path / "a.py").write_text(LINES)
+    assert len(load(tmp_path / "a.py", "text", **options)[0]) > 1
+    records = write_jsonl(tmp_path / "a.jsonl", [{"text": LINES}, {"content": LINES}, {"body": LINES}])
+    conversations, dropped = load(records, "text", **options)
+    assert {conversation.id.rsplit(":", 1)[0] for conversation in conversations} == {"a.jsonl:0", "a.jsonl:1"}
+    assert dropped == {"record without a text 'text' or 'content'": 1}
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="holds no file"):
+        load(tmp_path / "empty", "text")
+
+
+def test_the_standard_library_is_a_source() -> None:
+    conversations, dropped = load_conversations(DataConfig(source="stdlib", split="distill", limit=20))
+    assert len(conversations) == 20
+    assert {conversation.source for conversation in conversations} == {"stdlib/distill"}
+    assert not dropped
+
+
+def test_real_chats_in_sharegpt_form(shared_data: Path) -> None:
+    conversations, dropped = load(shared_data / "chat" / "alpaca_eval_outputs.jsonl.gz")
+    assert len(conversations) + dropped.total() == 20_125
+    assert len(conversations) > 20_000
+    assert set(dropped) <= {"empty turn"}
+    assert conversations[0].id == "vicuna-7b-v1.3/0"
+    assert len({conversation.id for conversation in conversations}) == len(conversations)
