@@ -104,7 +104,8 @@ class DrafterRun:
 
 def to_run_config(composed: DictConfig) -> RunConfig:
     """The typed config of a composed one. Raises one ValueError with the problems of all sections together."""
-    values, problems = {}, []
+    values: dict[str, Any] = {}
+    problems = []
     for name in (section.name for section in fields(RunConfig)):
         try:
             value = composed[name]

@@ -124,12 +124,16 @@ def test_a_second_run_repeats_nothing(finished: tuple[Path, str], overrides: lis
 def test_a_stage_runs_alone_on_what_earlier_ones_left(finished: tuple[Path, str], overrides: list[str]) -> None:
     folder, _ = finished
     before = summary(folder)
-    untouched = {name: digest for name, digest in digests(folder).items() if name.startswith(("distill/", "train/", "drafter/"))}
+    untouched = {
+        name: digest for name, digest in digests(folder).items() if name.startswith(("distill/", "train/", "drafter/"))
+    }
     for path in (folder / "eval").iterdir():
         path.unlink()
     run_here("conf=demo", *overrides, "stages=[eval]")
     after = summary(folder)
-    assert [(row["method"], row["tokens_per_step"]) for row in after] == [(row["method"], row["tokens_per_step"]) for row in before]
+    assert [(row["method"], row["tokens_per_step"]) for row in after] == [
+        (row["method"], row["tokens_per_step"]) for row in before
+    ]
     assert untouched == {name: digest for name, digest in digests(folder).items() if name in untouched}
 
 

@@ -58,7 +58,9 @@ def test_a_missing_recipe_is_told_with_the_existing_ones() -> None:
     assert all(recipe in message for recipe in RECIPES)
 
 
-@pytest.mark.parametrize("key", ["train.stepz", "data.pth", "target.dtyp", "distill.horizn", "eval.suits", "drafter.exit_widht", "sed"])
+@pytest.mark.parametrize(
+    "key", ["train.stepz", "data.pth", "target.dtyp", "distill.horizn", "eval.suits", "drafter.exit_widht", "sed"]
+)
 def test_a_mistyped_key_on_the_command_line_is_named(key: str) -> None:
     with pytest.raises(HydraException, match=key):
         composed(f"{key}=1")
