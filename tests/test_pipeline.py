@@ -1,4 +1,4 @@
-"""The whole way from a recipe to the speedup table, on a tiny target: the first run as a user starts it, the rest in this process."""
+"""The whole way from a recipe to the table, on a tiny target: the first run as a user starts it, the rest in this process."""
 
 import json
 import os
