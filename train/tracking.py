@@ -21,31 +21,31 @@ class Tracker:
     """
 
     def __init__(self, output_dir: Path, config: TrainConfig, run_config: dict[str, Any], *, step: int, active: bool) -> None:
-        self._file = None
-        self._wandb_run = None
-        if not active:
-            return
-        path = output_dir / METRICS_FILE
-        kept = [record for record in read_records(path) if record["step"] <= step]
-        atomic_write_text(path, "".join(_line(record) for record in kept))
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed on exit
-        if config.tracker == "wandb":
-            self._wandb_run = _start_wandb(output_dir, config, run_config)
+        self._path = output_dir / METRICS_FILE if active else None
+        self._wandb_run = _start_wandb(output_dir, config, run_config) if active and config.tracker == "wandb" else None
+        if self._path is not None:
+            kept = [record for record in read_records(self._path) if record["step"] <= step]
+            atomic_write_text(self._path, "".join(_line(record) for record in kept))
 
     def __enter__(self) -> "Tracker":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._file is not None:
-            self._file.close()
         if self._wandb_run is not None:
             self._wandb_run.finish(exit_code=0 if kind is None else 1)
 
     def log(self, record: dict[str, Any]) -> None:
-        """Write a record; it must have a `step`."""
-        if self._file is not None:
-            self._file.write(_line(record))
-            self._file.flush()
+        """Write a record; it must have a `step`. Raises OSError, saying what is kept, where the disk is full."""
+        if self._path is not None:
+            try:
+                with open(self._path, "a", encoding="utf-8") as file:
+                    file.write(_line(record))
+            except OSError as error:
+                raise OSError(
+                    error.errno,
+                    f"the record of step {record['step']} could not be written to {self._path}: {error.strerror}. Complete "
+                    "checkpoints are kept. Make room, or move the run to another disk, and give the same command again",
+                ) from error
         if self._wandb_run is not None:
             self._wandb_run.log(_scalars(record), step=record["step"])
 
@@ -62,9 +62,9 @@ def _line(record: dict[str, Any]) -> str:
     return json.dumps(record, allow_nan=False) + "\n"
 
 
-def _scalars(record: dict[str, Any]) -> dict[str, float]:
+def _scalars(record: dict[str, Any]) -> dict[str, int | float]:
     """Numbers by name, as charts want them: lists by depth (and rank, of accuracies) become `name/depth0_top1`."""
-    scalars: dict[str, float | None] = {}
+    scalars: dict[str, int | float | None] = {}
     for name, value in record.items():
         for depth, entry in enumerate(value if isinstance(value, list) else []):
             if isinstance(entry, list):

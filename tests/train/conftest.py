@@ -1,6 +1,8 @@
 """Tiny shards of a text that a drafter can learn, and a way to train on them in a second."""
 
-from collections.abc import Callable
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+
 from outrider.data.manifest import Manifest, TargetIdentity, save_manifest
 from outrider.data.shards import write_shard
 from outrider.data.types import UNKNOWN, DistilledExample, Example
@@ -98,3 +101,14 @@ def run_train(accelerator: Accelerator, target: HFTarget, shards_dir: Path, tmp_
         return folders
 
     return run
+
+
+@contextmanager
+def no_file_above(num_bytes: int) -> Iterator[None]:
+    """Writing more to a file fails, as it does on a full disk: a real error of the operating system."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

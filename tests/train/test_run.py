@@ -2,17 +2,17 @@
 
 import json
 import os
-import resource
 import shutil
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+
 from outrider.data.manifest import load_manifest, save_manifest
 from outrider.data.types import DistilledExample, DrafterBatch
 from outrider.models.drafters import DRAFTERS, load_drafter
@@ -21,9 +21,8 @@ from outrider.models.hf_target import HFTarget
 from outrider.models.interfaces import Loss
 from outrider.train.checkpoint import complete_checkpoints
 from outrider.train.tracking import read_records
-from safetensors.torch import load_file
 
-from .conftest import Run, write_shards
+from .conftest import Run, no_file_above, write_shards
 
 RunTrain = Callable[..., Run]
 TIMING = {"seconds", "positions_per_second"}
@@ -44,7 +43,9 @@ def assert_close(left: Run, right: Run) -> None:
     assert len(ours) >= 4
     assert ours.keys() == theirs.keys()
     for name in ours:
-        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            ours[name], theirs[name], rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.fixture
@@ -126,7 +127,9 @@ def test_a_finished_run_is_skipped_and_a_damaged_drafter_restored(run_train: Run
 
 def test_a_changed_configuration_is_refused_by_name_unless_it_changes_nothing_learned(run_train: RunTrain) -> None:
     run = run_train()
-    with pytest.raises(ValueError, match=r"drafter\.num_blocks was 1 and is 2.*train\.learning_rate was 0\.01 and is 0\.1.*delete"):
+    with pytest.raises(
+        ValueError, match=r"drafter\.num_blocks was 1 and is 2.*train\.learning_rate was 0\.01 and is 0\.1.*delete"
+    ):
         run_train(learning_rate=0.1, drafter={"num_blocks": 2})
     run_train(log_every=3, keep_checkpoints=1, checkpoint_every=5, drafter={"beam_width": 9})
     shutil.rmtree(run.train_dir / "checkpoints")
@@ -138,7 +141,9 @@ def test_a_loss_that_is_not_finite_stops_with_step_and_texts_and_spares_the_last
     run_train: RunTrain, spy: Any
 ) -> None:
     spy.on_loss = staticmethod(lambda call, batch: float("nan") if call == 4 else 0.0)
-    with pytest.raises(ValueError, match=r"not finite at step 4, whose texts are text-\d+, text-\d+, text-\d+, text-\d+\. .*step-00000003"):
+    with pytest.raises(
+        ValueError, match=r"not finite at step 4, whose texts are text-\d+, text-\d+, text-\d+, text-\d+\. .*step-00000003"
+    ):
         run_train("every", drafter={"kind": "spy"})
     spy.calls = 0
     with pytest.raises(ValueError, match=r"not finite at step 4, .*step-00000002"):
@@ -158,18 +163,7 @@ def test_sigterm_ends_the_step_writes_a_checkpoint_and_exits(run_train: RunTrain
     assert all(torch.equal(value, weights(unbroken)[name]) for name, value in weights(resumed).items())
 
 
-@contextmanager
-def no_file_above(num_bytes: int) -> Iterator[None]:
-    """Writing more to a file fails, as it does on a full disk: a real error of the operating system."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-@pytest.mark.parametrize("limit", [1_000, 50_000])
+@pytest.mark.parametrize("limit", [20_000, 50_000], ids=["weights", "optimizer"])
 def test_a_full_disk_is_a_clear_error_and_the_last_checkpoint_is_kept(
     run_train: RunTrain, spy: Any, tmp_path: Path, limit: int
 ) -> None:
@@ -178,7 +172,7 @@ def test_a_full_disk_is_a_clear_error_and_the_last_checkpoint_is_kept(
         run_train(drafter={"kind": "spy"})
     checkpoints = tmp_path / "run/train/checkpoints"
     assert max(path.stat().st_size for path in checkpoints.rglob("*.*")) > 50_000, "the limit must bite"
-    with no_file_above(limit), pytest.raises(OSError, match=r"(checkpoint of step 4 .*step-00000003.*Make room|too large)"):
+    with no_file_above(limit), pytest.raises(OSError, match=r"checkpoint of step 4 .*step-00000003.*Make room"):
         run_train(drafter={"kind": "spy"})
     assert [path.name for path in sorted(checkpoints.iterdir())] == ["step-00000002", "step-00000003"]
     run_train(drafter={"kind": "spy"})
@@ -228,5 +222,5 @@ def test_a_reduced_vocabulary_is_chosen_from_the_labels_before_training(run_trai
 
 def test_processes_that_do_not_join_are_refused(run_train: RunTrain, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="2 processes were launched, but accelerate sees 1.*ACCELERATE_USE_CPU"):
+    with pytest.raises(ValueError, match=r"2 processes were launched, but accelerate sees 1.*ACCELERATE_USE_CPU"):
         run_train()

@@ -1,0 +1,125 @@
+"""Trains, kills itself with SIGKILL at a given moment, and trains again; run by test_resume.py.
+
+python kill_and_resume.py TARGET SHARDS OUTPUT 'JSON of TrainConfig' 'JSON of the drafter'
+
+One fresh process imports all that is slow and forks a child for every training, so a kill is a real one and costs nothing. It
+prints a JSON object: of each moment, the step of the last checkpoint after the kill, and how many losses the resumed run took.
+"""
+
+import gc
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from outrider.data.types import DrafterBatch
+from outrider.models.config import TargetConfig
+from outrider.models.drafters import DRAFTERS
+from outrider.models.drafters.redrafter import Redrafter
+from outrider.models.interfaces import Loss
+from outrider.models.target import load_target
+from outrider.train import checkpoint as checkpoint_module
+from outrider.train import results as results_module
+from outrider.train import run as run_module
+from outrider.train.checkpoint import latest_checkpoint
+from outrider.train.config import TrainConfig
+
+TARGET, SHARDS, OUTPUT = map(Path, sys.argv[1:4])
+CONFIG, DRAFTER = TrainConfig(**json.loads(sys.argv[4])), json.loads(sys.argv[5])
+
+
+class DropoutDrafter(Redrafter):
+    """A ReDrafter with dropout: resuming must restore the random numbers too. Counts its losses."""
+
+    calls = 0
+
+    def loss(self, batch: DrafterBatch) -> Loss:
+        DropoutDrafter.calls += 1
+        hidden_states = torch.nn.functional.dropout(batch.hidden_states, 0.1, self.training)
+        return super().loss(replace(batch, hidden_states=hidden_states))
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_on_call(owner: Any, name: str, number: int, *, after: bool = False) -> None:
+    """Make call `number` of `owner.name` the last thing that this process does, or nearly so."""
+    original, calls = getattr(owner, name), 0
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == number and not after:
+            kill()
+        result = original(*args, **kwargs)
+        if calls == number:
+            kill()
+        return result
+
+    setattr(owner, name, counted)
+
+
+# From the outside inwards: every place where a kill might leave something half-done.
+MOMENTS: dict[str, Callable[[], None]] = {
+    "before the first checkpoint": lambda: kill_on_call(DropoutDrafter, "loss", 1),
+    "in the middle of a step": lambda: kill_on_call(DropoutDrafter, "loss", 6),
+    "between a record and its checkpoint": lambda: kill_on_call(run_module, "save_checkpoint", 3),
+    "in a half-written checkpoint": lambda: kill_on_call(torch, "save", 5),
+    "before a checkpoint gets its name": lambda: kill_on_call(checkpoint_module.os, "replace", 4),
+    "before old checkpoints are removed": lambda: kill_on_call(checkpoint_module, "complete_checkpoints", 6),
+    "after the last step": lambda: kill_on_call(run_module, "save_results", 1),
+    "with half a drafter": lambda: kill_on_call(results_module, "save_drafter", 1, after=True),
+    "before the summary": lambda: kill_on_call(results_module, "write_json", 1),
+}
+
+
+def in_child(work: Callable[[], Any]) -> tuple[int, int]:
+    """Run `work` in a forked process; returns its exit code (negative: the signal that ended it) and its count of losses."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        work()
+        os.write(writer, str(DropoutDrafter.calls).encode())
+        os._exit(0)
+    os.close(writer)
+    with open(reader) as pipe:
+        calls = pipe.read()
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), int(calls or -1)
+
+
+def main() -> None:
+    torch.set_num_threads(1)  # no pool of threads that a fork would lose
+    DRAFTERS["dropout"] = DropoutDrafter
+    accelerator = Accelerator(cpu=True)
+    target = load_target(TargetConfig(name_or_path=str(TARGET), dtype="float32"), torch.device("cpu"))
+
+    def train(name: str) -> None:
+        folder = OUTPUT / name
+        run_module.train(CONFIG, DRAFTER, target, SHARDS, folder / "train", folder / "drafter", accelerator)
+
+    def train_and_die(name: str) -> None:
+        MOMENTS[name]()
+        train(name)
+
+    gc.freeze()  # spares every child a walk over what the imports left
+    assert in_child(lambda: train("unbroken"))[0] == 0
+    report = {}
+    for name in MOMENTS:
+        code, _ = in_child(lambda name=name: train_and_die(name))
+        assert code == -signal.SIGKILL, f"{name}: the moment never came, exit code {code}"
+        last = latest_checkpoint(OUTPUT / name / "train" / "checkpoints")
+        code, losses = in_child(lambda name=name: train(name))
+        assert code == 0, name
+        report[name] = {"checkpoint": int(last.name.removeprefix("step-")) if last else 0, "losses": losses}
+    sys.stdout.write(json.dumps(report))
+
+
+main()

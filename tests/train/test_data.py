@@ -1,0 +1,136 @@
+"""The order of the texts, their division, and going on in the middle."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.data.manifest import load_manifest
+from outrider.data.shards import read_shard
+from outrider.data.types import DistilledExample
+from outrider.models.drafters import build_drafter
+from outrider.models.hf_target import HFTarget
+from outrider.train import data as train_data
+from outrider.train.config import TrainConfig
+from outrider.train.data import BatchStream, count_label_tokens, epoch_order, label_counts
+
+from .conftest import DRAFTER
+
+
+def make_stream(shards_dir: Path, *, rank: int = 0, num_processes: int = 1, **options: Any) -> BatchStream:
+    config = TrainConfig(**{"steps": 100, "batch_size": 4, "shuffle_shards": 2, **options})
+    return BatchStream(shards_dir, load_manifest(shards_dir), config, rank=rank, num_processes=num_processes)
+
+
+def texts(stream: BatchStream, step: int) -> list[tuple[int, ...]]:
+    """The texts that a process reads in a step, padding removed."""
+    return [
+        tuple(row[mask].tolist())
+        for batch in stream.batches(step)
+        for row, mask in zip(batch.input_ids, batch.attention_mask, strict=True)
+    ]
+
+
+def test_each_epoch_reads_every_text_once_in_another_order() -> None:
+    sizes = (4, 4, 1, 3)
+    orders = [[tuple(row) for row in epoch_order(sizes, 0, epoch, 2).tolist()] for epoch in range(3)]
+    every = {(shard, row) for shard, size in enumerate(sizes) for row in range(size)}
+    assert len(every) == 12
+    for order in orders:
+        assert len(order) == 12
+        assert set(order) == every
+    assert orders[0] != orders[1] != orders[2] != orders[0]
+    assert epoch_order(sizes, 1, 0, 2).tolist() != epoch_order(sizes, 0, 0, 2).tolist()
+
+
+def test_texts_are_mixed_within_a_window_of_shards_only() -> None:
+    order = epoch_order((8,) * 6, 3, 0, 2)[:, 0].tolist()
+    windows = [set(order[start : start + 16]) for start in (0, 16, 32)]
+    assert [len(window) for window in windows] == [2, 2, 2]
+    assert set.union(*windows) == set(range(6))
+    assert order[:16] != sorted(order[:16]), "shards of a window are read one after the other"
+
+
+def test_a_step_reads_the_same_texts_however_it_is_divided(shards_dir: Path, examples: list[DistilledExample]) -> None:
+    whole = make_stream(shards_dir, batch_size=8)
+    accumulated = make_stream(shards_dir, batch_size=2, gradient_accumulation=4)
+    ranks = [make_stream(shards_dir, batch_size=2, gradient_accumulation=2, rank=rank, num_processes=2) for rank in (0, 1)]
+    by_id = {example.example.id: tuple(example.example.input_ids.tolist()) for example in examples}
+    seen: Counter[str] = Counter()
+    for step in range(11):  # 88 texts: four epochs of 22
+        expected = sorted(texts(whole, step))
+        assert sorted(texts(accumulated, step)) == expected
+        assert sorted(texts(ranks[0], step) + texts(ranks[1], step)) == expected
+        assert sorted(by_id[id] for id in ranks[1].ids(step)) == expected
+        seen.update(whole.ids(step))
+    assert set(seen.values()) == {4}
+
+
+def test_a_resumed_run_reads_only_the_shards_that_it_needs(shards_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+
+    def spy(directory: Path, entry: Any) -> list[DistilledExample]:
+        read.append(entry.file)
+        return read_shard(directory, entry)
+
+    monkeypatch.setattr(train_data, "read_shard", spy)
+    stream = make_stream(shards_dir)
+    stream.batches(4)  # texts 16 to 19 of 22, all of the third window of two shards
+    assert 1 <= len(read) <= 2
+    before = len(read)
+    stream.batches(4)
+    assert len(read) == before, "a window is read once"
+
+
+def test_a_window_is_read_once_per_epoch_and_memory_holds_no_more(shards_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: Counter[str] = Counter()
+    monkeypatch.setattr(
+        train_data, "read_shard", lambda directory, entry: read.update([entry.file]) or read_shard(directory, entry)
+    )
+    stream = make_stream(shards_dir, batch_size=2)
+    for step in range(11):
+        stream.batches(step)
+    assert len(read) == 6
+    assert set(read.values()) == {1}
+
+
+def test_processes_and_steps_draw_different_positions_and_the_same_ones_again(shards_dir: Path) -> None:
+    def positions(rank: int, step: int, seed: int) -> list[bool]:
+        stream = make_stream(
+            shards_dir, rank=rank, num_processes=1, max_positions=6, seed=seed, batch_size=22, shuffle_shards=6
+        )
+        # One batch holds all texts, so where the rank differs only the thinning can.
+        stream.rank = 0
+        start = stream._batch
+        stream._rows = lambda *_: [(shard, row) for shard in range(6) for row in range(len(stream.entries[shard].ids))]  # type: ignore[method-assign]
+        stream.rank = rank
+        (batch,) = [start(step, 0)]
+        assert int(batch.positions.sum()) == 6
+        return batch.positions.flatten().tolist()
+
+    first = positions(0, 0, 0)
+    assert positions(0, 0, 0) == first
+    others = [positions(1, 0, 0), positions(0, 1, 0), positions(0, 0, 1)]
+    assert all(other != first for other in others)
+
+
+def test_counted_labels_are_those_that_a_drafter_counts(shards_dir: Path, target: HFTarget) -> None:
+    drafter = build_drafter(DRAFTER, target)
+    for labels in ("distilled", "text"):
+        (batch,) = make_stream(shards_dir, labels=labels).batches(0)
+        hidden = torch.randn(*batch.input_ids.shape, target.hidden_size)
+        loss = drafter.loss(train_data.replace(batch, hidden_states=hidden))
+        counts = label_counts(batch)
+        assert counts.tolist() == loss.counts.tolist()
+        assert counts[0] > counts[-1] > 0
+
+
+def test_label_tokens_are_counted_without_unknown_ones(shards_dir: Path, target: HFTarget) -> None:
+    manifest = load_manifest(shards_dir)
+    counts = count_label_tokens(shards_dir, manifest, target.vocab_size)
+    known = sum(
+        int((example.continuations >= 0).sum()) for entry in manifest.shards for example in read_shard(shards_dir, entry)
+    )
+    assert int(counts.sum()) == known > 1000

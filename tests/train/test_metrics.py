@@ -1,0 +1,82 @@
+"""Sums to means, by hand."""
+
+import json
+
+import pytest
+import torch
+
+from outrider.models.interfaces import Loss
+from outrider.train.metrics import Meter, add_losses, estimate_tokens_per_step, summarize
+
+
+def make_loss(scale: int = 1) -> Loss:
+    return Loss(
+        sums=torch.tensor([8.0, 1.0, 0.0]) * scale,
+        counts=torch.tensor([4, 2, 0]) * scale,
+        hits=torch.tensor([[3, 4], [1, 2], [0, 0]]) * scale,
+        joint_hits=torch.tensor([3, 1, 0]) * scale,
+    )
+
+
+def test_tokens_per_step_divides_each_depth_by_its_own_labels() -> None:
+    assert estimate_tokens_per_step(torch.tensor([3, 1]), torch.tensor([4, 2])) == 2.25
+    assert estimate_tokens_per_step(torch.tensor([3, 1, 0]), torch.tensor([4, 2, 0])) == 2.25, "no label, no evidence"
+    assert estimate_tokens_per_step(torch.tensor([4, 4]), torch.tensor([4, 4])) == 3.0
+
+
+def test_tokens_per_step_is_joint_and_not_a_product_of_accuracies() -> None:
+    # Half of the positions are right at both depths, the others at none: a chain gets 2 or 0 tokens, 1 on average. The
+    # product of the accuracies would say 0.5 + 0.25.
+    assert estimate_tokens_per_step(torch.tensor([2, 2]), torch.tensor([4, 4])) == 2.0
+
+
+def test_means_are_over_labels_and_missing_where_there_is_none() -> None:
+    means = summarize(make_loss())
+    assert means["loss"] == 9 / 6
+    assert means["loss_by_depth"] == [2.0, 0.5, None]
+    assert means["accuracy_by_depth"] == [[0.75, 1.0], [0.5, 1.0], [None, None]]
+    assert summarize(add_losses(make_loss(), make_loss(3))) == means
+
+
+def test_a_record_covers_the_steps_since_the_last_one() -> None:
+    meter = Meter(torch.device("cpu"))
+    for step in range(2):
+        meter.add_step(step, make_loss(step + 1), torch.tensor(1.0), torch.tensor([4, 10]))
+    first = meter.record()
+    assert first["loss"] == 1.5
+    assert (first["positions_seen"], first["tokens_seen"]) == (8, 20)
+    meter.add_step(
+        2, Loss(**{**_fields(make_loss()), "sums": torch.tensor([0.0, 0.0, 0.0])}), torch.tensor(1.0), torch.tensor([1, 1])
+    )
+    second = meter.record()
+    assert second["loss"] == 0.0
+    assert second["positions_seen"] == 9
+    assert meter.first_bad_step() is None
+
+
+def _fields(loss: Loss) -> dict[str, torch.Tensor]:
+    return {name: getattr(loss, name) for name in ("sums", "counts", "hits", "joint_hits")}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_the_first_bad_step_is_remembered_whether_loss_or_gradient(value: float) -> None:
+    meter = Meter(torch.device("cpu"))
+    meter.add_step(0, make_loss(), torch.tensor(1.0), torch.tensor([1, 1]))
+    meter.add_step(1, make_loss(), torch.tensor(value), torch.tensor([1, 1]))
+    bad = Loss(**{**_fields(make_loss()), "sums": torch.tensor([value, 0.0, 0.0])})
+    meter.add_step(2, bad, torch.tensor(1.0), torch.tensor([1, 1]))
+    assert meter.first_bad_step() == 1
+
+
+def test_the_state_gives_back_the_same_bits_through_json() -> None:
+    meter = Meter(torch.device("cpu"))
+    loss = Loss(**{**_fields(make_loss()), "sums": torch.tensor([1 / 3, 2e-30, 1e20])})
+    meter.add_step(0, loss, torch.tensor(1.0), torch.tensor([4, 10]))
+    restored = Meter(torch.device("cpu"))
+    restored.load_state_dict(json.loads(json.dumps(meter.state_dict())))
+    for each in (meter, restored):
+        each.add_step(1, loss, torch.tensor(1.0), torch.tensor([4, 10]))
+    records = [meter.record(), restored.record()]
+    for record in records:
+        del record["seconds"], record["positions_per_second"]
+    assert records[0] == records[1]
