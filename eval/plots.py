@@ -11,13 +11,15 @@ from .rows import Row
 COLORS = ("#1b6ca8", "#d1603d", "#3b8f5a", "#8e5ea2", "#b8860b", "#5f6a72")
 """One per method; a seventh takes the first again."""
 OVERALL = "all"
+PARITY_TEXT: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 8, "color": "0.35"}
 ROW_INCHES, BAR_SHARE = 0.34, 0.8
 
 
 def plot_suite(rows: Sequence[Row], path: Path) -> None:
     """Write a PNG of one suite's rows: a bar per category and method, labelled with its number; whiskers are 95 % intervals.
 
-    Nothing is drawn for a number that must not be shown (see `Row`), and nothing written where only the baseline was measured.
+    "-" stands for a number that doesn't exist or must not be shown (see `Row`). Nothing is written where only the baseline was
+    measured.
     """
     rows = [row for row in rows if row["method"] != BASELINE]
     if not rows:
@@ -36,11 +38,12 @@ def plot_suite(rows: Sequence[Row], path: Path) -> None:
         right.set_title("Speedup, with 95 % interval over prompts", loc="left", fontweight="bold")
         left.set_yticks(range(len(categories)), [_category_label(rows[0], name) for name in categories])
         left.get_yticklabels()[-1].set_fontweight("bold")
-        left.invert_yaxis()
+        left.set_ylim(len(categories) - 0.4, -0.6)  # the first category at the top
         right.axvline(1.0, color="0.35", linewidth=0.8, linestyle=(0, (4, 3)), zorder=3)
+        right.annotate("plain decoding", (1.0, 0), xycoords=("data", "axes fraction"), xytext=(0, -9), **PARITY_TEXT)
         figure.suptitle(_title(rows), x=0.01, ha="left", fontsize=11)
         if len(rows) > 1:
-            figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", ncols=2, frameon=False)
+            figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", ncols=3, frameon=False)
         with replacing(path) as temporary:
             figure.savefig(temporary, format="png", dpi=150)
 
@@ -60,6 +63,7 @@ def _bars(
         for place, category in enumerate(categories):
             value, interval = value_of(row if category == OVERALL else row["by_category"][category])
             if value is None:
+                axes.annotate("-", (0, place + offset), (4, 0), textcoords="offset points", va="center", fontsize=8)
                 continue
             label = row["method"] if category == OVERALL else None
             alpha = 1.0 if category == OVERALL else 0.75
@@ -85,10 +89,10 @@ def _sorted_categories(row: Row) -> list[str]:
 
 def _category_label(row: Row, category: str) -> str:
     num_prompts = row["num_prompts"] if category == OVERALL else row["by_category"][category]["num_prompts"]
-    return f"{category}  ({num_prompts})"
+    return f"{category} ({num_prompts})"
 
 
 def _title(rows: Sequence[Row]) -> str:
     first = rows[0]
-    title = f"{first['suite']}, greedy, batch size {first['batch_size']}, {first['dtype']}"
+    title = f"{first['suite']}, by category (number of prompts): greedy, batch size {first['batch_size']}, {first['dtype']}"
     return f"{first['method']} on {title}" if len(rows) == 1 else title

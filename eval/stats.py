@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float, Int
 
 from .records import EvalRecord
 
@@ -55,19 +56,13 @@ def speedup(
     turns and repeats together; None with fewer than two prompts, which say nothing about others.
     """
     sums = np.stack([_by_prompt(baseline, records), _by_prompt(records, baseline)])  # [side, prompt, (seconds, tokens)]
-
-    def ratio(sums: np.ndarray) -> np.ndarray:
-        seconds_per_token = sums[..., 0] / sums[..., 1]
-        return seconds_per_token[0] / seconds_per_token[1]
-
-    point = float(ratio(sums.sum(1)))
     num_prompts = sums.shape[1]
+    point = float(_speedups(sums, np.ones((1, num_prompts), dtype=int))[0])
     if num_prompts < 2:
         return point, None
-    # How often each resample draws each prompt; a resample's sums are then one matrix product.
-    draws = np.random.default_rng(seed).multinomial(num_prompts, [1 / num_prompts] * num_prompts, size=NUM_RESAMPLES)
+    times_drawn = np.random.default_rng(seed).multinomial(num_prompts, [1 / num_prompts] * num_prompts, size=NUM_RESAMPLES)
     tail = 50 * (1 - CONFIDENCE)
-    low, high = np.percentile(ratio(draws @ sums), [tail, 100 - tail])
+    low, high = np.percentile(_speedups(sums, times_drawn), [tail, 100 - tail])
     return point, (float(low), float(high))
 
 
@@ -119,7 +114,16 @@ def num_prompts(records: Iterable[EvalRecord]) -> int:
     return len({record.prompt_id for record in records})
 
 
-def _by_prompt(records: Sequence[EvalRecord], others: Sequence[EvalRecord]) -> np.ndarray:
+def _speedups(
+    sums: Float[np.ndarray, "2 prompt 2"], times_drawn: Int[np.ndarray, "resample prompt"]
+) -> Float[np.ndarray, " resample"]:
+    """The speedup of each resample, which draws each prompt so many times."""
+    drawn = times_drawn @ sums  # [side, resample, (seconds, tokens)]
+    seconds_per_token = drawn[..., 0] / drawn[..., 1]
+    return seconds_per_token[0] / seconds_per_token[1]
+
+
+def _by_prompt(records: Sequence[EvalRecord], others: Sequence[EvalRecord]) -> Float[np.ndarray, "prompt 2"]:
     """Seconds and tokens summed by prompt, [prompt, 2], prompts sorted. Both sides must have measured the same generations."""
     keys, other_keys = ({(r.suite, r.prompt_id, r.turn, r.repeat, r.profiled) for r in side} for side in (records, others))
     if keys != other_keys or not keys:

@@ -55,7 +55,7 @@ def footnotes(rows: Sequence[Row]) -> list[str]:
         num_answers = row["num_turns"] * row["num_repeats"]
         note = (
             f"{suite} (prompts {row['prompt_set_revision'][:12]}): {row['num_prompts']} prompts, {row['num_turns']} turns, "
-            f"{row['num_repeats']} measurement(s) of each; {row['num_truncated']} of {num_answers} answers ended at the token limit."
+            f"each answered {row['num_repeats']} time(s); {row['num_truncated']} of {num_answers} answers ended at the limit."
         )
         if row["num_skipped"]:
             note += f" {row['num_skipped']} turns were SKIPPED: too long for the target's context window."

@@ -1,0 +1,81 @@
+"""Made-up records whose statistics a reader can compute by eye, and a random drafter for the tiny target."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.eval.records import EvalRecord
+from outrider.models.config import TargetConfig
+from outrider.models.drafters import build_drafter, save_drafter
+from outrider.models.hf_target import HFTarget
+from outrider.models.target import load_target
+
+MakeRecord = Callable[..., EvalRecord]
+
+
+@pytest.fixture
+def make_record() -> MakeRecord:
+    """A record of one prompt: `histogram` (with the default, two steps that accept nothing) decides how many tokens it has."""
+
+    def make(**changes: Any) -> EvalRecord:
+        histogram = changes.pop("accepted_histogram", [2])
+        num_tokens = sum(count * (length + 1) for length, count in enumerate(histogram))
+        values: dict[str, Any] = {
+            "suite": "mt_bench",
+            "prompt_set_revision": "0123456789abcdef",
+            "prompt_id": "81",
+            "category": "writing",
+            "turn": 0,
+            "method": "baseline",
+            "repeat": 0,
+            "profiled": "phase_seconds" in changes,
+            "context_from": None,
+            "prompt_sha256": "00",
+            "num_prompt_tokens": 5,
+            "token_ids": list(range(num_tokens + 1)),
+            "accepted_histogram": histogram,
+            "num_verify_tokens": num_tokens,
+            "num_draft_tokens": 0,
+            "truncated": False,
+            "prefill_seconds": 0.25,
+            "decode_seconds": 0.75,
+            "phase_seconds": None,
+            "environment_digest": "e",
+            "config_digest": "c",
+            "seed": 0,
+        }
+        return EvalRecord(**{**values, **changes})
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tiny_target_dir: Path) -> HFTarget:
+    return load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="float32", device="cpu"))
+
+
+@pytest.fixture(scope="session")
+def tiny_drafter_dir(tiny_target: HFTarget, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A ReDrafter with random weights: it drafts nonsense, and decoding must not care."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        drafter = build_drafter({"kind": "redrafter", "beam_width": 2, "beam_length": 3}, tiny_target)
+    directory = tmp_path_factory.mktemp("run") / "drafter"
+    save_drafter(drafter, directory, tiny_target.identity)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three two-turn prompts in MT-Bench's form, of which the second has a first turn too long for the tiny target."""
+    turns = [("ab", "again"), ("word " * 1200, "again"), ("xyz", "more")]
+    lines = [
+        f'{{"question_id": {index}, "category": "{category}", "turns": ["{first}", "{second}"]}}'
+        for index, (category, (first, second)) in enumerate(zip(("math", "math", "stem"), turns, strict=True))
+    ]
+    path = tmp_path_factory.mktemp("suite") / "question.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    return path

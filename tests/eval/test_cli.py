@@ -1,0 +1,84 @@
+"""`outrider eval`: its options reach the stage, its exit status tells, and mistakes show before a target is loaded."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from outrider.eval import run
+from outrider.eval.cli import eval_command
+
+from .test_run import AcceptsAnything
+
+app = typer.Typer()
+app.command()(eval_command)
+
+
+@pytest.fixture
+def command(tiny_target_dir: Path, tiny_drafter_dir: Path, questions: Path, tmp_path: Path) -> list[str]:
+    return [
+        *("--target", str(tiny_target_dir), "--drafter", str(tiny_drafter_dir), "--output", str(tmp_path / "out")),
+        *("--suite", "mt_bench", "--suite-path", f"mt_bench={questions}", "--max-new-tokens", "6"),
+        *("--bandwidth", "10", "--profile-prompts", "1"),
+    ]
+
+
+def test_widths_become_methods_and_the_table_is_printed(command: list[str], tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, [*command, "--beam-width", "1", "--beam-width", "3", "--beam-length", "2"])
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "out" / "summary.json").read_text())
+    methods = ["baseline", "redrafter beam_width=1 beam_length=2", "redrafter beam_width=3 beam_length=2"]
+    assert [row["method"] for row in rows] == methods
+    assert {row["dtype"] for row in rows} == {"float32"}
+    assert "Lossless" in result.output
+    assert "Speedup" in result.output
+    assert str(tmp_path / "out") in result.output.replace("\n", "")
+
+
+def test_a_drafter_that_is_not_lossless_fails_the_command(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(run, "GreedyAcceptance", AcceptsAnything)
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 1
+    assert "NOT LOSSLESS" in result.output
+    rows = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert [row["speedup"] for row in rows] == [1.0, None]
+
+
+def test_mistakes_show_before_the_target_is_loaded(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_late(*args: Any, **kwargs: Any) -> None:
+        pytest.fail("the target was loaded before the mistake was found")
+
+    monkeypatch.setattr("outrider.models.target.load_target", too_late)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (tmp_path / "empty.jsonl").write_text("")
+    mistakes = {
+        "unknown suite 'mt_bunch'": ["--suite", "mt_bunch"],
+        "mt_bench=FILE|SUITE=FILE": ["--suite-path", "alpaca_eval=x.jsonl"],
+        "holds no drafter": ["--drafter", str(empty)],
+        "it must be at least 1": ["--max-new-tokens", "0"],
+        "it must be one of skip, error": ["--too-long", "cut"],
+        "empty": ["--suite-path", f"mt_bench={tmp_path / 'empty.jsonl'}"],
+        "does not exist": ["--suite-path", f"mt_bench={tmp_path / 'nowhere.jsonl'}"],
+        "beam_width is 0": ["--beam-width", "0"],
+    }
+    for message, arguments in mistakes.items():
+        result = CliRunner().invoke(app, [*command, *arguments])
+        assert isinstance(result.exception, ValueError), (message, result.output, result.exception)
+        assert any(part in str(result.exception) for part in message.split("|")), result.exception
+    assert len(mistakes) == 8
+
+
+def test_a_half_exported_drafter_is_refused_before_the_target_is_loaded(
+    command: list[str], tiny_drafter_dir: Path, tmp_path: Path
+) -> None:
+    half = tmp_path / "half"
+    half.mkdir()
+    (half / "config.json").write_bytes((tiny_drafter_dir / "config.json").read_bytes())
+    result = CliRunner().invoke(app, [*command, "--drafter", str(half)])
+    assert "model.safetensors is missing" in str(result.exception)

@@ -1,0 +1,76 @@
+"""Records survive a kill, and nothing that was altered passes for a measurement."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from outrider.eval.records import EvalRecord, RecordFile
+from outrider.models.decoding.types import PhaseSeconds
+
+from .conftest import MakeRecord
+
+
+def write(path: Path, records: list[EvalRecord]) -> None:
+    with RecordFile(path) as file:
+        for record in records:
+            file.append(record)
+
+
+def test_what_is_written_is_read_back_equal(tmp_path: Path, make_record: MakeRecord) -> None:
+    phases = PhaseSeconds(draft=0.1, verify=0.2, accept=0.3)
+    records = [make_record(category="Schreiben ü\n"), make_record(phase_seconds=phases), make_record(turn=1, context_from="x")]
+    write(tmp_path / "records.jsonl", records)
+    with RecordFile(tmp_path / "records.jsonl") as file:
+        assert list(file.records.values()) == records
+        assert list(file.records) == [record.key for record in records]
+
+
+@pytest.mark.parametrize("kept", [1, 100, -1])
+def test_a_line_torn_by_a_kill_is_dropped_and_can_be_written_again(tmp_path: Path, make_record: MakeRecord, kept: int) -> None:
+    path = tmp_path / "records.jsonl"
+    first, second = make_record(), make_record(turn=1)
+    write(path, [first, second])
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(lines[0] + lines[1][:kept])  # -1 loses just the newline
+    with RecordFile(path) as file:
+        assert list(file.records.values()) == [first]
+        file.append(second)
+    with RecordFile(path) as file:
+        assert list(file.records.values()) == [first, second]
+
+
+def altered(record: EvalRecord, **changes: object) -> str:
+    return json.dumps({**json.loads(record.to_json()), **changes})
+
+
+def test_an_altered_line_is_named_and_refused(tmp_path: Path, make_record: MakeRecord) -> None:
+    path = tmp_path / "records.jsonl"
+    good = make_record()
+    missing = json.loads(good.to_json())
+    del missing["seed"]
+    bad_lines = {
+        "not JSON": '{"suite": ',
+        "unknown keys notes": altered(good, notes="x"),
+        "missing keys seed": json.dumps(missing),
+        "decode_seconds is '1'": altered(good, decode_seconds="1"),
+        r"token_ids\[0\] is 1.5": altered(good, token_ids=[1.5, 2, 3]),
+        "the prefill emits one": altered(good, num_verify_tokens=3),
+        "each emits at least one": altered(good, accepted_histogram=[3]),
+        "is negative": altered(good, token_ids=[-1, 2, 3]),
+        "seconds are positive": altered(good, prefill_seconds=0.0),
+        "exactly when profiled": altered(good, profiled=True),
+        "the same generation": good.to_json(),
+    }
+    for message, line in bad_lines.items():
+        path.write_text(good.to_json() + "\n" + line + "\n")
+        with pytest.raises(ValueError, match=f"(?s)records.jsonl, line 2: .*({message}|Expecting value)"):
+            RecordFile(path)
+    assert len(bad_lines) == 11
+
+
+def test_number_of_steps_is_the_histogram_and_seconds_include_the_prefill(make_record: MakeRecord) -> None:
+    record = make_record(accepted_histogram=[1, 0, 2])
+    assert record.num_steps == 3
+    assert record.num_verify_tokens == 7
+    assert record.seconds == 1.0

@@ -1,0 +1,242 @@
+"""The whole stage on a tiny random target: it measures fairly, resumes, refuses to mix, and catches a wrong decoder."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.data.chat import encode_prompt
+from outrider.data.types import Turn
+from outrider.eval import measure, run
+from outrider.eval.config import EvalConfig, SuiteConfig
+from outrider.eval.measure import Generation, evenly_spaced
+from outrider.eval.records import EvalRecord, RecordFile
+from outrider.eval.rows import Row, is_broken
+from outrider.eval.run import evaluate
+from outrider.models.config import TargetConfig
+from outrider.models.decoding import Acceptance, DraftTree, GreedyAcceptance, TargetOutput
+from outrider.models.hf_target import HFTarget
+from outrider.models.target import load_target
+
+NEW_TOKENS = 12
+NUM_TURNS = 4  # the second prompt doesn't fit
+NUM_PROFILED = 2  # one prompt of two turns
+
+Evaluate = Callable[..., list[Row]]
+
+
+@pytest.fixture
+def config(questions: Path) -> EvalConfig:
+    return EvalConfig(
+        suites=[SuiteConfig(name="mt_bench", path=str(questions))],
+        settings=[{}, {"beam_width": 1}],
+        max_new_tokens=NEW_TOKENS,
+        profile_prompts=1,
+        memory_bandwidth_gbs=10.0,
+    )
+
+
+@pytest.fixture
+def run_tiny(tiny_target: HFTarget, tiny_drafter_dir: Path, config: EvalConfig) -> Evaluate:
+    def evaluate_tiny(output_dir: Path, target: HFTarget = tiny_target, **changes: Any) -> list[Row]:
+        return evaluate(replace(config, **changes), target, target.tokenizer, [tiny_drafter_dir], output_dir)
+
+    return evaluate_tiny
+
+
+@pytest.fixture
+def generated(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Every call of the decode loop that the stage makes, in order."""
+    calls: list[dict[str, Any]] = []
+    original = measure.time_generation
+
+    def counted(*args: Any, **kwargs: Any) -> Generation:
+        calls.append({"drafter": args[1], **kwargs})
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(measure, "time_generation", counted)
+    return calls
+
+
+def read(output_dir: Path) -> list[EvalRecord]:
+    with RecordFile(output_dir / "records.jsonl") as file:
+        return list(file.records.values())
+
+
+def test_a_random_drafter_is_lossless_and_everything_is_written(run_tiny: Evaluate, tmp_path: Path) -> None:
+    rows = run_tiny(tmp_path)
+    assert [row["method"] for row in rows] == ["baseline", "redrafter", "redrafter beam_width=1"]
+    for row in rows:
+        assert row["lossless"] is True
+        assert row["lossless_label"] == "yes"
+        assert (row["num_prompts"], row["num_turns"], row["num_skipped"]) == (2, NUM_TURNS, 2)
+        assert row["tokens_per_step"] is not None
+        assert 1.0 <= row["tokens_per_step"] <= 4.0
+        assert row["time_split"] is not None
+        assert sum(row["time_split"].values()) == pytest.approx(1.0)
+        assert set(row["by_category"]) == {"math", "stem"}
+    assert rows[0]["tokens_per_step"] == 1.0
+    assert rows[1]["speedup_ci95"] is not None
+    assert rows[1]["ceiling"] is not None
+    assert json.loads((tmp_path / "summary.json").read_text()) == json.loads(json.dumps(rows))
+    assert "2 turns were SKIPPED" in (tmp_path / "table.md").read_text()
+    assert (tmp_path / "mt_bench.png").stat().st_size > 0
+    assert len(read(tmp_path)) == 3 * (NUM_TURNS + NUM_PROFILED)
+
+
+def test_timed_runs_have_no_phase_timers_and_orders_rotate(
+    run_tiny: Evaluate, generated: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    run_tiny(tmp_path)
+    warm_ups, timed, profiled = generated[:3], generated[3 : 3 + 3 * NUM_TURNS], generated[3 + 3 * NUM_TURNS :]
+    assert len(profiled) == 3 * NUM_PROFILED
+    assert [call["timed"] for call in warm_ups + timed] == [False] * (3 + 3 * NUM_TURNS)
+    assert all(call["timed"] for call in profiled)
+    drafters = [call["drafter"] for call in warm_ups]
+    orders = [[drafters.index(call["drafter"]) for call in timed[start : start + 3]] for start in range(0, len(timed), 3)]
+    # Prompts 0 and 2, both turns; the order moves on by one per prompt.
+    assert orders == [[0, 1, 2], [0, 1, 2], [2, 0, 1], [2, 0, 1]]
+
+
+def test_the_second_turn_holds_the_baselines_answer_for_every_method(
+    run_tiny: Evaluate, tiny_target: HFTarget, tmp_path: Path
+) -> None:
+    run_tiny(tmp_path)
+    by_turn = {(r.prompt_id, r.turn, r.method): r for r in read(tmp_path) if not r.profiled}
+    answer = tiny_target.tokenizer.decode(by_turn["2", 0, "baseline"].token_ids, skip_special_tokens=True)
+    messages = [
+        Turn(role="user", content="xyz"),
+        Turn(role="assistant", content=answer),
+        Turn(role="user", content="more"),
+    ]
+    expected = encode_prompt(messages, tiny_target.tokenizer).shape[1]
+    seconds = [record for (prompt, turn, _), record in by_turn.items() if prompt == "2" and turn == 1]
+    assert [record.num_prompt_tokens for record in seconds] == [expected] * 3
+    assert {record.context_from for record in seconds} == {"baseline"}
+    assert {record.context_from for record in by_turn.values() if record.turn == 0} == {None}
+
+
+def test_a_run_killed_at_any_point_measures_only_what_is_missing(
+    run_tiny: Evaluate, generated: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    rows = run_tiny(tmp_path)
+    whole = (tmp_path / "records.jsonl").read_bytes().splitlines(keepends=True)
+    tokens = [record.token_ids for record in read(tmp_path)]
+    for num_kept in (0, 1, 5, len(whole) - 1, len(whole)):
+        torn = whole[num_kept][:30] if num_kept < len(whole) else b""
+        (tmp_path / "records.jsonl").write_bytes(b"".join(whole[:num_kept]) + torn)
+        generated.clear()
+        again = run_tiny(tmp_path)
+        num_missing = len(whole) - num_kept
+        assert len(generated) == (3 + num_missing if num_missing else 0)  # three are the warm-up's
+        assert [record.token_ids for record in read(tmp_path)] == tokens
+        assert [row["tokens_per_step"] for row in again] == [row["tokens_per_step"] for row in rows]
+    assert again == rows
+
+
+def test_records_of_another_evaluation_are_never_mixed(run_tiny: Evaluate, tmp_path: Path) -> None:
+    run_tiny(tmp_path)
+    before = (tmp_path / "records.jsonl").read_bytes()
+    with pytest.raises(ValueError, match=r"differs in max_new_tokens \(was 12, is 8\)"):
+        run_tiny(tmp_path, max_new_tokens=8)
+    with pytest.raises(ValueError, match=r"methods\.redrafter beam_width=4 \(was None"):
+        run_tiny(tmp_path, settings=[{}, {"beam_width": 4}])
+    assert (tmp_path / "records.jsonl").read_bytes() == before
+    (tmp_path / "run.json").unlink()
+    with pytest.raises(ValueError, match=r"holds records but no run\.json"):
+        run_tiny(tmp_path)
+
+
+def test_an_incomplete_run_is_not_finished_in_another_environment(run_tiny: Evaluate, tmp_path: Path) -> None:
+    rows = run_tiny(tmp_path)
+    information = json.loads((tmp_path / "run.json").read_text())
+    information["environment"]["cpu"] = "another"
+    (tmp_path / "run.json").write_text(json.dumps(information))
+    assert run_tiny(tmp_path) == rows  # complete: nothing is measured, so nothing is mixed
+    lines = (tmp_path / "records.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "records.jsonl").write_text("".join(lines[:-1]))
+    with pytest.raises(ValueError, match=r"another environment, which differs in cpu \(was another"):
+        run_tiny(tmp_path)
+
+
+class AcceptsAnything(GreedyAcceptance):
+    """Broken on purpose: takes the first node of a tree whatever the target says."""
+
+    def __call__(self, tree: DraftTree, output: TargetOutput, *, generator: torch.Generator | None = None) -> Acceptance:
+        if tree.num_nodes == 0:
+            return super().__call__(tree, output, generator=generator)
+        path = tree.lineage[:, 0].clone()
+        path[:, 0], path[:, 1:] = 0, -1
+        return Acceptance(path=path, num_accepted=torch.ones(1, dtype=torch.long), bonus_token=output.logits[:, 1].argmax(-1))
+
+
+def test_a_decoder_broken_on_purpose_is_caught(run_tiny: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "GreedyAcceptance", AcceptsAnything)
+    rows = run_tiny(tmp_path)
+    assert [is_broken(row) for row in rows] == [False, True, True]
+    assert [row["lossless"] for row in rows] == [True, False, False]
+    assert rows[1]["speedup"] is None
+    assert rows[1]["speedup_ci95"] is None
+    assert rows[1]["lossless_label"] == "NO (2 of 2 prompts)"
+    assert rows[1]["first_mismatch"] is not None
+    assert "NOT LOSSLESS" in (tmp_path / "table.md").read_text()
+
+
+def test_low_precision_is_audited_and_a_broken_decoder_still_caught(
+    run_tiny: Evaluate, tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="bfloat16", device="cpu"))
+    rows = run_tiny(tmp_path / "right", target)
+    assert not any(is_broken(row) for row in rows)
+    monkeypatch.setattr(run, "GreedyAcceptance", AcceptsAnything)
+    rows = run_tiny(tmp_path / "wrong", target)
+    assert [is_broken(row) for row in rows] == [False, True, True]
+
+
+def test_a_prompt_that_does_not_fit_is_an_error_where_asked_for(run_tiny: Evaluate, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"prompt '1' of mt_bench leaves no room: \d+ tokens, 12 new ones"):
+        run_tiny(tmp_path, too_long="error")
+
+
+def test_a_suite_of_which_nothing_fits_is_an_error_and_not_an_empty_table(run_tiny: Evaluate, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no prompt of mt_bench fits the target's context window of 1024"):
+        run_tiny(tmp_path, max_new_tokens=1020)
+
+
+def test_repeats_are_measured_and_compared(run_tiny: Evaluate, tmp_path: Path) -> None:
+    rows = run_tiny(tmp_path, repeats=2, profile_prompts=0)
+    assert len(read(tmp_path)) == 3 * NUM_TURNS * 2
+    assert [row["num_turns"] for row in rows] == [NUM_TURNS] * 3
+    assert all(row["lossless"] and row["time_split"] is None and row["ceiling"] is None for row in rows)
+
+
+def test_several_drafters_are_told_apart_by_their_directories(
+    tiny_target: HFTarget, tiny_drafter_dir: Path, config: EvalConfig, tmp_path: Path
+) -> None:
+    copies = [tmp_path / name / "drafter" for name in ("one", "two")]
+    for copy in copies:
+        copy.mkdir(parents=True)
+        for file in tiny_drafter_dir.iterdir():
+            (copy / file.name).write_bytes(file.read_bytes())
+    config = replace(config, settings=[{}])
+    rows = evaluate(config, tiny_target, tiny_target.tokenizer, copies, tmp_path / "eval")
+    assert [row["method"] for row in rows] == ["baseline", "redrafter one/drafter", "redrafter two/drafter"]
+    with pytest.raises(ValueError, match="to be evaluated twice"):
+        evaluate(config, tiny_target, tiny_target.tokenizer, [copies[0]] * 2, tmp_path / "twice")
+
+
+def test_threads_are_set_for_the_measurement_and_given_back(run_tiny: Evaluate, tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    run_tiny(tmp_path, num_threads=before + 1, settings=[{}], profile_prompts=0)
+    assert torch.get_num_threads() == before
+    assert json.loads((tmp_path / "run.json").read_text())["environment"]["num_threads"] == before + 1
+
+
+def test_a_sample_for_profiling_is_spread_over_the_suite() -> None:
+    assert evenly_spaced(range(80), 4) == [0, 20, 40, 60]
+    assert evenly_spaced(range(3), 5) == [0, 1, 2]
+    assert evenly_spaced(range(3), 0) == []
