@@ -70,9 +70,8 @@ def test_shards_hold_every_example_in_order_with_labels_where_the_assistant_spea
     assert [len(shard.ids) for shard in manifest.shards] == [3, 3, 2]
     verify_shards(tmp_path / "distill", manifest)
     examples = [example for shard in manifest.shards for example in read_shard(tmp_path / "distill", shard)]
-    assert [example.example.id.removeprefix("messages/") for example in examples] == [
-        example_id.removeprefix("messages/") for shard in manifest.shards for example_id in shard.ids
-    ]
+    assert [example.example.id for example in examples] == [id for shard in manifest.shards for id in shard.ids]
+    assert len(examples) == 8
     num_labels = num_agreeing = 0
     for example in examples:
         input_ids, wanted = example.example.input_ids, example.example.wanted
