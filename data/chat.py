@@ -5,7 +5,6 @@ assistant where it covers a character of an answer. (transformers' own mask give
 token covers, such as a space under a tokenizer that trims its offsets.)
 """
 
-import logging
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -19,8 +18,6 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from .types import Conversation, Example, Turn
-
-logger = logging.getLogger(__name__)
 
 TEMPLATES = Path(__file__).parent / "templates"
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -82,8 +79,6 @@ def encode_conversations(
             f"{tokenizer.name_or_path!r}, which begins {template[:60]!r}; dropped: {reasons}. Check the template, above all "
             "what stands between its generation markers, or set data.chat_template to another"
         )
-    if dropped:
-        logger.warning("the chat template left out %d conversations: %s", dropped.total(), dict(dropped))
     return examples, dropped
 
 

@@ -83,36 +83,42 @@ def read_json(path: Path) -> Any:
 def parse_dataclass(cls: type[T], value: Any, path: Path) -> T:
     """A dataclass from a parsed JSON value, strictly: unknown keys, missing keys and wrong types are ValueErrors.
 
-    Knows str, int, float, bool, None, lists, dicts, unions and nested dataclasses. `path` is named in the errors.
+    Knows str, int, float, bool, None, lists, dicts, unions with None and nested dataclasses. Every error names `path`,
+    those of the dataclass's own checks too.
     """
-    return _parse(cls, value, path, "")
+    try:
+        return _parse(cls, value, "")
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
-def _parse(hint: Any, value: Any, path: Path, where: str) -> Any:
+def _parse(hint: Any, value: Any, where: str) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         if value is None and type(None) in args:
             return None
         (hint,) = [arg for arg in args if arg is not type(None)]
-        return _parse(hint, value, path, where)
+        return _parse(hint, value, where)
     if origin is list and isinstance(value, list):
-        return [_parse(args[0], item, path, f"{where}[{index}]") for index, item in enumerate(value)]
+        return [_parse(args[0], item, f"{where}[{index}]") for index, item in enumerate(value)]
     if origin is dict and isinstance(value, dict):
-        return {key: _parse(args[1], item, path, f"{where}.{key}") for key, item in value.items()}
+        return {key: _parse(args[1], item, f"{where}.{key}") for key, item in value.items()}
     if is_dataclass(hint) and isinstance(value, dict):
         make: Any = hint
         hints = typing.get_type_hints(hint)
         required = {field.name for field in fields(hint) if field.default is MISSING and field.default_factory is MISSING}
-        _check_keys(value, required, hints.keys(), path, where)
-        return make(**{key: _parse(hints[key], item, path, f"{where}.{key}") for key, item in value.items()})
-    # bool is an int to Python, but not in a file.
-    if hint is Any or type(value) is hint or (hint is float and type(value) is int):
+        _check_keys(value, required, hints.keys(), where)
+        return make(**{key: _parse(hints[key], item, f"{where}.{key}") for key, item in value.items()})
+    # bool is an int to Python, but not in a file; a whole number is a float to both.
+    if hint is Any or type(value) is hint:
         return value
+    if hint is float and type(value) is int:
+        return float(value)
     expected = getattr(hint, "__name__", str(hint))
-    raise ValueError(f"{path}: {where.lstrip('.') or 'the whole'} is {value!r:.80}; expected a value of type {expected}")
+    raise ValueError(f"{where.lstrip('.') or 'the whole'} is {value!r:.80}; expected a value of type {expected}")
 
 
-def _check_keys(value: dict[str, Any], required: Set[str], known: Set[str], path: Path, where: str) -> None:
+def _check_keys(value: dict[str, Any], required: Set[str], known: Set[str], where: str) -> None:
     problems = []
     if unknown := sorted(value.keys() - known):
         problems.append(f"unknown keys {', '.join(unknown)}")
@@ -121,7 +127,7 @@ def _check_keys(value: dict[str, Any], required: Set[str], known: Set[str], path
     if problems:
         place = f" in {where.lstrip('.')}" if where else ""
         raise ValueError(
-            f"{path}: {' and '.join(problems)}{place}; the keys are {', '.join(known)}. "
+            f"{' and '.join(problems)}{place}; the keys are {', '.join(known)}. "
             "It was altered or comes from another version of outrider: make it anew with this one"
         )
 

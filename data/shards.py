@@ -4,6 +4,7 @@
 written after it. A shard without a sidecar doesn't count.
 """
 
+import hashlib
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -39,12 +40,13 @@ def write_shard(directory: Path, index: int, examples: list[DistilledExample]) -
     ids = [example.example.id for example in examples]
     # One key only: safetensors writes several in an order that changes from run to run, and with it the digest.
     path = directory / f"{_stem(index)}.safetensors"
-    atomic_write_bytes(path, save(tensors, metadata={METADATA_KEY: json.dumps({"ids": ids})}))
+    data = save(tensors, metadata={METADATA_KEY: json.dumps({"ids": ids})})
+    atomic_write_bytes(path, data)
     entry = ShardEntry(
         index=index,
         file=path.name,
-        sha256=sha256_file(path),
-        num_bytes=path.stat().st_size,
+        sha256=hashlib.sha256(data).hexdigest(),
+        num_bytes=len(data),
         ids=ids,
         num_tokens=len(tensors["input_ids"]),
         num_labels=int((tensors["continuations"][:, 0] != UNKNOWN).sum()),

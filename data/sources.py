@@ -1,6 +1,5 @@
 """Data sets to conversations, with a count of what was dropped and why."""
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -12,8 +11,6 @@ from .cuts import cut_text
 from .records import SUFFIXES, is_local, load_records
 from .stdlib import TASK, Split, code_conversations
 from .types import Conversation, Role, Turn
-
-logger = logging.getLogger(__name__)
 
 ROLES: dict[str, Role] = {
     "system": "system",
@@ -48,8 +45,6 @@ def load_conversations(config: DataConfig) -> tuple[list[Conversation], Counter[
             f"no conversation of {where} is usable as {config.source!r}; dropped: {describe_drops(dropped)}. Check that "
             "data.source names the form of its records"
         )
-    if dropped:
-        logger.warning("dropped %d records of %s: %s", dropped.total(), where, describe_drops(dropped))
     if config.limit is not None and config.limit < len(conversations):
         chosen = Random(config.seed).sample(range(len(conversations)), config.limit)
         conversations = [conversations[index] for index in sorted(chosen)]

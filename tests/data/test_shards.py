@@ -164,7 +164,7 @@ def test_an_incomplete_distillation_is_refused(tmp_path: Path) -> None:
     [
         ({"colour": "red"}, "unknown keys colour"),
         ({"horizon": "5"}, "horizon is '5'; expected a value of type int"),
-        ({"format_version": 99}, "format version 99"),
+        ({"format_version": 99}, "manifest.json: manifest of format version 99"),
         ({"features": "all"}, "unknown features 'all'"),
     ],
 )
