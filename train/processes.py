@@ -17,7 +17,7 @@ def require_supported_launch(accelerator: Accelerator) -> None:
     if launched != accelerator.num_processes:
         raise ValueError(
             f"{launched} processes were launched, but accelerate sees {accelerator.num_processes}: each would train alone, "
-            "over the same files. On a CPU set ACCELERATE_USE_CPU=true and launch with torchrun, so that they join"
+            "over the same files. On a CPU, set ACCELERATE_USE_CPU=true and use accelerate launch --multi_gpu"
         )
     if accelerator.gradient_accumulation_steps != 1:
         raise ValueError(

@@ -1,6 +1,7 @@
 """The order of the texts, their division, and going on in the middle."""
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from outrider.train import data as train_data
 from outrider.train.config import TrainConfig
 from outrider.train.data import BatchStream, count_label_tokens, epoch_order, label_counts
 
-from .conftest import DRAFTER
+from .conftest import DRAFTER, write_shards
 
 
 def make_stream(shards_dir: Path, *, rank: int = 0, num_processes: int = 1, **options: Any) -> BatchStream:
@@ -96,24 +97,31 @@ def test_a_window_is_read_once_per_epoch_and_memory_holds_no_more(shards_dir: Pa
     assert set(read.values()) == {1}
 
 
-def test_processes_and_steps_draw_different_positions_and_the_same_ones_again(shards_dir: Path) -> None:
-    def positions(rank: int, step: int, seed: int) -> list[bool]:
-        stream = make_stream(
-            shards_dir, rank=rank, num_processes=1, max_positions=6, seed=seed, batch_size=22, shuffle_shards=6
-        )
-        # One batch holds all texts, so where the rank differs only the thinning can.
-        stream.rank = 0
-        start = stream._batch
-        stream._rows = lambda *_: [(shard, row) for shard in range(6) for row in range(len(stream.entries[shard].ids))]  # type: ignore[method-assign]
-        stream.rank = rank
-        (batch,) = [start(step, 0)]
+def test_processes_and_steps_draw_different_positions_and_the_same_ones_again(
+    target: HFTarget, examples: list[DistilledExample], tmp_path: Path
+) -> None:
+    longest = max(examples, key=lambda example: len(example.example.input_ids))
+    shards_dir = write_shards(tmp_path, target.identity, [longest])  # so that only the thinning can differ
+
+    def positions(rank: int = 0, step: int = 0, seed: int = 0) -> list[bool]:
+        stream = make_stream(shards_dir, batch_size=1, max_positions=6, rank=rank, num_processes=2, seed=seed)
+        (batch,) = stream.batches(step)
         assert int(batch.positions.sum()) == 6
         return batch.positions.flatten().tolist()
 
-    first = positions(0, 0, 0)
-    assert positions(0, 0, 0) == first
-    others = [positions(1, 0, 0), positions(0, 1, 0), positions(0, 0, 1)]
-    assert all(other != first for other in others)
+    first = positions()
+    assert positions() == first
+    assert all(other != first for other in (positions(rank=1), positions(step=1), positions(seed=1)))
+
+
+def test_a_process_without_labels_still_has_a_gradient_to_share(shards_dir: Path, target: HFTarget) -> None:
+    (batch,) = make_stream(shards_dir).batches(0)
+    hidden = torch.randn(*batch.input_ids.shape, target.hidden_size)
+    drafter = build_drafter(DRAFTER, target)
+    drafter.loss(replace(batch, hidden_states=hidden, positions=torch.zeros_like(batch.positions))).sums.sum().backward()
+    gradients = [parameter.grad for parameter in drafter.parameters()]
+    assert len(gradients) >= 4
+    assert all(gradient is not None and not gradient.any() for gradient in gradients)
 
 
 def test_counted_labels_are_those_that_a_drafter_counts(shards_dir: Path, target: HFTarget) -> None:
@@ -121,7 +129,7 @@ def test_counted_labels_are_those_that_a_drafter_counts(shards_dir: Path, target
     for labels in ("distilled", "text"):
         (batch,) = make_stream(shards_dir, labels=labels).batches(0)
         hidden = torch.randn(*batch.input_ids.shape, target.hidden_size)
-        loss = drafter.loss(train_data.replace(batch, hidden_states=hidden))
+        loss = drafter.loss(replace(batch, hidden_states=hidden))
         counts = label_counts(batch)
         assert counts.tolist() == loss.counts.tolist()
         assert counts[0] > counts[-1] > 0
