@@ -24,6 +24,7 @@ def eval_command(
     bandwidth: Annotated[float | None, typer.Option(help="GB/s for the roofline. [default: measured]")] = None,
     output: Annotated[Path, typer.Option(help="Folder for records, summary, table and plots.")] = Path("outputs/eval"),
     revision: Annotated[str | None, typer.Option(help="The target's revision on the Hub.")] = None,
+    chat_template: Annotated[str | None, typer.Option(help="A .jinja file, or a template that ships with outrider.")] = None,
     dtype: Annotated[str | None, typer.Option(help="[default: float32 on a CPU, else as stored]")] = None,
     device: Annotated[str | None, typer.Option(help="[default: the first accelerator, else cpu]")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads. [default: torch's choice]")] = None,
@@ -35,6 +36,7 @@ def eval_command(
     """
     import torch  # it, and all that uses it, loads too slowly for --help
 
+    from ..data.chat import use_chat_template
     from ..models.config import TargetConfig
     from ..models.target import load_target
     from .rows import is_broken
@@ -57,6 +59,7 @@ def eval_command(
     # A CPU emulates bfloat16, and only float32 can be held to the very same tokens.
     dtype = dtype or ("float32" if place.type == "cpu" else "auto")
     loaded = load_target(TargetConfig(name_or_path=target, revision=revision, dtype=dtype, device=str(place)))
+    use_chat_template(loaded.tokenizer, chat_template)
     rows = evaluate(config, loaded, loaded.tokenizer, drafter, output)
     console = Console()
     print_table(rows, console)

@@ -75,7 +75,8 @@ def evaluate(
             methods.append(Method(name=name, drafter=cast("Drafter[Any]", load_drafter(path, target, **setting))))
         output_dir.mkdir(parents=True, exist_ok=True)
         environment = describe_environment(target.device)
-        info = open_run(output_dir, recorded_config(config, suites, target, labels), environment, target, config)
+        recorded = recorded_config(config, suites, target, tokenizer, labels)
+        info = open_run(output_dir, recorded, environment, target, config)
         with RecordFile(output_dir / RECORDS_FILE) as file:
             bench = Bench(
                 target=target,
@@ -147,12 +148,17 @@ def method_labels(config: EvalConfig, drafter_dirs: Sequence[Path]) -> dict[str,
 
 
 def recorded_config(
-    config: EvalConfig, suites: Sequence[PromptSet], target: HFTarget, labels: dict[str, tuple[Path, dict[str, Any]]]
+    config: EvalConfig,
+    suites: Sequence[PromptSet],
+    target: HFTarget,
+    tokenizer: PreTrainedTokenizerBase,
+    labels: dict[str, tuple[Path, dict[str, Any]]],
 ) -> dict[str, Any]:
     """Everything that a record depends on, apart from the environment; no paths, so that a folder may be moved."""
     return {
         "suites": {suite.name: suite.revision for suite in suites},
         "target": {**dataclasses.asdict(target.identity), "dtype": str(target.dtype)},
+        "chat_template": digest_of(tokenizer.chat_template),
         "methods": {
             name: {"config": read_drafter_config(path).drafter, "setting": setting, "weights": sha256_file(path / WEIGHTS_FILE)}
             for name, (path, setting) in labels.items()

@@ -38,6 +38,17 @@ def test_widths_become_methods_and_the_table_is_printed(command: list[str], tmp_
     assert str(tmp_path / "out") in result.output.replace("\n", "")
 
 
+def test_another_chat_template_reaches_the_prompts_and_is_not_mixed_with_the_first(command: list[str], tmp_path: Path) -> None:
+    prompts = []
+    for name, options in {"own": [], "other": ["--chat-template", "vicuna_v1.1"]}.items():
+        result = CliRunner().invoke(app, [*command, *options, "--output", str(tmp_path / name)])
+        assert result.exit_code == 0, result.output
+        prompts.append(json.loads((tmp_path / name / "records.jsonl").read_text().splitlines()[0])["prompt_sha256"])
+    assert prompts[0] != prompts[1]
+    result = CliRunner().invoke(app, [*command, "--output", str(tmp_path / "other")])
+    assert "differs in chat_template" in str(result.exception)
+
+
 def test_a_drafter_that_is_not_lossless_fails_the_command(
     command: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
