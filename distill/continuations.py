@@ -62,6 +62,7 @@ def label_continuations(
     hidden states of the texts (after the final norm; meaningless on padding). `prune=False` decodes every wanted position;
     the labels are the same.
     """
+    assert not (attention_mask[:, 1:] & ~attention_mask[:, :-1]).any(), "texts are padded on the right"
     first, hidden_states, cache = _prefill(target, input_ids, _within(wanted, attention_mask, horizon))
     stop_ids = torch.tensor(target.stop_ids, dtype=torch.long, device=input_ids.device)
     stopped = torch.isin(first, stop_ids)
@@ -83,7 +84,7 @@ def label_continuations(
                 branches.keep(live.nonzero()[:, 0])
                 tokens = tokens[live]
             if len(tokens):
-                tokens = _branch_step(target.model, branches, tokens, step)
+                tokens = _greedy(target.model, _branch_hidden_states(target.model, branches, tokens, step))
                 continuations[branches.rows, branches.positions, step] = tokens
                 num_branch_tokens += len(tokens)
             borrowed = continuations[:, 1:, step - 1]
@@ -181,16 +182,10 @@ def _needed_depth(
     return depth
 
 
-def _branch_step(
-    model: PreTrainedModel, branches: Branches, tokens: Int[torch.Tensor, " branch"], step: int
-) -> Int[torch.Tensor, " branch"]:
-    """Feed each branch its token, the `step`-th behind its text, and return the next ones."""
-    return _greedy(model, _branch_hidden_states(model, branches, tokens, step))
-
-
 def _branch_hidden_states(
     model: PreTrainedModel, branches: Branches, tokens: Int[torch.Tensor, " branch"], step: int
 ) -> Float[torch.Tensor, "branch hidden"]:
+    """Feed each branch its token, the `step`-th behind its text."""
     # One row, so that the linear layers see no padding; the attention sorts out whose token is whose.
     positions = branches.positions + step
     output = model.base_model(input_ids=tokens[None], position_ids=positions[None], use_cache=False, branches=branches)
