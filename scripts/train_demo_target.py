@@ -3,8 +3,10 @@
     python scripts/train_demo_target.py --output models/demo_target --work-dir outputs/demo_target
 
 Seeded and resumable: interrupted, the same command goes on from its last checkpoint. The learning rate is constant, then falls
-linearly to zero over the last part (warmup-stable-decay), so a run may be resumed with another --steps. Runs on a GPU where
-there is one. Ends by measuring the model on files that it has not seen, and writes what it measured beside the weights.
+linearly to zero over the last part (warmup-stable-decay), so a run may be resumed with another --steps. That last part reads
+the library without its tests, which are two thirds of the text and repeat themselves, and teaches the model not to fall into
+loops (DITTO). Runs on a GPU where there is one. Ends by measuring the model on files that it has not seen, and writes what it
+measured beside the weights.
 """
 
 import argparse
@@ -37,6 +39,8 @@ CHAT_TEMPLATE = (
 )
 PROMPT_CHARS, ANSWER_CHARS = (200, 900), 1500
 DECAY_SHARE, WARMUP_STEPS, CLIP_NORM = 0.3, 60, 1.0
+# DITTO's pseudo-repetitions: their share of a batch, their segments' lengths in tokens, and how much less likely each should be.
+LOOP_SHARE, LOOP_TOKENS, LOOP_DECAY = 0.25, (8, 48), 0.5
 
 
 def main() -> None:
@@ -119,9 +123,11 @@ def model_config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
     )
 
 
-def token_stream(tokenizer: PreTrainedTokenizerFast, split: Split, seed: int) -> torch.Tensor:
+def token_stream(tokenizer: PreTrainedTokenizerFast, split: Split, seed: int, with_tests: bool = True) -> torch.Tensor:
     """All conversations of a split, rendered by the chat template and packed end to end in a random order."""
     conversations = list(code_conversations(split, seed=seed, prompt_chars=PROMPT_CHARS, answer_chars=ANSWER_CHARS))
+    if not with_tests:
+        conversations = [conversation for conversation in conversations if "test" not in conversation.id.split("/")]
     Random(seed).shuffle(conversations)
     texts = [
         f"{USER}{user.content}{ASSISTANT}{answer.content}{END}"
@@ -132,11 +138,13 @@ def token_stream(tokenizer: PreTrainedTokenizerFast, split: Split, seed: int) ->
 
 
 def batches(tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace, first_step: int) -> Iterator[torch.Tensor]:
-    """Batches [batch, seq + 1] from `first_step` on. Every epoch cuts and shuffles the files anew."""
+    """Batches [batch, seq + 1] from `first_step` to the last. Every epoch cuts and shuffles the files anew."""
     tokens_per_step, step, epoch = args.batch_size * args.seq_len, 0, 0
-    while True:
-        stream = token_stream(tokenizer, "target_train", args.seed + epoch)
-        steps_in_epoch = (len(stream) - 1) // tokens_per_step
+    while step < args.steps:
+        decaying = step >= decay_start(args.steps)
+        stream = token_stream(tokenizer, "target_train", args.seed + epoch, with_tests=not decaying)
+        phase_end = args.steps if decaying else decay_start(args.steps)
+        steps_in_epoch = min((len(stream) - 1) // tokens_per_step, phase_end - step)
         for index in range(max(first_step - step, 0), steps_in_epoch):
             start = index * tokens_per_step + torch.arange(args.batch_size)[:, None] * args.seq_len
             yield stream[start + torch.arange(args.seq_len + 1)].long()
@@ -165,15 +173,16 @@ def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, args: arg
     progress = tqdm(total=args.steps, initial=step, unit="step", mininterval=10)
     started = time.perf_counter()
     for batch in batches(tokenizer, args, step):
-        if step >= args.steps:
-            break
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = args.learning_rate * schedule(step, args.steps)
         loss = token_loss(forward, batch.to(device))
+        objective = loss
+        if step >= decay_start(args.steps):
+            objective = loss + loop_loss(model, batch.to(device), Random(f"{args.seed}:{step}"))
         if not math.isfinite(loss.item()):
             sys.exit(f"the loss is {loss.item()} at step {step}; the last good checkpoint is {checkpoint}")
-        loss.backward()
+        objective.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
         for optimizer in optimizers:
             optimizer.step()
@@ -197,6 +206,11 @@ def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, args: arg
     return seconds + time.perf_counter() - started
 
 
+def decay_start(steps: int) -> int:
+    """The first step of the last part: falling learning rate, no tests, no loops."""
+    return round(steps * (1 - DECAY_SHARE))
+
+
 def schedule(step: int, steps: int) -> float:
     """Share of the peak learning rate: linear warm-up, constant, linear decay over the last DECAY_SHARE of the steps."""
     return min(1.0, (step + 1) / WARMUP_STEPS, (steps - step) / max(1.0, DECAY_SHARE * steps))
@@ -207,6 +221,29 @@ def token_loss(forward, batch: torch.Tensor) -> torch.Tensor:
     with torch.autocast(batch.device.type, dtype=torch.bfloat16):
         logits = forward(input_ids=batch[:, :-1], use_cache=False).logits
     return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+
+
+def loop_loss(model: LlamaForCausalLM, batch: torch.Tensor, rng: Random) -> torch.Tensor:
+    """DITTO's loss (Learning to Break the Loop, arXiv 2206.02369, section 3): a repeated segment should grow less likely.
+
+    Segments of the batch's texts are repeated over whole rows; each token's probability is drawn to LOOP_DECAY times the one
+    that the same token had one repetition earlier.
+    """
+    rows, periods, width = [], [], batch.shape[1]
+    for row in batch[: round(len(batch) * LOOP_SHARE)]:
+        period = rng.randint(*LOOP_TOKENS)
+        start = rng.randrange(width - period)
+        rows.append(row[start : start + period].repeat(width // period + 1)[:width])
+        periods.append(period)
+    loops = torch.stack(rows)
+    with torch.autocast(batch.device.type, dtype=torch.bfloat16):
+        logits = model(input_ids=loops[:, :-1], use_cache=False).logits
+    probs = logits.float().log_softmax(-1).gather(2, loops[:, 1:, None])[..., 0].exp()
+    losses = []
+    for row, period in zip(probs, periods, strict=True):
+        wanted = LOOP_DECAY * row[:-period].detach()
+        losses.append(-torch.log1p(-(row[period:] - wanted).abs().clamp(max=1 - 1e-5)))
+    return torch.cat(losses).mean()
 
 
 @torch.no_grad()
@@ -228,7 +265,11 @@ def greedy_quality(model, tokenizer, device: torch.device, num_prompts: int = 50
         prompt = tokenizer(f"{USER}{conversation.turns[0].content}{ASSISTANT}", return_tensors="pt", add_special_tokens=False)
         prompt = prompt.input_ids.to(device)
         output = model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=new_tokens,
+            min_new_tokens=new_tokens,
+            do_sample=False,
         )
         tokens = output[0, prompt.shape[1] :].tolist()
         grams = [tuple(tokens[i : i + 4]) for i in range(len(tokens) - 3)]
