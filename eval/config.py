@@ -15,7 +15,7 @@ class SuiteConfig:
     path: str | None = None
     """A local file of the suite; None reads it from the Hub (or, for stdlib, from the running Python)."""
     limit: int | None = None
-    """At most this many prompts; None takes all."""
+    """At most this many prompts, drawn by the seed; None takes all."""
 
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
@@ -47,7 +47,7 @@ class EvalConfig:
     memory_bandwidth_gbs: float | None = None
     """Gigabytes per second that the roofline assumes; None measures it."""
     seed: int = 0
-    """Of the prompts drawn from stdlib and of the bootstrap."""
+    """Of the prompts that a limit draws, and of the bootstrap."""
     num_threads: int | None = None
     """CPU threads while measuring; None leaves torch's choice."""
 
