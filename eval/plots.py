@@ -41,9 +41,9 @@ def plot_suite(rows: Sequence[Row], path: Path) -> None:
         left.set_ylim(len(categories) - 0.4, -0.6)  # the first category at the top
         right.axvline(1.0, color="0.35", linewidth=0.8, linestyle=(0, (4, 3)), zorder=3)
         right.annotate("plain decoding", (1.0, 0), xycoords=("data", "axes fraction"), xytext=(0, -9), **PARITY_TEXT)
-        figure.suptitle(_title(rows), x=0.01, ha="left", fontsize=11)
-        if len(rows) > 1:
-            figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", ncols=3, frameon=False)
+        figure.suptitle(_title(rows[0]), x=0.01, ha="left", fontsize=11)
+        # Two columns, since the name of a method can be long.
+        figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", ncols=2, frameon=False)
         with replacing(path) as temporary:
             figure.savefig(temporary, format="png", dpi=150)
 
@@ -92,7 +92,5 @@ def _category_label(row: Row, category: str) -> str:
     return f"{category} ({num_prompts})"
 
 
-def _title(rows: Sequence[Row]) -> str:
-    first = rows[0]
-    title = f"{first['suite']}, by category (number of prompts): greedy, batch size {first['batch_size']}, {first['dtype']}"
-    return f"{first['method']} on {title}" if len(rows) == 1 else title
+def _title(row: Row) -> str:
+    return f"{row['suite']} by category (number of prompts); greedy, batch size {row['batch_size']}, {row['dtype']}"
