@@ -1,6 +1,7 @@
 """Which target to load, and how."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
@@ -22,6 +23,9 @@ class TargetConfig:
     """For example `cuda:1`; None takes the launcher's device, else the first accelerator, else the CPU."""
     trust_remote_code: bool = False
     """Run modelling code that comes with the weights. Off unless you have read that code."""
+
+    tokenizer_options: dict[str, Any] = field(default_factory=dict)
+    """Passed on to the tokenizer's `from_pretrained`, for old checkpoints that need one: `{legacy: true}`, say."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:

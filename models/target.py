@@ -1,12 +1,13 @@
 """Loading a target from a directory or the Hub, with its mistakes named before any long work."""
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ..data.files import sha256_file
 from ..data.manifest import TargetIdentity
@@ -48,7 +49,10 @@ def load_tokenizer(config: TargetConfig) -> PreTrainedTokenizerBase:
     _check_directory(config.name_or_path)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            config.name_or_path, revision=config.revision, trust_remote_code=config.trust_remote_code
+            config.name_or_path,
+            revision=config.revision,
+            trust_remote_code=config.trust_remote_code,
+            **config.tokenizer_options,
         )
     except (OSError, ValueError) as error:
         raise ValueError(
@@ -59,11 +63,14 @@ def load_tokenizer(config: TargetConfig) -> PreTrainedTokenizerBase:
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 over the vocabulary and the chat template: what changes the ids of a text."""
+    """SHA-256 over the vocabulary and the rules that cut a text into it: what makes the ids of a text."""
     digest = hashlib.sha256()
     for token, index in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
         digest.update(f"{index}\t{token}\n".encode())
-    digest.update(str(tokenizer.chat_template).encode())
+    if isinstance(tokenizer, PreTrainedTokenizerFast):
+        rules = json.loads(tokenizer.backend_tokenizer.to_str())
+        steps = {name: rules[name] for name in ("added_tokens", "normalizer", "pre_tokenizer", "post_processor")}
+        digest.update(json.dumps(steps, sort_keys=True).encode())
     return digest.hexdigest()
 
 
