@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.manifest import TargetIdentity
 from .decoding.tree import DraftTree
-from .decoding.types import Acceptance, TargetOutput
+from .decoding.types import NO_NODE, Acceptance, TargetOutput
 from .tree_cache import TreeCache
 
 
@@ -39,6 +39,13 @@ class HFTarget:
         embeddings = self.model.get_input_embeddings()
         assert isinstance(embeddings, nn.Embedding)
         return embeddings
+
+    @property
+    def head(self) -> nn.Linear:
+        """The output embeddings: hidden states to logits, frozen."""
+        head = self.model.get_output_embeddings()
+        assert isinstance(head, nn.Linear)
+        return head
 
     @property
     def hidden_size(self) -> int:
@@ -96,9 +103,12 @@ class HFTarget:
 
     def commit(self, tree: DraftTree, acceptance: Acceptance) -> None:
         """Keep the last committed token and the accepted path in the KV cache; forget the other nodes. Batch of one."""
-        num_accepted = int(acceptance.num_accepted[0])
-        path = acceptance.path[:, :num_accepted]
-        self._require_cache().keep(torch.nn.functional.pad(path + 1, (1, 0)))
+        path = [node for node in acceptance.path[0].tolist() if node != NO_NODE]
+        cache = self._require_cache()
+        if path == list(range(len(path))):  # nothing accepted, or the tree's first nodes: they already lie where they belong
+            cache.advance(1 + len(path))
+        else:
+            cache.keep(torch.tensor([[0, *(node + 1 for node in path)]], device=acceptance.path.device))
 
     def _require_cache(self) -> TreeCache:
         assert self._cache is not None, "prefill comes before verify and commit"

@@ -43,6 +43,8 @@ class RedrafterConfig:
     """Width of the blocks and the head's input; None is twice the target's width. A narrow one makes a light head."""
     head_rank: int | None = None
     """Rank of the head's factorisation; None is a full matrix."""
+    head_init: str = "random"
+    """`random`, or `target`: start from the target's own head; `exit_width` must then be the target's width."""
     draft_vocab_size: int | None = None
     """Draft only this many tokens, the commonest in the distilled data; None is the whole vocabulary."""
     beam_width: int = 4
@@ -55,6 +57,12 @@ class RedrafterConfig:
     def __post_init__(self) -> None:
         if self.initial_state not in ("embedding", "zero"):
             raise ValueError(f"drafter.initial_state is {self.initial_state!r}; it must be embedding or zero")
+        if self.head_init not in ("random", "target"):
+            raise ValueError(f"drafter.head_init is {self.head_init!r}; it must be random or target")
+        if self.head_init == "target" and (self.head_rank, self.draft_vocab_size) != (None, None):
+            raise ValueError(
+                "drafter.head_init is target, but a head of lower rank or fewer tokens can't start from it; set random"
+            )
         if self.num_blocks < 0:
             raise ValueError(f"drafter.num_blocks is {self.num_blocks}; it must be 0 or more")
         for name in ("exit_width", "head_rank", "draft_vocab_size", "beam_width", "beam_length"):
@@ -111,7 +119,23 @@ class Redrafter(TrainableDrafter):
 
     @classmethod
     def for_target(cls, config: RedrafterConfig, target: HFTarget) -> "Redrafter":
-        return cls(config, target.embed_tokens, hidden_size=target.hidden_size, vocab_size=target.vocab_size)
+        drafter = cls(config, target.embed_tokens, hidden_size=target.hidden_size, vocab_size=target.vocab_size)
+        if config.head_init == "target":
+            drafter._start_from(target.head)
+        return drafter
+
+    def _start_from(self, target_head: nn.Linear) -> None:
+        """Take the target's head, and let h through to it as it is: at first the drafter tends to what the target said last."""
+        if self.head.weight.shape != target_head.weight.shape:
+            raise ValueError(
+                f"drafter.head_init is target, whose head is {target_head.in_features} wide; "
+                "drafter.exit_width must be that too"
+            )
+        width = target_head.in_features
+        with torch.no_grad():
+            self.head.weight.copy_(target_head.weight)
+            self.projection.weight[:, :width] = torch.eye(width)
+            self.projection.bias.zero_()
 
     @property
     def max_nodes(self) -> int:

@@ -218,3 +218,26 @@ def test_loss_without_hidden_states_or_with_single_token_labels_says_what_to_do(
     )
     with pytest.raises(ValueError, match="hidden states"):
         drafter.loss(empty)
+
+
+def test_started_from_the_targets_head_it_first_says_what_the_target_said(target):
+    drafter = build_drafter({"kind": "redrafter", "exit_width": target.hidden_size, "head_init": "target"}, target).double()
+    hidden = torch.randn(4, target.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    drafter.projection.weight.data[:, target.hidden_size :] = 0  # the state's part is random, as ever
+    assert torch.allclose(drafter.logits(hidden, torch.zeros_like(hidden)), target.head(hidden))
+    drafter.head.weight.data.zero_()
+    assert target.head.weight.abs().sum() > 0, "the drafter's head is a copy"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "drafter.exit_width must be that too"),
+        ({"exit_width": 32, "head_rank": 4}, "set random"),
+        ({"exit_width": 32, "draft_vocab_size": 4}, "set random"),
+        ({"head_init": "mine"}, "must be random or target"),
+    ],
+)
+def test_a_head_that_cannot_start_from_the_targets_is_refused(target, options, message):
+    with pytest.raises(ValueError, match=message):
+        build_drafter({"kind": "redrafter", "head_init": "target", **options}, target)
