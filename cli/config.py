@@ -67,7 +67,8 @@ class RunConfig:
     def _drafter_problems(self, variant: str) -> list[str]:
         try:
             drafter = self.drafter_run(variant)
-            parse_drafter_config(drafter.drafter)
+            for setting in [{}, *self.eval.settings]:
+                parse_drafter_config({**drafter.drafter, **setting})
         except (ValueError, OmegaConfBaseException) as error:
             return [f"variants.{variant}: {error}" if variant else f"drafter: {error}"]
         return []

@@ -1,17 +1,20 @@
 """The pipeline: the stages of a recipe, one after the other."""
 
 import logging
+from datetime import timedelta
 from pathlib import Path
 
 import hydra
 import torch
 from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
 from omegaconf import DictConfig, OmegaConf
 
 from ..data.chat import use_chat_template
 from ..data.files import atomic_write_text
 from ..data.manifest import load_manifest
 from ..distill.run import distill
+from ..eval.rows import is_broken
 from ..eval.run import check_inputs, evaluate
 from ..eval.tables import print_table
 from ..models.target import load_target
@@ -21,6 +24,9 @@ from .errors import user_errors
 
 log = logging.getLogger(__name__)
 register()
+
+NOT_LOSSLESS = 1
+"""Exit status where a drafter that claims to be lossless isn't."""
 
 
 @hydra.main(version_base="1.3", config_path="pkg://outrider.conf", config_name="config")
@@ -32,7 +38,9 @@ def main(composed: DictConfig) -> None:
 
 def run(config: RunConfig) -> None:
     """Run the stages. Each skips what is complete and resumes what was interrupted."""
-    accelerator = Accelerator(mixed_precision=config.mixed_precision)
+    # Ranks may finish their shards hours apart; the default limit of a collective is minutes.
+    patience = InitProcessGroupKwargs(timeout=timedelta(days=1))
+    accelerator = Accelerator(mixed_precision=config.mixed_precision, kwargs_handlers=[patience])
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     _configure_logging(accelerator.is_main_process)
@@ -56,16 +64,20 @@ def run(config: RunConfig) -> None:
     # The other processes are done: waiting hours for the measurement would run into a collective's time limit.
     if "eval" in config.stages and accelerator.is_main_process:
         drafter_dirs = [drafter.drafter_dir for drafter in config.drafter_runs()]
-        print_table(evaluate(config.eval, target, tokenizer, drafter_dirs, folder / "eval"))
-    log.info("the results lie in %s", folder)
+        rows = evaluate(config.eval, target, tokenizer, drafter_dirs, folder / "eval")
+        print_table(rows)
+        log.info("the results lie in %s", folder)
+        if any(map(is_broken, rows)):
+            raise SystemExit(NOT_LOSSLESS)
 
 
 def _check_inputs(config: RunConfig) -> None:
-    """What earlier stages left, where they are not part of this run: a mistake shows before the target is loaded."""
+    """The evaluation's prompts, and what earlier stages left: a mistake shows before the target is loaded."""
     if "train" in config.stages and "distill" not in config.stages:
         load_manifest(Path(config.output_dir) / "distill")
-    if "eval" in config.stages and "train" not in config.stages:
-        check_inputs(config.eval, [drafter.drafter_dir for drafter in config.drafter_runs()])
+    if "eval" in config.stages:
+        trained = [] if "train" in config.stages else [drafter.drafter_dir for drafter in config.drafter_runs()]
+        check_inputs(config.eval, trained)
 
 
 def _configure_logging(is_main_process: bool) -> None:

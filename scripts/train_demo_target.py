@@ -5,8 +5,8 @@
 Seeded and resumable: interrupted, the same command goes on from its last checkpoint. The learning rate is constant, then falls
 linearly to zero over the last part (warmup-stable-decay), so a run may be resumed with another --steps. That last part reads
 the library without its tests, which are two thirds of the text and repeat themselves, and teaches the model not to fall into
-loops (DITTO). Runs on a GPU where there is one. Ends by measuring the model on files that it has not seen, and writes what it
-measured beside the weights.
+loops (unlikelihood training). Runs on a GPU where there is one. Ends by measuring the model on files that it has not seen, and
+writes what it measured beside the weights.
 """
 
 import argparse
@@ -39,8 +39,7 @@ CHAT_TEMPLATE = (
 )
 PROMPT_CHARS, ANSWER_CHARS = (200, 900), 1500
 DECAY_SHARE, WARMUP_STEPS, CLIP_NORM = 0.3, 60, 1.0
-# DITTO's pseudo-repetitions: their share of a batch, their segments' lengths in tokens, and how much less likely each should be.
-LOOP_SHARE, LOOP_TOKENS, LOOP_DECAY = 0.25, (8, 48), 0.5
+LOOP_NGRAM, LOOP_PROMPT_TOKENS, LOOP_NEW_TOKENS = 4, 48, 80
 
 
 def main() -> None:
@@ -179,7 +178,7 @@ def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, args: arg
         loss = token_loss(forward, batch.to(device))
         objective = loss
         if step >= decay_start(args.steps):
-            objective = loss + loop_loss(model, batch.to(device), Random(f"{args.seed}:{step}"))
+            objective = loss + loop_loss(model, batch.to(device))
         if not math.isfinite(loss.item()):
             sys.exit(f"the loss is {loss.item()} at step {step}; the last good checkpoint is {checkpoint}")
         objective.backward()
@@ -223,27 +222,42 @@ def token_loss(forward, batch: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
 
 
-def loop_loss(model: LlamaForCausalLM, batch: torch.Tensor, rng: Random) -> torch.Tensor:
-    """DITTO's loss (Learning to Break the Loop, arXiv 2206.02369, section 3): a repeated segment should grow less likely.
+def loop_loss(model: LlamaForCausalLM, batch: torch.Tensor) -> torch.Tensor:
+    """Sequence-level unlikelihood (Neural Text Generation with Unlikelihood Training, arXiv 1908.04319, section 5.2).
 
-    Segments of the batch's texts are repeated over whole rows; each token's probability is drawn to LOOP_DECAY times the one
-    that the same token had one repetition earlier.
+    The model greedily continues the beginnings of the batch's texts; each token that completes a 4-gram which it has already
+    written is made less likely.
     """
-    rows, periods, width = [], [], batch.shape[1]
-    for row in batch[: round(len(batch) * LOOP_SHARE)]:
-        period = rng.randint(*LOOP_TOKENS)
-        start = rng.randrange(width - period)
-        rows.append(row[start : start + period].repeat(width // period + 1)[:width])
-        periods.append(period)
-    loops = torch.stack(rows)
+    prompts = batch[:, :LOOP_PROMPT_TOKENS]
+    texts = greedy(model, prompts, LOOP_NEW_TOKENS)
+    grams = ngram_keys(texts, LOOP_NGRAM, model.config.vocab_size)
+    again = (grams[:, :, None] == grams[:, None]).tril(-1).any(-1)  # [batch, gram]
+    again[:, : LOOP_PROMPT_TOKENS - LOOP_NGRAM + 1] = False
     with torch.autocast(batch.device.type, dtype=torch.bfloat16):
-        logits = model(input_ids=loops[:, :-1], use_cache=False).logits
-    probs = logits.float().log_softmax(-1).gather(2, loops[:, 1:, None])[..., 0].exp()
-    losses = []
-    for row, period in zip(probs, periods, strict=True):
-        wanted = LOOP_DECAY * row[:-period].detach()
-        losses.append(-torch.log1p(-(row[period:] - wanted).abs().clamp(max=1 - 1e-5)))
-    return torch.cat(losses).mean()
+        logits = model(input_ids=texts[:, :-1], use_cache=False).logits[:, LOOP_NGRAM - 2 :]
+    last_tokens = texts[:, LOOP_NGRAM - 1 :, None]  # of each gram
+    probs = logits.float().softmax(-1).gather(2, last_tokens)[..., 0]
+    return -(torch.log1p(-probs.clamp(max=1 - 1e-5)) * again).sum() / max(1, int(again.sum()))
+
+
+def ngram_keys(texts: torch.Tensor, size: int, vocab_size: int) -> torch.Tensor:
+    """A number for each run of `size` tokens, [batch, seq - size + 1]; equal where the runs are."""
+    keys = torch.zeros_like(texts[:, size - 1 :])
+    for offset in range(size):
+        keys = keys * vocab_size + texts[:, offset : texts.shape[1] - size + 1 + offset]
+    return keys
+
+
+@torch.no_grad()
+def greedy(model: LlamaForCausalLM, prompts: torch.Tensor, new_tokens: int) -> torch.Tensor:
+    """Prompts with `new_tokens` greedy tokens behind them; no text ends early."""
+    return model.generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        max_new_tokens=new_tokens,
+        min_new_tokens=new_tokens,
+        do_sample=False,
+    )
 
 
 @torch.no_grad()
@@ -264,13 +278,7 @@ def greedy_quality(model, tokenizer, device: torch.device, num_prompts: int = 50
     for conversation in Random(0).sample(conversations, num_prompts):
         prompt = tokenizer(f"{USER}{conversation.turns[0].content}{ASSISTANT}", return_tensors="pt", add_special_tokens=False)
         prompt = prompt.input_ids.to(device)
-        output = model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=new_tokens,
-            min_new_tokens=new_tokens,
-            do_sample=False,
-        )
+        output = greedy(model, prompt, new_tokens)
         tokens = output[0, prompt.shape[1] :].tolist()
         grams = [tuple(tokens[i : i + 4]) for i in range(len(tokens) - 3)]
         shares.append(len(set(grams)) / len(grams))

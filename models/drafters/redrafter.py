@@ -126,11 +126,13 @@ class Redrafter(TrainableDrafter):
 
     def _start_from(self, target_head: nn.Linear) -> None:
         """Take the target's head, and let h through to it as it is: at first the drafter tends to what the target said last."""
+        assert isinstance(self.head, nn.Linear)
         if self.head.weight.shape != target_head.weight.shape:
             raise ValueError(
                 f"drafter.head_init is target, whose head is {target_head.in_features} wide; "
                 "drafter.exit_width must be that too"
             )
+        assert isinstance(self.projection, nn.Linear)
         width = target_head.in_features
         with torch.no_grad():
             self.head.weight.copy_(target_head.weight)

@@ -84,6 +84,11 @@ def test_an_appended_drafter_option_that_does_not_exist_is_named() -> None:
         run_config("+drafter.exit_widht=3")
 
 
+def test_a_mistyped_beam_setting_is_told_before_the_training_not_after_it() -> None:
+    with pytest.raises(ValueError, match="no option beam_widht"):
+        run_config("eval.settings=[{beam_widht: 4}]")
+
+
 def test_all_problems_are_told_at_once() -> None:
     with pytest.raises(ValueError, match="5 problem") as error:
         run_config(
