@@ -39,7 +39,7 @@ CHAT_TEMPLATE = (
 )
 PROMPT_CHARS, ANSWER_CHARS = (200, 900), 1500
 DECAY_SHARE, WARMUP_STEPS, CLIP_NORM = 0.3, 60, 1.0
-LOOP_NGRAM, LOOP_PROMPT_TOKENS, LOOP_NEW_TOKENS = 4, 48, 80
+LOOP_WEIGHT, LOOP_NGRAM, LOOP_PROMPT_TOKENS, LOOP_NEW_TOKENS = 12.0, 4, 48, 112
 
 
 def main() -> None:
@@ -178,7 +178,7 @@ def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, args: arg
         loss = token_loss(forward, batch.to(device))
         objective = loss
         if step >= decay_start(args.steps):
-            objective = loss + loop_loss(model, batch.to(device))
+            objective = loss + LOOP_WEIGHT * loop_loss(model, batch.to(device))
         if not math.isfinite(loss.item()):
             sys.exit(f"the loss is {loss.item()} at step {step}; the last good checkpoint is {checkpoint}")
         objective.backward()
