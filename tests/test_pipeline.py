@@ -45,7 +45,7 @@ def overrides(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -
         "num_threads=1",
         "data={limit: 5, max_length: 96, prompt_chars_min: 20, prompt_chars_max: 40}",
         "distill={horizon: 3, shard_examples: 2}",
-        "drafter={exit_width: 16, num_blocks: 1}",
+        "drafter={exit_width: 16, num_blocks: 1, head_init: random}",
         "train={steps: 3, warmup_steps: 1, batch_size: 2, max_positions: 32}",
         f"eval.suites=[{{name: mt_bench, path: {questions}}}]",
         "eval={max_new_tokens: 12, profile_prompts: 1, memory_bandwidth_gbs: 10.0}",
