@@ -1,1 +1,1 @@
-"""TODO."""
+"""The command `outrider`, and the pipeline behind `train.py`."""

@@ -60,6 +60,12 @@ class RunConfig:
             problems.append(
                 f"mixed_precision is {self.mixed_precision!r}; it must be bf16 or no, or null for the launcher's choice"
             )
+        if "train" in self.stages and self.distill.horizon < 2:
+            problems.append(
+                f"distill.horizon is {self.distill.horizon}; a drafter needs labels of at least 2 tokens to learn from"
+            )
+        if any(setting in self.eval.settings[:index] for index, setting in enumerate(self.eval.settings)):
+            problems.append("eval.settings has the same setting twice; give each once")
         for name in self.variants or [""]:
             problems += self._drafter_problems(name)
         _raise(problems)
@@ -67,8 +73,11 @@ class RunConfig:
     def _drafter_problems(self, variant: str) -> list[str]:
         try:
             drafter = self.drafter_run(variant)
-            for setting in [{}, *self.eval.settings]:
+            _, config = parse_drafter_config(drafter.drafter)
+            for setting in self.eval.settings:
                 parse_drafter_config({**drafter.drafter, **setting})
+                if fixed := sorted(set(setting) - config.RUNTIME_FIELDS):
+                    raise ValueError(f"eval.settings can't change {', '.join(fixed)}, which the weights depend on")
         except (ValueError, OmegaConfBaseException) as error:
             return [f"variants.{variant}: {error}" if variant else f"drafter: {error}"]
         return []
@@ -84,12 +93,12 @@ class RunConfig:
             raise ValueError(f"a variant can't change {', '.join(unknown)}, only train and drafter")
         train = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(self.train), changes.get("train", {})))
         assert isinstance(train, TrainConfig)
-        folder = Path(self.output_dir)
+        folder = Path(self.output_dir) / "variants" / variant if variant else Path(self.output_dir)
         return DrafterRun(
             train=train,
             drafter={**self.drafter, **changes.get("drafter", {})},
-            train_dir=folder / "train" / variant,
-            drafter_dir=folder / "drafter" / variant,
+            train_dir=folder / "train",
+            drafter_dir=folder / "drafter",
         )
 
 

@@ -17,6 +17,7 @@ from ..distill.run import distill
 from ..eval.rows import is_broken
 from ..eval.run import check_inputs, evaluate
 from ..eval.tables import print_table
+from ..models.drafters import build_drafter
 from ..models.target import load_target
 from ..train.run import train
 from .config import RunConfig, register, to_run_config
@@ -46,10 +47,10 @@ def run(config: RunConfig) -> None:
     _configure_logging(accelerator.is_main_process)
     _check_inputs(config)
     folder = Path(config.output_dir)
-    if accelerator.is_main_process:
-        folder.mkdir(parents=True, exist_ok=True)
-        atomic_write_text(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
     target = load_target(config.target, accelerator.device)
+    if "train" in config.stages:
+        for drafter in config.drafter_runs():
+            build_drafter(drafter.drafter, target)  # sizes that don't fit the target show before the distillation
     tokenizer = target.tokenizer
     use_chat_template(tokenizer, config.data.chat_template)
     if "distill" in config.stages:
@@ -61,6 +62,9 @@ def run(config: RunConfig) -> None:
                 drafter.train, drafter.drafter, target, folder / "distill", drafter.train_dir, drafter.drafter_dir, accelerator
             )
             accelerator.wait_for_everyone()
+    # Only now: a run that is refused because the folder is another's must not overwrite what that one was made with.
+    if accelerator.is_main_process:
+        atomic_write_text(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
     # The other processes are done: waiting hours for the measurement would run into a collective's time limit.
     if "eval" in config.stages and accelerator.is_main_process:
         drafter_dirs = [drafter.drafter_dir for drafter in config.drafter_runs()]

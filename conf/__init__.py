@@ -1,1 +1,1 @@
-"""TODO."""
+"""Configuration files; a package, so that Hydra finds them wherever outrider is installed."""

@@ -103,6 +103,8 @@ def _checked(pairs: list[tuple[Role, str]]) -> Parsed:
     roles = [role for role, _ in pairs if role != "system"]
     if not pairs:
         return "no turns"
+    if any("\ud800" <= character <= "\udfff" for _, text in pairs for character in text):
+        return "text with half a surrogate pair, which is no Unicode text"
     if not all(text.strip() for _, text in pairs):
         return "empty turn"
     if "assistant" not in roles:

@@ -1,1 +1,1 @@
-"""TODO."""
+"""The frozen target labels texts with its own continuations: target -> shards."""

@@ -1,5 +1,6 @@
 """`outrider eval`: the speedup table of any exported drafter."""
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +26,7 @@ def eval_command(
     output: Annotated[Path, typer.Option(help="Folder for records, summary, table and plots.")] = Path("outputs/eval"),
     revision: Annotated[str | None, typer.Option(help="The target's revision on the Hub.")] = None,
     chat_template: Annotated[str | None, typer.Option(help="A .jinja file, or a template that ships with outrider.")] = None,
+    tokenizer_option: Annotated[list[str] | None, typer.Option(help="NAME=VALUE for the tokenizer: legacy=true.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Unless given, float32 on a CPU and as stored elsewhere.")] = None,
     device: Annotated[str | None, typer.Option(help="Unless given, the first accelerator, else cpu.")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads; torch's choice unless given.")] = None,
@@ -55,10 +57,13 @@ def eval_command(
         num_threads=threads,
     )
     check_inputs(config, drafter)
-    place = torch.device(device) if device else torch.accelerator.current_accelerator() or torch.device("cpu")
+    place = device or str(torch.accelerator.current_accelerator() or "cpu")
     # A CPU emulates bfloat16, and only float32 can be held to the very same tokens.
-    dtype = dtype or ("float32" if place.type == "cpu" else "auto")
-    loaded = load_target(TargetConfig(name_or_path=target, revision=revision, dtype=dtype, device=str(place)))
+    dtype = dtype or ("float32" if place == "cpu" else "auto")
+    options = _tokenizer_options(tokenizer_option or [])
+    loaded = load_target(
+        TargetConfig(name_or_path=target, revision=revision, dtype=dtype, device=place, tokenizer_options=options)
+    )
     use_chat_template(loaded.tokenizer, chat_template)
     rows = evaluate(config, loaded, loaded.tokenizer, drafter, output)
     console = Console()
@@ -67,6 +72,19 @@ def eval_command(
     if broken := dict.fromkeys(row["method"] for row in rows if is_broken(row)):
         console.print(f"[bold red]NOT LOSSLESS:[/] {', '.join(broken)}", soft_wrap=True)
         raise typer.Exit(1)
+
+
+def _tokenizer_options(texts: list[str]) -> dict[str, Any]:
+    options = {}
+    for text in texts:
+        name, separator, value = text.partition("=")
+        if not separator:
+            raise ValueError(f"--tokenizer-option is {text!r}; give NAME=VALUE, such as legacy=true")
+        try:
+            options[name] = json.loads(value)
+        except json.JSONDecodeError:
+            options[name] = value  # a text needs no quotes
+    return options
 
 
 def _suites(names: list[str], paths: list[str], limit: int | None) -> list[SuiteConfig]:

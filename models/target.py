@@ -23,7 +23,7 @@ def load_target(config: TargetConfig, device: torch.device | None = None) -> HFT
     Raises ValueError where the directory is incomplete or its tokenizer doesn't belong to it.
     """
     tokenizer = load_tokenizer(config)  # a second's work: its mistakes come first
-    place = torch.device(config.device) if config.device else device or _default_device()
+    place = _parse_device(config.device) if config.device else device or _default_device()
     model = _load_model(config)
     model.to(device=place)  # type: ignore[call-arg]  # transformers wraps `to` in a way that hides its signature
     model.eval().requires_grad_(False)
@@ -125,6 +125,13 @@ def _weights_digest(config: TargetConfig, model: PreTrainedModel) -> str:
     for path in sorted(path for pattern in WEIGHT_PATTERNS for path in directory.glob(pattern)):
         digest.update(f"{path.name}:{sha256_file(path)}\n".encode())
     return digest.hexdigest()
+
+
+def _parse_device(name: str) -> torch.device:
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"there is no device {name!r}; use one like cpu, cuda or cuda:1") from error
 
 
 def _default_device() -> torch.device:

@@ -149,5 +149,5 @@ def test_the_ablation_compares_both_labels_in_one_table(overrides: list[str], tm
     methods = [row["method"] for row in summary(tmp_path)]
     assert len(methods) == 3
     assert [any(name in method for method in methods[1:]) for name in ("distilled", "text")] == [True, True]
-    weights = {sha256_file(tmp_path / "drafter" / name / "model.safetensors") for name in ("distilled", "text")}
+    weights = {sha256_file(tmp_path / "variants" / name / "drafter" / "model.safetensors") for name in ("distilled", "text")}
     assert len(weights) == 2

@@ -2,8 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
+from ...data.files import parse_dataclass
 from ..hf_target import HFTarget
 from ..interfaces import TrainableDrafter
 from .redrafter import Redrafter
@@ -32,7 +34,8 @@ def parse_drafter_config(config: Mapping[str, Any]) -> tuple[str, Any]:
     known = {field.name for field in fields(config_class)}
     if unknown := sorted(set(options) - known):
         raise ValueError(f"the drafter {kind} has no option {', '.join(unknown)}; it has: {', '.join(sorted(known))}")
-    return kind, config_class(**options)
+    # Types are checked as in a file: `drafter.rnn=off` would arrive as a text, and a text is true.
+    return kind, parse_dataclass(config_class, options, Path(f"drafter {kind}"))
 
 
 def kind_of(drafter: TrainableDrafter) -> str:

@@ -89,6 +89,20 @@ def test_a_mistyped_beam_setting_is_told_before_the_training_not_after_it() -> N
         run_config("eval.settings=[{beam_widht: 4}]")
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("eval.settings=[{exit_width: 64}]", "the weights depend on"),
+        ("eval.settings=[{beam_width: 4}, {beam_width: 4}]", "same setting twice"),
+        ("distill.horizon=1", "labels of at least 2 tokens"),
+        ("drafter.num_blocks=two", "expected a value of type int"),
+    ],
+)
+def test_what_would_fail_after_hours_is_told_at_once(override: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run_config(override)
+
+
 def test_all_problems_are_told_at_once() -> None:
     with pytest.raises(ValueError, match="5 problem") as error:
         run_config(

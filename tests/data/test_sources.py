@@ -99,6 +99,7 @@ def test_drops_are_counted_by_reason(tmp_path: Path) -> None:
         ["no", "object"],
         sharegpt({"from": "system", "value": ""}, QUESTION, ANSWER),
         sharegpt({"from": "system", "value": "x"}, ANSWER),
+        sharegpt(QUESTION, {"from": "gpt", "value": "hi \ud83d"}),
     ]
     conversations, dropped = load(write_jsonl(tmp_path / "mixed.jsonl", [{}, *records]))
     assert [conversation.id for conversation in conversations] == ["mixed.jsonl:1", "mixed.jsonl:11"]
@@ -112,6 +113,7 @@ def test_drops_are_counted_by_reason(tmp_path: Path) -> None:
         "turn without the texts 'from' and 'value'": 2,
         "record without a list 'conversations'": 2,
         "record is not an object": 1,
+        "text with half a surrogate pair, which is no Unicode text": 1,
     }
     assert dropped.total() + len(conversations) == len(records) + 1
 

@@ -192,6 +192,8 @@ def test_the_targets_embeddings_are_neither_saved_nor_trained(target):
         ({"beam_widht": 4}, "no option beam_widht"),
         ({"initial_state": "ones"}, "must be embedding or zero"),
         ({"beam_width": 0}, "must be at least 1"),
+        ({"beam_width": 2.5}, "expected a value of type int"),
+        ({"rnn": "off"}, "expected a value of type bool"),
         ({"num_blocks": -1}, "must be 0 or more"),
     ],
 )
