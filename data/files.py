@@ -27,23 +27,31 @@ def replacing(path: Path) -> Iterator[Path]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    kept = "No half-written file was left: what this file held before is unchanged, and every file finished earlier is kept"
     try:
-        yield temporary
-        with open(temporary, "r+b") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        _sync_directory(path.parent)
+        with naming_full_disk(path, kept):
+            yield temporary
+            with open(temporary, "r+b") as file:
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+            _sync_directory(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def naming_full_disk(path: Path, kept: str) -> Iterator[None]:
+    """Give the OSError of a full disk (or quota) the file's name, what was `kept` of it, and a remedy; others pass."""
+    try:
+        yield
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise OSError(
             error.errno,
-            f"the disk is full (or its quota used up) while writing {path}. No half-written file was left: what this file held "
-            "before is unchanged, and every file finished earlier is kept. Free some space, or choose an output directory on "
-            "another disk and move the run there; the same command then goes on from what is complete",
+            f"the disk is full (or its quota used up) while writing {path}. {kept}. Free some space, or choose an output "
+            "directory on another disk and move the run there; the same command then goes on from what is complete",
         ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def atomic_write_bytes(path: Path, data: bytes) -> None:
@@ -77,7 +85,9 @@ def read_json(path: Path) -> Any:
             f"{path} does not exist; expected a JSON file. Check the path, or run the stage that writes it"
         ) from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not a JSON file ({error}). It was altered or cut: delete it and make it anew") from error
+        raise ValueError(
+            f"{path} is not a JSON file ({error}). It was altered or cut: restore it, or make it anew with the stage that writes it"
+        ) from error
 
 
 def parse_dataclass(cls: type[T], value: Any, path: Path) -> T:

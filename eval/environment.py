@@ -81,6 +81,6 @@ def _git_hash(directory: Path) -> str | None:
     command = ["git", "-C", str(directory), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except OSError:  # no git on this machine
+    except (OSError, subprocess.TimeoutExpired):  # no git on this machine, or one that takes forever
         return None
     return result.stdout.strip() or None

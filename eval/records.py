@@ -1,6 +1,7 @@
 """One line per measured generation: everything that tables, plots and a resumed run need."""
 
 import dataclasses
+import errno
 import json
 import logging
 import os
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from ..data.files import parse_dataclass
+from ..data.files import naming_full_disk, parse_dataclass
 from ..models.decoding.types import PhaseSeconds
 
 logger = logging.getLogger(__name__)
@@ -104,12 +105,15 @@ class RecordFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.records = _read(path)
-        self._file = path.open("a", encoding="utf-8")
+        # Unbuffered: what a full disk refused is not tried again when the file is closed.
+        self._file = path.open("ab", buffering=0)
 
     def append(self, record: EvalRecord) -> None:
-        self._file.write(record.to_json() + "\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with naming_full_disk(self.path, "The records before this one are kept"):
+            line = (record.to_json() + "\n").encode()
+            if self._file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, "only a part of the record was written")
+            os.fsync(self._file.fileno())
         self.records[record.key] = record
 
     def __enter__(self) -> "RecordFile":

@@ -1,5 +1,6 @@
 """Records survive a kill, and nothing that was altered passes for a measurement."""
 
+import errno
 import json
 from pathlib import Path
 
@@ -38,6 +39,20 @@ def test_a_line_torn_by_a_kill_is_dropped_and_can_be_written_again(tmp_path: Pat
         file.append(second)
     with RecordFile(path) as file:
         assert list(file.records.values()) == [first, second]
+
+
+def test_a_full_disk_names_the_file_and_keeps_the_records_before(
+    tmp_path: Path, make_record: MakeRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "records.jsonl"
+    first, second = make_record(), make_record(turn=1)
+    with RecordFile(path) as file:
+        file.append(first)
+        with monkeypatch.context() as full:
+            full.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
+            with pytest.raises(OSError, match=r"the disk is full .* while writing .*records\.jsonl\. The records before"):
+                file.append(second)
+        assert list(file.records.values()) == [first]
 
 
 def altered(record: EvalRecord, **changes: object) -> str:
