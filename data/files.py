@@ -86,7 +86,7 @@ def read_json(path: Path) -> Any:
         ) from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(
-            f"{path} is not a JSON file ({error}). It was altered or cut: restore it, or make it anew with the stage that writes it"
+            f"{path} is not a JSON file ({error}). It was altered or cut: restore it, or run the stage that writes it"
         ) from error
 
 
