@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from ..data.files import sha256_file
 from ..data.manifest import TargetIdentity
 from .config import TargetConfig
 from .hf_target import HFTarget
+
+logger = logging.getLogger(__name__)
 
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 
@@ -41,7 +44,9 @@ def load_target(config: TargetConfig, device: torch.device | None = None) -> HFT
         hidden_size=model.config.get_text_config().hidden_size,
         vocab_size=vocab_size,
     )
-    return HFTarget(model, tokenizer, identity)
+    target = HFTarget(model, tokenizer, identity)
+    _check_stop_tokens(target)
+    return target
 
 
 def load_tokenizer(config: TargetConfig) -> PreTrainedTokenizerBase:
@@ -72,6 +77,24 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
         steps = {name: rules[name] for name in ("added_tokens", "normalizer", "pre_tokenizer", "post_processor")}
         digest.update(json.dumps(steps, sort_keys=True).encode())
     return digest.hexdigest()
+
+
+def _check_stop_tokens(target: HFTarget) -> None:
+    """A tokenizer with fewer tokens than the model is common (vocabularies are padded); one with another end is suspicious."""
+    end, stops, num_tokens = target.tokenizer.eos_token_id, target.stop_ids, len(target.tokenizer)
+    if any(stop >= num_tokens for stop in stops):
+        raise ValueError(
+            f"the model {target.identity.name} ends its answers with the tokens {stops}, and its tokenizer has only "
+            f"{num_tokens}: this is another model's tokenizer; put the right tokenizer files into the directory"
+        )
+    if stops and end is not None and end not in stops:
+        logger.warning(
+            "the tokenizer's end token is %d, and the model %s ends its answers with %s; "
+            "are these the tokenizer files of this model?",
+            end,
+            target.identity.name,
+            stops,
+        )
 
 
 def _load_model(config: TargetConfig) -> PreTrainedModel:

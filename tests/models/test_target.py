@@ -86,6 +86,18 @@ def test_a_tokenizer_of_a_larger_vocabulary_is_refused(copy):
         load_target(config(copy))
 
 
+def test_a_tokenizer_without_the_models_stop_token_is_refused_and_one_with_another_end_is_told(copy, caplog):
+    for stop, told in ((299, True), (300, False)):
+        path = copy / "generation_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": stop}))
+        if told:
+            load_target(config(copy))
+            assert "are these the tokenizer files of this model?" in caplog.text
+        else:
+            with pytest.raises(ValueError, match="its tokenizer has only 300"):
+                load_target(config(copy))
+
+
 def test_a_missing_tokenizer_is_named(copy):
     for path in copy.glob("tokenizer*"):
         path.unlink()
