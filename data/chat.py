@@ -85,8 +85,8 @@ def encode_conversations(
 def _require_template(tokenizer: PreTrainedTokenizerBase) -> str:
     if tokenizer.chat_template is None:
         raise ValueError(
-            f"the tokenizer of {tokenizer.name_or_path!r} has no chat template; set data.chat_template to a .jinja file, or to "
-            f"one that ships with outrider ({_built_in_names()})"
+            f"the tokenizer of {tokenizer.name_or_path!r} has no chat template; set data.chat_template (on the command line of "
+            f"outrider eval: --chat-template) to a .jinja file, or to one that ships with outrider ({_built_in_names()})"
         )
     if not tokenizer.is_fast:
         raise ValueError(

@@ -96,6 +96,10 @@ def evaluate(
             f"no prompt of {', '.join(suite.name for suite in suites)} fits the target's context window of "
             f"{target.context_length} tokens together with {config.max_new_tokens} new ones; lower max_new_tokens"
         )
+    measured = {record.suite for record in file.records.values()}
+    for suite in suites:
+        if suite.name not in measured:
+            logger.warning("no prompt of %s fits the target's context window: the table has no row for it", suite.name)
     rows = build_rows(
         list(file.records.values()),
         mismatches,
