@@ -14,7 +14,7 @@ from ..data.chat import use_chat_template
 from ..data.files import atomic_write_text
 from ..data.manifest import load_manifest
 from ..distill.run import distill
-from ..eval.rows import is_broken
+from ..eval.rows import Row, is_broken
 from ..eval.run import check_inputs, evaluate
 from ..eval.tables import print_table
 from ..models.drafters import build_drafter
@@ -62,17 +62,19 @@ def run(config: RunConfig) -> None:
                 drafter.train, drafter.drafter, target, folder / "distill", drafter.train_dir, drafter.drafter_dir, accelerator
             )
             accelerator.wait_for_everyone()
-    # Only now: a run that is refused because the folder is another's must not overwrite what that one was made with.
-    if accelerator.is_main_process:
-        atomic_write_text(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
     # The other processes are done: waiting hours for the measurement would run into a collective's time limit.
-    if "eval" in config.stages and accelerator.is_main_process:
+    if not accelerator.is_main_process:
+        return
+    rows: list[Row] = []
+    if "eval" in config.stages:
         drafter_dirs = [drafter.drafter_dir for drafter in config.drafter_runs()]
         rows = evaluate(config.eval, target, tokenizer, drafter_dirs, folder / "eval")
         print_table(rows)
-        log.info("the results lie in %s", folder)
-        if any(map(is_broken, rows)):
-            raise SystemExit(NOT_LOSSLESS)
+    # Only now: a run that is refused because the folder is another's must not overwrite what that one was made with.
+    atomic_write_text(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
+    log.info("the results lie in %s", folder)
+    if any(map(is_broken, rows)):
+        raise SystemExit(NOT_LOSSLESS)
 
 
 def _check_inputs(config: RunConfig) -> None:

@@ -121,6 +121,15 @@ def test_a_second_run_repeats_nothing(finished: tuple[Path, str], overrides: lis
     assert [name for name in before if not name.endswith(".png") and before[name] != after[name]] == []
 
 
+@pytest.mark.parametrize("change", ["train.learning_rate=0.5", "eval.max_new_tokens=5"])
+def test_a_refused_run_changes_nothing_in_the_folder(finished: tuple[Path, str], overrides: list[str], change: str) -> None:
+    folder, _ = finished
+    before = digests(folder)
+    with pytest.raises(ValueError, match="differ|changed|another"):
+        run_here("conf=demo", *overrides, change)
+    assert digests(folder) == before
+
+
 def test_a_stage_runs_alone_on_what_earlier_ones_left(finished: tuple[Path, str], overrides: list[str]) -> None:
     folder, _ = finished
     before = summary(folder)
