@@ -18,6 +18,7 @@ def eval_command(
     limit: Annotated[int | None, typer.Option(help="Draw at most so many prompts of each suite.")] = None,
     beam_width: Annotated[list[int] | None, typer.Option(help="Beams of a ReDrafter. Repeat to compare widths.")] = None,
     beam_length: Annotated[int | None, typer.Option(help="Draft tokens per beam of a ReDrafter.")] = None,
+    tree_nodes: Annotated[int | None, typer.Option(help="Nodes of a ReDrafter's tree, the likeliest its search met.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per answer, at most.")] = 128,
     repeat: Annotated[int, typer.Option(help="Measure every answer so many times.")] = 1,
     profile_prompts: Annotated[int, typer.Option(help="Prompts per suite decoded once more for the time split.")] = 3,
@@ -30,6 +31,7 @@ def eval_command(
     dtype: Annotated[str | None, typer.Option(help="Unless given, float32 on a CPU and as stored elsewhere.")] = None,
     device: Annotated[str | None, typer.Option(help="Unless given, the first accelerator, else cpu.")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads; torch's choice unless given.")] = None,
+    pack_weights: Annotated[bool, typer.Option(help="On a CPU, pack linear layers for few rows (more memory).")] = True,
     seed: Annotated[int, typer.Option(help="Of the prompts that --limit draws, and of the bootstrap.")] = 0,
 ) -> None:
     """Measure drafters against plain decoding, on the same prompts and through the same loop.
@@ -47,7 +49,7 @@ def eval_command(
 
     config = EvalConfig(
         suites=_suites(suite, suite_path or [], limit),
-        settings=_settings(beam_width or [], beam_length),
+        settings=_settings(beam_width or [], beam_length=beam_length, tree_nodes=tree_nodes),
         max_new_tokens=max_new_tokens,
         repeats=repeat,
         profile_prompts=profile_prompts,
@@ -55,6 +57,7 @@ def eval_command(
         memory_bandwidth_gbs=bandwidth,
         seed=seed,
         num_threads=threads,
+        pack_weights=pack_weights,
     )
     check_inputs(config, drafter)
     place = device or str(torch.accelerator.current_accelerator() or "cpu")
@@ -97,7 +100,7 @@ def _suites(names: list[str], paths: list[str], limit: int | None) -> list[Suite
     return [SuiteConfig(name=name, path=by_name.get(name), limit=limit) for name in names]
 
 
-def _settings(widths: list[int], length: int | None) -> list[dict[str, Any]]:
+def _settings(widths: list[int], **options: int | None) -> list[dict[str, Any]]:
     """One setting per width; what isn't given stays as the drafter has it."""
-    common = {} if length is None else {"beam_length": length}
+    common = {name: value for name, value in options.items() if value is not None}
     return [{"beam_width": width, **common} for width in widths] or [common]

@@ -50,6 +50,9 @@ class EvalConfig:
     """Of the prompts that a limit draws, and of the bootstrap."""
     num_threads: int | None = None
     """CPU threads while measuring; None leaves torch's choice."""
+    pack_weights: bool = True
+    """On a CPU in float32: measure baseline and drafters with linear layers packed for few rows, as a good CPU engine has them.
+    Takes the weights' memory once more."""
 
     def __post_init__(self) -> None:
         least = {"max_new_tokens": 1, "repeats": 1, "warmup_prompts": 0, "profile_prompts": 0}

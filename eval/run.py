@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +19,7 @@ from ..models.drafters.checkpoint import WEIGHTS_FILE, read_drafter_config
 from ..models.drafters.registry import parse_drafter_config
 from ..models.hf_target import HFTarget
 from ..models.interfaces import Drafter
+from ..models.packing import packed_linears
 from .config import EvalConfig
 from .environment import Environment, describe_environment, differences, digest_of
 from .lossless import Mismatch, audit, find_mismatches, is_exact
@@ -41,6 +42,7 @@ RECORDED_OPTIONS = (
     "profile_prompts",
     "too_long",
     "seed",
+    "pack_weights",
 )
 """Options of EvalConfig that a record depends on, besides suites and settings; threads are part of the environment."""
 
@@ -68,11 +70,14 @@ def evaluate(
     """
     suites = load_suites(config)
     labels = method_labels(config, drafter_dirs)
-    with cpu_threads(config.num_threads):
+    with ExitStack() as stack:
+        stack.enter_context(cpu_threads(config.num_threads))
+        drafters = {name: load_drafter(path, target, **setting) for name, (path, setting) in labels.items()}
+        if config.pack_weights:
+            stack.enter_context(packed_linears(target.model, *drafters.values()))
         methods = [Method(name=BASELINE, drafter=NullDrafter())]
-        for name, (path, setting) in labels.items():
-            # A TrainableDrafter is an nn.Module first, so that its type doesn't say that it drafts.
-            methods.append(Method(name=name, drafter=cast("Drafter[Any]", load_drafter(path, target, **setting))))
+        # A TrainableDrafter is an nn.Module first, so that its type doesn't say that it drafts.
+        methods += [Method(name=name, drafter=cast("Drafter[Any]", drafter)) for name, drafter in drafters.items()]
         output_dir.mkdir(parents=True, exist_ok=True)
         environment = describe_environment(target.device)
         recorded = recorded_config(config, suites, target, tokenizer, labels)

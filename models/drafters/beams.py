@@ -1,9 +1,10 @@
-"""Beam search with a recurrent drafter, and the draft tree that its beams make (arXiv 2403.09919, sections 3.2 and 3.3)."""
+"""Beam search with a recurrent drafter, and the draft tree that it makes (arXiv 2403.09919, sections 3.2 and 3.3)."""
 
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from ..decoding.tree import DraftTree
 from ..decoding.types import NO_NODE
@@ -20,6 +21,20 @@ class RecurrentDrafter(Protocol):
     def to_target_tokens(self, outputs: torch.Tensor) -> torch.Tensor: ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchTree:
+    """All beams that a search held at any depth. Beams share their prefixes, so together they are a tree.
+
+    Nodes are ordered by depth, and within a depth from the likeliest beam on; `level_sizes` counts the nodes of each depth.
+    `scores` are log-probabilities of the whole path, which never exceed the parent's.
+    """
+
+    tokens: Int[torch.Tensor, "batch node"]
+    parents: Int[torch.Tensor, "batch node"]
+    scores: Float[torch.Tensor, "batch node"]
+    level_sizes: tuple[int, ...]
+
+
 def beam_search(
     drafter: RecurrentDrafter,
     hidden: Float[torch.Tensor, "batch hidden"],
@@ -27,8 +42,8 @@ def beam_search(
     *,
     width: int,
     length: int,
-) -> Int[torch.Tensor, "batch beam length"]:
-    """The `width` likeliest continuations of `length` tokens that a beam search finds, likeliest first.
+) -> SearchTree:
+    """Search for the `width` likeliest continuations of `length` tokens.
 
     There are fewer where the vocabulary is smaller than `width`. All beams advance together: no loop over beams, no read by
     the host.
@@ -36,45 +51,71 @@ def beam_search(
     hidden = hidden[:, None]  # [batch, 1, hidden]
     state = drafter.first_state(drafter.embed(last_token))[:, None]  # [batch, beam, hidden]
     scores = torch.zeros(state.shape[:2], device=state.device)  # log-probability of each beam
-    beams = last_token[:, None, None][:, :, :0]
+    parents_at = torch.full_like(last_token, NO_NODE)[:, None]  # node of each beam
+    levels: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    num_nodes = 0
     for depth in range(length):
         logits = drafter.logits(hidden.expand_as(state), state).float()  # [batch, beam, vocab]
         # No beam can keep more than `width` of its successors: rank those alone, not beam x vocab of them.
         top, outputs = logits.topk(min(width, logits.shape[-1]), dim=-1)
         candidates = (scores[..., None] + top - logits.logsumexp(-1, keepdim=True)).flatten(1)
         scores, chosen = candidates.topk(min(width, candidates.shape[1]), dim=-1)
-        parent = chosen // top.shape[-1]  # [batch, beam]
+        beam = chosen // top.shape[-1]  # [batch, beam]: which one each came from
         token = drafter.to_target_tokens(outputs.flatten(1).gather(1, chosen))
-        beams = torch.cat([beams.gather(1, parent[..., None].expand(-1, -1, depth)), token[..., None]], dim=-1)
+        levels.append((token, parents_at.gather(1, beam), scores))
+        parents_at = torch.arange(num_nodes, num_nodes + token.shape[1], device=token.device).expand_as(token)
+        num_nodes += token.shape[1]
         if depth + 1 < length:
-            state = state.gather(1, parent[..., None].expand(-1, -1, state.shape[-1]))
+            state = state.gather(1, beam[..., None].expand(-1, -1, state.shape[-1]))
             state = drafter.next_state(state, drafter.embed(token))
-    return beams
+    tokens, parents, all_scores = (torch.cat(values, dim=1) for values in zip(*levels, strict=True))
+    sizes = tuple(level[0].shape[1] for level in levels)
+    return SearchTree(tokens=tokens, parents=parents, scores=all_scores, level_sizes=sizes)
 
 
-def pack_beams(beams: Int[torch.Tensor, "batch beam length"]) -> DraftTree:
-    """One tree out of all beams, each shared prefix in it once; nodes ordered by depth, then by beam.
+def pack_survivors(search: SearchTree) -> DraftTree:
+    """The beams that the search ended with, each shared prefix once: the paper's tree (section 3.3).
 
-        beams  A B C        depth 0: A        parents  -1
-               A B D   ->   depth 1: B E               0 0
-               A E F        depth 2: C D F             1 1 2
+        beams  A B C        depth 1: A        parents  -1
+               A B D   ->   depth 2: B E               0 0
+               A E F        depth 3: C D F             1 1 2
 
-    Rows with fewer nodes than the fullest are padded.
+    The paper finds shared prefixes by comparing beams; here the search's own back-pointers tell. Rows with fewer nodes than
+    the fullest are padded, and how many that has is read by the host.
     """
-    batch, width, length = beams.shape
-    equal = beams[:, :, None] == beams[:, None]  # [batch, beam, other beam, depth]
-    same_prefix = equal.cumprod(-1).bool()
-    # The first beam with the same prefix owns the node; max gives the first of equal maxima.
-    owner = same_prefix.int().argmax(2).transpose(1, 2)  # [batch, depth, beam]
-    is_owner = owner == torch.arange(width, device=beams.device)
-    index = is_owner.flatten(1).cumsum(1) - 1  # node number, where the beam owns it
-    node = index.view_as(owner).gather(2, owner)  # [batch, depth, beam]
-    parent = torch.nn.functional.pad(node[:, :-1], (0, 0, 1, 0), value=NO_NODE)
+    alive = torch.zeros_like(search.tokens)
+    end = alive.shape[1]
+    alive[:, end - search.level_sizes[-1] :] = 1
+    for size in reversed(search.level_sizes[1:]):  # a node lives where a child of its does
+        level = slice(end - size, end)
+        alive.scatter_reduce_(1, search.parents[:, level], alive[:, level].clone(), "amax")
+        end -= size
+    return _pack(search, alive.bool(), int(alive.sum(1).max()))
 
-    num_nodes = int(index[:, -1].max()) + 1  # the one read by the host: how large a tree the target has to read
-    # Everyone who doesn't own a node writes to a column that is cut off.
-    place = torch.where(is_owner.flatten(1), index, num_nodes)
-    blank = torch.full((batch, num_nodes + 1), NO_NODE, device=beams.device)
-    tokens = blank.scatter(1, place, beams.transpose(1, 2).flatten(1))[:, :num_nodes]
-    parents = blank.scatter(1, place, parent.flatten(1))[:, :num_nodes]
-    return DraftTree(tokens=tokens, parents=parents, max_depth=length)
+
+def pack_likeliest(search: SearchTree, num_nodes: int) -> DraftTree:
+    """The `num_nodes` likeliest of all nodes that the search held, dropped beams' too: EAGLE-2's choice (arXiv 2406.16858,
+    section 4.2).
+
+    No other tree of so many of these nodes has a greater expected number of accepted tokens, where the drafter's
+    probabilities are right. All rows have the same number of nodes (all there are, if fewer), so the host reads nothing.
+    """
+    num_nodes = min(num_nodes, search.tokens.shape[1])
+    # Parents come before their children and are as likely at least, so a stable order never takes a child alone.
+    order = search.scores.sort(dim=1, descending=True, stable=True).indices[:, :num_nodes]
+    chosen = torch.zeros_like(search.tokens, dtype=torch.bool).scatter_(1, order, True)
+    return _pack(search, chosen, num_nodes)
+
+
+def _pack(search: SearchTree, kept: Bool[torch.Tensor, "batch node"], num_nodes: int) -> DraftTree:
+    """The kept nodes as a tree; kept nodes' parents must be kept too. Rows with fewer than `num_nodes` are padded."""
+    index = kept.cumsum(1) - 1  # new number of each kept node
+    # Everyone who isn't kept writes to a column that is cut off.
+    place = torch.where(kept, index, num_nodes)
+    parents = torch.where(search.parents == NO_NODE, NO_NODE, index.gather(1, search.parents.clamp(min=0)))
+    blank = torch.full((len(kept), num_nodes + 1), NO_NODE, device=kept.device)
+    return DraftTree(
+        tokens=blank.scatter(1, place, search.tokens)[:, :num_nodes],
+        parents=blank.scatter(1, place, parents)[:, :num_nodes],
+        max_depth=len(search.level_sizes),
+    )

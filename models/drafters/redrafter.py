@@ -23,7 +23,7 @@ from ..decoding.tree import DraftTree
 from ..decoding.types import Acceptance, TargetOutput
 from ..hf_target import HFTarget
 from ..interfaces import Loss, TrainableDrafter
-from .beams import beam_search, pack_beams
+from .beams import beam_search, pack_likeliest, pack_survivors
 
 HIT_RANKS = 5
 """Training reports how often the label is among the 1..HIT_RANKS likeliest tokens."""
@@ -52,7 +52,11 @@ class RedrafterConfig:
     beam_length: int = 5
     """Draft tokens per beam, not counting the token that the target has already chosen. May be changed when it is loaded."""
 
-    RUNTIME_FIELDS: ClassVar[frozenset[str]] = frozenset({"beam_width", "beam_length"})
+    tree_nodes: int | None = None
+    """Nodes of the draft tree: so many of the likeliest that the beam search met; None is the paper's tree, the beams that it
+    ended with. May be changed when the drafter is loaded."""
+
+    RUNTIME_FIELDS: ClassVar[frozenset[str]] = frozenset({"beam_width", "beam_length", "tree_nodes"})
 
     def __post_init__(self) -> None:
         if self.initial_state not in ("embedding", "zero"):
@@ -65,7 +69,7 @@ class RedrafterConfig:
             )
         if self.num_blocks < 0:
             raise ValueError(f"drafter.num_blocks is {self.num_blocks}; it must be 0 or more")
-        for name in ("exit_width", "head_rank", "draft_vocab_size", "beam_width", "beam_length"):
+        for name in ("exit_width", "head_rank", "draft_vocab_size", "beam_width", "beam_length", "tree_nodes"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"drafter.{name} is {value}; it must be at least 1, or null where that is allowed")
@@ -141,7 +145,8 @@ class Redrafter(TrainableDrafter):
 
     @property
     def max_nodes(self) -> int:
-        return self.config.beam_width * self.config.beam_length
+        most = self.config.beam_width * self.config.beam_length
+        return most if self.config.tree_nodes is None else min(most, self.config.tree_nodes)
 
     @property
     def wants_token_counts(self) -> bool:
@@ -170,9 +175,11 @@ class Redrafter(TrainableDrafter):
         *,
         generator: torch.Generator | None = None,
     ) -> DraftTree:
-        """The beams of the search (section 3.2), shared prefixes merged into one tree (section 3.3)."""
-        beams = beam_search(self, state, last_token, width=self.config.beam_width, length=self.config.beam_length)
-        return pack_beams(beams)
+        """The tree of a beam search (section 3.2): its last beams (section 3.3), or the likeliest nodes it met."""
+        search = beam_search(self, state, last_token, width=self.config.beam_width, length=self.config.beam_length)
+        if self.config.tree_nodes is None:
+            return pack_survivors(search)
+        return pack_likeliest(search, self.config.tree_nodes)
 
     def advance(
         self, state: Float[torch.Tensor, "batch hidden"], tree: DraftTree, acceptance: Acceptance, output: TargetOutput

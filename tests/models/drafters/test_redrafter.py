@@ -1,6 +1,5 @@
 """ReDrafter: its recurrence, its loss, its beam search and its reduced vocabulary, each against a slow and plain version."""
 
-import itertools
 import math
 
 import pytest
@@ -9,7 +8,6 @@ from torch.nn import functional as F
 
 from outrider.data.types import UNKNOWN, DrafterBatch
 from outrider.models.drafters import build_drafter
-from outrider.models.drafters.beams import beam_search
 from outrider.models.drafters.redrafter import Redrafter
 
 
@@ -105,33 +103,6 @@ def test_hits_and_joint_hits_count_what_a_chain_would_accept(target):
     loss = drafter.loss(batch)
     assert loss.hits[:, 0].tolist() == [2, 1, 2]
     assert loss.joint_hits.tolist() == [2, 1, 1]
-
-
-@pytest.mark.parametrize(("width", "length"), [(1, 3), (4, 3), (400, 2)])
-def test_beam_search_equals_one_beam_at_a_time(target, width, length):
-    drafter = make(target)
-    hidden = torch.randn(2, target.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    last_token = torch.tensor([5, 6])
-    with torch.no_grad():
-        beams = beam_search(drafter, hidden, last_token, width=width, length=length)
-        for row in range(2):
-            kept = [([int(last_token[row])], 0.0)]
-            for _ in range(length):
-                grown = []
-                for text, score in kept:
-                    log_probs = slow_log_probs(drafter, hidden[row], text).tolist()
-                    grown += [([*text, token], score + value) for token, value in enumerate(log_probs)]
-                kept = sorted(grown, key=lambda item: -item[1])[:width]
-            assert beams[row].tolist() == [text[1:] for text, _ in kept]
-
-
-def test_beam_search_with_a_vocabulary_smaller_than_the_beam(target):
-    drafter = make(target, draft_vocab_size=2)
-    drafter.choose_draft_vocabulary(torch.arange(target.vocab_size))
-    hidden = torch.zeros(1, target.hidden_size, dtype=torch.float64)
-    beams = beam_search(drafter, hidden, torch.tensor([5]), width=8, length=3)
-    top = [target.vocab_size - 2, target.vocab_size - 1]
-    assert sorted(map(tuple, beams[0].tolist())) == sorted(itertools.product(top, repeat=3))
 
 
 def test_a_label_outside_the_draft_vocabulary_is_a_miss_and_no_loss(target):

@@ -1,0 +1,143 @@
+"""The beam search and both ways to make a tree of it, against a search that grows one beam at a time."""
+
+import itertools
+
+import pytest
+import torch
+
+from outrider.models.decoding import DraftTree
+from outrider.models.decoding.types import NO_NODE
+from outrider.models.drafters.beams import SearchTree, beam_search, pack_likeliest, pack_survivors
+
+VOCAB = 7
+
+
+class FadingDrafter:
+    """Scores a token by those before it, the further back the less: its state is their fading sum, one-hot."""
+
+    def __init__(self, seed: int = 0, vocab: int = VOCAB) -> None:
+        self.table = torch.randn(vocab, vocab, generator=torch.Generator().manual_seed(seed))
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.one_hot(tokens, len(self.table)).float()
+
+    def first_state(self, embedding: torch.Tensor) -> torch.Tensor:
+        return embedding
+
+    def next_state(self, state: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+        return state / 2 + embedding
+
+    def logits(self, hidden: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        return hidden + state @ self.table
+
+    def to_target_tokens(self, outputs: torch.Tensor) -> torch.Tensor:
+        return outputs
+
+
+def search(drafter: FadingDrafter, *, width: int, length: int, rows: int = 2) -> SearchTree:
+    hidden = torch.randn(rows, len(drafter.table), generator=torch.Generator().manual_seed(9))
+    return beam_search(drafter, hidden, torch.arange(rows), width=width, length=length)
+
+
+def slow_levels(drafter: FadingDrafter, row: int, *, width: int, length: int) -> list[dict[tuple[int, ...], float]]:
+    """The beams of each depth, likeliest first, with their log-probabilities."""
+    hidden = torch.randn(row + 1, len(drafter.table), generator=torch.Generator().manual_seed(9))[row]
+    beams: dict[tuple[int, ...], float] = {(): 0.0}
+    levels = []
+    for _ in range(length):
+        grown = {}
+        for path, score in beams.items():
+            texts = [row, *path]
+            state = sum(drafter.embed(torch.tensor(token)) / 2**age for age, token in enumerate(reversed(texts)))
+            log_probs = (hidden + state @ drafter.table).log_softmax(-1).tolist()
+            grown.update({(*path, token): score + value for token, value in enumerate(log_probs)})
+        beams = dict(sorted(grown.items(), key=lambda item: -item[1])[:width])
+        levels.append(beams)
+    return levels
+
+
+def paths(tokens: torch.Tensor, parents: torch.Tensor) -> list[tuple[int, ...]]:
+    """The path of every node of one row, padding left out."""
+    found: list[tuple[int, ...]] = []
+    for node, (token, parent) in enumerate(zip(tokens.tolist(), parents.tolist(), strict=True)):
+        if token == NO_NODE:
+            assert parent == NO_NODE
+            continue
+        assert parent < node, "a parent must come before its child"
+        found.append((*(found[parent] if parent != NO_NODE else ()), token))
+    assert len(found) == len(set(found)), "a prefix is in the tree twice"
+    return found
+
+
+def row_paths(tree: DraftTree | SearchTree, row: int) -> list[tuple[int, ...]]:
+    return paths(tree.tokens[row], tree.parents[row])
+
+
+SHAPES = [(1, 3), (3, 1), (3, 4), (6, 3), (40, 3)]
+
+
+@pytest.mark.parametrize(("width", "length"), SHAPES)
+def test_the_search_holds_what_one_beam_at_a_time_holds(width: int, length: int):
+    drafter = FadingDrafter()
+    found = search(drafter, width=width, length=length)
+    for row in range(2):
+        levels = slow_levels(drafter, row, width=width, length=length)
+        assert found.level_sizes == tuple(len(level) for level in levels)
+        assert row_paths(found, row) == [path for level in levels for path in level]
+        assert found.scores[row].tolist() == pytest.approx([score for level in levels for score in level.values()], abs=1e-5)
+
+
+def test_a_vocabulary_smaller_than_the_beam_gives_all_texts():
+    found = search(FadingDrafter(vocab=2), width=8, length=3)
+    assert found.level_sizes == (2, 4, 8)
+    assert set(row_paths(found, 0)) == {text for length in (1, 2, 3) for text in itertools.product((0, 1), repeat=length)}
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("width", "length"), SHAPES)
+def test_the_survivors_are_the_prefixes_of_the_last_beams(width: int, length: int, seed: int):
+    drafter = FadingDrafter(seed)
+    tree = pack_survivors(search(drafter, width=width, length=length))
+    assert tree.max_depth == length
+    sizes = []
+    for row in range(2):
+        beams = list(slow_levels(drafter, row, width=width, length=length)[-1])
+        expected = {beam[:depth] for beam in beams for depth in range(1, length + 1)}
+        assert set(row_paths(tree, row)) == expected
+        sizes.append(len(expected))
+    assert tree.num_nodes == max(sizes), "more padding than the fullest row needs"
+
+
+def test_shared_prefixes_are_packed_once():
+    # A B C / A B D / A E F, the example of the docstring, with letters as numbers, and a beam A G that was dropped.
+    found = SearchTree(
+        tokens=torch.tensor([[1, 2, 5, 7, 3, 4, 6]]),
+        parents=torch.tensor([[-1, 0, 0, 0, 1, 1, 2]]),
+        scores=torch.zeros(1, 7),
+        level_sizes=(1, 3, 3),
+    )
+    tree = pack_survivors(found)
+    assert tree.tokens.tolist() == [[1, 2, 5, 3, 4, 6]]
+    assert tree.parents.tolist() == [[-1, 0, 0, 1, 1, 2]]
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2, 5, 9, 11, 100])
+def test_the_likeliest_nodes_are_those_of_a_plain_sort(num_nodes: int):
+    drafter = FadingDrafter()
+    tree = pack_likeliest(search(drafter, width=3, length=4), num_nodes)
+    assert tree.num_nodes == min(num_nodes, 12)
+    for row in range(2):
+        nodes = {path: score for level in slow_levels(drafter, row, width=3, length=4) for path, score in level.items()}
+        expected = sorted(nodes, key=lambda path: -nodes[path])[:num_nodes]
+        assert set(row_paths(tree, row)) == set(expected)
+
+
+def test_a_child_as_likely_as_its_parent_never_comes_alone():
+    found = SearchTree(
+        tokens=torch.tensor([[1, 2, 3, 4, 5]]),
+        parents=torch.tensor([[-1, 0, 1, 2, 3]]),
+        scores=torch.zeros(1, 5),  # a drafter that is sure of everything
+        level_sizes=(1, 1, 1, 1, 1),
+    )
+    for num_nodes in range(1, 6):
+        assert row_paths(pack_likeliest(found, num_nodes), 0) == [(1, 2, 3, 4, 5)[:n] for n in range(1, num_nodes + 1)]
