@@ -222,3 +222,25 @@ def branch_attention(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         config._attn_implementation = own_implementation
+
+
+def require_full_attention(model: PreTrainedModel, num_tokens: int) -> None:
+    """Raise ValueError where the configuration tells that branches of texts of `num_tokens` would be labelled wrongly.
+
+    Each layer must attend to the whole text with plain scores, and nothing but position ids may tell it where a token stands.
+    """
+    config = model.config.get_text_config()
+    name = type(model).__name__
+    kinds = set(getattr(config, "layer_types", None) or ())
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    if strange := kinds - {"full_attention", "sliding_attention"}:
+        raise ValueError(f"{name} has layers of type {', '.join(sorted(strange))}; only full attention can be distilled")
+    if window is not None and window < num_tokens and kinds != {"full_attention"}:
+        raise ValueError(
+            f"{name} attends to a sliding window of {window} tokens, and {num_tokens} are asked for; "
+            "lower data.max_length so that all of it fits the window"
+        )
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        raise ValueError(f"{name} caps its attention scores, which the attention of branches can't reproduce")
+    if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
+        raise ValueError(f"{name} tells positions by a bias on the attention scores (ALiBi), which ignores position ids")

@@ -18,8 +18,8 @@ from jaxtyping import Bool, Float, Int
 from transformers import DynamicCache, PreTrainedModel
 
 from ..data.types import UNKNOWN
-from ..models.hf_target import HFTarget, require_full_attention
-from .branch_attention import BYPASSED, Branches, branch_attention
+from ..models.hf_target import HFTarget
+from .branch_attention import BYPASSED, Branches, branch_attention, require_full_attention
 
 # Logits held at a time: the head's output is [chunk, vocab] with about this many elements, whatever the vocabulary.
 LOGIT_ELEMENTS = 2**23

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from jaxtyping import Int
 
+from ..models.decoding.prompts import Prompts
 from ..models.decoding.tree import chain_tree, empty_tree
 from ..models.decoding.types import Acceptance
 from ..models.interfaces import Target
@@ -104,15 +105,16 @@ def audit(target: Target, prompt: Int[torch.Tensor, "1 seq"], token_ids: list[in
     """Force an answer through the plain model, token by token as plain decoding reads it, and all at once."""
     num_tokens = len(token_ids)
     tokens = torch.tensor([token_ids], device=prompt.device)
-    plain = [target.prefill(prompt, max_new_tokens=num_tokens, max_nodes=0).logits[:, -1]]
+    prompts = Prompts.of(prompt)
+    plain = [target.prefill(prompts, max_new_tokens=num_tokens, max_nodes=0).logits[:, -1]]
     nothing = empty_tree(1, prompt.device)
     for index in range(num_tokens - 1):
         plain.append(target.verify(tokens[:, index], nothing).logits[:, -1])
         keep = Acceptance(path=nothing.parents, num_accepted=tokens.new_zeros(1), bonus_token=tokens[:, index + 1])
-        target.commit(nothing, keep)
+        target.commit(nothing, keep, [0])
     stepwise = torch.cat(plain).float()  # [token, vocab]
 
-    target.prefill(prompt, max_new_tokens=num_tokens, max_nodes=num_tokens)
+    target.prefill(prompts, max_new_tokens=num_tokens, max_nodes=num_tokens)
     at_once = target.verify(tokens[:, 0], chain_tree(tokens[:, 1:])).logits[0].float()  # after each token of the answer
 
     emitted = stepwise.gather(1, tokens[0, :, None])[:, 0]

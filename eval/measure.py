@@ -49,12 +49,12 @@ class Generation:
 
     @property
     def token_ids(self) -> list[int]:
-        return [token for step in self.steps for token in step.tokens]
+        return [token for step in self.steps for token in step.tokens[0]]
 
     @property
     def accepted_histogram(self) -> list[int]:
         """Entry k counts the verify steps that accepted k draft tokens."""
-        accepted = [step.num_accepted for step in self.steps if not step.is_prefill]
+        accepted = [step.num_accepted[0] for step in self.steps if not step.is_prefill]
         return [accepted.count(length) for length in range(max(accepted, default=-1) + 1)]
 
     @property

@@ -1,5 +1,6 @@
 """The frozen target: any causal language model of transformers, unmodified."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,15 +9,24 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.manifest import TargetIdentity
-from .decoding.tree import DraftTree
-from .decoding.types import NO_NODE, Acceptance, TargetOutput
+from .decoding.prompts import Prompts
+from .decoding.tree import DraftTree, chain_tree
+from .decoding.types import Acceptance, TargetOutput
+from .tree_attention import attention_kinds, masks_by_kind, require_tree_attention
 from .tree_cache import TreeCache
+
+# Relative error of logits that rounding may explain, for types of at least float32's precision and for narrower ones.
+PROBE_TOLERANCE, NARROW_PROBE_TOLERANCE = 0.001, 0.25
+
+
+UNLIMITED = 2**31 - 1
+"""Context length of a model whose configuration names none."""
 
 
 class HFTarget:
-    """A target behind transformers' public seams: a 4-D attention mask, explicit positions, and a cache of our own.
+    """A target behind transformers' public seams: 4-D attention masks, explicit positions, and a cache of our own.
 
-    Holds the KV cache of one prompt at a time. Make it with `outrider.models.target.load_target`.
+    Holds the KV cache of one batch of prompts at a time. Make it with `outrider.models.target.load_target`.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, identity: TargetIdentity) -> None:
@@ -24,6 +34,7 @@ class HFTarget:
         self.tokenizer = tokenizer
         self.identity = identity
         self._cache: TreeCache | None = None
+        self._kinds: dict[str, int | None] = {}
 
     @property
     def device(self) -> torch.device:
@@ -58,7 +69,7 @@ class HFTarget:
     @property
     def context_length(self) -> int:
         """Tokens, prompt and answer together, that the model has positions for."""
-        return int(self._text_config.max_position_embeddings)
+        return int(getattr(self._text_config, "max_position_embeddings", None) or UNLIMITED)
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -75,40 +86,65 @@ class HFTarget:
 
     # --- decoding
 
-    def prefill(self, prompt: Int[torch.Tensor, "batch seq"], *, max_new_tokens: int, max_nodes: int) -> TargetOutput:
-        """Start anew with a prompt of equally long rows. Raises ValueError where it doesn't fit the context window."""
-        num_tokens = prompt.shape[1] + max_new_tokens
-        if num_tokens > self.context_length:
+    def prefill(self, prompts: Prompts, *, max_new_tokens: int, max_nodes: int) -> TargetOutput:
+        """Start anew with a batch of prompts.
+
+        Raises ValueError where a prompt leaves no room in the context window, or the model can't read draft trees.
+        """
+        if max(prompts.lengths) >= self.context_length:
             raise ValueError(
-                f"a prompt of {prompt.shape[1]} tokens and {max_new_tokens} new ones exceed the target's context window of "
-                f"{self.context_length} tokens; shorten the prompt or lower max_new_tokens"
+                f"a prompt of {max(prompts.lengths)} tokens leaves no room for an answer in the target's context window of "
+                f"{self.context_length} tokens; shorten the prompt"
             )
-        require_full_attention(self.model, num_tokens + max_nodes)
-        self._cache = TreeCache(self._text_config.num_hidden_layers, capacity=num_tokens + max_nodes)
-        positions = torch.arange(prompt.shape[1], device=prompt.device)[None]
-        output = self._forward(prompt, positions, None, logits_to_keep=1)
-        self._cache.advance(prompt.shape[1])
-        return output
+        if not self._kinds:
+            require_tree_attention(self.model)
+            self._kinds = attention_kinds(self.model)
+            self._probe()
+        room = min(max_new_tokens, self.context_length - min(prompts.lengths))
+        return self._prefill(prompts, max(prompts.lengths) + room + 1 + max_nodes)
+
+    def _prefill(self, prompts: Prompts, capacity: int) -> TargetOutput:
+        self._cache = TreeCache(self._text_config.num_hidden_layers, len(prompts.lengths), capacity, self.device)
+        self._cache.begin_pass(prompts.input_ids.shape[1])
+        positions = torch.arange(prompts.input_ids.shape[1], device=self.device)[None]
+        # No mask: under causal attention no token sees the padding on its right.
+        last = sorted({length - 1 for length in prompts.lengths})
+        output = self._forward(prompts.input_ids, positions, None, logits_to_keep=torch.tensor(last, device=self.device))
+        row, column = range(len(prompts.lengths)), [last.index(length - 1) for length in prompts.lengths]
+        self._cache.commit_in_place(prompts.lengths)
+        self._cache.trim()
+        return TargetOutput(logits=output.logits[row, column][:, None], hidden_states=output.hidden_states)
 
     def verify(self, last_token: Int[torch.Tensor, " batch"], tree: DraftTree) -> TargetOutput:
         """One forward over the last committed token and the tree's nodes, each attending to its own path only."""
-        committed = self._require_cache().committed
-        if tree.num_nodes == 0:
-            return self._forward(last_token[:, None], torch.full_like(last_token[:, None], committed), None)
-        tokens = torch.cat([last_token[:, None], tree.tokens.clamp(min=0)], dim=1)
-        depths = torch.nn.functional.pad(tree.depths, (1, 0))
-        # Nodes beyond the context window can never be emitted; they only must not index past a position table.
-        positions = (committed + depths).clamp(max=self.context_length - 1)
-        return self._forward(tokens, positions, tree_attention_mask(tree, committed, self.dtype))
-
-    def commit(self, tree: DraftTree, acceptance: Acceptance) -> None:
-        """Keep the last committed token and the accepted path in the KV cache; forget the other nodes. Batch of one."""
-        path = [node for node in acceptance.path[0].tolist() if node != NO_NODE]
         cache = self._require_cache()
-        if path == list(range(len(path))):  # nothing accepted, or the tree's first nodes: they already lie where they belong
-            cache.advance(1 + len(path))
+        cache.begin_pass(1 + tree.num_nodes)
+        tokens, positions = last_token[:, None], cache.lengths[:, None]
+        if tree.num_nodes:
+            tokens = torch.cat([tokens, tree.tokens.clamp(min=0)], dim=1)
+            # Nodes beyond the context window can never be emitted; they only must not index past a position table.
+            depths = torch.nn.functional.pad(tree.depths, (1, 0))
+            positions = (positions + depths).clamp(max=self.context_length - 1)
+        elif cache.is_even:
+            return self._forward(tokens, positions, None)
+        return self._forward(tokens, positions, masks_by_kind(self._kinds, tree, cache.lengths, cache.extent, self.dtype))
+
+    def commit(self, tree: DraftTree, acceptance: Acceptance, num_accepted: Sequence[int]) -> None:
+        """Keep each row's last committed token and accepted path in the KV cache; forget the other nodes.
+
+        `num_accepted` is the acceptance's own, as the host knows it.
+        """
+        cache = self._require_cache()
+        counts = [1 + count for count in num_accepted]
+        if tree.max_depth == 0 or not any(num_accepted):
+            cache.commit_in_place(counts)
         else:
-            cache.keep(torch.tensor([[0, *(node + 1 for node in path)]], device=acceptance.path.device))
+            path = (acceptance.path + 1).clamp(min=0)[:, : max(num_accepted)]
+            cache.commit(torch.nn.functional.pad(path, (1, 0)), counts)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows of the batch only."""
+        self._require_cache().select(rows)
 
     def _require_cache(self) -> TreeCache:
         assert self._cache is not None, "prefill comes before verify and commit"
@@ -118,19 +154,54 @@ class HFTarget:
         self,
         tokens: Int[torch.Tensor, "batch query"],
         positions: Int[torch.Tensor, "rows query"],
-        mask: Float[torch.Tensor, "batch 1 query key"] | None,
+        masks: Any,
         **kwargs: Any,
     ) -> TargetOutput:
         with CapturedHiddenStates(self.model) as captured:
             output = self.model(
                 input_ids=tokens,
-                attention_mask=mask,
+                attention_mask=masks,
                 position_ids=positions,
                 past_key_values=self._require_cache(),
                 use_cache=True,
                 **kwargs,
             )
         return TargetOutput(logits=output.logits, hidden_states=captured.hidden_states)
+
+    @torch.inference_mode()
+    def _probe(self) -> None:
+        """Raise ValueError where a little tree gives other logits than its paths do in plain forward passes."""
+        text = torch.arange(3, 15, device=self.device) % self.vocab_size
+        prompts = Prompts.of([text[:8], text[:5]])
+        # Two paths, a b and c, whose nodes lie in the order a c b.
+        tokens, parents = torch.tensor([[5, 7, 6]] * 2, device=self.device), torch.tensor([[-1, -1, 0]] * 2, device=self.device)
+        tree = DraftTree(tokens=tokens % self.vocab_size, parents=parents, max_depth=2)
+        last = text[[8, 9]]
+        self._prefill(prompts, capacity=24)
+        first = self.verify(last, tree).logits
+        path = torch.tensor([[0, 2], [1, -1]], device=self.device)
+        accepted = Acceptance(path=path, num_accepted=torch.tensor([2, 1], device=self.device), bonus_token=last)
+        self.commit(tree, accepted, [2, 1])
+        second = self.verify(text[[10, 11]], chain_tree(tree.tokens[:, :1])).logits
+        self._cache = None
+        rows = [
+            (first[0, 2], [*text[:9], tree.tokens[0, 1]]),
+            (first[1, 3], [*text[:5], text[9], *tree.tokens[0, [0, 2]]]),
+            (second[0, 1], [*text[:9], *tree.tokens[0, [0, 2]], text[10], tree.tokens[0, 0]]),
+            (second[1, 1], [*text[:5], text[9], tree.tokens[1, 1], text[11], tree.tokens[1, 0]]),
+        ]
+        error = max(self._difference(logits, torch.stack(path_ids)) for logits, path_ids in rows)
+        tolerance = PROBE_TOLERANCE if torch.finfo(self.dtype).eps <= torch.finfo(torch.float32).eps else NARROW_PROBE_TOLERANCE
+        if not error < tolerance:
+            raise ValueError(
+                f"{type(self.model).__name__} reads a draft tree differently from plain texts (relative error {error:.2g} of "
+                "its logits): something beside masks and position ids tells it where a token stands, so decoding trees would "
+                "change its output. Choose another target"
+            )
+
+    def _difference(self, logits: Float[torch.Tensor, " vocab"], text: Int[torch.Tensor, " seq"]) -> float:
+        plain = self.model(text[None], use_cache=False).logits[0, -1].float()
+        return float((logits.float() - plain).norm() / plain.norm())
 
     # --- training and distillation
 
@@ -145,15 +216,15 @@ class HFTarget:
 
 
 class CapturedHiddenStates:
-    """Catches what the base model hands to the head, for every position, without asking for all layers' states."""
+    """Catches what the decoder hands to the head, for every position, without asking for all layers' states."""
 
     hidden_states: torch.Tensor
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.base_model = model.base_model
+        self.decoder = model.get_decoder()  # some models call it past their base model
 
     def __enter__(self) -> "CapturedHiddenStates":
-        self._hook = self.base_model.register_forward_hook(self._capture)
+        self._hook = self.decoder.register_forward_hook(self._capture)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -161,39 +232,3 @@ class CapturedHiddenStates:
 
     def _capture(self, module: nn.Module, args: Any, output: Any) -> None:
         self.hidden_states = output[0]
-
-
-def tree_attention_mask(tree: DraftTree, committed: int, dtype: torch.dtype) -> Float[torch.Tensor, "batch 1 query key"]:
-    """Additive mask over `committed` cache entries, the last committed token, and the tree's nodes.
-
-    Everybody sees the committed text and the last token; a node sees itself and its ancestors besides. Additive rather than
-    boolean: the one form that both the sdpa and the eager attention of transformers take as it is.
-    """
-    batch, num_nodes = tree.tokens.shape
-    mask = torch.zeros(batch, 1, num_nodes + 1, committed + 1 + num_nodes, dtype=dtype, device=tree.tokens.device)
-    hidden = torch.nn.functional.pad(~tree.ancestor_mask(), (0, 0, 1, 0), value=True)  # the last token sees no node
-    mask[:, 0, :, committed + 1 :].masked_fill_(hidden, torch.finfo(dtype).min)
-    return mask
-
-
-def require_full_attention(model: PreTrainedModel, num_tokens: int) -> None:
-    """Raise ValueError where a tree of `num_tokens` in all can't be verified rightly: then, better not at all.
-
-    A 4-D mask replaces the model's own in every layer, so each layer must attend to the whole text, and nothing but the mask
-    and the position ids may tell it where a token stands.
-    """
-    config = model.config.get_text_config()
-    name = type(model).__name__
-    kinds = set(getattr(config, "layer_types", None) or ())
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    if strange := kinds - {"full_attention", "sliding_attention"}:
-        raise ValueError(f"{name} has layers of type {', '.join(sorted(strange))}; only full attention can read a draft tree")
-    if window is not None and window < num_tokens and kinds != {"full_attention"}:
-        raise ValueError(
-            f"{name} attends to a sliding window of {window} tokens, and {num_tokens} are asked for; "
-            "shorten the prompt or the answer so that all of it fits the window"
-        )
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        raise ValueError(f"{name} caps its attention scores, which our tree attention can't reproduce")
-    if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
-        raise ValueError(f"{name} tells positions by a bias on the attention scores (ALiBi), which ignores position ids")

@@ -4,6 +4,7 @@ A drafter's state is a value: it is passed in and handed back, never kept inside
 replayed.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
@@ -12,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import nn
 
 from ..data.types import DrafterBatch
+from .decoding.prompts import Prompts
 from .decoding.tree import DraftTree
 from .decoding.types import Acceptance, TargetOutput
 
@@ -25,17 +27,27 @@ State = TypeVar("State")
 class Target(Protocol):
     """The frozen large model, with its own KV cache."""
 
-    def prefill(self, prompt: Int[torch.Tensor, "batch seq"], *, max_new_tokens: int, max_nodes: int) -> TargetOutput:
-        """Start anew: read the prompt, and keep room for `max_new_tokens` behind it and trees of `max_nodes`.
+    @property
+    def context_length(self) -> int:
+        """Tokens, prompt and answer together, that the target can hold."""
 
-        Raises ValueError where prompt and new tokens exceed the model's context window.
+    def prefill(self, prompts: Prompts, *, max_new_tokens: int, max_nodes: int) -> TargetOutput:
+        """Start anew: read the prompts, and keep room for `max_new_tokens` behind each and trees of `max_nodes`.
+
+        Raises ValueError where a prompt fills the context window.
         """
 
     def verify(self, last_token: Int[torch.Tensor, " batch"], tree: DraftTree) -> TargetOutput:
         """One forward over the last committed token and all nodes, each attending to its own path only."""
 
-    def commit(self, tree: DraftTree, acceptance: Acceptance) -> None:
-        """Keep the last committed token and the accepted path in the KV cache; forget the other nodes."""
+    def commit(self, tree: DraftTree, acceptance: Acceptance, num_accepted: Sequence[int]) -> None:
+        """Keep each row's last committed token and accepted path in the KV cache; forget the other nodes.
+
+        `num_accepted` is the acceptance's own, as the host knows it.
+        """
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows of the batch only: the others' answers have ended."""
 
 
 @runtime_checkable
@@ -46,13 +58,16 @@ class Drafter(Protocol[State]):
     def max_nodes(self) -> int:
         """Most nodes that a tree of its can have: what the target's KV cache keeps room for."""
 
-    def init_state(self, prompt: Int[torch.Tensor, "batch seq"], prefill: TargetOutput) -> State: ...
+    def init_state(self, prompts: Prompts, prefill: TargetOutput) -> State: ...
 
     def propose(
         self, state: State, last_token: Int[torch.Tensor, " batch"], *, generator: torch.Generator | None = None
     ) -> DraftTree: ...
 
     def advance(self, state: State, tree: DraftTree, acceptance: Acceptance, output: TargetOutput) -> State: ...
+
+    def select(self, state: State, rows: Sequence[int]) -> State:
+        """The state of these rows of the batch only."""
 
 
 @runtime_checkable

@@ -1,5 +1,13 @@
-"""A KV cache that holds a committed text and, behind it, the nodes of one draft tree."""
+"""A KV cache that holds committed texts and, behind each, the nodes of its draft tree.
 
+    row 0   a b c d|x y z . . .         | = lengths[0] = 4, then the entries of the last pass
+    row 1   e f|x y z . . . . .         | = lengths[1] = 2
+
+Buffers are allocated once and written in place. A pass writes its entries right behind each row's committed ones and sees the
+first `extent` columns; a mask says which of those are whose. Nothing moves until the owner commits.
+"""
+
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,24 +16,17 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 
 class TreeCacheLayer(CacheLayerMixin):
-    """One layer's keys and values, [batch, head, capacity, head_dim], allocated once and written in place.
+    """One layer's view of the cache: keys and values, [batch, head, capacity, head_dim]."""
 
-    A forward pass over n tokens writes entries `committed .. committed + n` and sees all entries up to there. Nothing moves
-    until the owner commits: what lies behind `committed` is overwritten by the next pass.
-    """
+    is_sliding = False  # layers with a window keep everything too: the mask hides what is out of it
 
-    is_sliding = False
-
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, cache: "TreeCache") -> None:
         super().__init__()
-        self.capacity = capacity
-        self.committed = 0
+        self.cache = cache
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        batch, num_heads = key_states.shape[:2]
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys = key_states.new_empty(batch, num_heads, self.capacity, key_states.shape[-1])
-        self.values = value_states.new_empty(batch, num_heads, self.capacity, value_states.shape[-1])
+        self._place_keys, self._place_values = self.cache.reserve(key_states), self.cache.reserve(value_states)
         self.is_initialized = True
 
     def update(
@@ -33,54 +34,121 @@ class TreeCacheLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        keys, values = self._buffers()
-        end = self.committed + key_states.shape[2]
-        assert end <= self.capacity, f"{end} entries in a cache of {self.capacity}: the target reserved too little"
-        keys[:, :, self.committed : end] = key_states
-        values[:, :, self.committed : end] = value_states
-        return keys[:, :, :end], values[:, :, :end]
+        return self.cache.write(self._place_keys, key_states), self.cache.write(self._place_values, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.committed + query_length, 0
+        return self.cache.extent, 0
 
     def get_seq_length(self) -> int:
-        return self.committed
+        return self.cache.extent - self.cache.num_written
 
     def get_max_length(self) -> int:
-        return self.capacity
+        return self.cache.capacity
 
-    def keep(self, entries: Int[torch.Tensor, "batch kept"]) -> None:
-        """Move the entries `committed + entries` to the end of the committed ones; the caller then advances `committed`."""
-        index = entries[:, None, :, None] + self.committed
-        for buffer in self._buffers():
-            kept = buffer.gather(2, index.expand(-1, buffer.shape[1], -1, buffer.shape[3]))
-            buffer[:, :, self.committed : self.committed + entries.shape[1]] = kept
 
-    def _buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
-        assert self.keys is not None
-        assert self.values is not None
-        return self.keys, self.values
+Place = tuple[int, int]
+"""Index of a buffer, and of the slot in it."""
 
 
 class TreeCache(Cache):
-    """The layers of a model, growing together."""
+    """The layers of a model. All tensors of one shape lie in one buffer, [slot, batch, head, capacity, head_dim], so that
+    committing is one gather for all layers."""
 
-    def __init__(self, num_layers: int, capacity: int) -> None:
-        self.tree_layers = [TreeCacheLayer(capacity) for _ in range(num_layers)]
-        super().__init__(layers=list(self.tree_layers))
+    def __init__(self, num_layers: int, batch: int, capacity: int, device: torch.device) -> None:
+        super().__init__(layers=[TreeCacheLayer(self) for _ in range(num_layers)])
+        self.capacity = capacity
+        self.host_lengths = [0] * batch
+        self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
+        self.extent = 0
+        self.num_written = 0
+        self._buffers: list[torch.Tensor] = []
+        self._used: list[int] = []
+        self._columns: slice | Int[torch.Tensor, "batch entry"] = slice(0, 0)
+
+    def reserve(self, states: torch.Tensor) -> Place:
+        """A slot for tensors like `states`, in the buffer of their shape."""
+        batch, num_heads, _, head_dim = states.shape
+        for index, buffer in enumerate(self._buffers):
+            if buffer.shape[2::2] == (num_heads, head_dim) and self._used[index] < len(buffer):
+                self._used[index] += 1
+                return index, self._used[index] - 1
+        left = 2 * len(self.layers) - sum(self._used)  # layers are mostly alike: room for all that are to come
+        # Zeros, since what lies between a short row and the longest one is masked, and NaN times 0 would still be NaN.
+        self._buffers.append(states.new_zeros(left, batch, num_heads, self.capacity, head_dim))
+        self._used.append(1)
+        return len(self._buffers) - 1, 0
+
+    def begin_pass(self, num_entries: int) -> None:
+        """Before a forward over `num_entries` tokens per row."""
+        self.num_written = num_entries
+        self.extent = max(self.host_lengths) + num_entries
+        assert self.extent <= self.capacity, f"{self.extent} entries in a cache of {self.capacity}: too little was reserved"
+        self._columns = self._behind(num_entries)
+
+    def trim(self) -> None:
+        """After the first pass: give back the slots that no layer took, which models with layers of several shapes leave."""
+        self._buffers = [
+            buffer if used == len(buffer) else buffer[:used].clone()
+            for buffer, used in zip(self._buffers, self._used, strict=True)
+        ]
 
     @property
-    def committed(self) -> int:
-        """Number of tokens whose keys and values are final."""
-        return self.tree_layers[0].committed
+    def is_even(self) -> bool:
+        """Whether all rows have committed equally many tokens."""
+        return min(self.host_lengths) == max(self.host_lengths)
 
-    def advance(self, num_tokens: int) -> None:
-        """Commit the `num_tokens` entries behind the committed ones."""
-        for layer in self.tree_layers:
-            layer.committed += num_tokens
+    def write(self, place: Place, states: torch.Tensor) -> torch.Tensor:
+        """Write a layer's new keys or values, and return all that the pass sees of them."""
+        buffer = self._buffers[place[0]][place[1]]
+        if isinstance(self._columns, slice):
+            buffer[:, :, self._columns] = states
+        else:
+            buffer.scatter_(2, self._columns[:, None, :, None].expand(states.shape), states)
+        return buffer[:, :, : self.extent]
 
-    def keep(self, entries: Int[torch.Tensor, "batch kept"]) -> None:
-        """Of the last pass's entries, commit those named, in that order, and forget the others."""
-        for layer in self.tree_layers:
-            layer.keep(entries)
-        self.advance(entries.shape[1])
+    def commit(self, entries: Int[torch.Tensor, "batch kept"], counts: Sequence[int]) -> None:
+        """Of each row's last pass, keep the first `counts` of the `entries` named, in that order, and forget the others.
+
+        A row that keeps fewer than are named must name others all the same (any), which are soon overwritten.
+        """
+        num_kept = entries.shape[1]
+        columns = self._behind(num_kept)
+        for buffer in self._buffers:
+            _move(buffer, self.lengths[:, None] + entries, columns)
+        self._advance(counts)
+
+    def commit_in_place(self, counts: Sequence[int]) -> None:
+        """Keep the first `counts` entries of each row's last pass, which lie where they belong."""
+        self._advance(counts)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows of the batch only."""
+        index = torch.tensor(rows, device=self.lengths.device)
+        self._buffers = [buffer.index_select(1, index) for buffer in self._buffers]
+        self.lengths = self.lengths[index]
+        self.host_lengths = [self.host_lengths[row] for row in rows]
+
+    def _advance(self, counts: Sequence[int]) -> None:
+        self.host_lengths = [length + count for length, count in zip(self.host_lengths, counts, strict=True)]
+        self.lengths = torch.tensor(self.host_lengths, device=self.lengths.device)
+
+    def _behind(self, num_entries: int) -> slice | Int[torch.Tensor, "batch entry"]:
+        """The `num_entries` columns behind each row's committed ones: a slice where all rows are equally long."""
+        if self.is_even:
+            return slice(self.host_lengths[0], self.host_lengths[0] + num_entries)
+        return self.lengths[:, None] + torch.arange(num_entries, device=self.lengths.device)
+
+
+def _move(
+    buffer: torch.Tensor, source: Int[torch.Tensor, "batch kept"], target: slice | Int[torch.Tensor, "batch kept"]
+) -> None:
+    """Copy columns of a [slot, batch, head, column, head_dim] buffer, row by row of the batch."""
+    if len(source) == 1:
+        kept = buffer.index_select(3, source[0])
+    else:
+        shape = (*buffer.shape[:3], source.shape[1], buffer.shape[4])
+        kept = buffer.gather(3, source[None, :, None, :, None].expand(shape))
+    if isinstance(target, slice):
+        buffer[:, :, :, target] = kept
+    else:
+        buffer.scatter_(3, target[None, :, None, :, None].expand(kept.shape), kept)

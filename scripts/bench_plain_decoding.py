@@ -105,7 +105,7 @@ def timed(
 
 def decode_ours(target: HFTarget, prompt: torch.Tensor, new_tokens: int) -> list[int]:
     steps = generate(target, NullDrafter(), GreedyAcceptance(), prompt, max_new_tokens=new_tokens)
-    return [token for step in steps for token in step.tokens]
+    return [token for step in steps for token in step.tokens[0]]
 
 
 def decode_theirs(target: HFTarget, prompt: torch.Tensor, new_tokens: int) -> list[int]:

@@ -1,18 +1,27 @@
 """Speculative decoding with draft trees: the loop, the trees, and the rules that keep it lossless."""
 
-from .acceptance import GreedyAcceptance
+from .acceptance import GreedyAcceptance, SpeculativeSampling, TypicalAcceptance
 from .loop import generate
+from .prompts import Prompts
+from .sampling import Sampling, warp
+from .stopping import Finish
 from .tree import DraftTree, chain_tree, empty_tree
 from .types import Acceptance, PhaseSeconds, Step, TargetOutput
 
 __all__ = [
     "Acceptance",
     "DraftTree",
+    "Finish",
     "GreedyAcceptance",
     "PhaseSeconds",
+    "Prompts",
+    "Sampling",
+    "SpeculativeSampling",
     "Step",
     "TargetOutput",
+    "TypicalAcceptance",
     "chain_tree",
     "empty_tree",
     "generate",
+    "warp",
 ]

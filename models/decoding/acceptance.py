@@ -1,8 +1,16 @@
-"""Acceptance rules: which path of a draft tree the target keeps, and the bonus token after it."""
+"""Acceptance rules: which path of a draft tree the target keeps, and the bonus token after it.
+
+Every rule has the same two halves. The first looks at each node alone and says whether it is accepted, should its parent be;
+the second, `follow`, walks down the accepted nodes. No rule waits for a step of the walk, so none makes the host wait either.
+"""
+
+from dataclasses import dataclass
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Float, Int
+from torch.nn.functional import pad
 
+from .sampling import Sampling, draw, warp
 from .tree import DraftTree
 from .types import NO_NODE, Acceptance, TargetOutput
 
@@ -18,26 +26,162 @@ class GreedyAcceptance:
         return follow_choices(tree, output.logits.argmax(-1))
 
 
-def follow_choices(tree: DraftTree, choices: Int[torch.Tensor, "batch entry"]) -> Acceptance:
-    """Walk down from the last committed token as long as a child is the token that the target chose.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeSampling:
+    """Sample from the target's warped distribution p exactly, whatever the drafter proposes.
 
-    `choices[b, 0]` is the target's choice after the last committed token, `choices[b, n + 1]` the one after node n. Where equal
-    siblings match, the deepest path wins; among equally deep ones the first.
+    **Deterministic trees** (`tree.child_probs` is None: beam search, top-k). After every node a token is drawn from p, and the
+    walk goes on as long as that token is a child. Proof of exactness: given the text so far, each emitted token is a draw from
+    p after just that text, independent of all others; the tree, a function of the text alone, only decides after how many
+    draws the walk ends. It accepts one of the children with probability sum p(child), which no rule for such trees exceeds.
+
+    **Drawn trees** (`tree.child_probs` holds the distribution q that each node's children were drawn from). The children are
+    tried in turn (arXiv 2302.01318 for one, 2305.09781 section 4.3 for several): child x is accepted with probability min(1,
+    p(x) / q(x)); refused, p becomes the normalised positive part of p - q, and q loses x where the drawing was without
+    replacement (2402.14160, section 3.1). After all children the bonus token is drawn from what p has become. Proof: let x ~ q.
+    Accepting emits y with probability min(p(y), q(y)), refusing has the probability sum max(p - q, 0), so one round emits p if
+    what follows a refusal emits the normalised max(p - q, 0): true for the final draw, and by induction from the last child to
+    the first for the rounds before it, whose q is again the distribution that their child was drawn from.
     """
-    # A node is accepted where it and all its ancestors are what the target chose after their parents.
-    matches = tree.tokens == choices.gather(1, tree.parents + 1)  # [batch, node]
-    padded = torch.nn.functional.pad(matches, (1, 0), value=True)  # entry 0 answers for "no node"
-    accepted = padded.gather(1, (tree.lineage + 1).flatten(1)).view_as(tree.lineage).all(-1)
-    accepted_depth = tree.depths * accepted
+
+    sampling: Sampling
+
+    @property
+    def lossless(self) -> bool:
+        return True
+
+    def __call__(self, tree: DraftTree, output: TargetOutput, *, generator: torch.Generator | None = None) -> Acceptance:
+        probs = warp(output.logits, self.sampling)
+        if tree.child_probs is None:
+            return follow_choices(tree, draw(probs, generator))
+        accept, bonus = try_children(tree, tree.child_probs.to(probs.dtype), probs)
+        coins = torch.rand(accept.shape, dtype=accept.dtype, device=accept.device, generator=generator)
+        walk = follow(tree, first_accepted(tree, coins < accept))
+        rows = torch.arange(len(bonus), device=bonus.device)
+        return walk.accept(draw(bonus[rows, walk.entry], generator))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TypicalAcceptance:
+    """Medusa's rule (arXiv 2401.10774, section 2.3.1): keep what the target finds typical. NOT lossless.
+
+    A token x is accepted where p(x) > min(epsilon, delta * exp(-H(p))), H the entropy in nats of the target's warped
+    distribution p; the longest such path wins, and the bonus token is drawn from p after it.
+    """
+
+    sampling: Sampling
+    epsilon: float = 0.09
+    """The paper's threshold."""
+    delta: float = 0.3
+    """The paper's choice, the square root of epsilon."""
+
+    @property
+    def lossless(self) -> bool:
+        return False
+
+    def __call__(self, tree: DraftTree, output: TargetOutput, *, generator: torch.Generator | None = None) -> Acceptance:
+        probs = warp(output.logits, self.sampling)
+        entropy = torch.special.entr(probs).sum(-1)  # [batch, entry]
+        threshold = (self.delta * (-entropy).exp()).clamp(max=self.epsilon)
+        walk = follow(tree, _at_children(tree, probs) > threshold.gather(1, tree.parents + 1))
+        rows = torch.arange(len(probs), device=probs.device)
+        return walk.accept(draw(probs[rows, walk.entry], generator))
+
+
+# --- the first half: each node alone
+
+
+def try_children(
+    tree: DraftTree, drawn_from: Float[torch.Tensor, "batch entry vocab"], probs: Float[torch.Tensor, "batch entry vocab"]
+) -> tuple[Float[torch.Tensor, "batch node"], Float[torch.Tensor, "batch entry vocab"]]:
+    """Multi-round speculative sampling at all entries at once.
+
+    Returns the probability with which each node is accepted where its parent was and its elder siblings weren't, and the
+    distribution of the bonus token at each entry where none of its children was.
+    """
+    batch, num_entries, _ = probs.shape
+    rank = sibling_rank(tree)
+    accept = torch.zeros(tree.tokens.shape, dtype=probs.dtype, device=probs.device)
+    for turn in range(tree.max_children):
+        is_turn = rank == turn
+        # The token tried at each entry in this turn; everyone whose turn it isn't writes to a column that is cut off.
+        tried = torch.full((batch, num_entries + 1), NO_NODE, device=probs.device)
+        tried.scatter_(1, torch.where(is_turn, tree.parents + 1, num_entries), tree.tokens)
+        tried = tried[:, :num_entries, None]
+        token = tried.clamp(min=0)
+        # A child of no probability in q can't have been drawn; should one be there, it is refused.
+        ratio = (probs.gather(2, token) / drawn_from.gather(2, token)).nan_to_num(0.0, posinf=0.0)[..., 0].clamp(max=1.0)
+        accept = torch.where(is_turn, ratio.gather(1, tree.parents + 1), accept)
+        left = (probs - drawn_from).clamp(min=0.0)
+        total = left.sum(-1, keepdim=True)
+        # Where nothing is left, p equals q and the child was accepted for sure.
+        probs = torch.where((tried != NO_NODE) & (total > 0), left / total, probs)
+        if not tree.with_replacement:
+            without = drawn_from.scatter(2, token, 0.0)
+            without = (without / without.sum(-1, keepdim=True)).nan_to_num(0.0)
+            drawn_from = torch.where(tried != NO_NODE, without, drawn_from)
+    return accept, probs
+
+
+def sibling_rank(tree: DraftTree) -> Int[torch.Tensor, "batch node"]:
+    """How many nodes of the same parent come before each node; NO_NODE for padding."""
+    same_parent = tree.parents[:, :, None] == tree.parents[:, None, :]
+    rank = same_parent.tril(-1).sum(-1)
+    return torch.where(tree.tokens == NO_NODE, NO_NODE, rank)
+
+
+def first_accepted(tree: DraftTree, accepted: Bool[torch.Tensor, "batch node"]) -> Bool[torch.Tensor, "batch node"]:
+    """Of each node's accepted children only the first: the others were never tried."""
+    siblings = tree.parents[:, :, None] == tree.parents[:, None, :]
+    elder_accepted = (siblings & accepted[:, None, :]).tril(-1).any(-1)
+    return accepted & ~elder_accepted & (tree.tokens != NO_NODE)
+
+
+def _at_children(tree: DraftTree, probs: Float[torch.Tensor, "batch entry vocab"]) -> Float[torch.Tensor, "batch node"]:
+    """The probability of each node's token after its parent; 0 for padding."""
+    rows = torch.arange(len(probs), device=probs.device)[:, None]
+    found = probs[rows, tree.parents + 1, tree.tokens.clamp(min=0)]
+    return torch.where(tree.tokens == NO_NODE, 0.0, found)
+
+
+# --- the second half: the walk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Walk:
+    """The deepest accepted path. `entry` is the target's entry of its last token: 0 where no draft token was accepted."""
+
+    path: Int[torch.Tensor, "batch depth"]
+    num_accepted: Int[torch.Tensor, " batch"]
+    entry: Int[torch.Tensor, " batch"]
+
+    def accept(self, bonus_token: Int[torch.Tensor, " batch"]) -> Acceptance:
+        return Acceptance(path=self.path, num_accepted=self.num_accepted, bonus_token=bonus_token)
+
+
+def follow(tree: DraftTree, accepted: Bool[torch.Tensor, "batch node"]) -> Walk:
+    """Walk down as long as a child is accepted. Among several paths the deepest wins, among equally deep ones the first."""
+    padded = pad(accepted, (1, 0), value=True)  # entry 0 answers for "no node"
+    reached = padded.gather(1, (tree.lineage + 1).flatten(1)).view_as(tree.lineage).all(-1)
+    reached_depth = tree.depths * reached
     # One column for "nothing accepted" keeps the empty tree from being a special case.
-    num_accepted, best = torch.nn.functional.pad(accepted_depth, (1, 0)).max(1)  # best: entry of the deepest accepted node
-    path = _path_to(tree, best, num_accepted)
-    return Acceptance(path=path, num_accepted=num_accepted, bonus_token=choices.gather(1, best[:, None])[:, 0])
+    num_accepted, entry = pad(reached_depth, (1, 0)).max(1)
+    return Walk(path=_path_to(tree, entry, num_accepted), num_accepted=num_accepted, entry=entry)
+
+
+def follow_choices(tree: DraftTree, choices: Int[torch.Tensor, "batch entry"]) -> Acceptance:
+    """Walk down as long as a child is the token that the target chose.
+
+    `choices[b, 0]` is the target's choice after the last committed token, `choices[b, n + 1]` the one after node n; the last
+    one on the path is the bonus token.
+    """
+    walk = follow(tree, tree.tokens == choices.gather(1, tree.parents + 1))
+    return walk.accept(choices.gather(1, walk.entry[:, None])[:, 0])
 
 
 def last_entry(acceptance: Acceptance) -> Int[torch.Tensor, " batch"]:
     """Index, among the target's entries, of the last accepted token: 0 where no draft token was accepted."""
-    last = torch.nn.functional.pad(acceptance.path, (1, 0), value=NO_NODE).gather(1, acceptance.num_accepted[:, None])
+    last = pad(acceptance.path, (1, 0), value=NO_NODE).gather(1, acceptance.num_accepted[:, None])
     return last[:, 0] + 1
 
 
@@ -45,7 +189,7 @@ def _path_to(
     tree: DraftTree, entry: Int[torch.Tensor, " batch"], depth: Int[torch.Tensor, " batch"]
 ) -> Int[torch.Tensor, "batch depth"]:
     """The path from the root to the node of `entry` (entry 0: no node), padded with NO_NODE."""
-    lineage = torch.nn.functional.pad(tree.lineage, (0, 0, 1, 0), value=NO_NODE)
+    lineage = pad(tree.lineage, (0, 0, 1, 0), value=NO_NODE)
     upward = lineage.gather(1, entry[:, None, None].expand(-1, 1, tree.max_depth))[:, 0]  # [batch, depth]
     steps = torch.arange(tree.max_depth, device=upward.device)
     downward = upward.gather(1, (depth[:, None] - 1 - steps).clamp(min=0))

@@ -1,13 +1,16 @@
 """The decode loop. Plain decoding is this loop with a drafter that proposes nothing."""
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Int
+from transformers import PreTrainedTokenizerBase
 
 from ..interfaces import AcceptanceRule, Drafter, Target
+from .prompts import Prompts
+from .stopping import Stopping
 from .tree import DraftTree, empty_tree
 from .types import Acceptance, PhaseSeconds, Step
 
@@ -17,35 +20,47 @@ def generate(
     target: Target,
     drafter: Drafter[Any],
     rule: AcceptanceRule,
-    prompt: Int[torch.Tensor, "batch seq"],
+    prompts: Int[torch.Tensor, "batch seq"] | Sequence[Int[torch.Tensor, " _"]],
     *,
     max_new_tokens: int,
     stop_ids: Collection[int] = (),
+    stop_strings: Collection[str] = (),
+    tokenizer: PreTrainedTokenizerBase | None = None,
     generator: torch.Generator | None = None,
     timed: bool = False,
 ) -> Iterator[Step]:
-    """Decode one prompt, step by step, until a stop token (emitted, then the end) or `max_new_tokens`.
+    """Answer a batch of prompts, step by step. A row leaves the batch when its answer ends.
 
-    The tokens are exactly those that plain decoding with the same rule would emit: a stop token or the limit inside an
-    accepted path cuts the path there. `timed` takes the seconds of each phase; it synchronises an accelerator after each, so
-    leave it off where the whole is being timed. Raises ValueError for a prompt that is empty, not a batch of one, or too long
-    for the target.
+    `prompts` are rows of one length, or vectors of any lengths. The tokens are exactly those that plain decoding with the same
+    rule would emit: whatever ends an answer (see `Stopping`) also cuts an accepted path. The host reads from the device once
+    per step, for the whole batch. `stop_strings` need the `tokenizer`. `timed` takes the seconds of each phase; it
+    synchronises an accelerator after each, so leave it off where the whole is being timed. Raises ValueError for prompts that
+    are empty or fill the context window.
     """
-    if prompt.shape[0] != 1 or prompt.shape[1] == 0:
-        raise ValueError(f"prompt is {tuple(prompt.shape)}; decoding takes one prompt of at least one token, [1, seq]")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
-    lap = Stopwatch(prompt.device) if timed else None
+    batch = Prompts.of(prompts)
+    stopping = Stopping(
+        batch.lengths,
+        max_new_tokens=max_new_tokens,
+        context_length=target.context_length,
+        stop_ids=stop_ids,
+        stop_strings=stop_strings,
+        tokenizer=tokenizer,
+    )
+    lap = Stopwatch(batch.input_ids.device) if timed else None
 
-    prefill = target.prefill(prompt, max_new_tokens=max_new_tokens, max_nodes=drafter.max_nodes)
-    state = drafter.init_state(prompt, prefill)
-    tree = empty_tree(1, prompt.device)
+    prefill = target.prefill(batch, max_new_tokens=max_new_tokens, max_nodes=drafter.max_nodes)
+    state = drafter.init_state(batch, prefill)
+    tree = empty_tree(len(batch.lengths), batch.input_ids.device)
     acceptance = rule(tree, prefill, generator=generator)
-    emitted, done = cut(read_tokens(tree, acceptance), max_new_tokens, stop_ids)
-    num_emitted = len(emitted)
-    yield Step(tokens=emitted, num_accepted=0, num_nodes=0, is_prefill=True)
+    rows = list(range(len(batch.lengths)))
+    step = make_step(rows, read_tokens(tree, acceptance), stopping, tree, is_prefill=True)
+    yield step
 
-    while not done:
+    while rows := [row for row, finish in zip(step.rows, step.finishes, strict=True) if finish is None]:
+        if len(rows) < len(step.rows):
+            kept = [step.rows.index(row) for row in rows]
+            target.select(kept)
+            state, acceptance = drafter.select(state, kept), acceptance.select(kept)
         if lap:
             lap()
         last_token = acceptance.bonus_token
@@ -54,29 +69,41 @@ def generate(
         output = target.verify(last_token, tree)
         verify_seconds = lap() if lap else 0.0
         acceptance = rule(tree, output, generator=generator)
-        target.commit(tree, acceptance)
+        tokens = read_tokens(tree, acceptance)  # here the host waits for the device
+        target.commit(tree, acceptance, [len(new) - 1 for new in tokens])
         state = drafter.advance(state, tree, acceptance, output)
-        tokens = read_tokens(tree, acceptance)
         seconds = PhaseSeconds(draft=draft_seconds, verify=verify_seconds, accept=lap()) if lap else None
-
-        emitted, done = cut(tokens, max_new_tokens - num_emitted, stop_ids)
-        num_emitted += len(emitted)
-        yield Step(tokens=emitted, num_accepted=len(tokens) - 1, num_nodes=tree.num_nodes, is_prefill=False, seconds=seconds)
+        step = make_step(rows, tokens, stopping, tree, seconds=seconds)
+        yield step
 
 
-def read_tokens(tree: DraftTree, acceptance: Acceptance) -> list[int]:
-    """The step's new tokens, draft tokens then the bonus token, on the host: row 0, in one transfer."""
+def read_tokens(tree: DraftTree, acceptance: Acceptance) -> list[list[int]]:
+    """Each row's new tokens, draft tokens then the bonus token, on the host, in one transfer."""
     drafted = tree.tokens.gather(1, acceptance.path.clamp(min=0)) if tree.num_nodes else acceptance.path
-    values = torch.cat([acceptance.num_accepted[:, None], acceptance.bonus_token[:, None], drafted], dim=1)[0].tolist()
-    return [*values[2 : 2 + values[0]], values[1]]
+    values = torch.cat([acceptance.num_accepted[:, None], acceptance.bonus_token[:, None], drafted], dim=1).tolist()
+    return [[*drafted[:num_accepted], bonus] for num_accepted, bonus, *drafted in values]
 
 
-def cut(tokens: list[int], room: int, stop_ids: Collection[int]) -> tuple[tuple[int, ...], bool]:
-    """The tokens up to the limit or the first stop token (which is kept), and whether decoding ends there."""
-    for index, token in enumerate(tokens[:room]):
-        if token in stop_ids:
-            return tuple(tokens[: index + 1]), True
-    return tuple(tokens[:room]), len(tokens) >= room
+def make_step(
+    rows: Sequence[int],
+    tokens: Sequence[Sequence[int]],
+    stopping: Stopping,
+    tree: DraftTree,
+    *,
+    is_prefill: bool = False,
+    seconds: PhaseSeconds | None = None,
+) -> Step:
+    """The step, its tokens cut where answers end."""
+    kept = [stopping.add(row, new) for row, new in zip(rows, tokens, strict=True)]
+    return Step(
+        rows=tuple(rows),
+        tokens=tuple(new for new, _ in kept),
+        finishes=tuple(finish for _, finish in kept),
+        num_accepted=tuple(len(new) - 1 for new in tokens),
+        num_nodes=tree.num_nodes,
+        is_prefill=is_prefill,
+        seconds=seconds,
+    )
 
 
 class Stopwatch:

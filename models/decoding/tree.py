@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 
 from .types import NO_NODE
 
@@ -27,6 +27,13 @@ class DraftTree:
     tokens: Int[torch.Tensor, "batch node"]
     parents: Int[torch.Tensor, "batch node"]
     max_depth: int
+    child_probs: Float[torch.Tensor, "batch entry vocab"] | None = None
+    """Where the tree was drawn at random: the warped distribution that the children of each entry were drawn from, entry 0
+    being the last committed token and entry n + 1 node n. None where the tree is a function of the text."""
+    with_replacement: bool = False
+    """Whether siblings were drawn independently, so that they may be equal."""
+    max_children: int = 0
+    """Bound of the number of siblings; needed with `child_probs` only."""
     lineage: Int[torch.Tensor, "batch node depth"] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -35,6 +42,8 @@ class DraftTree:
                 f"tokens {tuple(self.tokens.shape)} and parents {tuple(self.parents.shape)} of a draft tree "
                 "must both be [batch, node]"
             )
+        if (self.child_probs is not None) != (self.max_children > 0):
+            raise ValueError(f"max_children is {self.max_children}; a tree with child_probs needs it, and no other has it")
         object.__setattr__(self, "lineage", _lineage(self.tokens, self.parents, self.max_depth))
 
     @property

@@ -1,9 +1,12 @@
 """What the target answers and what an acceptance rule decides."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
+
+from .stopping import Finish
 
 NO_NODE = -1
 """Pads node indexes: "no such node"; as a parent it is the last committed token."""
@@ -14,7 +17,7 @@ class TargetOutput:
     """One forward pass of the target.
 
     Of `verify`: entry 0 belongs to the last committed token, entry n + 1 to node n of the tree. Of `prefill`: `hidden_states`
-    has one entry per prompt token and `logits` only the last one's.
+    has one entry per prompt token (meaningless on padding) and `logits` only the last one's.
     `hidden_states` are the last layer's, after the final norm: what the target's head reads.
     """
 
@@ -34,6 +37,10 @@ class Acceptance:
     num_accepted: Int[torch.Tensor, " batch"]
     bonus_token: Int[torch.Tensor, " batch"]
 
+    def select(self, rows: Sequence[int]) -> "Acceptance":
+        """These rows of the batch only."""
+        return Acceptance(path=self.path[rows], num_accepted=self.num_accepted[rows], bonus_token=self.bonus_token[rows])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseSeconds:
@@ -47,14 +54,19 @@ class PhaseSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What one turn of the decode loop emitted, already cut at a stop token and at the token limit.
+    """What one turn of the decode loop emitted, already cut where answers end.
 
-    The first step is the prefill: it emits the target's first token and has `is_prefill` set. `num_nodes` counts the draft
-    tokens that the target read, `num_accepted` those it accepted (before any cut).
+    The first step is the prefill: it emits the target's first token and has `is_prefill` set. `rows` are the prompts that were
+    still being answered; the other tuples have an entry for each of them.
     """
 
-    tokens: tuple[int, ...]
-    num_accepted: int
+    rows: tuple[int, ...]
+    tokens: tuple[tuple[int, ...], ...]
+    finishes: tuple[Finish | None, ...]
+    """Why the answer ended with this step; None where it goes on."""
+    num_accepted: tuple[int, ...]
+    """Draft tokens that the target accepted, before any cut."""
     num_nodes: int
+    """Draft tokens per row that the target read."""
     is_prefill: bool
     seconds: PhaseSeconds | None = None

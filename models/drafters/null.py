@@ -1,8 +1,11 @@
 """The drafter that proposes nothing: plain autoregressive decoding, the baseline of every table."""
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Int
 
+from ..decoding.prompts import Prompts
 from ..decoding.tree import DraftTree, empty_tree
 from ..decoding.types import Acceptance, TargetOutput
 
@@ -12,7 +15,7 @@ class NullDrafter:
 
     max_nodes = 0
 
-    def init_state(self, prompt: Int[torch.Tensor, "batch seq"], prefill: TargetOutput) -> None:
+    def init_state(self, prompts: Prompts, prefill: TargetOutput) -> None:
         return None
 
     def propose(
@@ -21,4 +24,7 @@ class NullDrafter:
         return empty_tree(last_token.shape[0], last_token.device)
 
     def advance(self, state: None, tree: DraftTree, acceptance: Acceptance, output: TargetOutput) -> None:
+        return None
+
+    def select(self, state: None, rows: Sequence[int]) -> None:
         return None

@@ -9,6 +9,7 @@ with the target's own frozen embeddings e. Token 1 is the one that the target ha
 - 1 depths. The same weights serve every depth, so a drafter can draft deeper than it was trained.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -19,6 +20,7 @@ from torch.nn import functional as F
 
 from ...data.types import UNKNOWN, DrafterBatch
 from ..decoding.acceptance import last_entry
+from ..decoding.prompts import Prompts
 from ..decoding.tree import DraftTree
 from ..decoding.types import Acceptance, TargetOutput
 from ..hf_target import HFTarget
@@ -165,8 +167,9 @@ class Redrafter(TrainableDrafter):
 
     # --- decoding
 
-    def init_state(self, prompt: Int[torch.Tensor, "batch seq"], prefill: TargetOutput) -> Float[torch.Tensor, "batch hidden"]:
-        return prefill.hidden_states[:, -1]
+    def init_state(self, prompts: Prompts, prefill: TargetOutput) -> Float[torch.Tensor, "batch hidden"]:
+        last = prompts.last_positions
+        return prefill.hidden_states[torch.arange(len(last), device=last.device), last]
 
     def propose(
         self,
@@ -186,6 +189,9 @@ class Redrafter(TrainableDrafter):
     ) -> Float[torch.Tensor, "batch hidden"]:
         entry = last_entry(acceptance)
         return output.hidden_states[torch.arange(len(entry), device=entry.device), entry]
+
+    def select(self, state: Float[torch.Tensor, "batch hidden"], rows: Sequence[int]) -> Float[torch.Tensor, "batch hidden"]:
+        return state[rows]
 
     # --- the network
 

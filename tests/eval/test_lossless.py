@@ -43,7 +43,7 @@ def test_only_full_precision_is_held_to_the_very_tokens() -> None:
 def test_the_audit_passes_greedy_answers_and_fails_wrong_ones(tiny_target: HFTarget) -> None:
     prompt = torch.tensor([[5, 6, 7, 8]])
     steps = generate(tiny_target, NullDrafter(), GreedyAcceptance(), prompt, max_new_tokens=12)
-    tokens = [token for step in steps for token in step.tokens]
+    tokens = [token for step in steps for token in step.tokens[0]]
     greedy = audit(tiny_target, prompt, tokens)
     assert greedy.deficit == 0.0
     assert greedy.noise < 1e-3
@@ -56,7 +56,7 @@ def test_the_audit_measures_noise_where_there_is_some(tiny_target_dir: Path) -> 
     target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="bfloat16", device="cpu"))
     prompt = torch.tensor([[5, 6, 7, 8]])
     steps = generate(target, NullDrafter(), GreedyAcceptance(), prompt, max_new_tokens=24)
-    tokens = [token for step in steps for token in step.tokens]
+    tokens = [token for step in steps for token in step.tokens[0]]
     result = audit(target, prompt, tokens)
     assert result.deficit == 0.0  # token by token is how plain decoding read it
     assert 0.0 < result.noise < 0.5

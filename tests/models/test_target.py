@@ -6,25 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
 
 from outrider.models.config import TargetConfig
-from outrider.models.decoding import GreedyAcceptance, chain_tree, generate
-from outrider.models.drafters import NullDrafter, build_drafter
-from outrider.models.hf_target import HFTarget, require_full_attention
+from outrider.models.decoding import Prompts, chain_tree
 from outrider.models.target import load_target, load_tokenizer
 
 SMALL = {
@@ -126,52 +110,10 @@ def test_hidden_states_feed_the_head(target, prompt):
     assert torch.allclose(padded[:, :5], hidden)
 
 
-MODELS = [
-    LlamaForCausalLM(LlamaConfig(**SMALL, num_key_value_heads=2)),
-    Qwen2ForCausalLM(Qwen2Config(**SMALL, num_key_value_heads=2)),
-    MistralForCausalLM(MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=128)),
-    GPTNeoXForCausalLM(GPTNeoXConfig(**SMALL)),
-]
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: type(model).__name__)
-def test_tree_decoding_equals_plain_forwards_on_several_architectures(model, attention, target):
-    torch.manual_seed(0)
-    model = model.double().eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.25)
-    model.set_attn_implementation(attention)
-    adapter = HFTarget(model, target.tokenizer, target.identity)
-    drafter = build_drafter({"kind": "redrafter", "beam_width": 4, "beam_length": 3}, adapter).double()
-    prompt = torch.tensor([[3, 14, 15, 92, 65]])
-    text = prompt
-    with torch.no_grad():
-        for _ in range(20):
-            text = torch.cat([text, model(text).logits[:, -1:].argmax(-1)], dim=1)
-    for each in (NullDrafter(), drafter):
-        steps = list(generate(adapter, each, GreedyAcceptance(), prompt, max_new_tokens=20))
-        assert [token for step in steps for token in step.tokens] == text[0, 5:].tolist()
-
-
 def test_verify_gives_each_node_the_logits_of_its_own_path(target, prompt):
     tree = chain_tree(torch.tensor([[10, 11, 12]]))
     with torch.inference_mode():
-        target.prefill(prompt, max_new_tokens=8, max_nodes=3)
+        target.prefill(Prompts.of(prompt), max_new_tokens=8, max_nodes=3)
         output = target.verify(torch.tensor([9]), tree)
         expected = target.model(torch.cat([prompt, torch.tensor([[9, 10, 11, 12]])], dim=1)).logits[:, -4:]
     assert torch.allclose(output.logits, expected)
-
-
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (MistralForCausalLM(MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=16)), "sliding window of 16"),
-        (Gemma2ForCausalLM(Gemma2Config(**SMALL, num_key_value_heads=2, head_dim=8)), "caps its attention scores"),
-        (BloomForCausalLM(BloomConfig(vocab_size=100, hidden_size=32, n_layer=1, n_head=4)), "ALiBi"),
-    ],
-    ids=["Mistral", "Gemma2", "Bloom"],
-)
-def test_attention_that_a_tree_would_get_wrong_is_refused(model, message):
-    with pytest.raises(ValueError, match=message):
-        require_full_attention(model, 64)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from outrider.models.decoding import DraftTree, GreedyAcceptance, Step, generate
+from outrider.models.decoding import DraftTree, Finish, GreedyAcceptance, Step, generate
 from outrider.models.drafters import NullDrafter, build_drafter
 from outrider.models.hf_target import HFTarget
 
@@ -19,8 +19,11 @@ class ScriptedDrafter:
         self.text, self.right, self.depth, self.decoys, self.vocab_size = text, right, depth, decoys, vocab_size
         self.max_nodes = depth * (decoys + 1)
 
-    def init_state(self, prompt, prefill) -> int:
+    def init_state(self, prompts, prefill) -> int:
         return 1
+
+    def select(self, state, rows) -> int:
+        return state
 
     def propose(self, state, last_token, *, generator=None) -> DraftTree:
         tokens, parents, at = [], [], -1
@@ -44,7 +47,7 @@ def decode(target: HFTarget, drafter, prompt: torch.Tensor, **options) -> list[S
 
 
 def tokens_of(steps: list[Step]) -> list[int]:
-    return [token for step in steps for token in step.tokens]
+    return [token for step in steps for token in step.tokens[0]]
 
 
 @pytest.fixture
@@ -60,7 +63,7 @@ def plain(target: HFTarget, prompt: torch.Tensor) -> list[int]:
 def test_plain_decoding_equals_full_forwards(target, prompt, plain):
     steps = decode(target, NullDrafter(), prompt)
     assert tokens_of(steps) == plain
-    assert [len(step.tokens) for step in steps] == [1] * MAX_NEW_TOKENS
+    assert [len(step.tokens[0]) for step in steps] == [1] * MAX_NEW_TOKENS
 
 
 @pytest.mark.parametrize("decoys", [0, 2])
@@ -69,7 +72,7 @@ def test_output_is_plain_decodings_for_good_and_bad_drafts(target, prompt, plain
     drafter = ScriptedDrafter(plain, right=right, depth=4, decoys=decoys, vocab_size=target.vocab_size)
     steps = decode(target, drafter, prompt)
     assert tokens_of(steps) == plain
-    assert all(step.num_accepted == right for step in steps[1:-2]), "the drafts were as good as they were meant to be"
+    assert all(step.num_accepted == (right,) for step in steps[1:-2]), "the drafts were as good as they were meant to be"
     assert all(step.num_nodes == 4 * (decoys + 1) for step in steps[1:])
 
 
@@ -101,8 +104,16 @@ def test_the_last_token_of_the_context_window_is_reached_with_a_tree_hanging_ove
     plain = tokens_of(decode(target, NullDrafter(), prompt, max_new_tokens=10))
     drafter = ScriptedDrafter(plain, right=4, depth=4, decoys=1, vocab_size=target.vocab_size)
     assert tokens_of(decode(target, drafter, prompt, max_new_tokens=10)) == plain
-    with pytest.raises(ValueError, match="context window of 15 tokens"):
-        decode(target, drafter, prompt, max_new_tokens=11)
+    for each in (drafter, NullDrafter()):  # a longer answer ends where the window is full
+        steps = decode(target, each, prompt, max_new_tokens=20)
+        assert tokens_of(steps) == plain
+        assert steps[-1].finishes == (Finish.CONTEXT,)
+
+
+def test_a_prompt_that_fills_the_context_window_is_refused(target, prompt, monkeypatch):
+    monkeypatch.setattr(target.model.config, "max_position_embeddings", prompt.shape[1])
+    with pytest.raises(ValueError, match="no room for an answer in the target's context window of 5 tokens"):
+        decode(target, NullDrafter(), prompt)
 
 
 def test_phases_are_timed_only_on_request(target, prompt):
@@ -118,10 +129,15 @@ def test_steps_stream_as_they_are_decoded(target, prompt):
     assert next(steps).is_prefill
 
 
-@pytest.mark.parametrize("bad", [torch.zeros(1, 0, dtype=torch.long), torch.zeros(2, 3, dtype=torch.long)])
-def test_an_empty_prompt_or_a_batch_is_refused(target, bad):
-    with pytest.raises(ValueError, match="one prompt of at least one token"):
+@pytest.mark.parametrize("bad", [torch.zeros(1, 0, dtype=torch.long), [torch.tensor([3, 4]), torch.tensor([]).long()]])
+def test_an_empty_prompt_is_refused(target, bad):
+    with pytest.raises(ValueError, match="prompts of at least one token"):
         decode(target, NullDrafter(), bad)
+
+
+def test_an_empty_batch_is_refused(target):
+    with pytest.raises(ValueError, match="there is no prompt to decode"):
+        decode(target, NullDrafter(), [])
 
 
 def test_no_new_tokens_is_refused(target, prompt):

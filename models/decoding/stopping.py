@@ -1,0 +1,74 @@
+"""Where an answer ends: exactly where plain decoding would end it, also inside an accepted path."""
+
+from collections.abc import Collection, Sequence
+from enum import StrEnum
+
+from transformers import PreTrainedTokenizerBase
+
+BYTES_PER_CHAR = 4
+"""UTF-8 needs at most so many, and a token of a byte-level vocabulary may be one of them."""
+
+
+class Finish(StrEnum):
+    """Why an answer ended."""
+
+    STOP_TOKEN = "stop_token"
+    STOP_STRING = "stop_string"
+    LENGTH = "length"
+    CONTEXT = "context"
+
+
+class Stopping:
+    """The stop rules of a batch, and what each row has said so far.
+
+    A stop token is emitted and ends the answer. A stop string ends it with the token whose text completes the string. The
+    token limit, and the context window where it leaves fewer tokens, end it after that many.
+    """
+
+    def __init__(
+        self,
+        prompt_lengths: Sequence[int],
+        *,
+        max_new_tokens: int,
+        context_length: int,
+        stop_ids: Collection[int] = (),
+        stop_strings: Collection[str] = (),
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
+        if stop_strings and tokenizer is None:
+            raise ValueError("stop_strings are matched in the decoded text; give the tokenizer too")
+        if "" in stop_strings:
+            raise ValueError("one of the stop_strings is empty, and would end every answer; leave it out")
+        self.answers: list[list[int]] = [[] for _ in prompt_lengths]
+        self._room = [min(max_new_tokens, context_length - length) for length in prompt_lengths]
+        self._max_new_tokens = max_new_tokens
+        self._stop_ids = frozenset(stop_ids)
+        self._stop_strings = tuple(stop_strings)
+        self._tokenizer = tokenizer
+        # A string that ends with the newest token lies in so many of the last tokens (and some that are no text).
+        self._tail = BYTES_PER_CHAR * max(map(len, stop_strings), default=0) + 8
+
+    def add(self, row: int, tokens: Sequence[int]) -> tuple[tuple[int, ...], Finish | None]:
+        """A step's new tokens of a row, up to the answer's end, and why it ended, if it did."""
+        answer = self.answers[row]
+        for index, token in enumerate(tokens):
+            answer.append(token)
+            if finish := self._finish(row, token):
+                return tuple(tokens[: index + 1]), finish
+        return tuple(tokens), None
+
+    def _finish(self, row: int, token: int) -> Finish | None:
+        if token in self._stop_ids:
+            return Finish.STOP_TOKEN
+        if self._stop_strings and self._completes_a_string(self.answers[row]):
+            return Finish.STOP_STRING
+        if len(self.answers[row]) >= self._room[row]:
+            return Finish.LENGTH if self._room[row] == self._max_new_tokens else Finish.CONTEXT
+        return None
+
+    def _completes_a_string(self, answer: list[int]) -> bool:
+        assert self._tokenizer is not None
+        text = self._tokenizer.decode(answer[-self._tail :])
+        return any(string in text for string in self._stop_strings)

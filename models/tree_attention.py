@@ -1,0 +1,95 @@
+"""How a draft tree is shown to an unmodified model: 4-D masks and position ids, nothing else.
+
+A 4-D mask replaces the model's own in every layer. So each kind of layer gets its own (full attention, sliding window), and
+nothing but masks and position ids may tell the model where a token stands. `require_tree_attention` refuses what a
+configuration shows not to be so; what it doesn't show, the target's probe finds (see `HFTarget`).
+"""
+
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
+
+from .decoding.tree import DraftTree
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+BIASED_MODELS = ("bloom", "mpt")
+
+Mask = Float[torch.Tensor, "batch 1 query key"]
+
+
+def attention_kinds(model: PreTrainedModel) -> dict[str, int | None]:
+    """The kinds of attention layers, by transformers' names, and the window of each (None: the whole text).
+
+    Raises ValueError where a kind can't read a draft tree.
+    """
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    kinds = set(getattr(config, "layer_types", None) or (SLIDING if window is not None else FULL,))
+    if strange := kinds - {FULL, SLIDING}:
+        raise ValueError(
+            f"{type(model).__name__} has layers of type {', '.join(sorted(strange))}; they don't attend to single tokens of "
+            "the text, so they can't read a draft tree. Choose another target"
+        )
+    return {kind: window if kind == SLIDING else None for kind in sorted(kinds)}
+
+
+def require_tree_attention(model: PreTrainedModel) -> None:
+    """Raise ValueError where the configuration tells that a draft tree can't be verified rightly: then, better not at all."""
+    attention_kinds(model)
+    config = model.config.get_text_config()
+    name = type(model).__name__
+    if getattr(config, "alibi", False) or config.model_type in BIASED_MODELS:
+        raise ValueError(
+            f"{name} tells positions by a bias on the attention scores (ALiBi), which position ids don't reach. "
+            "Choose another target"
+        )
+    if getattr(config, "attn_logit_softcapping", None) is not None and model.config._attn_implementation != "eager":
+        raise ValueError(
+            f"{name} caps its attention scores, which only transformers' eager attention does together with a mask; "
+            "set target.attn_implementation to eager"
+        )
+
+
+def tree_attention_mask(
+    tree: DraftTree, lengths: Int[torch.Tensor, " batch"], extent: int, dtype: torch.dtype, window: int | None = None
+) -> Mask:
+    """Additive mask of the last committed token and the tree's nodes over `extent` cache columns.
+
+    Row b's first `lengths[b]` columns are its committed text, the next are the queries themselves. Everybody sees the committed
+    text and the last token; a node sees itself and its ancestors besides; with `window`, only what is less than so many
+    positions back. Additive rather than boolean: the one form that both the sdpa and the eager attention of transformers take
+    as it is.
+    """
+    related = _related(tree)  # [batch, query, query]
+    num_queries = related.shape[1]
+    column = torch.arange(extent, device=lengths.device) - lengths[:, None]  # [batch, key]: negative where committed
+    query_of = column.clamp(0, num_queries - 1)
+    visible = related.gather(2, query_of[:, None].expand(-1, num_queries, -1)) & (column < num_queries)[:, None]
+    visible |= (column < 0)[:, None]
+    if window is not None:
+        depths = pad(tree.depths, (1, 0))
+        key_position = torch.where(column < 0, column, depths.gather(1, query_of))  # counted from the last committed token
+        visible &= depths[:, :, None] - key_position[:, None] < window
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, torch.finfo(dtype).min)
+    return mask[:, None]
+
+
+def _related(tree: DraftTree) -> Bool[torch.Tensor, "batch query query"]:
+    """Which query may see which: the last committed token itself, a node that token, its ancestors and itself."""
+    related = pad(tree.ancestor_mask(), (1, 0, 1, 0))
+    related[:, :, 0] = True
+    return related
+
+
+def masks_by_kind(
+    kinds: dict[str, int | None], tree: DraftTree, lengths: Int[torch.Tensor, " batch"], extent: int, dtype: torch.dtype
+) -> Any:
+    """The mask of each kind of layer, as transformers' models take them: one tensor, or a dictionary where kinds differ."""
+    masks = {}
+    for kind, window in kinds.items():
+        reach = window if window is not None and window < extent else None
+        masks[kind] = tree_attention_mask(tree, lengths, extent, dtype, reach)
+    return masks if len(masks) > 1 else next(iter(masks.values()))

@@ -1,0 +1,196 @@
+"""Tree decoding over transformers' own architectures, tiny and random: the tokens of full forwards, or a refusal."""
+
+import pytest
+import torch
+import transformers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from outrider.data.manifest import TargetIdentity
+from outrider.models.decoding import DraftTree, GreedyAcceptance, generate
+from outrider.models.drafters import NullDrafter
+from outrider.models.hf_target import HFTarget
+
+VOCAB = 100
+WINDOW = 6
+"""Shorter than the shortest prompt and much shorter than the answers, so that it matters."""
+NUM_NEW = 16
+PROMPTS = [list(range(3, 12)), [50, 51, 52, 53, 54, 55, 56], [97, 3, 14, 15, 92, 65, 35, 89, 79, 32, 38]]
+
+SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+GQA = {**SMALL, "num_key_value_heads": 2}
+ALTERNATING = {
+    **GQA,
+    "head_dim": 8,
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+# Architecture, configuration, attention implementations that can read a tree.
+BOTH = ("sdpa", "eager")
+CASES = {
+    "llama-gqa": ("Llama", GQA, BOTH),
+    "llama-mha-tied": ("Llama", {**SMALL, "tie_word_embeddings": True}, BOTH),
+    "llama-rope-scaling": ("Llama", {**GQA, "rope_parameters": LLAMA3_ROPE}, BOTH),
+    "mistral-full": ("Mistral", {**GQA, "sliding_window": None}, BOTH),
+    "mistral-window": ("Mistral", {**GQA, "sliding_window": WINDOW}, BOTH),
+    "qwen2": ("Qwen2", GQA, BOTH),
+    "qwen2-mixed-window": (
+        "Qwen2",
+        {**GQA, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+        BOTH,
+    ),
+    "qwen3": ("Qwen3", {**GQA, "head_dim": 8}, BOTH),
+    "gemma": ("Gemma", {**GQA, "head_dim": 8}, BOTH),
+    "gemma2": ("Gemma2", {**ALTERNATING, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}, ("eager",)),
+    "gemma3": ("Gemma3", ALTERNATING, BOTH),
+    "phi3": ("Phi3", {**GQA, "sliding_window": None}, BOTH),
+    "phi3-window": ("Phi3", {**GQA, "sliding_window": WINDOW}, BOTH),
+    "olmo2": ("Olmo2", GQA, BOTH),
+    "gpt-neox": ("GPTNeoX", SMALL, BOTH),
+    "opt": ("OPT", {**SMALL, "ffn_dim": 48, "word_embed_proj_dim": 32}, BOTH),
+    "gpt2": ("GPT2", {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}, BOTH),
+    "mixtral": ("Mixtral", {**GQA, "num_local_experts": 4, "num_experts_per_tok": 2}, BOTH),
+    "qwen3-moe": ("Qwen3Moe", {**GQA, **MOE, "head_dim": 8, "num_experts": 4}, BOTH),
+    "granite": ("Granite", {**GQA, "logits_scaling": 2.0}, BOTH),
+    "cohere": ("Cohere", {**GQA, "logit_scale": 0.5}, BOTH),
+    "starcoder2-window": ("Starcoder2", {**GQA, "sliding_window": WINDOW}, BOTH),
+}
+
+
+def make_model(architecture: str, options: dict[str, object], attention: str) -> PreTrainedModel:
+    suffix = "TextConfig" if architecture == "Gemma3" else "Config"
+    config = getattr(transformers, architecture + suffix)(**options)
+    config.bos_token_id = config.eos_token_id = config.pad_token_id = None
+    suffix = "LMHeadModel" if architecture == "GPT2" else "ForCausalLM"
+    return randomise(getattr(transformers, architecture + suffix)(config), attention)
+
+
+def randomise(model: PreTrainedModel, attention: str) -> PreTrainedModel:
+    """Weights large enough that everything in the model matters."""
+    torch.manual_seed(0)
+    model = model.double().eval()
+    for name, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.3)
+    model.set_attn_implementation(attention)
+    if "Experts" in repr(model):
+        model.set_experts_implementation("eager")  # the others can't compute in float64
+    return model
+
+
+class OracleDrafter:
+    """Knows each row's text: offers it and wrong siblings, as deep as `right` says and wrong from there on."""
+
+    max_nodes = 6
+
+    def __init__(self, texts: list[list[int]], right: int) -> None:
+        self.texts, self.right = texts, right
+
+    def init_state(self, prompts, prefill) -> torch.Tensor:
+        return torch.stack([torch.arange(len(prompts.lengths)), torch.ones(len(prompts.lengths), dtype=torch.long)], dim=1)
+
+    def propose(self, state, last_token, *, generator=None) -> DraftTree:
+        tokens = []
+        for row, position in state.tolist():
+            right = [(self.texts[row] + [0] * 4)[position + depth] for depth in range(3)]
+            right = [token if depth < self.right + row % 2 else (token + 9) % VOCAB for depth, token in enumerate(right)]
+            # The wrong sibling comes first, so the right path is scattered over the tree.
+            tokens.append([token for right_token in right for token in ((right_token + 1) % VOCAB, right_token)])
+        parents = torch.tensor([[-1, -1, 1, 1, 3, 3]] * len(tokens))
+        return DraftTree(tokens=torch.tensor(tokens), parents=parents, max_depth=3)
+
+    def advance(self, state, tree, acceptance, output) -> torch.Tensor:
+        return state + torch.stack([torch.zeros_like(acceptance.num_accepted), acceptance.num_accepted + 1], dim=1)
+
+    def select(self, state, rows) -> torch.Tensor:
+        return state[rows]
+
+
+def adapt(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> HFTarget:
+    identity = TargetIdentity(
+        name="tiny", revision=None, weights_sha256="0", tokenizer_sha256="0", hidden_size=32, vocab_size=VOCAB
+    )
+    return HFTarget(model, tokenizer, identity)
+
+
+def full_forwards(model: PreTrainedModel, prompt: list[int]) -> list[int]:
+    """Greedy decoding with neither cache nor mask: no code of ours."""
+    text = torch.tensor([prompt])
+    with torch.no_grad():
+        for _ in range(NUM_NEW):
+            text = torch.cat([text, model(text, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
+    return text[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize(
+    ("case", "attention"), [(case, attention) for case, (_, _, kinds) in CASES.items() for attention in kinds]
+)
+def test_batches_of_trees_give_the_tokens_of_full_forwards(case, attention, tiny_tokenizer):
+    architecture, options, _ = CASES[case]
+    model = make_model(architecture, options, attention)
+    expected = [full_forwards(model, prompt) for prompt in PROMPTS]
+    assert len({tuple(tokens) for tokens in expected}) == 3, "the model says the same to everything"
+    adapter = adapt(model, tiny_tokenizer)
+    prompts = [torch.tensor(prompt) for prompt in PROMPTS]
+    for drafter in (NullDrafter(), OracleDrafter(expected, right=0), OracleDrafter(expected, right=2)):
+        found: list[list[int]] = [[], [], []]
+        num_accepted = 0
+        for step in generate(adapter, drafter, GreedyAcceptance(), prompts, max_new_tokens=NUM_NEW):
+            num_accepted += sum(step.num_accepted)
+            for row, tokens in zip(step.rows, step.tokens, strict=True):
+                found[row] += tokens
+        assert found == expected
+        assert (num_accepted > 0) == isinstance(drafter, OracleDrafter), "the oracle's drafts weren't what the model says"
+
+
+class OwnPositions(LlamaForCausalLM):
+    """Counts positions itself, whatever it is told: nothing in its configuration shows it."""
+
+    def forward(self, input_ids, position_ids=None, **options):
+        return super().forward(input_ids, **options)
+
+
+def refused_model(case: str) -> PreTrainedModel:
+    if case == "alibi":
+        return make_model("Bloom", {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 1, "n_head": 4}, "eager")
+    if case == "softcap":
+        model = make_model("Gemma2", ALTERNATING, "eager")
+        model.config._attn_implementation = "sdpa"  # transformers itself refuses to set it, today
+        return model
+    if case == "recurrent":
+        options = {**GQA, **MOE, "head_dim": 8, "num_experts": 4, "shared_expert_intermediate_size": 24}
+        return make_model("Qwen3Next", options, "eager")
+    return randomise(OwnPositions(LlamaConfig(**GQA)), "eager")
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("alibi", "ALiBi"),
+        ("softcap", "set target.attn_implementation to eager"),
+        ("recurrent", "layers of type linear_attention"),
+        ("own positions", "reads a draft tree differently from plain texts"),
+    ],
+)
+def test_what_a_tree_would_get_wrong_is_refused(case, message, tiny_tokenizer):
+    adapter = adapt(refused_model(case), tiny_tokenizer)
+    with pytest.raises(ValueError, match=message):
+        list(generate(adapter, NullDrafter(), GreedyAcceptance(), torch.tensor([PROMPTS[0]]), max_new_tokens=4))
