@@ -19,6 +19,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+# The models of the tests are so small that a second thread only gets in the way of the first.
+torch.set_num_threads(1)
+
 REPOSITORY = Path(__file__).parents[1]
 PAD, USER, ASSISTANT, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>"
 CHAT_TEMPLATE = (
