@@ -14,6 +14,7 @@ from torch import nn
 
 from ..data.types import DrafterBatch
 from .decoding.prompts import Prompts
+from .decoding.sampling import Randomness
 from .decoding.tree import DraftTree
 from .decoding.types import Acceptance, TargetOutput
 
@@ -74,10 +75,11 @@ class Drafter(Protocol[State]):
 class AcceptanceRule(Protocol):
     """Decides which path of a tree the target accepts."""
 
-    lossless: bool
-    """Whether the output's distribution is the target's own. Printed in every table."""
+    @property
+    def lossless(self) -> bool:
+        """Whether the output's distribution is the target's own. Printed in every table."""
 
-    def __call__(self, tree: DraftTree, output: TargetOutput, *, generator: torch.Generator | None = None) -> Acceptance: ...
+    def __call__(self, tree: DraftTree, output: TargetOutput, *, generator: Randomness = None) -> Acceptance: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

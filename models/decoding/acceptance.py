@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch.nn.functional import pad
 
-from .sampling import Sampling, draw, warp
+from .sampling import Randomness, Sampling, draw, flip, warp
 from .tree import DraftTree
 from .types import NO_NODE, Acceptance, TargetOutput
 
@@ -22,7 +22,7 @@ class GreedyAcceptance:
 
     lossless = True
 
-    def __call__(self, tree: DraftTree, output: TargetOutput, *, generator: torch.Generator | None = None) -> Acceptance:
+    def __call__(self, tree: DraftTree, output: TargetOutput, *, generator: Randomness = None) -> Acceptance:
         return follow_choices(tree, output.logits.argmax(-1))
 
 
@@ -50,13 +50,12 @@ class SpeculativeSampling:
     def lossless(self) -> bool:
         return True
 
-    def __call__(self, tree: DraftTree, output: TargetOutput, *, generator: torch.Generator | None = None) -> Acceptance:
+    def __call__(self, tree: DraftTree, output: TargetOutput, *, generator: Randomness = None) -> Acceptance:
         probs = warp(output.logits, self.sampling)
         if tree.child_probs is None:
             return follow_choices(tree, draw(probs, generator))
         accept, bonus = try_children(tree, tree.child_probs.to(probs.dtype), probs)
-        coins = torch.rand(accept.shape, dtype=accept.dtype, device=accept.device, generator=generator)
-        walk = follow(tree, first_accepted(tree, coins < accept))
+        walk = follow(tree, first_accepted(tree, flip(accept, generator)))
         rows = torch.arange(len(bonus), device=bonus.device)
         return walk.accept(draw(bonus[rows, walk.entry], generator))
 
@@ -79,7 +78,7 @@ class TypicalAcceptance:
     def lossless(self) -> bool:
         return False
 
-    def __call__(self, tree: DraftTree, output: TargetOutput, *, generator: torch.Generator | None = None) -> Acceptance:
+    def __call__(self, tree: DraftTree, output: TargetOutput, *, generator: Randomness = None) -> Acceptance:
         probs = warp(output.logits, self.sampling)
         entropy = torch.special.entr(probs).sum(-1)  # [batch, entry]
         threshold = (self.delta * (-entropy).exp()).clamp(max=self.epsilon)

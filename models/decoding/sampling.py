@@ -1,9 +1,10 @@
-"""From logits to the distribution that is sampled from, and one draw of it."""
+"""From logits to the distribution that is sampled from, and the only things that are ever left to chance."""
 
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 MIN_PRECISION = torch.float32
 
@@ -55,10 +56,45 @@ def warp(logits: Float[torch.Tensor, "*batch vocab"], sampling: Sampling) -> Flo
     return probs
 
 
-def draw(probs: Float[torch.Tensor, "*batch vocab"], generator: torch.Generator | None = None) -> Int[torch.Tensor, "*batch"]:
+@runtime_checkable
+class Chance(Protocol):
+    """Decides in a generator's place what is left to chance, so that a certificate can play every outcome."""
+
+    def draw(self, probs: torch.Tensor) -> torch.Tensor: ...
+    def flip(self, probs: torch.Tensor) -> torch.Tensor: ...
+
+
+Randomness = torch.Generator | Chance | None
+
+
+def draw(probs: Float[torch.Tensor, "*batch vocab"], generator: Randomness = None) -> Int[torch.Tensor, "*batch"]:
     """One token of each distribution; needs no normalisation and no read by the host.
 
     Of independent exponential clocks with rates p, the first to ring is token i with probability p(i) / sum(p).
     """
-    clocks = torch.empty_like(probs).exponential_(generator=generator)
-    return (probs / clocks).argmax(-1)
+    if isinstance(generator, Chance):
+        return generator.draw(probs)
+    return (probs / _clocks(probs, generator)).argmax(-1)
+
+
+def draw_several(
+    probs: Float[torch.Tensor, "*batch vocab"], count: int, generator: torch.Generator | None = None
+) -> Int[torch.Tensor, "*batch count"]:
+    """`count` different tokens of each distribution, drawn one after the other without replacement, in that order.
+
+    The clocks of `draw`: who rings second is drawn from what the first has left. Needs as many tokens of positive probability.
+    """
+    return (probs / _clocks(probs, generator)).topk(count, dim=-1).indices
+
+
+def flip(probs: Float[torch.Tensor, "*batch"], generator: Randomness = None) -> Bool[torch.Tensor, "*batch"]:
+    """One coin for each probability."""
+    if isinstance(generator, Chance):
+        return generator.flip(probs)
+    return torch.rand(probs.shape, dtype=probs.dtype, device=probs.device, generator=generator) < probs
+
+
+def _clocks(
+    probs: Float[torch.Tensor, "*batch vocab"], generator: torch.Generator | None
+) -> Float[torch.Tensor, "*batch vocab"]:
+    return torch.empty_like(probs).exponential_(generator=generator)

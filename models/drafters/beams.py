@@ -73,7 +73,7 @@ def beam_search(
     return SearchTree(tokens=tokens, parents=parents, scores=all_scores, level_sizes=sizes)
 
 
-def pack_survivors(search: SearchTree) -> DraftTree:
+def pack_survivors(search: SearchTree, *, full_size: bool = False) -> DraftTree:
     """The beams that the search ended with, each shared prefix once: the paper's tree (section 3.3).
 
         beams  A B C        depth 1: A        parents  -1
@@ -81,7 +81,8 @@ def pack_survivors(search: SearchTree) -> DraftTree:
                A E F        depth 3: C D F             1 1 2
 
     The paper finds shared prefixes by comparing beams; here the search's own back-pointers tell. Rows with fewer nodes than
-    the fullest are padded, and how many that has is read by the host.
+    the fullest are padded. How many that has must be read by the host; with `full_size` nothing is read, and all rows are
+    padded to the most that a tree could have.
     """
     alive = torch.zeros_like(search.tokens)
     end = alive.shape[1]
@@ -90,7 +91,7 @@ def pack_survivors(search: SearchTree) -> DraftTree:
         level = slice(end - size, end)
         alive.scatter_reduce_(1, search.parents[:, level], alive[:, level].clone(), "amax")
         end -= size
-    return _pack(search, alive.bool(), int(alive.sum(1).max()))
+    return _pack(search, alive.bool(), alive.shape[1] if full_size else int(alive.sum(1).max()))
 
 
 def pack_likeliest(search: SearchTree, num_nodes: int) -> DraftTree:

@@ -181,7 +181,8 @@ class Redrafter(TrainableDrafter):
         """The tree of a beam search (section 3.2): its last beams (section 3.3), or the likeliest nodes it met."""
         search = beam_search(self, state, last_token, width=self.config.beam_width, length=self.config.beam_length)
         if self.config.tree_nodes is None:
-            return pack_survivors(search)
+            # A CPU has its numbers at hand; an accelerator would have to be waited for.
+            return pack_survivors(search, full_size=search.tokens.device.type != "cpu")
         return pack_likeliest(search, self.config.tree_nodes)
 
     def advance(
@@ -190,7 +191,7 @@ class Redrafter(TrainableDrafter):
         entry = last_entry(acceptance)
         return output.hidden_states[torch.arange(len(entry), device=entry.device), entry]
 
-    def select(self, state: Float[torch.Tensor, "batch hidden"], rows: Sequence[int]) -> Float[torch.Tensor, "batch hidden"]:
+    def select(self, state: Float[torch.Tensor, "batch hidden"], rows: Sequence[int]) -> Float[torch.Tensor, "kept hidden"]:
         return state[rows]
 
     # --- the network

@@ -108,6 +108,13 @@ def test_the_survivors_are_the_prefixes_of_the_last_beams(width: int, length: in
     assert tree.num_nodes == max(sizes), "more padding than the fullest row needs"
 
 
+def test_a_tree_of_full_size_is_the_same_tree_with_more_padding():
+    found = search(FadingDrafter(), width=3, length=4)
+    tree, padded = pack_survivors(found), pack_survivors(found, full_size=True)
+    assert padded.num_nodes == 12 > tree.num_nodes
+    assert [row_paths(padded, row) for row in range(2)] == [row_paths(tree, row) for row in range(2)]
+
+
 def test_shared_prefixes_are_packed_once():
     # A B C / A B D / A E F, the example of the docstring, with letters as numbers, and a beam A G that was dropped.
     found = SearchTree(

@@ -1,0 +1,288 @@
+"""The certificate of the acceptance rules: sound rules pass exactly, and every mutant of the sampler is caught."""
+
+import inspect
+import sys
+import types
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from outrider.models.decoding import Prompts, Sampling, SpeculativeSampling, TargetOutput, TypicalAcceptance, generate
+from outrider.models.decoding import acceptance as acceptance_module
+from outrider.models.decoding.certificate import (
+    EXACT,
+    SHAPES,
+    TreeShape,
+    check_rule,
+    drawn_trees,
+    g_test,
+    joint,
+    random_tables,
+    sampled_tokens,
+    sequence_counts,
+    step_distribution,
+    total_variation,
+)
+from outrider.models.drafters import NullDrafter
+
+ALPHA = 1e-6
+"""Share of sound samplers that a G-test would call unsound; the seeds are fixed."""
+SMALL_SHAPES = ["one token", "chain of 3", "3 siblings", "2 x 2", "late branch"]
+CAUGHT = 1e-6
+"""Total variation of a mutant must exceed this: six orders of magnitude above what passes."""
+
+
+@pytest.mark.parametrize("drawing", ["beam", "distinct", "independent"])
+def test_speculative_sampling_is_exact(drawing):
+    checks = list(check_rule(lambda sampling: SpeculativeSampling(sampling=sampling), shapes=SMALL_SHAPES, drawings=[drawing]))
+    assert len(checks) == 5 * 5 * 6
+    worst = max(checks, key=lambda check: check.total_variation)
+    assert worst.total_variation < EXACT, worst
+
+
+def test_speculative_sampling_is_exact_with_six_tokens_and_four_deep():
+    target, drafter = random_tables(6, 5, seed=2), random_tables(6, 5, seed=3)
+    shape = TreeShape(parents=SHAPES["chain of 4"], drawing="distinct")
+    found = step_distribution(SpeculativeSampling(sampling=Sampling()), Sampling(), shape, target, drafter)
+    assert total_variation(found, joint(target, Sampling(), 5)) < EXACT
+
+
+def test_typical_acceptance_is_not_and_says_so():
+    rule = TypicalAcceptance(sampling=Sampling())
+    assert not rule.lossless
+    checks = list(check_rule(lambda sampling: TypicalAcceptance(sampling=sampling), shapes=["chain of 3"], drawings=["beam"]))
+    assert max(check.total_variation for check in checks if check.sampling == "temperature 1") > 0.05
+
+
+def test_typical_acceptance_by_hand():
+    probs = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
+    entropy = -(probs * probs.log()).sum()
+    threshold = min(0.09, 0.3 * float((-entropy).exp()))
+    accepted = (probs > threshold).tolist()
+    assert accepted == [True, True, True, False]
+    logits = probs.log().expand(4, 2, 4)
+    tree = acceptance_module.DraftTree(tokens=torch.arange(4)[:, None], parents=torch.full((4, 1), -1), max_depth=1)
+    rule = TypicalAcceptance(sampling=Sampling())
+    output = TargetOutput(logits=logits, hidden_states=logits[..., :0])
+    assert rule(tree, output).num_accepted.tolist() == [int(value) for value in accepted]
+
+
+@pytest.mark.parametrize("drawing", ["beam", "distinct", "independent"])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.7, top_p=0.9)], ids=["plain", "warped"])
+def test_the_sampler_as_it_is_draws_from_the_joint_distribution(drawing, sampling):
+    target, drafter = random_tables(3, 4, seed=0), random_tables(3, 4, seed=1)
+    shape = TreeShape(parents=(-1, -1, 0, 0), drawing=drawing)
+    tokens = sampled_tokens(
+        SpeculativeSampling(sampling=sampling),
+        sampling,
+        shape,
+        target,
+        drafter,
+        num_samples=60_000,
+        generator=torch.Generator().manual_seed(0),
+    )
+    expected = joint(target, sampling, 3).flatten()
+    assert g_test(sequence_counts(tokens, 3), expected) > ALPHA
+    assert g_test(sequence_counts(tokens, 3), joint(drafter, sampling, 3).flatten()) < ALPHA, "the test sees nothing"
+
+
+# --- the whole loop
+
+
+class ToyTarget:
+    """A toy model behind the decode loop's interface; it remembers what was committed."""
+
+    context_length = 64
+
+    def __init__(self, tables) -> None:
+        self.tables = tables
+
+    def prefill(self, prompts, *, max_new_tokens, max_nodes) -> TargetOutput:
+        self.committed = torch.zeros(len(prompts.lengths), 0, dtype=torch.long)
+        self.counts = torch.zeros(len(prompts.lengths), dtype=torch.long)
+        logits = self.tables[0].expand(len(prompts.lengths), 1, -1)
+        return TargetOutput(logits=logits, hidden_states=logits[..., :0])
+
+    def _logits(self, texts: list[torch.Tensor]) -> torch.Tensor:
+        """After texts of up to the tables' depth; what follows longer ones is never looked at."""
+        known = texts[: len(self.tables) - 1]
+        return self.tables[len(known)][tuple(known)]
+
+    def verify(self, last_token, tree) -> TargetOutput:
+        """Row by row of equal committed lengths, since a text's length chooses its table."""
+        self.last_token = last_token
+        batch, vocab = len(last_token), self.tables[0].shape[-1]
+        logits = torch.zeros(batch, 1 + tree.num_nodes, vocab, dtype=torch.float64)
+        for count in self.counts.unique().tolist():
+            rows = self.counts == count
+            base = [*self.committed[rows, :count].T, last_token[rows]]
+            logits[rows, 0] = self._logits(base)
+            for node in range(tree.num_nodes):
+                path = [other for other in reversed(tree.lineage[0, node].tolist()) if other != -1]
+                logits[rows, node + 1] = self._logits([*base, *(tree.tokens[rows, other] for other in path)])
+        return TargetOutput(logits=logits, hidden_states=logits[..., :0])
+
+    def commit(self, tree, acceptance, num_accepted) -> None:
+        drafted = tree.tokens.gather(1, acceptance.path.clamp(min=0)) if tree.num_nodes else acceptance.path
+        new = torch.cat([self.last_token[:, None], drafted], dim=1)
+        wide = torch.zeros(len(new), self.committed.shape[1] + new.shape[1], dtype=torch.long)
+        wide[:, : self.committed.shape[1]] = self.committed
+        wide.scatter_(1, self.counts[:, None] + torch.arange(new.shape[1]), new)
+        self.committed, self.counts = wide, self.counts + 1 + torch.tensor(num_accepted)
+
+    def select(self, rows) -> None:
+        self.committed, self.counts = self.committed[rows], self.counts[rows]
+
+
+class ToyDrafter:
+    """Draws trees of one shape from a toy model that knows nothing of the text so far."""
+
+    def __init__(self, shape, tables, sampling) -> None:
+        self.shape, self.tables, self.sampling = shape, tables, sampling
+        self.max_nodes = len(shape.parents)
+
+    def init_state(self, prompts, prefill) -> None:
+        return None
+
+    def propose(self, state, last_token, *, generator=None):
+        return drawn_trees(self.shape, self.tables, self.sampling, len(last_token), generator)
+
+    def advance(self, state, tree, acceptance, output) -> None:
+        return None
+
+    def select(self, state, rows) -> None:
+        return None
+
+
+@pytest.mark.parametrize("drawing", ["beam", "distinct", "independent", "nothing"])
+def test_whole_texts_of_the_decode_loop_follow_the_joint_distribution(drawing):
+    length, num_rows = 4, 20_000
+    sampling = Sampling(temperature=0.8)
+    target = ToyTarget(random_tables(3, length, seed=4))
+    drafter = (
+        NullDrafter()
+        if drawing == "nothing"
+        else ToyDrafter(TreeShape(parents=(-1, -1, 0), drawing=drawing), random_tables(3, 3, seed=5), sampling)
+    )
+    texts = torch.zeros(num_rows, length, dtype=torch.long)
+    filled = [0] * num_rows
+    prompts = Prompts.of(torch.zeros(num_rows, 1, dtype=torch.long))
+    steps = generate(
+        target,
+        drafter,
+        SpeculativeSampling(sampling=sampling),
+        prompts.input_ids,
+        max_new_tokens=length,
+        generator=torch.Generator().manual_seed(1),
+    )
+    for step in steps:
+        for row, tokens in zip(step.rows, step.tokens, strict=True):
+            texts[row, filled[row] : filled[row] + len(tokens)] = torch.tensor(tokens)
+            filled[row] += len(tokens)
+    assert set(filled) == {length}
+    assert g_test(sequence_counts(texts, 3), joint(target.tables, sampling, length).flatten()) > ALPHA
+
+
+# --- mutants: the sampler, broken on purpose, a line at a time
+
+MUTANTS = {
+    "accepts every child": ("clamp(max=1.0)", "clamp(min=1.0, max=1.0)"),
+    "ratio upside down": (
+        "(probs.gather(2, token) / drawn_from.gather(2, token))",
+        "(drawn_from.gather(2, token) / probs.gather(2, token))",
+    ),
+    "accepts by p alone": ("(probs.gather(2, token) / drawn_from.gather(2, token))", "(probs.gather(2, token) / 1.0)"),
+    "no residual": ("probs = torch.where((tried != NO_NODE) & (total > 0), left / total, probs)", "pass"),
+    "residual q - p": ("left = (probs - drawn_from)", "left = (drawn_from - probs)"),
+    "residual in absolute value": ("(probs - drawn_from).clamp(min=0.0)", "(probs - drawn_from).abs()"),
+    "residual not normalised": ("left / total, probs)", "left, probs)"),
+    "residual where nothing was tried": ("(tried != NO_NODE) & (total > 0)", "total > 0"),
+    "q keeps the refused child": ("if not tree.with_replacement:", "if False:"),
+    "q loses children that were drawn with replacement": ("if not tree.with_replacement:", "if True:"),
+    "q not normalised again": ("(without / without.sum(-1, keepdim=True)).nan_to_num(0.0)", "without"),
+    "child tried at the wrong entry": (
+        "torch.where(is_turn, tree.parents + 1, num_entries)",
+        "torch.where(is_turn, (tree.parents + 2).clamp(max=num_entries), num_entries)",
+    ),
+    "bonus from p, not from the residual": (
+        "draw(bonus[rows, walk.entry], generator)",
+        "draw(probs[rows, walk.entry], generator)",
+    ),
+    "bonus after the root, not after the path": ("draw(bonus[rows, walk.entry], generator)", "draw(bonus[rows, 0], generator)"),
+    "bonus by arg-max": ("draw(bonus[rows, walk.entry], generator)", "bonus[rows, walk.entry].argmax(-1)"),
+    "younger siblings first": (".tril(-1).any(-1)", ".triu(1).any(-1)"),
+    "any accepted child will do": (
+        "flip(accept, generator)",
+        "flip(accept, generator)",
+        "accepted & ~elder_accepted &",
+        "accepted &",
+    ),
+    "coins turned over": ("flip(accept, generator)", "~flip(accept, generator)"),
+    "target not warped": ("probs = warp(output.logits, self.sampling)", "probs = output.logits.softmax(-1)"),
+    "choice by arg-max": ("draw(probs, generator))", "probs.argmax(-1))"),
+    "choice after the node, not its parent": (
+        "choices.gather(1, tree.parents + 1)",
+        "choices.gather(1, (tree.parents + 2).clamp(max=choices.shape[1] - 1))",
+    ),
+    "bonus of the entry before": (
+        "choices.gather(1, walk.entry[:, None])",
+        "choices.gather(1, (walk.entry[:, None] - 1).clamp(min=0))",
+    ),
+    "walk ends a node early": ("return Walk(path=", "num_accepted = (num_accepted - 1).clamp(min=0)\n    return Walk(path="),
+    "children of refused nodes": (
+        "reached = padded.gather(1, (tree.lineage + 1).flatten(1)).view_as(tree.lineage).all(-1)",
+        "reached = accepted",
+    ),
+}
+
+
+@pytest.fixture
+def mutate() -> Iterator:
+    made = []
+
+    def make(*replacements: str) -> types.ModuleType:
+        source = inspect.getsource(acceptance_module)
+        for old, new in zip(replacements[::2], replacements[1::2], strict=True):
+            assert old in source, f"the sampler has no {old!r} any more: mend the mutant"
+            source = source.replace(old, new)
+        name = "outrider.models.decoding.acceptance_mutant"
+        module = types.ModuleType(name)
+        module.__package__ = "outrider.models.decoding"
+        sys.modules[name] = module
+        made.append(name)
+        exec(compile(source, name, "exec"), module.__dict__)
+        return module
+
+    yield make
+    for name in made:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_every_mutant_is_caught(name, mutate):
+    module = mutate(*MUTANTS[name])
+    worst = 0.0
+    try:
+        for check in check_rule(
+            lambda sampling: module.SpeculativeSampling(sampling=sampling),
+            shapes=["3 siblings", "2 x 2", "late branch"],
+            samplings=["temperature 0.5", "top-k 2"],
+        ):
+            worst = max(worst, check.total_variation)
+            if worst > CAUGHT or worst != worst:
+                break
+    except (RuntimeError, IndexError):
+        return  # a crash is as good as caught
+    assert not worst <= CAUGHT, "the mutant passes for sound"
+
+
+def test_there_are_enough_mutants_and_the_unbroken_sampler_passes_the_same_way(mutate):
+    assert len(MUTANTS) >= 15
+    module = mutate("flip(accept, generator)", "flip(accept, generator)")
+    checks = check_rule(
+        lambda sampling: module.SpeculativeSampling(sampling=sampling),
+        shapes=["2 x 2"],
+        samplings=["temperature 0.5", "top-k 2"],
+    )
+    assert max(check.total_variation for check in checks) < EXACT

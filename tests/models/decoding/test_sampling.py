@@ -1,0 +1,98 @@
+"""What sampling parameters make of logits, against plain sorting; and the draws."""
+
+import pytest
+import torch
+
+from outrider.models.decoding import Sampling, warp
+from outrider.models.decoding.certificate import g_test
+from outrider.models.decoding.sampling import draw, draw_several, flip
+
+LOGITS = torch.tensor([[2.0, 0.5, 1.0, -1.0, 1.0]], dtype=torch.float64)
+ALPHA = 1e-6
+"""A sound draw fails one of these tests in a million seeds; the seeds are fixed, so it either does or never will."""
+
+
+def slow_warp(logits: list[float], sampling: Sampling) -> list[float]:
+    if sampling.temperature == 0:
+        return [float(index == logits.index(max(logits))) for index in range(len(logits))]
+    weights = torch.tensor(logits, dtype=torch.float64).div(sampling.temperature).exp().tolist()
+    order = sorted(range(len(logits)), key=lambda index: -weights[index])
+    kept = order[: sampling.top_k] if sampling.top_k else order
+    total = sum(weights[index] for index in kept)
+    if sampling.top_p is not None:
+        so_far, nucleus = 0.0, []
+        for index in kept:
+            if so_far >= sampling.top_p:
+                break
+            nucleus.append(index)
+            so_far += weights[index] / total
+        kept = nucleus
+    total = sum(weights[index] for index in kept)
+    return [weights[index] / total if index in kept else 0.0 for index in range(len(logits))]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 2.0])
+@pytest.mark.parametrize("top_k", [None, 1, 2, 4, 9])
+@pytest.mark.parametrize("top_p", [None, 1e-9, 0.5, 0.8, 0.999, 1.0])
+def test_warp_equals_plain_sorting(temperature, top_k, top_p):
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+    logits = [2.0, 0.5, 1.0, -1.0, 1.5]
+    found = warp(torch.tensor([logits], dtype=torch.float64), sampling)[0]
+    assert found.tolist() == pytest.approx(slow_warp(logits, sampling), abs=1e-12)
+
+
+def test_low_precision_is_raised_to_float32():
+    assert warp(LOGITS.bfloat16(), Sampling()).dtype == torch.float32
+    assert warp(LOGITS, Sampling()).dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"top_k": 0}, "top_k is 0"),
+        ({"top_p": 0.0}, "top_p is 0.0"),
+        ({"top_p": 1.5}, "top_p is 1.5"),
+    ],
+)
+def test_impossible_parameters_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Sampling(**options)
+
+
+def test_draws_follow_the_distribution():
+    probs = warp(LOGITS, Sampling(top_k=4))
+    generator = torch.Generator().manual_seed(0)
+    counts = draw(probs.expand(100_000, -1), generator).bincount(minlength=5)
+    assert g_test(counts, probs[0]) > ALPHA
+    wrong = probs[0].roll(1)
+    assert g_test(counts, wrong) < ALPHA, "the test sees nothing"
+
+
+def test_several_draws_are_those_without_replacement():
+    probs = warp(LOGITS, Sampling())
+    drawn = draw_several(probs.expand(100_000, -1), 2, torch.Generator().manual_seed(0))
+    assert (drawn[:, 0] != drawn[:, 1]).all()
+    expected = torch.zeros(5, 5, dtype=torch.float64)
+    for first in range(5):
+        for second in range(5):
+            if first != second:
+                expected[first, second] = probs[0, first] * probs[0, second] / (1 - probs[0, first])
+    counts = (drawn[:, 0] * 5 + drawn[:, 1]).bincount(minlength=25)
+    assert g_test(counts, expected.flatten()) > ALPHA
+
+
+def test_coins_follow_their_probabilities():
+    probs = torch.tensor([0.0, 0.25, 1.0])
+    share = flip(probs.expand(40_000, 3), torch.Generator().manual_seed(0)).float().mean(0)
+    assert share[0] == 0
+    assert share[2] == 1
+    assert abs(float(share[1]) - 0.25) < 0.011  # five standard deviations
+
+
+def test_the_same_seed_gives_the_same_draws():
+    probs = warp(LOGITS, Sampling()).expand(50, -1)
+    first = draw(probs, torch.Generator().manual_seed(3))
+    assert torch.equal(first, draw(probs, torch.Generator().manual_seed(3)))
+    assert not torch.equal(first, draw(probs, torch.Generator().manual_seed(4)))
