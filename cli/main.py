@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from ..eval.certify_cli import certify_command
 from ..eval.cli import eval_command
 from .errors import user_errors
 
@@ -16,6 +17,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("eval")(eval_command)
+app.command("certify")(certify_command)
 
 
 @app.command("run", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

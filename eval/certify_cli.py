@@ -1,0 +1,61 @@
+"""`outrider certify`: is the decoding lossless?"""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from .config import EvalConfig, SuiteConfig
+
+
+def certify_command(
+    target: Annotated[str | None, typer.Option(help="A target, to certify with --drafter: a directory or a Hub id.")] = None,
+    drafter: Annotated[list[Path] | None, typer.Option(help="A drafter's directory. Repeat for several.")] = None,
+    suite: Annotated[str, typer.Option(help="Prompts to decode: mt_bench, alpaca_eval or stdlib.")] = "stdlib",
+    suite_path: Annotated[str | None, typer.Option(help="Local file of the suite.")] = None,
+    limit: Annotated[int, typer.Option(help="Draw at most so many prompts.")] = 10,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens per answer, at most.")] = 64,
+    dtype: Annotated[str, typer.Option(help="float32 compares tokens; bfloat16 and float16 audit margins.")] = "float32",
+    device: Annotated[str | None, typer.Option(help="Unless given, the first accelerator, else cpu.")] = None,
+    rules: Annotated[bool, typer.Option(help="Certify the acceptance rules too (about a minute).")] = True,
+    output: Annotated[Path, typer.Option(help="Where the certificate goes.")] = Path("certificate.json"),
+) -> None:
+    """Certify that decoding is lossless: the acceptance rules exactly, and a target with drafters on real prompts.
+
+    Exits with 1 where anything fails.
+    """
+    if not rules and target is None:
+        raise ValueError("nothing to certify: give --target and --drafter, or leave --no-rules out")
+    if (target is None) != (not drafter):
+        raise ValueError("--target and --drafter go together; give both, or neither to certify the rules alone")
+    import torch  # it, and all that uses it, loads too slowly for --help
+
+    from ..models.config import TargetConfig
+    from ..models.drafters import load_drafter
+    from ..models.target import load_target
+    from .certify import certificate_table, certify_decoding, certify_rules, write_certificate
+    from .environment import describe_environment
+    from .run import check_inputs, load_suites, method_labels
+
+    config = EvalConfig(suites=[SuiteConfig(name=suite, path=suite_path, limit=limit)], max_new_tokens=max_new_tokens)
+    subject: dict[str, object] = {}
+    lines = []
+    if target is not None and drafter:
+        check_inputs(config, drafter)
+        loaded = load_target(TargetConfig(name_or_path=target, dtype=dtype, device=device))
+        drafters = {name: load_drafter(path, loaded) for name, (path, _) in method_labels(config, drafter).items()}
+        suites = load_suites(config)
+        lines += certify_decoding(loaded, drafters, loaded.tokenizer, suites, max_new_tokens=max_new_tokens)  # type: ignore[arg-type]
+        subject |= {"target": loaded.identity.name, "weights_sha256": loaded.identity.weights_sha256, "suite": suite}
+    if rules:
+        lines += certify_rules()
+    subject["environment"] = asdict(describe_environment(torch.device(device or "cpu")))
+    write_certificate(lines, subject, output)
+    console = Console()
+    console.print(certificate_table(lines))
+    passed = all(line.passed for line in lines)
+    console.print("[bold green]LOSSLESS[/]" if passed else "[bold red]NOT LOSSLESS[/]", f"({output})")
+    if not passed:
+        raise typer.Exit(1)

@@ -1,0 +1,76 @@
+"""`outrider certify`: passes what is sound, fails what isn't, and writes down both."""
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from outrider.eval import certify
+from outrider.eval.certify_cli import certify_command
+from outrider.models.decoding import TypicalAcceptance
+
+from .test_run import AcceptsAnything
+
+app = typer.Typer()
+app.command()(certify_command)
+
+
+@pytest.fixture
+def few_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(certify, "SHAPES", {"2 x 2": certify.SHAPES["2 x 2"]})
+    monkeypatch.setattr(certify, "SAMPLINGS", {"top-k 2": certify.SAMPLINGS["top-k 2"]})
+    monkeypatch.setattr(certify, "LARGE_SHAPES", ("3 siblings",))
+    monkeypatch.setattr(certify, "NUM_SAMPLES", 20_000)
+
+
+@pytest.fixture
+def decoding(tiny_target_dir: Path, tiny_drafter_dir: Path, questions: Path, tmp_path: Path) -> list[str]:
+    return [
+        *("--target", str(tiny_target_dir), "--drafter", str(tiny_drafter_dir), "--output", str(tmp_path / "certificate.json")),
+        *("--suite", "mt_bench", "--suite-path", str(questions), "--max-new-tokens", "6", "--device", "cpu", "--no-rules"),
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_target_and_a_drafter_are_certified(decoding: list[str], dtype: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, [*decoding, "--dtype", dtype])
+    assert result.exit_code == 0, result.output
+    assert "LOSSLESS" in result.output
+    certificate = json.loads((tmp_path / "certificate.json").read_text())
+    assert certificate["passed"]
+    assert [line["method"].split()[0] for line in certificate["lines"]] == ["the" if dtype == "float32" else "every"]
+    assert certificate["lines"][0]["num_cases"] > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_wrong_tokens_fail_in_any_precision(
+    decoding: list[str], dtype: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(certify, "GreedyAcceptance", AcceptsAnything)
+    result = CliRunner().invoke(app, [*decoding, "--dtype", dtype])
+    assert result.exit_code == 1
+    assert "NOT LOSSLESS" in result.output
+    assert not json.loads((tmp_path / "certificate.json").read_text())["passed"]
+
+
+@pytest.mark.usefixtures("few_cases")
+def test_the_rules_are_certified_and_a_lossy_rule_is_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "certificate.json"
+    result = CliRunner().invoke(app, ["--output", str(path), "--device", "cpu"])
+    assert result.exit_code == 0, result.output
+    lines = json.loads(path.read_text())["lines"]
+    assert len(lines) == 9
+    assert all(line["passed"] and line["num_cases"] for line in lines)
+    monkeypatch.setattr(certify, "_rule", lambda sampling: TypicalAcceptance(sampling=sampling))
+    result = CliRunner().invoke(app, ["--output", str(path), "--device", "cpu"])
+    assert result.exit_code == 1
+    assert not any(line["passed"] for line in json.loads(path.read_text())["lines"])
+
+
+def test_half_a_request_is_refused(tiny_target_dir: Path) -> None:
+    result = CliRunner().invoke(app, ["--target", str(tiny_target_dir)])
+    assert "--target and --drafter go together" in str(result.exception)
+    result = CliRunner().invoke(app, ["--no-rules"])
+    assert "nothing to certify" in str(result.exception)
