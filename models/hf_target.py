@@ -142,6 +142,10 @@ class HFTarget:
             path = (acceptance.path + 1).clamp(min=0)[:, : max(num_accepted)]
             cache.commit(torch.nn.functional.pad(path, (1, 0)), counts)
 
+    def rewind(self, num_tokens: Sequence[int]) -> None:
+        """Forget the last committed tokens, so many in each row."""
+        self._require_cache().commit_in_place([-count for count in num_tokens])
+
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows of the batch only."""
         self._require_cache().select(rows)

@@ -65,7 +65,10 @@ class Drafter(Protocol[State]):
         self, state: State, last_token: Int[torch.Tensor, " batch"], *, generator: torch.Generator | None = None
     ) -> DraftTree: ...
 
-    def advance(self, state: State, tree: DraftTree, acceptance: Acceptance, output: TargetOutput) -> State: ...
+    def advance(
+        self, state: State, tree: DraftTree, acceptance: Acceptance, output: TargetOutput, num_accepted: Sequence[int]
+    ) -> State:
+        """The state after the step. `num_accepted` is the acceptance's own, as the host knows it."""
 
     def select(self, state: State, rows: Sequence[int]) -> State:
         """The state of these rows of the batch only."""

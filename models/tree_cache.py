@@ -79,10 +79,11 @@ class TreeCache(Cache):
         return len(self._buffers) - 1, 0
 
     def begin_pass(self, num_entries: int) -> None:
-        """Before a forward over `num_entries` tokens per row."""
+        """Before a forward over `num_entries` tokens per row. A cache that is too small for it doubles."""
         self.num_written = num_entries
         self.extent = max(self.host_lengths) + num_entries
-        assert self.extent <= self.capacity, f"{self.extent} entries in a cache of {self.capacity}: too little was reserved"
+        if self.extent > self.capacity:
+            self._grow(max(self.extent, 2 * self.capacity))
         self._columns = self._behind(num_entries)
 
     def trim(self) -> None:
@@ -127,6 +128,11 @@ class TreeCache(Cache):
         self._buffers = [buffer.index_select(1, index) for buffer in self._buffers]
         self.lengths = self.lengths[index]
         self.host_lengths = [self.host_lengths[row] for row in rows]
+
+    def _grow(self, capacity: int) -> None:
+        more = capacity - self.capacity
+        self._buffers = [torch.nn.functional.pad(buffer, (0, 0, 0, more)) for buffer in self._buffers]
+        self.capacity = capacity
 
     def _advance(self, counts: Sequence[int]) -> None:
         self.host_lengths = [length + count for length, count in zip(self.host_lengths, counts, strict=True)]

@@ -70,8 +70,9 @@ def generate(
         verify_seconds = lap() if lap else 0.0
         acceptance = rule(tree, output, generator=generator)
         tokens = read_tokens(tree, acceptance)  # here the host waits for the device
-        target.commit(tree, acceptance, [len(new) - 1 for new in tokens])
-        state = drafter.advance(state, tree, acceptance, output)
+        num_accepted = [len(new) - 1 for new in tokens]
+        target.commit(tree, acceptance, num_accepted)
+        state = drafter.advance(state, tree, acceptance, output, num_accepted)
         seconds = PhaseSeconds(draft=draft_seconds, verify=verify_seconds, accept=lap()) if lap else None
         step = make_step(rows, tokens, stopping, tree, seconds=seconds)
         yield step

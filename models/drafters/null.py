@@ -23,7 +23,9 @@ class NullDrafter:
     ) -> DraftTree:
         return empty_tree(last_token.shape[0], last_token.device)
 
-    def advance(self, state: None, tree: DraftTree, acceptance: Acceptance, output: TargetOutput) -> None:
+    def advance(
+        self, state: None, tree: DraftTree, acceptance: Acceptance, output: TargetOutput, num_accepted: Sequence[int]
+    ) -> None:
         return None
 
     def select(self, state: None, rows: Sequence[int]) -> None:

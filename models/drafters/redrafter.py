@@ -186,7 +186,12 @@ class Redrafter(TrainableDrafter):
         return pack_likeliest(search, self.config.tree_nodes)
 
     def advance(
-        self, state: Float[torch.Tensor, "batch hidden"], tree: DraftTree, acceptance: Acceptance, output: TargetOutput
+        self,
+        state: Float[torch.Tensor, "batch hidden"],
+        tree: DraftTree,
+        acceptance: Acceptance,
+        output: TargetOutput,
+        num_accepted: Sequence[int],
     ) -> Float[torch.Tensor, "batch hidden"]:
         entry = last_entry(acceptance)
         return output.hidden_states[torch.arange(len(entry), device=entry.device), entry]

@@ -117,7 +117,7 @@ class OracleDrafter:
         parents = torch.tensor([[-1, -1, 1, 1, 3, 3]] * len(tokens))
         return DraftTree(tokens=torch.tensor(tokens), parents=parents, max_depth=3)
 
-    def advance(self, state, tree, acceptance, output) -> torch.Tensor:
+    def advance(self, state, tree, acceptance, output, num_accepted) -> torch.Tensor:
         return state + torch.stack([torch.zeros_like(acceptance.num_accepted), acceptance.num_accepted + 1], dim=1)
 
     def select(self, state, rows) -> torch.Tensor:

@@ -148,7 +148,7 @@ class ToyDrafter:
     def propose(self, state, last_token, *, generator=None):
         return drawn_trees(self.shape, self.tables, self.sampling, len(last_token), generator)
 
-    def advance(self, state, tree, acceptance, output) -> None:
+    def advance(self, state, tree, acceptance, output, num_accepted) -> None:
         return None
 
     def select(self, state, rows) -> None:

@@ -37,7 +37,7 @@ class ScriptedDrafter:
             at = len(tokens) - 1
         return DraftTree(tokens=torch.tensor([tokens]), parents=torch.tensor([parents]), max_depth=self.depth)
 
-    def advance(self, state, tree, acceptance, output) -> int:
+    def advance(self, state, tree, acceptance, output, num_accepted) -> int:
         return state + int(acceptance.num_accepted[0]) + 1
 
 
