@@ -54,6 +54,8 @@ class RunConfig:
             problems.append(f"stages is {self.stages}; name at least one of {', '.join(STAGES)}, and each once")
         if self.name in ("", "..") or Path(self.name).name != self.name:
             problems.append(f"name is {self.name!r}; it names a folder, so it must be one plain word")
+        if not 0 <= self.seed < 2**32:
+            problems.append(f"seed is {self.seed}; it must be between 0 and {2**32 - 1}")
         if self.num_threads is not None and self.num_threads < 1:
             problems.append(f"num_threads is {self.num_threads}; it must be at least 1, or null for the launcher's choice")
         if self.mixed_precision not in (None, "bf16", "no"):

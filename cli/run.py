@@ -3,6 +3,7 @@
 import logging
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import hydra
 import torch
@@ -26,6 +27,9 @@ from .errors import user_errors
 log = logging.getLogger(__name__)
 register()
 
+CONFIG_FILE = "config.yaml"
+SECTIONS = {"distill": ("target", "data", "distill"), "train": ("drafter", "train", "variants"), "eval": ("eval",)}
+"""The sections of a configuration that decide what a stage leaves."""
 NOT_LOSSLESS = 1
 """Exit status where a drafter that claims to be lossless isn't."""
 
@@ -71,10 +75,21 @@ def run(config: RunConfig) -> None:
         rows = evaluate(config.eval, target, tokenizer, drafter_dirs, folder / "eval")
         print_table(rows)
     # Only now: a run that is refused because the folder is another's must not overwrite what that one was made with.
-    atomic_write_text(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
+    atomic_write_text(folder / CONFIG_FILE, OmegaConf.to_yaml(OmegaConf.create(_as_run(config, folder / CONFIG_FILE))))
     log.info("the results lie in %s", folder)
     if any(map(is_broken, rows)):
         raise SystemExit(NOT_LOSSLESS)
+
+
+def _as_run(config: RunConfig, path: Path) -> dict[str, Any]:
+    """The configuration that the folder was made with: of the stages that weren't run this time, what an earlier run says."""
+    merged: Any = OmegaConf.to_container(OmegaConf.structured(config))
+    if path.is_file():
+        earlier: Any = OmegaConf.to_container(OmegaConf.load(path))
+        for stage, sections in SECTIONS.items():
+            for section in sections if stage not in config.stages else ():
+                merged[section] = earlier.get(section, merged[section])
+    return dict(merged)
 
 
 def _check_inputs(config: RunConfig) -> None:

@@ -67,6 +67,8 @@ class DataConfig:
             problems.append(f"path is missing; the source {self.source} needs a local file or a data set id of the Hub")
         if self.limit is not None and self.limit < 1:
             problems.append(f"limit is {self.limit}; it must be at least 1, or null for all conversations")
+        if self.seed < 0:
+            problems.append(f"seed is {self.seed}; it must be at least 0")
         if self.max_length < 2:
             problems.append(f"max_length is {self.max_length}; it must be at least 2 tokens")
         if not 1 <= self.prompt_chars_min <= self.prompt_chars_max:

@@ -58,7 +58,12 @@ def write_shard(directory: Path, index: int, examples: list[DistilledExample]) -
 def read_entry(directory: Path, index: int) -> ShardEntry | None:
     """The sidecar of shard `index`, or None where there is none yet. A malformed sidecar is a ValueError."""
     path = _sidecar(directory, index)
-    return parse_dataclass(ShardEntry, read_json(path), path) if path.exists() else None
+    if not path.exists():
+        return None
+    try:
+        return parse_dataclass(ShardEntry, read_json(path), path)
+    except ValueError as error:
+        raise ValueError(f"{error}. Delete {path}, then run the stage distill again: it makes just this shard anew") from error
 
 
 def verify_shard(directory: Path, entry: ShardEntry) -> None:

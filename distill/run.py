@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 STATS_FILE = "stats.json"
 
+SUSPICIOUS_AGREEMENT = 0.15
+"""A language model says the next token of a text that is meant for it more often than this."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardStats:
@@ -201,8 +204,7 @@ def _finish(output_dir: Path, manifest: Manifest, num_shards: int) -> None:
     """Merge all shards' entries into the complete manifest, after what they took into the statistics."""
     entries = [entry for index in range(num_shards) if (entry := read_entry(output_dir, index)) is not None]
     assert len(entries) == num_shards, "every process has finished its shards"
-    paths = [_stats_path(output_dir, index) for index in range(num_shards)]
-    shards = [parse_dataclass(ShardStats, read_json(path), path) for path in paths]
+    shards = [_read_stats(output_dir, index) for index in range(num_shards)]
     num_positions = sum(shard.num_positions for shard in shards)
     seconds = sum(shard.seconds for shard in shards)
     statistics = {
@@ -223,6 +225,11 @@ def _finish(output_dir: Path, manifest: Manifest, num_shards: int) -> None:
         statistics["positions_per_process_second"],
         100 * statistics["agreement"],
     )
+    if statistics["agreement"] < SUSPICIOUS_AGREEMENT:
+        logger.warning(
+            "the target agrees with so little of the text that tokenizer, chat template or data may be another model's: check "
+            "them before you train"
+        )
 
 
 def _is_complete(output_dir: Path, index: int, examples: Sequence[Example]) -> bool:
@@ -236,6 +243,11 @@ def _is_complete(output_dir: Path, index: int, examples: Sequence[Example]) -> b
             "distill.shard_examples was changed. Set it back, choose another output directory, or delete this one"
         )
     verify_shard(output_dir, entry)
+    try:
+        _read_stats(output_dir, index)
+    except (ValueError, OSError):
+        logger.warning("%s is missing or damaged: the shard is made anew", _stats_path(output_dir, index))
+        return False
     return True
 
 
@@ -250,6 +262,11 @@ def _remove_leftovers(output_dir: Path) -> None:
     """Delete the half-written files of killed processes."""
     for path in output_dir.glob(".*.tmp"):
         path.unlink()
+
+
+def _read_stats(output_dir: Path, index: int) -> ShardStats:
+    path = _stats_path(output_dir, index)
+    return parse_dataclass(ShardStats, read_json(path), path)
 
 
 def _stats_path(output_dir: Path, index: int) -> Path:

@@ -1,5 +1,6 @@
 """What to evaluate, and how."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,7 +56,7 @@ class EvalConfig:
     Takes the weights' memory once more."""
 
     def __post_init__(self) -> None:
-        least = {"max_new_tokens": 1, "repeats": 1, "warmup_prompts": 0, "profile_prompts": 0}
+        least = {"max_new_tokens": 1, "repeats": 1, "warmup_prompts": 0, "profile_prompts": 0, "seed": 0}
         wrong = {
             "suites is empty; name at least one of mt_bench, alpaca_eval, stdlib": not self.suites,
             "a suite is named twice; name each once": len({suite.name for suite in self.suites}) < len(self.suites),
@@ -69,7 +70,7 @@ class EvalConfig:
             f"too_long is {self.too_long!r}; it must be one of {', '.join(TOO_LONG_POLICIES)}": self.too_long
             not in TOO_LONG_POLICIES,
             f"memory_bandwidth_gbs is {self.memory_bandwidth_gbs}; it must be positive, or null to measure it": (
-                self.memory_bandwidth_gbs is not None and self.memory_bandwidth_gbs <= 0
+                self.memory_bandwidth_gbs is not None and not 0 < self.memory_bandwidth_gbs < math.inf
             ),
             f"num_threads is {self.num_threads}; it must be at least 1, or null for torch's choice": (
                 self.num_threads is not None and self.num_threads < 1

@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -174,14 +175,12 @@ class Bench:
         return text
 
     def _has_room(self, input_ids: Int[torch.Tensor, "1 seq"], suite: PromptSet, prompt: Prompt) -> bool:
-        # The same room for every method, so that all answer the same prompts.
-        max_nodes = max(method.drafter.max_nodes for method in self.methods)
-        num_tokens = input_ids.shape[1] + self.config.max_new_tokens + max_nodes
+        num_tokens = input_ids.shape[1] + self.config.max_new_tokens
         fits = num_tokens <= self.target.context_length
         if not fits and self.config.too_long == "error":
             raise ValueError(
-                f"prompt {prompt.id!r} of {suite.name} leaves no room: {input_ids.shape[1]} tokens, "
-                f"{self.config.max_new_tokens} new ones and a tree of {max_nodes} exceed the target's context window of "
+                f"prompt {prompt.id!r} of {suite.name} leaves no room: {input_ids.shape[1]} tokens and "
+                f"{self.config.max_new_tokens} new ones exceed the target's context window of "
                 f"{self.target.context_length}; lower max_new_tokens, or set too_long to skip"
             )
         return fits
@@ -196,11 +195,11 @@ class Bench:
                 f"{self.file.path} was begun in another environment, which differs in {'; '.join(changes)}. Times of both "
                 "can't be compared: finish the run where it was begun, or give another output directory"
             )
-        for prompt in suite.prompts[: self.config.warmup_prompts]:
-            input_ids = next(self.prompt_turns(suite, prompt)).input_ids
-            if input_ids is not None:
-                for method in self.methods:
-                    self._time(input_ids, method, min(self.config.max_new_tokens, WARMUP_NEW_TOKENS))
+        first_turns = (next(self.prompt_turns(suite, prompt)).input_ids for prompt in suite.prompts)
+        fitting = (input_ids for input_ids in first_turns if input_ids is not None)
+        for input_ids in islice(fitting, self.config.warmup_prompts):
+            for method in self.methods:
+                self._time(input_ids, method, min(self.config.max_new_tokens, WARMUP_NEW_TOKENS))
         return True
 
     def _time(

@@ -98,8 +98,7 @@ class HFTarget:
             )
         if not self._kinds:
             require_tree_attention(self.model)
-            self._kinds = attention_kinds(self.model)
-            self._probe()
+            self._probe(attention_kinds(self.model))
         room = min(max_new_tokens, self.context_length - min(prompts.lengths))
         return self._prefill(prompts, max(prompts.lengths) + room + 1 + max_nodes)
 
@@ -173,15 +172,17 @@ class HFTarget:
         return TargetOutput(logits=output.logits, hidden_states=captured.hidden_states)
 
     @torch.inference_mode()
-    def _probe(self) -> None:
-        """Raise ValueError where a little tree gives other logits than its paths do in plain forward passes."""
+    def _probe(self, kinds: dict[str, int | None]) -> None:
+        """Raise ValueError where a little tree gives other logits than its paths do in plain forward passes; else take `kinds`
+        for good."""
+        self._kinds = kinds
         text = torch.arange(3, 15, device=self.device) % self.vocab_size
         prompts = Prompts.of([text[:8], text[:5]])
         # Two paths, a b and c, whose nodes lie in the order a c b.
         tokens, parents = torch.tensor([[5, 7, 6]] * 2, device=self.device), torch.tensor([[-1, -1, 0]] * 2, device=self.device)
         tree = DraftTree(tokens=tokens % self.vocab_size, parents=parents, max_depth=2)
         last = text[[8, 9]]
-        self._prefill(prompts, capacity=24)
+        start = self._prefill(prompts, capacity=24).logits
         first = self.verify(last, tree).logits
         path = torch.tensor([[0, 2], [1, -1]], device=self.device)
         accepted = Acceptance(path=path, num_accepted=torch.tensor([2, 1], device=self.device), bonus_token=last)
@@ -189,6 +190,8 @@ class HFTarget:
         second = self.verify(text[[10, 11]], chain_tree(tree.tokens[:, :1])).logits
         self._cache = None
         rows = [
+            (start[0, 0], [*text[:8]]),
+            (start[1, 0], [*text[:5]]),
             (first[0, 2], [*text[:9], tree.tokens[0, 1]]),
             (first[1, 3], [*text[:5], text[9], *tree.tokens[0, [0, 2]]]),
             (second[0, 1], [*text[:9], *tree.tokens[0, [0, 2]], text[10], tree.tokens[0, 0]]),
@@ -197,6 +200,7 @@ class HFTarget:
         error = max(self._difference(logits, torch.stack(path_ids)) for logits, path_ids in rows)
         tolerance = PROBE_TOLERANCE if torch.finfo(self.dtype).eps <= torch.finfo(torch.float32).eps else NARROW_PROBE_TOLERANCE
         if not error < tolerance:
+            self._kinds = {}  # asked again, it is refused again
             raise ValueError(
                 f"{type(self.model).__name__} reads a draft tree differently from plain texts (relative error {error:.2g} of "
                 "its logits): something beside masks and position ids tells it where a token stands, so decoding trees would "

@@ -121,6 +121,9 @@ class TrainableDrafter(nn.Module):
         """Choose the tokens of a reduced vocabulary by how often the target wrote each. Asked of those that want it."""
         raise NotImplementedError
 
+    def check_weights(self) -> None:
+        """Raise ValueError where loaded weights have the right shapes, but values that can't be."""
+
     def loss(self, batch: DrafterBatch) -> Loss:
         """The training loss on one batch. Raises ValueError where the batch lacks what this drafter needs."""
         raise NotImplementedError

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,18 @@ from .hf_target import HFTarget
 
 logger = logging.getLogger(__name__)
 
+COMMON_SHARE = 0.95
+"""Models pad their vocabulary to round numbers, by a few percent at most."""
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 
 
-def load_target(config: TargetConfig, device: torch.device | None = None) -> HFTarget:
-    """The frozen target on `config.device`, else `device`, else the first accelerator, else the CPU.
+def load_target(config: TargetConfig | str, device: torch.device | None = None) -> HFTarget:
+    """The frozen target (of a configuration, or only a directory or Hub id) on `config.device`, else `device`, else the first
+    accelerator, else the CPU.
 
     Raises ValueError where the directory is incomplete or its tokenizer doesn't belong to it.
     """
+    config = TargetConfig(name_or_path=config) if isinstance(config, str) else config
     tokenizer = load_tokenizer(config)  # a second's work: its mistakes come first
     place = _parse_device(config.device) if config.device else device or _default_device()
     model = _load_model(config)
@@ -87,6 +92,13 @@ def _check_stop_tokens(target: HFTarget) -> None:
             f"the model {target.identity.name} ends its answers with the tokens {stops}, and its tokenizer has only "
             f"{num_tokens}: this is another model's tokenizer; put the right tokenizer files into the directory"
         )
+    if num_tokens < COMMON_SHARE * target.vocab_size:
+        logger.warning(
+            "the tokenizer has %d tokens and the model %s %d, far more than padding explains; are these its tokenizer files?",
+            num_tokens,
+            target.identity.name,
+            target.vocab_size,
+        )
     if stops and end is not None and end not in stops:
         logger.warning(
             "the tokenizer's end token is %d, and the model %s ends its answers with %s; "
@@ -108,8 +120,11 @@ def _load_model(config: TargetConfig) -> PreTrainedModel:
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
         )
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ValueError(f"the target {config.name_or_path!r} can't be loaded: {error}") from error
+    except (OSError, ValueError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
+        raise ValueError(
+            f"the target {config.name_or_path!r} can't be loaded: {error}. Do config.json and the weights belong together, and "
+            "is the download complete?"
+        ) from error
     model: PreTrainedModel = loaded[0]
     missing = sorted(loaded[1]["missing_keys"])
     if missing:
@@ -128,6 +143,10 @@ def _check_directory(name_or_path: str) -> None:
         return
     if not (directory / "config.json").is_file():
         raise ValueError(f"{directory} has no config.json, so it isn't a transformers model directory")
+    try:
+        json.loads((directory / "config.json").read_text())
+    except ValueError as error:
+        raise ValueError(f"{directory / 'config.json'} is not a JSON file ({error}); complete the download") from error
     if not any(any(directory.glob(pattern)) for pattern in WEIGHT_PATTERNS):
         raise ValueError(f"{directory} has no weights ({' or '.join(WEIGHT_PATTERNS)}); complete the download")
 
@@ -152,9 +171,11 @@ def _weights_digest(config: TargetConfig, model: PreTrainedModel) -> str:
 
 def _parse_device(name: str) -> torch.device:
     try:
-        return torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"there is no device {name!r}; use one like cpu, cuda or cuda:1") from error
+        device = torch.device(name)
+        torch.empty(1, device=device).tolist()  # a device may be named and yet not be there, or hold no numbers
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(f"there is no device {name!r} ({error}); use one like cpu, cuda or cuda:1") from error
+    return device
 
 
 def _default_device() -> torch.device:

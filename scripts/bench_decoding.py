@@ -5,7 +5,9 @@
 1. A step with a 16-node tree against the bare forward pass over the same tokens, mask and cache, in turns.
 2. Plain decoding and a chain of drafts, in batches, against transformers' `generate` and assisted generation with the same
    draft model, in turns. The draft model is the target's own first layers, so that no second download is needed. Assisted
-   generation refuses batches. Greedy, stop tokens switched off; ends with an error where tokens differ. Medians, written as JSON.
+   generation refuses batches. Greedy, stop tokens switched off; ends with an error where our own answers differ.
+
+Medians, written as JSON.
 """
 
 import argparse

@@ -9,6 +9,7 @@ import errno
 import json
 import logging
 import os
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,13 @@ def save_checkpoint(accelerator: Accelerator, directory: Path, step: int, state:
 
 def load_checkpoint(accelerator: Accelerator, checkpoint: Path) -> dict[str, Any]:
     """Restore the accelerator's state, in every process; returns the marker, with what `save_checkpoint` got as `state`."""
-    accelerator.load_state(str(checkpoint))
+    try:
+        accelerator.load_state(str(checkpoint))
+    except (RuntimeError, ValueError, KeyError, EOFError, SafetensorError, pickle.UnpicklingError) as error:
+        raise ValueError(
+            f"the checkpoint {checkpoint} is damaged ({error}); delete it, and the same command goes on from the one before, "
+            "or from the start"
+        ) from error
     return read_marker(checkpoint)
 
 

@@ -1,5 +1,6 @@
 """How a drafter is trained."""
 
+import math
 from dataclasses import dataclass
 
 from ..data.collate import LABELS
@@ -66,7 +67,7 @@ class TrainConfig:
         problems = [
             f"{name} is {getattr(self, name)}; it must be at least {least}"
             for name, least in LEAST.items()
-            if getattr(self, name) is not None and getattr(self, name) < least
+            if getattr(self, name) is not None and not getattr(self, name) >= least
         ]
         problems += [
             f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(choices)}"
@@ -74,9 +75,9 @@ class TrainConfig:
             if getattr(self, name) not in choices
         ]
         problems += [
-            f"{name} is {getattr(self, name)}; it must be above 0"
+            f"{name} is {getattr(self, name)}; it must be a number above 0"
             for name in ("learning_rate", "max_grad_norm")
-            if getattr(self, name) is not None and not getattr(self, name) > 0
+            if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf
         ]
         if self.warmup_steps >= self.steps > 0:
             problems.append(f"warmup_steps is {self.warmup_steps}, not less than steps, which is {self.steps}")
@@ -90,6 +91,7 @@ LEAST = {
     "gradient_accumulation": 1,
     "max_positions": 1,
     "warmup_steps": 0,
+    "seed": 0,
     "weight_decay": 0,
     "shuffle_shards": 1,
     "num_threads": 1,

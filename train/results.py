@@ -1,6 +1,7 @@
 """What a training is and what it leaves: the configuration that makes it this run, the drafter's folder, the summary."""
 
 import hashlib
+import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -13,13 +14,17 @@ from accelerate import Accelerator
 from ..data.files import read_json, sha256_file, write_json
 from ..data.manifest import Manifest, TargetIdentity
 from ..models.drafters import save_drafter
+from ..models.drafters.checkpoint import CONFIG_FILE, WEIGHTS_FILE
 from ..models.drafters.registry import parse_drafter_config
 from ..models.interfaces import TrainableDrafter
 from .checkpoint import latest_checkpoint, read_marker
 from .config import MAY_CHANGE_ON_RESUME, TrainConfig
 from .tracking import METRICS_FILE, read_records
 
+logger = logging.getLogger(__name__)
+
 SUMMARY_FILE = "summary.json"
+DRAFTER_FILES = (CONFIG_FILE, WEIGHTS_FILE)
 CHECKPOINTS_DIR = "checkpoints"
 
 
@@ -57,6 +62,9 @@ def is_trained(run: Mapping[str, Any], output_dir: Path, drafter_dir: Path) -> b
     if not summary_path.exists():
         return False
     summary = read_json(summary_path)
+    if not isinstance(summary, dict) or not {"run", "drafter_sha256"} <= summary.keys():
+        logger.warning("%s is no summary of a training: it is written anew", summary_path)
+        return False
     _require_same_run(summary["run"], run, summary_path, remedy)
     return bool(summary["drafter_sha256"] == _digests(drafter_dir))
 
@@ -70,14 +78,22 @@ def save_results(
     run: Mapping[str, Any],
     seconds: float,
 ) -> None:
-    """The drafter's folder, in one rename, and then the summary, which says that the drafter is complete."""
+    """The drafter's files, and then the summary, which says that the drafter is complete. Raises ValueError where the records
+    of the training are gone."""
+    records = read_records(output_dir / METRICS_FILE)
+    if not records:
+        raise ValueError(
+            f"{output_dir / METRICS_FILE} holds no record of the training, so there is nothing to sum up; delete {output_dir} "
+            "and train again"
+        )
+    metrics = records[-1]
     partial = drafter_dir.with_name(f".{drafter_dir.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     save_drafter(drafter, partial, target)
-    if drafter_dir.exists():
-        shutil.rmtree(drafter_dir)
-    os.replace(partial, drafter_dir)
-    metrics = read_records(output_dir / METRICS_FILE)[-1]
+    drafter_dir.mkdir(parents=True, exist_ok=True)
+    for path in sorted(partial.iterdir(), reverse=True):  # weights before config: it says that they are there
+        os.replace(path, drafter_dir / path.name)  # a user's own files beside them stay
+    partial.rmdir()
     summary = {
         "steps": metrics["step"],
         "seconds": seconds,
@@ -92,7 +108,7 @@ def save_results(
 
 
 def _digests(directory: Path) -> dict[str, str]:
-    return {path.name: sha256_file(path) for path in sorted(directory.glob("*"))}
+    return {name: sha256_file(directory / name) for name in DRAFTER_FILES if (directory / name).is_file()}
 
 
 def _require_same_run(before: Mapping[str, Any], now: Mapping[str, Any], where: Path, remedy: str) -> None:

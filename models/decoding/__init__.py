@@ -5,6 +5,7 @@ from .loop import generate
 from .prompts import Prompts
 from .sampling import Sampling, warp
 from .stopping import Finish
+from .streaming import stream_text
 from .tree import DraftTree, chain_tree, empty_tree
 from .types import Acceptance, PhaseSeconds, Step, TargetOutput
 
@@ -23,5 +24,6 @@ __all__ = [
     "chain_tree",
     "empty_tree",
     "generate",
+    "stream_text",
     "warp",
 ]

@@ -58,7 +58,8 @@ def beam_search(
         logits = drafter.logits(hidden.expand_as(state), state).float()  # [batch, beam, vocab]
         # No beam can keep more than `width` of its successors: rank those alone, not beam x vocab of them.
         top, outputs = logits.topk(min(width, logits.shape[-1]), dim=-1)
-        candidates = (scores[..., None] + top - logits.logsumexp(-1, keepdim=True)).flatten(1)
+        # In this order no rounding lifts a child above its parent: what is added is never above 0.
+        candidates = (scores[..., None] + (top - logits.logsumexp(-1, keepdim=True))).flatten(1)
         scores, chosen = candidates.topk(min(width, candidates.shape[1]), dim=-1)
         beam = chosen // top.shape[-1]  # [batch, beam]: which one each came from
         token = drafter.to_target_tokens(outputs.flatten(1).gather(1, chosen))

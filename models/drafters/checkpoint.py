@@ -1,11 +1,13 @@
 """Drafter checkpoints: a directory with `config.json` and `model.safetensors`, read strictly."""
 
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import safetensors
 import safetensors.torch
+import torch
 
 from ...data.files import atomic_write_bytes, parse_dataclass, read_json, write_json
 from ...data.manifest import TargetIdentity
@@ -15,6 +17,8 @@ from .registry import DRAFTERS, kind_of, parse_drafter_config
 
 FORMAT_VERSION = 1
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
+MOST_PROBLEMS = 5
+"""Named in one message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +73,13 @@ def load_drafter(directory: Path, target: HFTarget, **runtime_options: Any) -> T
         raise ValueError(
             f"{', '.join(forbidden)} can't be changed when a {kind} is loaded; {', '.join(sorted(config.RUNTIME_FIELDS))} can"
         )
-    drafter = DRAFTERS[kind].for_target(replace(config, **runtime_options), target)
-    _load_weights(drafter, directory / WEIGHTS_FILE)
+    _, config = parse_drafter_config({"kind": kind, **saved.drafter, **runtime_options})  # their types, too
+    with torch.device("meta"):  # shapes only: a config of absurd sizes must not take the memory for them
+        shapes = DRAFTERS[kind].for_target(config, target).state_dict()
+    tensors = _read_weights(directory / WEIGHTS_FILE, shapes)
+    drafter = DRAFTERS[kind].for_target(config, target)
+    drafter.load_state_dict(tensors)
+    drafter.check_weights()
     return drafter.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
 
 
@@ -87,21 +96,27 @@ def _require_fitting_target(directory: Path, trained_for: TargetIdentity, target
         )
 
 
-def _load_weights(drafter: TrainableDrafter, path: Path) -> None:
+def _read_weights(path: Path, expected: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a file, which must have the names, shapes and kinds of number of `expected`."""
     if not path.is_file():
         raise ValueError(f"{path} is missing; the drafter's export is incomplete: copy or export it again")
     try:
         tensors = safetensors.torch.load_file(path)
     except safetensors.SafetensorError as error:
         raise ValueError(f"{path} is damaged ({error}); copy or export the drafter again") from error
-    expected = drafter.state_dict()
     problems = [f"missing {name}" for name in sorted(expected.keys() - tensors.keys())]
     problems += [f"unknown {name}" for name in sorted(tensors.keys() - expected.keys())]
-    problems += [
-        f"{name} is {tuple(tensors[name].shape)}, not {tuple(expected[name].shape)}"
-        for name in sorted(expected.keys() & tensors.keys())
-        if tensors[name].shape != expected[name].shape
-    ]
+    for name in sorted(expected.keys() & tensors.keys()):
+        found, wanted = tensors[name], expected[name]
+        if found.shape != wanted.shape:
+            problems.append(f"{name} is {tuple(found.shape)}, not {tuple(wanted.shape)}")
+        elif found.is_floating_point() != wanted.is_floating_point():
+            problems.append(f"{name} is of {found.dtype}, not {wanted.dtype}")
+        elif not found.isfinite().all():
+            problems.append(f"{name} holds numbers that aren't finite")
     if problems:
-        raise ValueError(f"{path} doesn't hold the drafter that its config describes: {'; '.join(problems)}")
-    drafter.load_state_dict(tensors)
+        more = f"; and {len(problems) - MOST_PROBLEMS} more" if len(problems) > MOST_PROBLEMS else ""
+        raise ValueError(
+            f"{path} doesn't hold the drafter that its config describes: {'; '.join(problems[:MOST_PROBLEMS])}{more}"
+        )
+    return tensors

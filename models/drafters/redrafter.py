@@ -31,6 +31,9 @@ HIT_RANKS = 5
 """Training reports how often the label is among the 1..HIT_RANKS likeliest tokens."""
 
 
+MAX_SEARCH_NODES = 2**14
+
+
 @dataclass(kw_only=True)
 class RedrafterConfig:
     """Shape of a ReDrafter, and how it drafts by default."""
@@ -71,6 +74,11 @@ class RedrafterConfig:
             )
         if self.num_blocks < 0:
             raise ValueError(f"drafter.num_blocks is {self.num_blocks}; it must be 0 or more")
+        if self.beam_width * self.beam_length > MAX_SEARCH_NODES:
+            raise ValueError(
+                f"drafter.beam_width is {self.beam_width} and drafter.beam_length {self.beam_length}; a search of more than "
+                f"{MAX_SEARCH_NODES} nodes is a mistake: lower one of them"
+            )
         for name in ("exit_width", "head_rank", "draft_vocab_size", "beam_width", "beam_length", "tree_nodes"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -164,6 +172,17 @@ class Redrafter(TrainableDrafter):
         if token_counts.shape != (self.vocab_size,):
             raise ValueError(f"token_counts is {tuple(token_counts.shape)}; the target has {self.vocab_size} tokens")
         self.draft_tokens = token_counts.topk(self.config.draft_vocab_size).indices.sort().values.to(self.draft_tokens.device)
+
+    def check_weights(self) -> None:
+        """A reduced vocabulary must name different tokens of the target, in order."""
+        if self.config.draft_vocab_size is None:
+            return
+        tokens = self.draft_tokens
+        if tokens[0] < 0 or tokens[-1] >= self.vocab_size or not (tokens[1:] > tokens[:-1]).all():
+            raise ValueError(
+                f"the drafter's draft_tokens must be different tokens of the target's {self.vocab_size}, in order; "
+                "export the drafter again"
+            )
 
     # --- decoding
 
