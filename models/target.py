@@ -18,8 +18,8 @@ from .hf_target import HFTarget
 
 logger = logging.getLogger(__name__)
 
-COMMON_SHARE = 0.95
-"""Models pad their vocabulary to round numbers, by a few percent at most."""
+LEAST_SHARE = 0.9
+"""Models pad their vocabulary to round numbers, which adds a few percent at most."""
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 
 
@@ -92,12 +92,10 @@ def _check_stop_tokens(target: HFTarget) -> None:
             f"the model {target.identity.name} ends its answers with the tokens {stops}, and its tokenizer has only "
             f"{num_tokens}: this is another model's tokenizer; put the right tokenizer files into the directory"
         )
-    if num_tokens < COMMON_SHARE * target.vocab_size:
-        logger.warning(
-            "the tokenizer has %d tokens and the model %s %d, far more than padding explains; are these its tokenizer files?",
-            num_tokens,
-            target.identity.name,
-            target.vocab_size,
+    if num_tokens < LEAST_SHARE * target.vocab_size:
+        raise ValueError(
+            f"the tokenizer of {target.identity.name} has {num_tokens} tokens and the model {target.vocab_size}, far more than "
+            "padding explains: this is another model's tokenizer; put the right tokenizer files into the directory"
         )
     if stops and end is not None and end not in stops:
         logger.warning(

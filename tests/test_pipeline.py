@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
 
 from outrider.cli.config import to_run_config
 from outrider.cli.run import run
@@ -144,6 +145,16 @@ def test_a_stage_runs_alone_on_what_earlier_ones_left(finished: tuple[Path, str]
         (row["method"], row["tokens_per_step"]) for row in before
     ]
     assert untouched == {name: digest for name, digest in digests(folder).items() if name in untouched}
+
+
+def test_the_written_configuration_is_what_each_stage_was_made_with(finished: tuple[Path, str], overrides: list[str]) -> None:
+    folder, _ = finished
+    before = OmegaConf.load(folder / "config.yaml")
+    # Of the stages that aren't run nothing is true but what they were run with.
+    run_here("conf=demo", *overrides, "stages=[eval]", "train.learning_rate=0.5", "distill.horizon=4")
+    after = OmegaConf.load(folder / "config.yaml")
+    assert {**after, "stages": None} == {**before, "stages": None}
+    assert after.train.learning_rate != 0.5
 
 
 @pytest.mark.parametrize(("stage", "missing"), [("train", "manifest.json"), ("eval", "holds no drafter")])

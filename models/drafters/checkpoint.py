@@ -74,8 +74,11 @@ def load_drafter(directory: Path, target: HFTarget, **runtime_options: Any) -> T
             f"{', '.join(forbidden)} can't be changed when a {kind} is loaded; {', '.join(sorted(config.RUNTIME_FIELDS))} can"
         )
     _, config = parse_drafter_config({"kind": kind, **saved.drafter, **runtime_options})  # their types, too
-    with torch.device("meta"):  # shapes only: a config of absurd sizes must not take the memory for them
-        shapes = DRAFTERS[kind].for_target(config, target).state_dict()
+    try:
+        with torch.device("meta"):  # shapes only: a config of absurd sizes must not take the memory for them
+            shapes = DRAFTERS[kind].for_target(config, target).state_dict()
+    except RuntimeError as error:
+        raise ValueError(f"a drafter of the sizes in {directory / CONFIG_FILE} can't be made ({error})") from error
     tensors = _read_weights(directory / WEIGHTS_FILE, shapes)
     drafter = DRAFTERS[kind].for_target(config, target)
     drafter.load_state_dict(tensors)

@@ -93,6 +93,13 @@ def test_a_mistyped_beam_setting_is_told_before_the_training_not_after_it() -> N
     ("override", "message"),
     [
         ("eval.settings=[{exit_width: 64}]", "the weights depend on"),
+        ("seed=-1", "seed is -1"),
+        ("train.seed=-1", "seed is -1"),
+        ("eval.seed=-1", "seed is -1"),
+        ("data.seed=-1", "seed is -1"),
+        ("train.weight_decay=nan", "weight_decay is nan"),
+        ("train.learning_rate=inf", "learning_rate is inf"),
+        ("eval.memory_bandwidth_gbs=nan", "memory_bandwidth_gbs is nan"),
         ("eval.settings=[{beam_width: 4}, {beam_width: 4}]", "same setting twice"),
         ("distill.horizon=1", "labels of at least 2 tokens"),
         ("drafter.num_blocks=two", "expected a value of type int"),

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -120,6 +121,38 @@ def test_a_deleted_shard_alone_is_made_anew(
     run(CONFIG, data, target, folder)
     assert written == [1]
     assert contents(folder) == before
+
+
+def test_lost_statistics_cost_their_shard_and_not_the_run(target: HFTarget, data: DataConfig, tmp_path: Path) -> None:
+    folder = tmp_path / "distill"
+    run(CONFIG, data, target, folder)
+    before = set(contents(folder))
+    (folder / "manifest.json").unlink()
+    for path in folder.glob("shard-00000*"):
+        path.unlink()
+    (folder / "shard-00001.stats.json").unlink()
+    (folder / "shard-00002.stats.json").write_text("{")
+    with pytest.raises(ValueError, match="holds shards but no manifest"):
+        run(CONFIG, data, target, folder)
+    shutil.rmtree(folder)
+    run(CONFIG, data, target, folder)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "shards": [], "complete": False}))
+    (folder / "shard-00001.stats.json").unlink()
+    (folder / "shard-00002.stats.json").write_text("{")
+    assert run(CONFIG, data, target, folder).complete
+    assert set(contents(folder)) == before
+
+
+def test_a_damaged_sidecar_is_named_with_what_to_do(target: HFTarget, data: DataConfig, tmp_path: Path) -> None:
+    folder = tmp_path / "distill"
+    run(CONFIG, data, target, folder)
+    path = folder / "shard-00001.json"
+    path.write_text(path.read_text()[:-3])
+    with pytest.raises(ValueError, match=r"Delete .*shard-00001\.json, then run the stage distill again"):
+        run(CONFIG, data, target, folder)
+    path.unlink()
+    run(CONFIG, data, target, folder)
 
 
 def test_damaged_shards_are_named_before_any_labelling(

@@ -2,13 +2,16 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.models.config import TargetConfig
 from outrider.models.decoding import Prompts, chain_tree
+from outrider.models.hf_target import HFTarget
 from outrider.models.target import load_target, load_tokenizer
 
 SMALL = {
@@ -117,3 +120,39 @@ def test_verify_gives_each_node_the_logits_of_its_own_path(target, prompt):
         output = target.verify(torch.tensor([9]), tree)
         expected = target.model(torch.cat([prompt, torch.tensor([[9, 10, 11, 12]])], dim=1)).logits[:, -4:]
     assert torch.allclose(output.logits, expected)
+
+
+def test_a_cut_configuration_is_named_as_such(copy):
+    (copy / "config.json").write_text('{"model_type": "lla')
+    with pytest.raises(ValueError, match=r"config\.json is not a JSON file"):
+        load_target(config(copy))
+
+
+def test_weights_of_another_size_are_a_clear_error(copy):
+    path = copy / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "hidden_size": 64}))
+    with pytest.raises(ValueError, match="can't be loaded.*Do config.json and the weights belong together"):
+        load_target(config(copy))
+
+
+@pytest.mark.parametrize("device", ["meta", "cuda:77", "nonsense"])
+def test_a_device_that_is_not_there_is_named(copy, device):
+    with pytest.raises(ValueError, match=f"there is no device '{device}'"):
+        load_target(replace(config(copy), device=device))
+
+
+def test_a_tokenizer_much_smaller_than_the_model_is_refused(copy):
+    path = copy / "config.json"
+    stored = json.loads(path.read_text())
+    model = LlamaForCausalLM(LlamaConfig(**{**stored, "vocab_size": 400}))
+    model.save_pretrained(copy)
+    with pytest.raises(ValueError, match="has 300 tokens and the model 400, far more than padding explains"):
+        load_target(config(copy))
+
+
+def test_a_refused_target_stays_refused(target, prompt, monkeypatch):
+    again = HFTarget(target.model, target.tokenizer, target.identity)
+    monkeypatch.setattr(again, "_difference", lambda logits, text: 1.0)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="reads a draft tree differently"):
+            again.prefill(Prompts.of(prompt), max_new_tokens=2, max_nodes=0)

@@ -125,6 +125,49 @@ def test_a_finished_run_is_skipped_and_a_damaged_drafter_restored(run_train: Run
     assert (run.drafter_dir / "model.safetensors").read_bytes() == before
 
 
+def test_a_users_own_file_beside_the_drafter_stays(run_train: RunTrain, spy: Any) -> None:
+    run = run_train(drafter={"kind": "spy"})
+    made = spy.calls
+    (run.drafter_dir / "notes").mkdir()
+    (run.drafter_dir / "notes" / "README.md").write_text("mine")
+    run_train(drafter={"kind": "spy"})
+    (run.drafter_dir / "model.safetensors").write_bytes(b"broken")
+    run_train(drafter={"kind": "spy"})
+    assert spy.calls == made
+    assert (run.drafter_dir / "notes" / "README.md").read_text() == "mine"
+
+
+def test_a_summary_that_is_none_is_written_anew(run_train: RunTrain) -> None:
+    run = run_train()
+    path = run.train_dir / "summary.json"
+    before = json.loads(path.read_text())
+    path.write_text("{}")
+    run_train()
+    after = json.loads(path.read_text())
+    assert {**after, "seconds": before["seconds"]} == before
+
+
+def test_lost_records_are_told_and_the_drafter_left_alone(run_train: RunTrain) -> None:
+    run = run_train()
+    (run.train_dir / "summary.json").unlink()
+    (run.train_dir / "metrics.jsonl").write_text("")
+    before = (run.drafter_dir / "model.safetensors").read_bytes()
+    with pytest.raises(ValueError, match="holds no record of the training"):
+        run_train()
+    assert (run.drafter_dir / "model.safetensors").read_bytes() == before
+
+
+def test_a_damaged_checkpoint_is_named_with_what_to_do(run_train: RunTrain) -> None:
+    run = run_train()
+    newest = max((run.train_dir / "checkpoints").glob("step-*"))
+    for path in newest.glob("*"):
+        if path.name != "complete.json":
+            path.write_bytes(bytes(byte ^ 0x5A for byte in path.read_bytes()))
+    (run.train_dir / "summary.json").unlink()
+    with pytest.raises(ValueError, match=f"the checkpoint .*{newest.name} is damaged .*; delete it"):
+        run_train()
+
+
 def test_a_changed_configuration_is_refused_by_name_unless_it_changes_nothing_learned(run_train: RunTrain) -> None:
     run = run_train()
     with pytest.raises(

@@ -148,3 +148,19 @@ def test_a_child_as_likely_as_its_parent_never_comes_alone():
     )
     for num_nodes in range(1, 6):
         assert row_paths(pack_likeliest(found, num_nodes), 0) == [(1, 2, 3, 4, 5)[:n] for n in range(1, num_nodes + 1)]
+
+
+def test_a_drafter_that_is_nearly_sure_never_orphans_a_node():
+    num_checked = 0
+    for seed in range(200):
+        drafter = FadingDrafter(seed, vocab=64)
+        drafter.table *= 12  # log-probabilities so near 0 that rounding is all there is
+        found = search(drafter, width=4, length=5)
+        parents = found.parents.clamp(min=0)
+        assert (found.scores <= torch.where(found.parents < 0, 0.0, found.scores.gather(1, parents))).all()
+        for num_nodes in (3, 7, 12):
+            tree = pack_likeliest(found, num_nodes)
+            for row in range(2):
+                assert set(row_paths(tree, row)) <= set(row_paths(found, row))
+                num_checked += 1
+    assert num_checked == 1200

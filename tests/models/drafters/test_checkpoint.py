@@ -106,3 +106,55 @@ def test_a_drafter_of_another_target_is_refused_with_the_differences(target, sav
 def test_a_folder_without_a_drafter_says_which_folder_is_wanted(target, tmp_path):
     with pytest.raises(ValueError, match="finished training"):
         load_drafter(tmp_path, target)
+
+
+def edit_config(folder: Path, **changes) -> None:
+    path = folder / "config.json"
+    value = json.loads(path.read_text())
+    value["drafter"] |= changes
+    path.write_text(json.dumps(value))
+
+
+@pytest.mark.parametrize("width", [10**5, 10**12])
+def test_absurd_sizes_are_told_without_taking_the_memory_for_them(target, saved, width):
+    edit_config(saved, exit_width=width)
+    with pytest.raises(ValueError, match=r"is \(\d+, \d+\), not|can't be made"):
+        load_drafter(saved, target)
+
+
+def test_an_absurd_search_is_refused(target, saved):
+    edit_config(saved, beam_width=10**7)
+    with pytest.raises(ValueError, match="drafter.beam_width is 10000000"):
+        load_drafter(saved, target)
+
+
+def test_options_of_a_wrong_type_are_named(target, saved):
+    with pytest.raises(ValueError, match="beam_width"):
+        load_drafter(saved, target, beam_width="4")
+
+
+def edit_tensors(folder: Path, change) -> None:
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    change(tensors)
+    safetensors.torch.save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda tensors: tensors["recurrence.weight"].fill_(float("nan")),
+            "recurrence.weight holds numbers that aren't",
+        ),
+        (lambda tensors: tensors.update({"input.bias": tensors["input.bias"].int()}), "input.bias is of torch.int32"),
+        (lambda tensors: tensors.update(draft_tokens=tensors["draft_tokens"].float()), "draft_tokens is of torch.float32"),
+        (lambda tensors: tensors["draft_tokens"].fill_(5), "must be different tokens"),
+        (lambda tensors: tensors["draft_tokens"].add_(10**6), "must be different tokens"),
+        (lambda tensors: tensors["draft_tokens"].sub_(300), "must be different tokens"),
+        (lambda tensors: tensors.update({f"extra.{i}": torch.ones(1) for i in range(90)}), "and 85 more"),
+    ],
+)
+def test_values_that_cannot_be_are_refused(target, saved, change, message):
+    edit_tensors(saved, change)
+    with pytest.raises(ValueError, match=message):
+        load_drafter(saved, target)
