@@ -41,17 +41,19 @@ def certify_command(
 
     config = EvalConfig(suites=[SuiteConfig(name=suite, path=suite_path, limit=limit)], max_new_tokens=max_new_tokens)
     subject: dict[str, object] = {}
+    place = torch.device(device or "cpu")  # the rules alone are certified on a CPU
     lines = []
     if target is not None and drafter:
         check_inputs(config, drafter)
         loaded = load_target(TargetConfig(name_or_path=target, dtype=dtype, device=device))
+        place = loaded.device
         drafters = {name: load_drafter(path, loaded) for name, (path, _) in method_labels(config, drafter).items()}
         suites = load_suites(config)
         lines += certify_decoding(loaded, drafters, loaded.tokenizer, suites, max_new_tokens=max_new_tokens)  # type: ignore[arg-type]
         subject |= {"target": loaded.identity.name, "weights_sha256": loaded.identity.weights_sha256, "suite": suite}
     if rules:
         lines += certify_rules()
-    subject["environment"] = asdict(describe_environment(torch.device(device or "cpu")))
+    subject["environment"] = asdict(describe_environment(place))
     write_certificate(lines, subject, output)
     console = Console()
     console.print(certificate_table(lines))

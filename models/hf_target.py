@@ -98,7 +98,12 @@ class HFTarget:
             )
         if not self._kinds:
             require_tree_attention(self.model)
-            self._probe(attention_kinds(self.model))
+            self._kinds = attention_kinds(self.model)
+            try:
+                self._probe()
+            except BaseException:
+                self._kinds, self._cache = {}, None  # asked again, it is probed again
+                raise
         room = min(max_new_tokens, self.context_length - min(prompts.lengths))
         return self._prefill(prompts, max(prompts.lengths) + room + 1 + max_nodes)
 
@@ -118,13 +123,11 @@ class HFTarget:
         """One forward over the last committed token and the tree's nodes, each attending to its own path only."""
         cache = self._require_cache()
         cache.begin_pass(1 + tree.num_nodes)
-        tokens, positions = last_token[:, None], cache.lengths[:, None]
-        if tree.num_nodes:
-            tokens = torch.cat([tokens, tree.tokens.clamp(min=0)], dim=1)
-            # Nodes beyond the context window can never be emitted; they only must not index past a position table.
-            depths = torch.nn.functional.pad(tree.depths, (1, 0))
-            positions = (positions + depths).clamp(max=self.context_length - 1)
-        elif cache.is_even:
+        # Nodes beyond the context window can never be emitted; they only must not index past a position table.
+        depths = torch.nn.functional.pad(tree.depths, (1, 0))
+        positions = (cache.lengths[:, None] + depths).clamp(max=self.context_length - 1)
+        tokens = torch.cat([last_token[:, None], tree.tokens.clamp(min=0)], dim=1)
+        if tree.num_nodes == 0 and cache.is_even:
             return self._forward(tokens, positions, None)
         return self._forward(tokens, positions, masks_by_kind(self._kinds, tree, cache.lengths, cache.extent, self.dtype))
 
@@ -172,10 +175,8 @@ class HFTarget:
         return TargetOutput(logits=output.logits, hidden_states=captured.hidden_states)
 
     @torch.inference_mode()
-    def _probe(self, kinds: dict[str, int | None]) -> None:
-        """Raise ValueError where a little tree gives other logits than its paths do in plain forward passes; else take `kinds`
-        for good."""
-        self._kinds = kinds
+    def _probe(self) -> None:
+        """Raise ValueError where a little tree gives other logits than its paths do in plain forward passes."""
         text = torch.arange(3, 15, device=self.device) % self.vocab_size
         prompts = Prompts.of([text[:8], text[:5]])
         # Two paths, a b and c, whose nodes lie in the order a c b.
@@ -197,13 +198,12 @@ class HFTarget:
             (second[0, 1], [*text[:9], *tree.tokens[0, [0, 2]], text[10], tree.tokens[0, 0]]),
             (second[1, 1], [*text[:5], text[9], tree.tokens[1, 1], text[11], tree.tokens[1, 0]]),
         ]
-        error = max(self._difference(logits, torch.stack(path_ids)) for logits, path_ids in rows)
+        errors = [self._difference(logits, torch.stack(path_ids)) for logits, path_ids in rows]
         tolerance = PROBE_TOLERANCE if torch.finfo(self.dtype).eps <= torch.finfo(torch.float32).eps else NARROW_PROBE_TOLERANCE
-        if not error < tolerance:
-            self._kinds = {}  # asked again, it is refused again
+        if not all(error < tolerance for error in errors):  # NaN is below nothing
             raise ValueError(
-                f"{type(self.model).__name__} reads a draft tree differently from plain texts (relative error {error:.2g} of "
-                "its logits): something beside masks and position ids tells it where a token stands, so decoding trees would "
+                f"{type(self.model).__name__} reads a draft tree differently from plain texts (relative error {max(errors):.2g} "
+                "of its logits): something beside masks and position ids tells it where a token stands, so decoding trees would "
                 "change its output. Choose another target"
             )
 

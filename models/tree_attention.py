@@ -16,6 +16,7 @@ from .decoding.tree import DraftTree
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 BIASED_MODELS = ("bloom", "mpt")
+LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
 
 Mask = Float[torch.Tensor, "batch 1 query key"]
 
@@ -41,6 +42,13 @@ def require_tree_attention(model: PreTrainedModel) -> None:
     attention_kinds(model)
     config = model.config.get_text_config()
     name = type(model).__name__
+    if hasattr(config, "attention_types"):
+        raise ValueError(f"{name} cuts windows by column, whatever the position ids say, so trees and batches would go wrong")
+    if (kind := _length_dependent_rope(config)) is not None:
+        raise ValueError(
+            f"{name} chooses its rotary frequencies ({kind}) by the longest position in a pass, so a draft node or a neighbour "
+            "in the batch would change them. Choose another target, or one whose configuration stays within the original length"
+        )
     if getattr(config, "alibi", False) or config.model_type in BIASED_MODELS:
         raise ValueError(
             f"{name} tells positions by a bias on the attention scores (ALiBi), which position ids don't reach. "
@@ -51,6 +59,19 @@ def require_tree_attention(model: PreTrainedModel) -> None:
             f"{name} caps its attention scores, which only transformers' eager attention does together with a mask; "
             "set target.attn_implementation to eager"
         )
+
+
+def _length_dependent_rope(config: Any) -> str | None:
+    """The kind of rotary embedding where it depends on the length of the text, in a context long enough for that."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for each in [parameters, *(value for value in parameters.values() if isinstance(value, dict))]:
+        kind = each.get("rope_type")
+        if kind not in LENGTH_DEPENDENT_ROPES:
+            continue
+        original = each.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+        if original is None or config.max_position_embeddings > original:
+            return str(kind)
+    return None
 
 
 def tree_attention_mask(

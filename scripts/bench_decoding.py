@@ -45,6 +45,7 @@ def main() -> None:
         torch.set_num_threads(args.threads)
     target = load_target(TargetConfig(name_or_path=args.target, dtype=args.dtype))
     draft = first_layers(args, target)
+    DraftModel(draft, length=args.draft_length).require_vocabulary(target)
     for model in (target.model, draft.model):
         model.generation_config.eos_token_id = None
     prompts = [

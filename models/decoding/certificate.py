@@ -4,8 +4,8 @@ One step is enough: let J be the target's joint distribution of the next `depth 
 every emission with the target's own conditional probabilities. If that gives J for every text before the step, then so does any
 number of steps, by induction, since the next step starts from a text that was drawn from J.
 
-Other code can import this: `step_distribution` takes any rule that leaves its decisions to the `generator` through
-`sampling.draw` and `sampling.flip`.
+Other code can import this: `step_distribution` takes any rule that leaves its decisions to the `generator`: one `sampling.flip`
+of a coin per node and one `sampling.draw` per row for drawn trees, one draw per entry for the others.
 """
 
 import itertools

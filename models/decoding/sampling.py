@@ -35,13 +35,14 @@ class Sampling:
 def warp(logits: Float[torch.Tensor, "*batch vocab"], sampling: Sampling) -> Float[torch.Tensor, "*batch vocab"]:
     """The distribution that `sampling` makes of logits: the only place where its parameters act, for targets and drafters.
 
-    Probabilities are in float32, or in float64 where the logits are. Of equally likely tokens at the edge of top-k or top-p
-    those stay that torch's sort puts first.
+    Probabilities are in float32, or in float64 where the logits are. Of equally likely tokens at the edge of top-k
+    torch's topk chooses, at that of top-p the first.
     """
     logits = logits.to(torch.promote_types(logits.dtype, MIN_PRECISION))
     if sampling.temperature == 0:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-    probs = (logits / sampling.temperature).softmax(-1)
+    # Below 0 first, so that a tiny temperature makes -inf of the others, and not inf - inf.
+    probs = ((logits - logits.max(-1, keepdim=True).values) / sampling.temperature).softmax(-1)
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
         top = probs.topk(sampling.top_k, dim=-1)
         probs = torch.zeros_like(probs).scatter_(-1, top.indices, top.values)

@@ -39,6 +39,8 @@ class Stopping:
             raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
         if stop_strings and tokenizer is None:
             raise ValueError("stop_strings are matched in the decoded text; give the tokenizer too")
+        if isinstance(stop_strings, str):
+            raise ValueError(f"stop_strings is {stop_strings!r}; give a list of texts: [{stop_strings!r}]")
         if "" in stop_strings:
             raise ValueError("one of the stop_strings is empty, and would end every answer; leave it out")
         self.answers: list[list[int]] = [[] for _ in prompt_lengths]

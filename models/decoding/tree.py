@@ -28,8 +28,9 @@ class DraftTree:
     parents: Int[torch.Tensor, "batch node"]
     max_depth: int
     child_probs: Float[torch.Tensor, "batch entry vocab"] | None = None
-    """Where the tree was drawn at random: the warped distribution that the children of each entry were drawn from, entry 0
-    being the last committed token and entry n + 1 node n. None where the tree is a function of the text."""
+    """None where the tree is a function of the text; siblings must then be different tokens. Where it was drawn at random: the
+    warped distribution that the children of each entry were drawn from, entry 0 being the last committed token and entry n + 1
+    node n."""
     with_replacement: bool = False
     """Whether siblings were drawn independently, so that they may be equal."""
     max_children: int = 0

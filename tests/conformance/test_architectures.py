@@ -178,6 +178,12 @@ def refused_model(case: str) -> PreTrainedModel:
     if case == "recurrent":
         options = {**GQA, **MOE, "head_dim": 8, "num_experts": 4, "shared_expert_intermediate_size": 24}
         return make_model("Qwen3Next", options, "eager")
+    if case == "longrope":
+        rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+        return make_model("Llama", {**GQA, "rope_parameters": {**rope, "original_max_position_embeddings": 20}}, "eager")
+    if case == "columns":
+        options = {"vocab_size": VOCAB, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "window_size": 16}
+        return make_model("GPTNeo", {**options, "attention_types": [[["global", "local"], 1]]}, "eager")
     return randomise(OwnPositions(LlamaConfig(**GQA)), "eager")
 
 
@@ -187,6 +193,8 @@ def refused_model(case: str) -> PreTrainedModel:
         ("alibi", "ALiBi"),
         ("softcap", "set target.attn_implementation to eager"),
         ("recurrent", "layers of type linear_attention"),
+        ("longrope", "chooses its rotary frequencies \\(longrope\\)"),
+        ("columns", "cuts windows by column"),
         ("own positions", "reads a draft tree differently from plain texts"),
     ],
 )

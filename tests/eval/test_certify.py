@@ -74,3 +74,23 @@ def test_half_a_request_is_refused(tiny_target_dir: Path) -> None:
     assert "--target and --drafter go together" in str(result.exception)
     result = CliRunner().invoke(app, ["--no-rules"])
     assert "nothing to certify" in str(result.exception)
+
+
+class Absent:
+    lossless = True
+
+    def __init__(self, sampling) -> None:
+        self.rule = certify.SpeculativeSampling(sampling=sampling)
+
+    def __call__(self, tree, output, *, generator=None):
+        if hasattr(generator, "weight"):
+            generator.weight = generator.weight * float("nan")
+        return self.rule(tree, output, generator=generator)
+
+
+@pytest.mark.usefixtures("few_cases")
+def test_numbers_that_are_none_do_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(certify, "_rule", Absent)
+    enumerated = [line for line in certify.certify_rules() if "enumerated" in line.method]
+    assert len(enumerated) == 6
+    assert not any(line.passed for line in enumerated)

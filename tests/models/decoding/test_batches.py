@@ -90,6 +90,8 @@ def test_stop_strings_end_an_answer_with_the_token_that_completes_them(target, d
 def test_stop_strings_need_a_tokenizer_and_some_text(target):
     with pytest.raises(ValueError, match="give the tokenizer too"):
         answers(target, NullDrafter(), vectors(), stop_strings=["x"])
+    with pytest.raises(ValueError, match="give a list of texts"):
+        answers(target, NullDrafter(), vectors(), stop_strings="END", tokenizer=target.tokenizer)
     with pytest.raises(ValueError, match="one of the stop_strings is empty"):
         answers(target, NullDrafter(), vectors(), stop_strings=[""], tokenizer=target.tokenizer)
 

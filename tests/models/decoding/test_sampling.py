@@ -96,3 +96,7 @@ def test_the_same_seed_gives_the_same_draws():
     first = draw(probs, torch.Generator().manual_seed(3))
     assert torch.equal(first, draw(probs, torch.Generator().manual_seed(3)))
     assert not torch.equal(first, draw(probs, torch.Generator().manual_seed(4)))
+
+
+def test_a_tiny_temperature_is_greedy_and_not_nan():
+    assert warp(LOGITS.float(), Sampling(temperature=1e-38)).tolist() == [[1.0, 0.0, 0.0, 0.0, 0.0]]

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from outrider.models.decoding import GreedyAcceptance, generate
 from outrider.models.drafters import NullDrafter
@@ -84,3 +84,19 @@ def test_another_tokenizer_and_no_length_are_refused(target, small):
     stranger = HFTarget(small.model, small.tokenizer, replace(small.identity, tokenizer_sha256="other"))
     with pytest.raises(ValueError, match="has another tokenizer"):
         DraftModel(stranger, length=2).require_vocabulary(target)
+
+
+@pytest.mark.parametrize("length", [1, 3, 6, 8])
+def test_drafts_may_reach_beyond_a_table_of_positions(target, length):
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=4, n_positions=32)
+    config.bos_token_id = config.eos_token_id = None
+    model = GPT2LMHeadModel(config).double().eval()
+    big, twin = (HFTarget(model, target.tokenizer, target.identity) for _ in range(2))
+    prompt = torch.tensor([[5, 6, 7, 8]])
+    answers = []
+    for drafter in (NullDrafter(), DraftModel(twin, length=length)):
+        steps = generate(big, drafter, GreedyAcceptance(), prompt, max_new_tokens=99)
+        answers.append([token for step in steps for token in step.tokens[0]])
+    assert answers[0] == answers[1]
+    assert len(answers[0]) == 28
