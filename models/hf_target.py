@@ -202,9 +202,9 @@ class HFTarget:
         tolerance = PROBE_TOLERANCE if torch.finfo(self.dtype).eps <= torch.finfo(torch.float32).eps else NARROW_PROBE_TOLERANCE
         if not all(error < tolerance for error in errors):  # NaN is below nothing
             raise ValueError(
-                f"{type(self.model).__name__} reads a draft tree differently from plain texts (relative error {max(errors):.2g} "
-                "of its logits): something beside masks and position ids tells it where a token stands, so decoding trees would "
-                "change its output. Choose another target"
+                f"{type(self.model).__name__} reads a draft tree differently from plain texts (relative error "
+                f"{max(errors):.2g} of its logits): something beside masks and position ids tells it where a token stands, so "
+                "decoding trees would change its output. Choose another target"
             )
 
     def _difference(self, logits: Float[torch.Tensor, " vocab"], text: Int[torch.Tensor, " seq"]) -> float:
