@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 from omegaconf import DictConfig, OmegaConf
+from yaml import YAMLError
 
 from ..data.chat import use_chat_template
 from ..data.files import atomic_write_text
@@ -51,6 +52,7 @@ def run(config: RunConfig) -> None:
     _configure_logging(accelerator.is_main_process)
     _check_inputs(config)
     folder = Path(config.output_dir)
+    as_run = _as_run(config, folder / CONFIG_FILE)
     target = load_target(config.target, accelerator.device)
     if "train" in config.stages:
         for drafter in config.drafter_runs():
@@ -75,7 +77,7 @@ def run(config: RunConfig) -> None:
         rows = evaluate(config.eval, target, tokenizer, drafter_dirs, folder / "eval")
         print_table(rows)
     # Only now: a run that is refused because the folder is another's must not overwrite what that one was made with.
-    atomic_write_text(folder / CONFIG_FILE, OmegaConf.to_yaml(OmegaConf.create(_as_run(config, folder / CONFIG_FILE))))
+    atomic_write_text(folder / CONFIG_FILE, OmegaConf.to_yaml(OmegaConf.create(as_run)))
     log.info("the results lie in %s", folder)
     if any(map(is_broken, rows)):
         raise SystemExit(NOT_LOSSLESS)
@@ -85,7 +87,12 @@ def _as_run(config: RunConfig, path: Path) -> dict[str, Any]:
     """The configuration that the folder was made with: of the stages that weren't run this time, what an earlier run says."""
     merged: Any = OmegaConf.to_container(OmegaConf.structured(config))
     if path.is_file():
-        earlier: Any = OmegaConf.to_container(OmegaConf.load(path))
+        try:
+            earlier: Any = OmegaConf.to_container(OmegaConf.load(path))
+        except (OSError, ValueError, YAMLError) as error:
+            raise ValueError(f"{path} is not a configuration ({error}); restore it, or delete it") from error
+        if not isinstance(earlier, dict):
+            raise ValueError(f"{path} is not a configuration but a {type(earlier).__name__}; restore it, or delete it")
         for stage, sections in SECTIONS.items():
             for section in sections if stage not in config.stages else ():
                 merged[section] = earlier.get(section, merged[section])

@@ -18,7 +18,6 @@ from .tree_cache import TreeCache
 # Relative error of logits that rounding may explain, for types of at least float32's precision and for narrower ones.
 PROBE_TOLERANCE, NARROW_PROBE_TOLERANCE = 0.001, 0.25
 
-
 UNLIMITED = 2**31 - 1
 """Context length of a model whose configuration names none."""
 
@@ -123,10 +122,12 @@ class HFTarget:
         """One forward over the last committed token and the tree's nodes, each attending to its own path only."""
         cache = self._require_cache()
         cache.begin_pass(1 + tree.num_nodes)
-        # Nodes beyond the context window can never be emitted; they only must not index past a position table.
-        depths = torch.nn.functional.pad(tree.depths, (1, 0))
-        positions = (cache.lengths[:, None] + depths).clamp(max=self.context_length - 1)
-        tokens = torch.cat([last_token[:, None], tree.tokens.clamp(min=0)], dim=1)
+        tokens, positions = last_token[:, None], cache.lengths[:, None]
+        if tree.num_nodes:
+            tokens = torch.cat([tokens, tree.tokens.clamp(min=0)], dim=1)
+            positions = positions + torch.nn.functional.pad(tree.depths, (1, 0))
+        # What lies beyond the context window can never be emitted; it only must not index past a position table.
+        positions = positions.clamp(max=self.context_length - 1)
         if tree.num_nodes == 0 and cache.is_even:
             return self._forward(tokens, positions, None)
         return self._forward(tokens, positions, masks_by_kind(self._kinds, tree, cache.lengths, cache.extent, self.dtype))

@@ -4,6 +4,7 @@ A drafter's state is a value: it is passed in and handed back, never kept inside
 replayed.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, runtime_checkable
@@ -100,7 +101,7 @@ class Loss:
     joint_hits: Int[torch.Tensor, " depth"]
 
 
-class TrainableDrafter(nn.Module):
+class TrainableDrafter(nn.Module, ABC):
     """Base class of drafters that are trained. Parameters of the target that it reads are not registered with it."""
 
     Config: ClassVar[type[Any]]
@@ -108,9 +109,9 @@ class TrainableDrafter(nn.Module):
     config: Any
 
     @classmethod
+    @abstractmethod
     def for_target(cls, config: Any, target: "HFTarget") -> "TrainableDrafter":
         """A drafter with fresh weights that reads the target's frozen ones where it needs them."""
-        raise NotImplementedError
 
     @property
     def wants_token_counts(self) -> bool:
@@ -118,12 +119,11 @@ class TrainableDrafter(nn.Module):
         return False
 
     def choose_draft_vocabulary(self, token_counts: Int[torch.Tensor, " vocab"]) -> None:
-        """Choose the tokens of a reduced vocabulary by how often the target wrote each. Asked of those that want it."""
-        raise NotImplementedError
+        """Choose the tokens of a reduced vocabulary by how often the target wrote each. Without one, nothing."""
 
     def check_weights(self) -> None:
         """Raise ValueError where loaded weights have the right shapes, but values that can't be."""
 
+    @abstractmethod
     def loss(self, batch: DrafterBatch) -> Loss:
         """The training loss on one batch. Raises ValueError where the batch lacks what this drafter needs."""
-        raise NotImplementedError

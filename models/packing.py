@@ -23,7 +23,7 @@ def packed_linears(*modules: nn.Module) -> Iterator[int]:
     The copies take the weights' memory once more. Weights that are changed within are not seen. Rounding may differ from
     `F.linear`'s, as it does between two BLAS libraries. Where torch comes without oneDNN, nothing is packed.
     """
-    available = torch.backends.mkldnn.is_available()
+    available = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
     linears = dict.fromkeys(module for root in modules for module in root.modules() if available and _can_pack(module))
     try:
         for linear in linears:

@@ -43,7 +43,10 @@ def require_tree_attention(model: PreTrainedModel) -> None:
     config = model.config.get_text_config()
     name = type(model).__name__
     if hasattr(config, "attention_types"):
-        raise ValueError(f"{name} cuts windows by column, whatever the position ids say, so trees and batches would go wrong")
+        raise ValueError(
+            f"{name} cuts windows by column, whatever the position ids say, so trees and batches would go wrong. "
+            "Choose another target"
+        )
     if (kind := _length_dependent_rope(config)) is not None:
         raise ValueError(
             f"{name} chooses its rotary frequencies ({kind}) by the longest position in a pass, so a draft node or a neighbour "

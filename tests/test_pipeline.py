@@ -157,6 +157,14 @@ def test_the_written_configuration_is_what_each_stage_was_made_with(finished: tu
     assert after.train.learning_rate != 0.5
 
 
+@pytest.mark.parametrize("text", ["- a\n- list\n", "a: [", "\x00"])
+def test_a_damaged_configuration_is_told_before_any_work(overrides: list[str], tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ValueError, match=r"config\.yaml is not a configuration"):
+        run_here("conf=demo", *overrides[1:], f"output_dir={tmp_path}")
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
 @pytest.mark.parametrize(("stage", "missing"), [("train", "manifest.json"), ("eval", "holds no drafter")])
 def test_a_stage_without_its_input_says_what_is_missing(overrides: list[str], tmp_path: Path, stage: str, missing: str) -> None:
     with pytest.raises(ValueError, match=missing):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Int, Shaped
 from torch.nn.utils.rnn import pad_sequence
 
 
@@ -33,7 +33,7 @@ class Prompts:
             raise ValueError("there is no prompt to decode; give at least one")
         return cls(input_ids=pad_sequence(list(prompts), batch_first=True), lengths=tuple(len(prompt) for prompt in prompts))
 
-    @property
-    def last_positions(self) -> Int[torch.Tensor, " batch"]:
-        """Column of each row's last real token."""
-        return torch.tensor(self.lengths, device=self.input_ids.device) - 1
+    def last(self, values: Shaped[torch.Tensor, "batch seq *rest"]) -> Shaped[torch.Tensor, "batch *rest"]:
+        """Of values at every token (ids, hidden states), those at each row's last real one."""
+        row = torch.arange(len(self.lengths), device=values.device)
+        return values[row, torch.tensor(self.lengths, device=values.device) - 1]

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 import torch
 from jaxtyping import Int
 
+from ..decoding.acceptance import last_entry
 from ..decoding.prompts import Prompts
 from ..decoding.tree import DraftTree, chain_tree, empty_tree
-from ..decoding.types import NO_NODE, Acceptance, TargetOutput
+from ..decoding.types import Acceptance, TargetOutput
 from ..hf_target import HFTarget
 
 EXPECTED_NEW_TOKENS = 256
@@ -40,8 +41,7 @@ class DraftModel:
     def init_state(self, prompts: Prompts, prefill: TargetOutput) -> Int[torch.Tensor, " batch"]:
         self.model.prefill(prompts, max_new_tokens=EXPECTED_NEW_TOKENS, max_nodes=self.max_nodes)
         self.model.rewind([1] * len(prompts.lengths))
-        last = prompts.last_positions
-        return prompts.input_ids[torch.arange(len(last), device=last.device), last]
+        return prompts.last(prompts.input_ids)
 
     def propose(
         self,
@@ -60,9 +60,8 @@ class DraftModel:
         nothing = empty_tree(batch, token.device)
         while len(tokens) < self.max_nodes:
             token = self.model.verify(token, nothing).logits[:, 0].argmax(-1)
-            self.model.commit(
-                nothing, Acceptance(path=nothing.tokens, num_accepted=both.num_accepted, bonus_token=token), [0] * batch
-            )
+            none = Acceptance(path=nothing.parents, num_accepted=torch.zeros_like(token), bonus_token=token)
+            self.model.commit(nothing, none, [0] * batch)
             tokens.append(token)
         return chain_tree(torch.stack(tokens, dim=1))
 
@@ -77,9 +76,8 @@ class DraftModel:
         # Read are the text before this step's bonus token and accepted drafts, and all drafts but the last. Kept is what comes
         # before the last two tokens of the new text.
         self.model.rewind([self.max_nodes - count for count in num_accepted])
-        last = torch.nn.functional.pad(acceptance.path, (1, 0), value=NO_NODE).gather(1, acceptance.num_accepted[:, None])
-        drafted = tree.tokens.gather(1, last.clamp(min=0))[:, 0]
-        return torch.where(acceptance.num_accepted > 0, drafted, self._last_token)
+        entries = torch.cat([self._last_token[:, None], tree.tokens], dim=1)
+        return entries.gather(1, last_entry(acceptance)[:, None])[:, 0]
 
     def select(self, state: Int[torch.Tensor, " batch"], rows: Sequence[int]) -> Int[torch.Tensor, " kept"]:
         self.model.select(rows)

@@ -30,8 +30,8 @@ from .beams import beam_search, pack_likeliest, pack_survivors
 HIT_RANKS = 5
 """Training reports how often the label is among the 1..HIT_RANKS likeliest tokens."""
 
-
 MAX_SEARCH_NODES = 2**14
+"""Beams times length of a search: far above what any target gains from, and far below what memory holds."""
 
 
 @dataclass(kw_only=True)
@@ -187,8 +187,7 @@ class Redrafter(TrainableDrafter):
     # --- decoding
 
     def init_state(self, prompts: Prompts, prefill: TargetOutput) -> Float[torch.Tensor, "batch hidden"]:
-        last = prompts.last_positions
-        return prefill.hidden_states[torch.arange(len(last), device=last.device), last]
+        return prompts.last(prefill.hidden_states)
 
     def propose(
         self,

@@ -14,18 +14,6 @@ from outrider.models.decoding import Prompts, chain_tree
 from outrider.models.hf_target import HFTarget
 from outrider.models.target import load_target, load_tokenizer
 
-SMALL = {
-    "vocab_size": 100,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 128,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-
 
 @pytest.fixture
 def copy(tiny_target_dir: Path, tmp_path: Path) -> Path:
