@@ -19,6 +19,10 @@ class TargetConfig:
     """
     attn_implementation: str = "sdpa"
     """transformers' attention function; it must honour a 4-D mask (sdpa or eager)."""
+    compiled: bool = False
+    """Run the passes over draft trees through `torch.compile`: minutes at the start, faster steps."""
+    cuda_graphs: bool = False
+    """Replay those passes as CUDA graphs: a step then costs the card's time and not Python's. Needs a CUDA device."""
     device: str | None = None
     """For example `cuda:1`; None takes the launcher's device, else the first accelerator, else the CPU."""
     trust_remote_code: bool = False

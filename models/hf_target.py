@@ -1,6 +1,7 @@
 """The frozen target: any causal language model of transformers, unmodified."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,13 +11,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.manifest import TargetIdentity
 from .decoding.prompts import Prompts
-from .decoding.tree import DraftTree, chain_tree
+from .decoding.tree import DraftTree, chain_tree, depths
 from .decoding.types import Acceptance, TargetOutput
-from .tree_attention import attention_kinds, masks_by_kind, require_tree_attention
+from .graphs import GraphedFunction, Recorder
+from .tree_attention import attention_kinds, grouped_heads, masks_by_kind, require_tree_attention
 from .tree_cache import TreeCache
 
 # Relative error of logits that rounding may explain, for types of at least float32's precision and for narrower ones.
 PROBE_TOLERANCE, NARROW_PROBE_TOLERANCE = 0.001, 0.25
+
+EXTENT_STEP = 256
+"""Columns of the KV cache by which the part that a pass reads grows, where shapes should be few."""
 
 UNLIMITED = 2**31 - 1
 """Context length of a model whose configuration names none."""
@@ -26,14 +31,31 @@ class HFTarget:
     """A target behind transformers' public seams: 4-D attention masks, explicit positions, and a cache of our own.
 
     Holds the KV cache of one batch of prompts at a time. Make it with `outrider.models.target.load_target`.
+
+    `compiled` runs the model's passes over draft trees through `torch.compile`, `cuda_graphs` replays them as CUDA graphs (see
+    `GraphedFunction`); both may be on. Prefills are read as they are, since no two have the same shape.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, identity: TargetIdentity) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        identity: TargetIdentity,
+        *,
+        compiled: bool = False,
+        cuda_graphs: bool = False,
+        recorder: Recorder[TargetOutput] | None = None,
+    ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.identity = identity
+        self.num_prefills = 0
         self._cache: TreeCache | None = None
         self._kinds: dict[str, int | None] = {}
+        self._captured = CapturedHiddenStates(model)
+        self._has_fixed_shapes = compiled or cuda_graphs
+        self._read_tree = partial(self._read_tree_with, torch.compile(model) if compiled else model)
+        self._graphs = GraphedFunction(self._read_tree, recorder) if cuda_graphs else None
 
     @property
     def device(self) -> torch.device:
@@ -107,30 +129,65 @@ class HFTarget:
         return self._prefill(prompts, max(prompts.lengths) + room + 1 + max_nodes)
 
     def _prefill(self, prompts: Prompts, capacity: int) -> TargetOutput:
-        self._cache = TreeCache(self._text_config.num_hidden_layers, len(prompts.lengths), capacity, self.device)
-        self._cache.begin_pass(prompts.input_ids.shape[1])
+        self.num_prefills += 1
+        cache = self._empty_cache(len(prompts.lengths), capacity)
+        cache.begin_prefill(prompts.input_ids.shape[1])
         positions = torch.arange(prompts.input_ids.shape[1], device=self.device)[None]
         # No mask: under causal attention no token sees the padding on its right.
         last = sorted({length - 1 for length in prompts.lengths})
-        output = self._forward(prompts.input_ids, positions, None, logits_to_keep=torch.tensor(last, device=self.device))
+        keep = torch.tensor(last, device=self.device)
+        output = self._forward(self.model, prompts.input_ids, positions, None, logits_to_keep=keep)
         row, column = range(len(prompts.lengths)), [last.index(length - 1) for length in prompts.lengths]
-        self._cache.commit_in_place(prompts.lengths)
-        self._cache.trim()
+        cache.commit(None, torch.tensor(prompts.lengths, device=self.device))
+        cache.note(prompts.lengths)
+        cache.trim()
         return TargetOutput(logits=output.logits[row, column][:, None], hidden_states=output.hidden_states)
 
+    def _empty_cache(self, batch: int, capacity: int) -> TreeCache:
+        """The cache that is there, if it is large enough: what was recorded for it stays good."""
+        if self._cache is not None and self._cache.fits(batch, capacity):
+            self._cache.restart(batch)
+        else:
+            self._cache = None  # before the next takes its memory
+            self._forget_graphs()
+            num_layers, step = self._text_config.num_hidden_layers, EXTENT_STEP if self._has_fixed_shapes else 1
+            self._cache = TreeCache(num_layers, batch, capacity, self.device, extent_step=step)
+        return self._cache
+
     def verify(self, last_token: Int[torch.Tensor, " batch"], tree: DraftTree) -> TargetOutput:
-        """One forward over the last committed token and the tree's nodes, each attending to its own path only."""
+        """One forward over the last committed token and the tree's nodes, each attending to its own path only.
+
+        With CUDA graphs the output is overwritten by the next `verify`.
+        """
         cache = self._require_cache()
-        cache.begin_pass(1 + tree.num_nodes)
+        if cache.begin_pass(1 + tree.num_nodes):
+            self._forget_graphs()
+        if self._graphs is None:
+            return self._read_tree(last_token, tree.tokens, tree.lineage)
+        return self._graphs(last_token, tree.tokens, tree.lineage, key=cache.extent)
+
+    def _read_tree_with(
+        self,
+        model: Any,
+        last_token: Int[torch.Tensor, " batch"],
+        nodes: Int[torch.Tensor, "batch node"],
+        lineage: Int[torch.Tensor, "batch node depth"],
+    ) -> TargetOutput:
+        """All of `verify` that the device does: what a CUDA graph records."""
+        cache = self._require_cache()
+        cache.locate()
+        num_nodes = nodes.shape[1]
         tokens, positions = last_token[:, None], cache.lengths[:, None]
-        if tree.num_nodes:
-            tokens = torch.cat([tokens, tree.tokens.clamp(min=0)], dim=1)
-            positions = positions + torch.nn.functional.pad(tree.depths, (1, 0))
+        if num_nodes:
+            tokens = torch.cat([tokens, nodes.clamp(min=0)], dim=1)
+            positions = positions + torch.nn.functional.pad(depths(lineage), (1, 0))
         # What lies beyond the context window can never be emitted; it only must not index past a position table.
         positions = positions.clamp(max=self.context_length - 1)
-        if tree.num_nodes == 0 and cache.is_even:
-            return self._forward(tokens, positions, None)
-        return self._forward(tokens, positions, masks_by_kind(self._kinds, tree, cache.lengths, cache.extent, self.dtype))
+        if num_nodes == 0 and cache.is_even and not self._has_fixed_shapes:
+            return self._forward(model, tokens, positions, None)
+        masks = masks_by_kind(self._kinds, lineage, cache.lengths, cache.extent, self.dtype)
+        with grouped_heads(self.model):
+            return self._forward(model, tokens, positions, masks)
 
     def commit(self, tree: DraftTree, acceptance: Acceptance, num_accepted: Sequence[int]) -> None:
         """Keep each row's last committed token and accepted path in the KV cache; forget the other nodes.
@@ -138,16 +195,19 @@ class HFTarget:
         `num_accepted` is the acceptance's own, as the host knows it.
         """
         cache = self._require_cache()
-        counts = [1 + count for count in num_accepted]
-        if tree.max_depth == 0 or not any(num_accepted):
-            cache.commit_in_place(counts)
-        else:
+        entries = None
+        if any(num_accepted):
             path = (acceptance.path + 1).clamp(min=0)[:, : max(num_accepted)]
-            cache.commit(torch.nn.functional.pad(path, (1, 0)), counts)
+            entries = torch.nn.functional.pad(path, (1, 0))
+        cache.commit(entries, acceptance.num_accepted + 1)
+        cache.note([count + 1 for count in num_accepted])
 
     def rewind(self, num_tokens: Sequence[int]) -> None:
         """Forget the last committed tokens, so many in each row."""
-        self._require_cache().commit_in_place([-count for count in num_tokens])
+        cache = self._require_cache()
+        counts = [-count for count in num_tokens]
+        cache.commit(None, torch.tensor(counts, device=self.device))
+        cache.note(counts)
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows of the batch only."""
@@ -157,23 +217,28 @@ class HFTarget:
         assert self._cache is not None, "prefill comes before verify and commit"
         return self._cache
 
+    def _forget_graphs(self) -> None:
+        if self._graphs is not None:
+            self._graphs.forget()
+
     def _forward(
         self,
+        model: Any,
         tokens: Int[torch.Tensor, "batch query"],
         positions: Int[torch.Tensor, "rows query"],
         masks: Any,
         **kwargs: Any,
     ) -> TargetOutput:
-        with CapturedHiddenStates(self.model) as captured:
-            output = self.model(
-                input_ids=tokens,
-                attention_mask=masks,
-                position_ids=positions,
-                past_key_values=self._require_cache(),
-                use_cache=True,
-                **kwargs,
-            )
-        return TargetOutput(logits=output.logits, hidden_states=captured.hidden_states)
+        cache = self._require_cache()
+        output = model(
+            input_ids=tokens,
+            attention_mask=masks,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            **kwargs,
+        )
+        return TargetOutput(logits=output.logits, hidden_states=self._captured.take())
 
     @torch.inference_mode()
     def _probe(self) -> None:
@@ -185,11 +250,11 @@ class HFTarget:
         tree = DraftTree(tokens=tokens % self.vocab_size, parents=parents, max_depth=2)
         last = text[[8, 9]]
         start = self._prefill(prompts, capacity=24).logits
-        first = self.verify(last, tree).logits
+        first = self._verify_eagerly(last, tree).logits
         path = torch.tensor([[0, 2], [1, -1]], device=self.device)
         accepted = Acceptance(path=path, num_accepted=torch.tensor([2, 1], device=self.device), bonus_token=last)
         self.commit(tree, accepted, [2, 1])
-        second = self.verify(text[[10, 11]], chain_tree(tree.tokens[:, :1])).logits
+        second = self._verify_eagerly(text[[10, 11]], chain_tree(tree.tokens[:, :1])).logits
         self._cache = None
         rows = [
             (start[0, 0], [*text[:8]]),
@@ -208,6 +273,11 @@ class HFTarget:
                 "decoding trees would change its output. Choose another target"
             )
 
+    def _verify_eagerly(self, last_token: Int[torch.Tensor, " batch"], tree: DraftTree) -> TargetOutput:
+        """Compiling or recording for the probe's shapes would be for nothing."""
+        self._require_cache().begin_pass(1 + tree.num_nodes)
+        return self._read_tree_with(self.model, last_token, tree.tokens, tree.lineage)
+
     def _difference(self, logits: Float[torch.Tensor, " vocab"], text: Int[torch.Tensor, " seq"]) -> float:
         plain = self.model(text[None], use_cache=False).logits[0, -1].float()
         return float((logits.float() - plain).norm() / plain.norm())
@@ -225,19 +295,20 @@ class HFTarget:
 
 
 class CapturedHiddenStates:
-    """Catches what the decoder hands to the head, for every position, without asking for all layers' states."""
+    """Catches what the decoder hands to the head, for every position, without asking for all layers' states.
 
-    hidden_states: torch.Tensor
+    The hook stays on the model, since a compiled model would be compiled anew for another one.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.decoder = model.get_decoder()  # some models call it past their base model
-
-    def __enter__(self) -> "CapturedHiddenStates":
-        self._hook = self.decoder.register_forward_hook(self._capture)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._hook.remove()
+        self._hidden_states: torch.Tensor | None = None
+        model.get_decoder().register_forward_hook(self._capture)  # some models call it past their base model
 
     def _capture(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.hidden_states = output[0]
+        self._hidden_states = output[0]
+
+    def take(self) -> torch.Tensor:
+        """The last pass's, once: nobody keeps them alive."""
+        hidden_states, self._hidden_states = self._hidden_states, None
+        assert hidden_states is not None, "the model has not been run"
+        return hidden_states

@@ -33,6 +33,10 @@ class Target(Protocol):
     def context_length(self) -> int:
         """Tokens, prompt and answer together, that the target can hold."""
 
+    @property
+    def num_prefills(self) -> int:
+        """How often it has started anew. There is one KV cache, so only the last start can go on."""
+
     def prefill(self, prompts: Prompts, *, max_new_tokens: int, max_nodes: int) -> TargetOutput:
         """Start anew: read the prompts, and keep room for `max_new_tokens` behind each and trees of `max_nodes`.
 

@@ -32,6 +32,8 @@ def load_target(config: TargetConfig | str, device: torch.device | None = None) 
     config = TargetConfig(name_or_path=config) if isinstance(config, str) else config
     tokenizer = load_tokenizer(config)  # a second's work: its mistakes come first
     place = _parse_device(config.device) if config.device else device or _default_device()
+    if config.cuda_graphs and place.type != "cuda":
+        raise ValueError(f"target.cuda_graphs is on, and the target goes to {place}; choose a CUDA device, or turn it off")
     model = _load_model(config)
     model.to(device=place)  # type: ignore[call-arg]  # transformers wraps `to` in a way that hides its signature
     model.eval().requires_grad_(False)
@@ -49,7 +51,7 @@ def load_target(config: TargetConfig | str, device: torch.device | None = None) 
         hidden_size=model.config.get_text_config().hidden_size,
         vocab_size=vocab_size,
     )
-    target = HFTarget(model, tokenizer, identity)
+    target = HFTarget(model, tokenizer, identity, compiled=config.compiled, cuda_graphs=config.cuda_graphs)
     _check_stop_tokens(target)
     return target
 

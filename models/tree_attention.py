@@ -5,14 +5,19 @@ nothing but masks and position ids may tell the model where a token stands. `req
 configuration shows not to be so; what it doesn't show, the target's probe finds (see `HFTarget`).
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch.nn.functional import pad
+from torch import nn
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .decoding.tree import DraftTree
+from .decoding.tree import ancestor_mask, depths
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 BIASED_MODELS = ("bloom", "mpt")
@@ -78,7 +83,11 @@ def _length_dependent_rope(config: Any) -> str | None:
 
 
 def tree_attention_mask(
-    tree: DraftTree, lengths: Int[torch.Tensor, " batch"], extent: int, dtype: torch.dtype, window: int | None = None
+    lineage: Int[torch.Tensor, "batch node depth"],
+    lengths: Int[torch.Tensor, " batch"],
+    extent: int,
+    dtype: torch.dtype,
+    window: int | None = None,
 ) -> Mask:
     """Additive mask of the last committed token and the tree's nodes over `extent` cache columns.
 
@@ -87,33 +96,90 @@ def tree_attention_mask(
     positions back. Additive rather than boolean: the one form that both the sdpa and the eager attention of transformers take
     as it is.
     """
-    related = _related(tree)  # [batch, query, query]
+    related = _related(lineage)  # [batch, query, query]
     num_queries = related.shape[1]
     column = torch.arange(extent, device=lengths.device) - lengths[:, None]  # [batch, key]: negative where committed
     query_of = column.clamp(0, num_queries - 1)
     visible = related.gather(2, query_of[:, None].expand(-1, num_queries, -1)) & (column < num_queries)[:, None]
     visible |= (column < 0)[:, None]
     if window is not None:
-        depths = pad(tree.depths, (1, 0))
-        key_position = torch.where(column < 0, column, depths.gather(1, query_of))  # counted from the last committed token
-        visible &= depths[:, :, None] - key_position[:, None] < window
+        depth = pad(depths(lineage), (1, 0))
+        key_position = torch.where(column < 0, column, depth.gather(1, query_of))  # counted from the last committed token
+        visible &= depth[:, :, None] - key_position[:, None] < window
     mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, torch.finfo(dtype).min)
     return mask[:, None]
 
 
-def _related(tree: DraftTree) -> Bool[torch.Tensor, "batch query query"]:
+def _related(lineage: Int[torch.Tensor, "batch node depth"]) -> Bool[torch.Tensor, "batch query query"]:
     """Which query may see which: the last committed token itself, a node that token, its ancestors and itself."""
-    related = pad(tree.ancestor_mask(), (1, 0, 1, 0))
+    related = pad(ancestor_mask(lineage), (1, 0, 1, 0))
     related[:, :, 0] = True
     return related
 
 
 def masks_by_kind(
-    kinds: dict[str, int | None], tree: DraftTree, lengths: Int[torch.Tensor, " batch"], extent: int, dtype: torch.dtype
+    kinds: dict[str, int | None],
+    lineage: Int[torch.Tensor, "batch node depth"],
+    lengths: Int[torch.Tensor, " batch"],
+    extent: int,
+    dtype: torch.dtype,
 ) -> Any:
     """The mask of each kind of layer, as transformers' models take them: one tensor, or a dictionary where kinds differ."""
     masks = {}
     for kind, window in kinds.items():
         reach = window if window is not None and window < extent else None
-        masks[kind] = tree_attention_mask(tree, lengths, extent, dtype, reach)
+        masks[kind] = tree_attention_mask(lineage, lengths, extent, dtype, reach)
     return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+# --- attention over grouped heads
+
+IMPLEMENTATION = "outrider_grouped_heads"
+
+
+def _grouped_heads_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface: query is [batch, head, query, head_dim], key and value have fewer heads."""
+    batch, num_heads, num_queries, _ = query.shape
+    num_groups = num_heads // key.shape[1]
+    special = (name for name in ("softcap", "position_bias", "cache") if kwargs.get(name) is not None)
+    if attention_mask is None or attention_mask.shape[1] != 1 or num_groups == 1 or any(special):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+    if query.device.type == "cpu":
+        output = scaled_dot_product_attention(query, key, value, attention_mask, scale=scaling, enable_gqa=True)
+    else:
+        # Elsewhere no fast kernel takes both a mask and grouped heads. The heads of a group read the same keys, so they can
+        # as well be further queries of one head.
+        folded = query.reshape(batch, key.shape[1], num_groups * num_queries, -1)
+        output = scaled_dot_product_attention(
+            folded, key, value, attention_mask.repeat(1, 1, num_groups, 1), scale=scaling
+        ).view(batch, num_heads, num_queries, -1)
+    return output.transpose(1, 2).contiguous(), None
+
+
+# Masks are always given under this name, so it needs no mask function.
+ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _grouped_heads_forward)
+
+
+@contextmanager
+def grouped_heads(model: PreTrainedModel) -> Iterator[None]:
+    """Within, a model with sdpa attention reads masked texts without copying its keys and values for every head of a group.
+
+    transformers repeats them where there is a mask: four times the cache's memory traffic in a model with groups of four.
+    """
+    config = model.config.get_text_config()
+    own_implementation = config._attn_implementation
+    if own_implementation == "sdpa":
+        config._attn_implementation = IMPLEMENTATION
+    try:
+        yield
+    finally:
+        config._attn_implementation = own_implementation

@@ -52,18 +52,49 @@ Place = tuple[int, int]
 
 class TreeCache(Cache):
     """The layers of a model. All tensors of one shape lie in one buffer, [slot, batch, head, capacity, head_dim], so that
-    committing is one gather for all layers."""
+    committing is one gather for all layers.
 
-    def __init__(self, num_layers: int, batch: int, capacity: int, device: torch.device) -> None:
+    With an `extent_step` above 1, passes see a multiple of so many columns, and every pass over as many tokens reads and writes
+    the same memory with the same shapes, whatever the rows' lengths: what compiled code and CUDA graphs need.
+    """
+
+    def __init__(self, num_layers: int, batch: int, capacity: int, device: torch.device, *, extent_step: int = 1) -> None:
         super().__init__(layers=[TreeCacheLayer(self) for _ in range(num_layers)])
-        self.capacity = capacity
+        self.extent_step = extent_step
+        self.capacity = self._rounded(capacity)
+        self.max_batch = batch
         self.host_lengths = [0] * batch
-        self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
         self.extent = 0
         self.num_written = 0
+        self._lengths = torch.zeros(batch, dtype=torch.long, device=device)
         self._buffers: list[torch.Tensor] = []
         self._used: list[int] = []
         self._columns: slice | Int[torch.Tensor, "batch entry"] = slice(0, 0)
+
+    @property
+    def lengths(self) -> Int[torch.Tensor, " batch"]:
+        """Committed tokens of each row."""
+        return self._lengths[: self.batch]
+
+    @property
+    def batch(self) -> int:
+        return len(self.host_lengths)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all rows have committed equally many tokens."""
+        return min(self.host_lengths) == max(self.host_lengths)
+
+    def fits(self, batch: int, capacity: int) -> bool:
+        """Whether another batch can be read into the same memory."""
+        return batch <= self.max_batch and capacity <= self.capacity
+
+    def restart(self, batch: int) -> None:
+        """Forget everything, and be ready for a batch of at most as many rows as the first."""
+        self.host_lengths = [0] * batch
+        self._lengths.zero_()
+        for buffer in self._buffers:
+            buffer.zero_()  # what is masked must still be a number
 
     def reserve(self, states: torch.Tensor) -> Place:
         """A slot for tensors like `states`, in the buffer of their shape."""
@@ -78,14 +109,6 @@ class TreeCache(Cache):
         self._used.append(1)
         return len(self._buffers) - 1, 0
 
-    def begin_pass(self, num_entries: int) -> None:
-        """Before a forward over `num_entries` tokens per row. A cache that is too small for it doubles."""
-        self.num_written = num_entries
-        self.extent = max(self.host_lengths) + num_entries
-        if self.extent > self.capacity:
-            self._grow(max(self.extent, 2 * self.capacity))
-        self._columns = self._behind(num_entries)
-
     def trim(self) -> None:
         """After the first pass: give back the slots that no layer took, which models with layers of several shapes leave."""
         self._buffers = [
@@ -93,56 +116,73 @@ class TreeCache(Cache):
             for buffer, used in zip(self._buffers, self._used, strict=True)
         ]
 
-    @property
-    def is_even(self) -> bool:
-        """Whether all rows have committed equally many tokens."""
-        return min(self.host_lengths) == max(self.host_lengths)
+    def begin_prefill(self, num_entries: int) -> None:
+        """Before the first pass, over `num_entries` tokens per row."""
+        self.num_written = self.extent = num_entries
+        self._columns = slice(0, num_entries)
+
+    def begin_pass(self, num_entries: int) -> bool:
+        """Before a pass over `num_entries` tokens per row. A cache that is too small doubles, and says that it has moved."""
+        self.num_written = num_entries
+        end = max(self.host_lengths) + num_entries
+        has_moved = end > self.capacity
+        if has_moved:
+            self._grow(max(end, 2 * self.capacity))
+        self.extent = self._rounded(end)
+        return has_moved
+
+    def locate(self) -> None:
+        """Find the columns that the pass writes: the part of its beginning that a CUDA graph must do again each time."""
+        self._columns = self._behind(self.num_written, fixed=self.extent_step > 1)
 
     def write(self, place: Place, states: torch.Tensor) -> torch.Tensor:
         """Write a layer's new keys or values, and return all that the pass sees of them."""
-        buffer = self._buffers[place[0]][place[1]]
+        buffer = self._buffers[place[0]][place[1], : states.shape[0]]
         if isinstance(self._columns, slice):
             buffer[:, :, self._columns] = states
         else:
             buffer.scatter_(2, self._columns[:, None, :, None].expand(states.shape), states)
         return buffer[:, :, : self.extent]
 
-    def commit(self, entries: Int[torch.Tensor, "batch kept"], counts: Sequence[int]) -> None:
+    def commit(self, entries: Int[torch.Tensor, "batch kept"] | None, counts: Int[torch.Tensor, " batch"]) -> None:
         """Of each row's last pass, keep the first `counts` of the `entries` named, in that order, and forget the others.
 
-        A row that keeps fewer than are named must name others all the same (any), which are soon overwritten.
+        A row that keeps fewer than are named must name others all the same (any), which are soon overwritten. None keeps the
+        pass's first entries, which lie where they belong. The host is to `note` the counts too.
         """
-        num_kept = entries.shape[1]
-        columns = self._behind(num_kept)
-        for buffer in self._buffers:
-            _move(buffer, self.lengths[:, None] + entries, columns)
-        self._advance(counts)
+        if entries is not None:
+            columns = self._behind(entries.shape[1])
+            for buffer in self._buffers:
+                _move(buffer[:, : self.batch], self.lengths[:, None] + entries, columns)
+        self.lengths.add_(counts)
 
-    def commit_in_place(self, counts: Sequence[int]) -> None:
-        """Keep the first `counts` entries of each row's last pass, which lie where they belong."""
-        self._advance(counts)
+    def note(self, counts: Sequence[int]) -> None:
+        """Tell the host's side how many entries each row has kept."""
+        self.host_lengths = [length + count for length, count in zip(self.host_lengths, counts, strict=True)]
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows of the batch only."""
-        index = torch.tensor(rows, device=self.lengths.device)
-        self._buffers = [buffer.index_select(1, index) for buffer in self._buffers]
-        self.lengths = self.lengths[index]
+        """Keep these rows of the batch only. Rows ascend, so none is overwritten before it has moved."""
+        for place, row in enumerate(rows):
+            if place != row:
+                self._lengths[place] = self._lengths[row]
+                for buffer in self._buffers:
+                    buffer[:, place] = buffer[:, row]
         self.host_lengths = [self.host_lengths[row] for row in rows]
 
+    def _rounded(self, num_columns: int) -> int:
+        return -(-num_columns // self.extent_step) * self.extent_step
+
     def _grow(self, capacity: int) -> None:
-        more = capacity - self.capacity
+        more = self._rounded(capacity) - self.capacity
         self._buffers = [torch.nn.functional.pad(buffer, (0, 0, 0, more)) for buffer in self._buffers]
-        self.capacity = capacity
+        self.capacity += more
 
-    def _advance(self, counts: Sequence[int]) -> None:
-        self.host_lengths = [length + count for length, count in zip(self.host_lengths, counts, strict=True)]
-        self.lengths = torch.tensor(self.host_lengths, device=self.lengths.device)
-
-    def _behind(self, num_entries: int) -> slice | Int[torch.Tensor, "batch entry"]:
-        """The `num_entries` columns behind each row's committed ones: a slice where all rows are equally long."""
-        if self.is_even:
+    def _behind(self, num_entries: int, *, fixed: bool = False) -> slice | Int[torch.Tensor, "batch entry"]:
+        """The `num_entries` columns behind each row's committed ones: a slice where all rows are equally long, unless the
+        columns must be looked up again each time (`fixed`)."""
+        if self.is_even and not fixed:
             return slice(self.host_lengths[0], self.host_lengths[0] + num_entries)
-        return self.lengths[:, None] + torch.arange(num_entries, device=self.lengths.device)
+        return self.lengths[:, None] + torch.arange(num_entries, device=self._lengths.device)
 
 
 def _move(

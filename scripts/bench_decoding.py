@@ -32,7 +32,7 @@ from outrider.models.drafters import NullDrafter
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.hf_target import HFTarget
 from outrider.models.target import load_target
-from outrider.models.tree_attention import masks_by_kind
+from outrider.models.tree_attention import grouped_heads, masks_by_kind
 
 TREE = (-1, -1, -1, -1, 0, 0, 0, 1, 1, 2, 4, 4, 5, 7, 10, 14)
 """Parents of 16 nodes, five deep."""
@@ -115,11 +115,13 @@ def measure_overhead(target: HFTarget, prompt: torch.Tensor, num_steps: int) -> 
         tree = DraftTree(tokens=tokens, parents=parents, max_depth=5)
         cache = target._require_cache()
         cache.begin_pass(1 + len(TREE))
-        mask = masks_by_kind(target._kinds, tree, cache.lengths, cache.extent, target.dtype)
+        cache.locate()
+        mask = masks_by_kind(target._kinds, tree.lineage, cache.lengths, cache.extent, target.dtype)
         inputs = torch.cat([last_token[:, None], tokens], dim=1)
         positions = cache.lengths[:, None] + torch.nn.functional.pad(tree.depths, (1, 0))
         start = clock(target)
-        target.model(inputs, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
+        with grouped_heads(target.model):
+            target.model(inputs, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
         return clock(target) - start
 
     whole, bare = [], []

@@ -35,7 +35,7 @@ def generate(
     rule would emit: whatever ends an answer (see `Stopping`) also cuts an accepted path. The host reads from the device once
     per step, for the whole batch. `stop_strings` need the `tokenizer`. `timed` takes the seconds of each phase; it
     synchronises an accelerator after each, so leave it off where the whole is being timed. Raises ValueError for prompts that
-    are empty or fill the context window.
+    are empty or fill the context window, RuntimeError where somebody else uses the target before the answers have ended.
     """
     batch = Prompts.of(prompts)
     stopping = Stopping(
@@ -49,6 +49,7 @@ def generate(
     lap = Stopwatch(batch.input_ids.device) if timed else None
 
     prefill = target.prefill(batch, max_new_tokens=max_new_tokens, max_nodes=drafter.max_nodes)
+    own_prefill = target.num_prefills
     state = drafter.init_state(batch, prefill)
     tree = empty_tree(len(batch.lengths), batch.input_ids.device)
     acceptance = rule(tree, prefill, generator=generator)
@@ -57,6 +58,11 @@ def generate(
     yield step
 
     while rows := [row for row, finish in zip(step.rows, step.finishes, strict=True) if finish is None]:
+        if target.num_prefills != own_prefill:
+            raise RuntimeError(
+                "the target has begun another answer meanwhile, and it has one KV cache: finish one `generate` before the next "
+                "begins, and let a draft model be a target of its own"
+            )
         if len(rows) < len(step.rows):
             kept = [step.rows.index(row) for row in rows]
             target.select(kept)

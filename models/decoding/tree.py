@@ -55,15 +55,7 @@ class DraftTree:
     @property
     def depths(self) -> Int[torch.Tensor, "batch node"]:
         """1 for a child of the last committed token; 0 for padding."""
-        return (self.lineage != NO_NODE).sum(-1)
-
-    def ancestor_mask(self) -> Bool[torch.Tensor, "batch node node"]:
-        """True at [b, n, m] where node n follows node m or is m: what node n may attend to among the tree's nodes."""
-        batch, num_nodes, _ = self.lineage.shape
-        # One column more takes the padding of the lineage, and is cut off.
-        mask = torch.zeros(batch, num_nodes, num_nodes + 1, dtype=torch.bool, device=self.tokens.device)
-        index = torch.where(self.lineage == NO_NODE, num_nodes, self.lineage)
-        return mask.scatter_(2, index, True)[..., :num_nodes]
+        return depths(self.lineage)
 
 
 def empty_tree(batch: int, device: torch.device) -> DraftTree:
@@ -77,6 +69,20 @@ def chain_tree(tokens: Int[torch.Tensor, "batch depth"]) -> DraftTree:
     depth = tokens.shape[1]
     parents = torch.arange(-1, depth - 1, device=tokens.device).expand_as(tokens)
     return DraftTree(tokens=tokens, parents=parents, max_depth=depth)
+
+
+def depths(lineage: Int[torch.Tensor, "batch node depth"]) -> Int[torch.Tensor, "batch node"]:
+    """How far each node is from the last committed token; 0 for padding."""
+    return (lineage != NO_NODE).sum(-1)
+
+
+def ancestor_mask(lineage: Int[torch.Tensor, "batch node depth"]) -> Bool[torch.Tensor, "batch node node"]:
+    """True at [b, n, m] where node n follows node m or is m: what node n may attend to among the tree's nodes."""
+    batch, num_nodes, _ = lineage.shape
+    # One column more takes the padding of the lineage, and is cut off.
+    mask = torch.zeros(batch, num_nodes, num_nodes + 1, dtype=torch.bool, device=lineage.device)
+    index = torch.where(lineage == NO_NODE, num_nodes, lineage)
+    return mask.scatter_(2, index, True)[..., :num_nodes]
 
 
 def _lineage(

@@ -7,6 +7,7 @@ import torch
 
 from outrider.models.decoding import DraftTree, Finish, GreedyAcceptance, Step, generate
 from outrider.models.drafters import NullDrafter, build_drafter
+from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.hf_target import HFTarget
 
 MAX_NEW_TOKENS = 40
@@ -143,3 +144,18 @@ def test_an_empty_batch_is_refused(target):
 def test_no_new_tokens_is_refused(target, prompt):
     with pytest.raises(ValueError, match="max_new_tokens is 0"):
         decode(target, NullDrafter(), prompt, max_new_tokens=0)
+
+
+def test_two_answers_at_once_from_one_target_are_refused(target, prompt):
+    first = generate(target, NullDrafter(), GreedyAcceptance(), prompt, max_new_tokens=5)
+    next(first)
+    second = generate(target, NullDrafter(), GreedyAcceptance(), prompt, max_new_tokens=5)
+    next(second)
+    with pytest.raises(RuntimeError, match="finish one `generate` before the next"):
+        next(first)
+    assert len(list(second)) == 4
+
+
+def test_a_target_that_drafts_for_itself_is_refused(target, prompt):
+    with pytest.raises(RuntimeError, match="let a draft model be a target of its own"):
+        decode(target, DraftModel(target, length=2), prompt)

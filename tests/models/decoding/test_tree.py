@@ -5,6 +5,7 @@ import torch
 from jaxtyping import TypeCheckError
 
 from outrider.models.decoding import DraftTree, chain_tree, empty_tree
+from outrider.models.decoding.tree import ancestor_mask
 from outrider.models.decoding.types import NO_NODE
 
 
@@ -12,27 +13,27 @@ def test_lineage_and_mask_of_the_tree_in_the_docstring():
     tree = DraftTree(tokens=torch.tensor([[5, 6, 7, 8]]), parents=torch.tensor([[-1, -1, 0, 0]]), max_depth=2)
     assert tree.lineage.tolist() == [[[0, -1], [1, -1], [2, 0], [3, 0]]]
     assert tree.depths.tolist() == [[1, 1, 2, 2]]
-    assert tree.ancestor_mask().int().tolist() == [[[1, 0, 0, 0], [0, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1]]]
+    assert ancestor_mask(tree.lineage).int().tolist() == [[[1, 0, 0, 0], [0, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1]]]
 
 
 def test_a_chain_sees_everything_before_it():
     tree = chain_tree(torch.tensor([[3, 1, 2]]))
     assert tree.parents.tolist() == [[-1, 0, 1]]
     assert tree.depths.tolist() == [[1, 2, 3]]
-    assert tree.ancestor_mask().int().tolist() == [[[1, 0, 0], [1, 1, 0], [1, 1, 1]]]
+    assert ancestor_mask(tree.lineage).int().tolist() == [[[1, 0, 0], [1, 1, 0], [1, 1, 1]]]
 
 
 def test_padding_has_no_depth_no_lineage_and_nobody_sees_it():
     tree = DraftTree(tokens=torch.tensor([[5, 6], [7, NO_NODE]]), parents=torch.tensor([[-1, 0], [-1, NO_NODE]]), max_depth=2)
     assert tree.depths.tolist() == [[1, 2], [1, 0]]
     assert tree.lineage[1].tolist() == [[0, -1], [-1, -1]]
-    assert tree.ancestor_mask()[1].int().tolist() == [[1, 0], [0, 0]]
+    assert ancestor_mask(tree.lineage)[1].int().tolist() == [[1, 0], [0, 0]]
 
 
 def test_the_empty_tree_has_neither_nodes_nor_depth():
     tree = empty_tree(2, torch.device("cpu"))
     assert tree.num_nodes == 0
-    assert tree.ancestor_mask().shape == (2, 0, 0)
+    assert ancestor_mask(tree.lineage).shape == (2, 0, 0)
 
 
 def test_tokens_and_parents_of_different_shapes_are_refused():

@@ -1,0 +1,101 @@
+"""Steps with fixed shapes: compiled, and recorded once and replayed, they give what plain steps give."""
+
+import pytest
+import torch
+
+from outrider.models import hf_target
+from outrider.models.decoding import GreedyAcceptance, generate
+from outrider.models.drafters import NullDrafter, build_drafter
+from outrider.models.graphs import GraphedFunction
+from outrider.models.hf_target import HFTarget
+
+from .recorder import ReplayingRecorder
+
+PROMPTS = [[1, 70, 71, 72, 2], [9, 8], [40, 41, 42, 43, 44, 45, 46, 47], [70, 71]]
+STEP = 8
+"""Columns by which the read part of the cache grows: it does so several times in an answer."""
+
+
+@pytest.fixture
+def redrafter(target):
+    torch.manual_seed(0)
+    options = {"kind": "redrafter", "beam_width": 3, "beam_length": 3, "tree_nodes": 6}
+    return build_drafter(options, target).double()
+
+
+def answers(target, drafter, rows=PROMPTS, max_new_tokens=20) -> list[list[int]]:
+    tokens: list[list[int]] = [[] for _ in rows]
+    prompts = [torch.tensor(row) for row in rows]
+    limits = {"max_new_tokens": max_new_tokens, "stop_ids": {STOP}}
+    for step in generate(target, drafter, GreedyAcceptance(), prompts, **limits):
+        for row, new in zip(step.rows, step.tokens, strict=True):
+            tokens[row] += new
+    return tokens
+
+
+STOP = 45
+
+
+@pytest.fixture
+def recorder() -> ReplayingRecorder:
+    return ReplayingRecorder()
+
+
+@pytest.fixture
+def graphed(target, recorder, monkeypatch) -> HFTarget:
+    monkeypatch.setattr(hf_target, "EXTENT_STEP", STEP)
+    return HFTarget(target.model, target.tokenizer, target.identity, cuda_graphs=True, recorder=recorder)
+
+
+def test_replayed_steps_decode_what_plain_steps_do(target, graphed, recorder, redrafter):
+    for drafter in (NullDrafter(), redrafter):
+        for rows in (PROMPTS, PROMPTS[:1], PROMPTS[1:]):
+            assert answers(graphed, drafter, rows) == answers(target, drafter, rows)
+    assert recorder.num_replays > 80
+
+
+def test_a_recording_serves_every_later_prompt_of_such_shapes(graphed, redrafter):
+    answers(graphed, redrafter)
+    num_recorded = len(graphed._graphs)
+    assert num_recorded >= 3, "the read part of the cache grew"
+    answers(graphed, redrafter, PROMPTS[::-1])
+    assert len(graphed._graphs) == num_recorded
+
+
+def test_a_cache_that_moves_drops_the_recordings(target, graphed):
+    short = answers(graphed, NullDrafter(), max_new_tokens=4)
+    long = answers(graphed, NullDrafter(), max_new_tokens=30)
+    assert [tokens[:4] for tokens in long] == short
+    assert long == answers(target, NullDrafter(), max_new_tokens=30)
+
+
+def test_a_compiled_target_decodes_what_a_plain_one_does(target, redrafter, monkeypatch):
+    monkeypatch.setattr(hf_target, "EXTENT_STEP", STEP)
+    num_traced = 0
+
+    def count(graph, inputs):
+        nonlocal num_traced
+        num_traced += 1
+        return graph
+
+    compile_whole = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model: compile_whole(model, fullgraph=True, backend=count))
+    compiled = HFTarget(target.model, target.tokenizer, target.identity, compiled=True)
+    for drafter in (NullDrafter(), redrafter):
+        assert answers(compiled, drafter) == answers(target, drafter)
+    assert 0 < num_traced <= 6, "few shapes, few compilations"
+
+
+def test_a_recorded_function_is_replayed_with_new_inputs():
+    recorder = ReplayingRecorder()
+    calls = []
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        calls.append(x)
+        return 2 * x
+
+    graphed = GraphedFunction(double, recorder)
+    for value in (1.0, 2.0, 3.0):
+        assert graphed(torch.full((2,), value)).tolist() == [2 * value] * 2
+    assert graphed(torch.ones(3)).tolist() == [2.0] * 3
+    assert len(calls) == len(graphed) == 2
