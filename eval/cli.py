@@ -30,6 +30,8 @@ def eval_command(
     tokenizer_option: Annotated[list[str] | None, typer.Option(help="NAME=VALUE for the tokenizer: legacy=true.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Unless given, float32 on a CPU and as stored elsewhere.")] = None,
     device: Annotated[str | None, typer.Option(help="Unless given, the first accelerator, else cpu.")] = None,
+    compiled: Annotated[bool, typer.Option(help="Run the target through torch.compile.")] = False,
+    cuda_graphs: Annotated[bool, typer.Option(help="Replay target and drafter as CUDA graphs.")] = False,
     threads: Annotated[int | None, typer.Option(help="CPU threads; torch's choice unless given.")] = None,
     pack_weights: Annotated[bool, typer.Option(help="On a CPU, pack linear layers for few rows (more memory).")] = True,
     seed: Annotated[int, typer.Option(help="Of the prompts that --limit draws, and of the bootstrap.")] = 0,
@@ -65,7 +67,15 @@ def eval_command(
     dtype = dtype or ("float32" if place == "cpu" else "auto")
     options = _tokenizer_options(tokenizer_option or [])
     loaded = load_target(
-        TargetConfig(name_or_path=target, revision=revision, dtype=dtype, device=place, tokenizer_options=options)
+        TargetConfig(
+            name_or_path=target,
+            revision=revision,
+            dtype=dtype,
+            device=place,
+            compiled=compiled,
+            cuda_graphs=cuda_graphs,
+            tokenizer_options=options,
+        )
     )
     use_chat_template(loaded.tokenizer, chat_template)
     rows = evaluate(config, loaded, loaded.tokenizer, drafter, output)

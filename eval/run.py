@@ -17,6 +17,7 @@ from ..models.decoding.acceptance import GreedyAcceptance
 from ..models.drafters import NullDrafter, load_drafter
 from ..models.drafters.checkpoint import WEIGHTS_FILE, read_drafter_config
 from ..models.drafters.registry import parse_drafter_config
+from ..models.graphs import GraphedDrafter
 from ..models.hf_target import HFTarget
 from ..models.interfaces import Drafter
 from ..models.packing import packed_linears
@@ -77,7 +78,10 @@ def evaluate(
             stack.enter_context(packed_linears(target.model, *drafters.values()))
         methods = [Method(name=BASELINE, drafter=NullDrafter())]
         # A TrainableDrafter is an nn.Module first, so that its type doesn't say that it drafts.
-        methods += [Method(name=name, drafter=cast("Drafter[Any]", drafter)) for name, drafter in drafters.items()]
+        proposers = {name: cast("Drafter[Any]", drafter) for name, drafter in drafters.items()}
+        if target.cuda_graphs:
+            proposers = {name: GraphedDrafter(drafter) for name, drafter in proposers.items()}
+        methods += [Method(name=name, drafter=drafter) for name, drafter in proposers.items()]
         output_dir.mkdir(parents=True, exist_ok=True)
         environment = describe_environment(target.device)
         recorded = recorded_config(config, suites, target, tokenizer, labels)
@@ -166,7 +170,7 @@ def recorded_config(
     """Everything that a record depends on, apart from the environment; no paths, so that a folder may be moved."""
     return {
         "suites": {suite.name: suite.revision for suite in suites},
-        "target": {**dataclasses.asdict(target.identity), "dtype": str(target.dtype)},
+        "target": {**dataclasses.asdict(target.identity), "dtype": str(target.dtype), "form": target.form},
         "chat_template": digest_of(tokenizer.chat_template),
         "methods": {
             name: {"config": read_drafter_config(path).drafter, "setting": setting, "weights": sha256_file(path / WEIGHTS_FILE)}

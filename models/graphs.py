@@ -9,6 +9,10 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from .decoding.sampling import Randomness
+from .decoding.tree import DraftTree
+from .interfaces import Drafter
+
 Output = TypeVar("Output")
 
 Recorder = Callable[[Callable[[], Output]], tuple[Callable[[], Any], Output]]
@@ -33,7 +37,8 @@ class GraphedFunction(Generic[Output]):
     def __call__(self, *inputs: torch.Tensor, key: Hashable = None) -> Output:
         shapes = (key, *(each.shape for each in inputs))
         if shapes not in self._recorded:
-            own = tuple(each.clone() for each in inputs)
+            with torch.inference_mode(False):  # written in whatever mode
+                own = tuple(each.clone() for each in inputs)
             self._recorded[shapes] = own, *self.recorder(lambda: self.function(*own))
         own, replay, output = self._recorded[shapes]
         for mine, given in zip(own, inputs, strict=True):
@@ -69,3 +74,19 @@ class CudaGraphRecorder:
         with torch.cuda.graph(graph, pool=self._pool):
             output = function()
         return graph.replay, output
+
+
+class GraphedDrafter:
+    """A drafter replayed as a CUDA graph: one whose `propose` reads only its arguments and draws nothing at random (ReDrafter).
+
+    The tree that it proposes is overwritten by its next one. Its settings must stay as they are.
+    """
+
+    def __init__(self, drafter: Drafter[torch.Tensor], recorder: Recorder[DraftTree] | None = None) -> None:
+        self.drafter = drafter
+        self.max_nodes = drafter.max_nodes
+        self.init_state, self.advance, self.select = drafter.init_state, drafter.advance, drafter.select
+        self._propose = GraphedFunction(drafter.propose, recorder)
+
+    def propose(self, state: torch.Tensor, last_token: torch.Tensor, *, generator: Randomness = None) -> DraftTree:
+        return self._propose(state, last_token)

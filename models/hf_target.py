@@ -18,7 +18,7 @@ from .tree_attention import attention_kinds, grouped_heads, masks_by_kind, requi
 from .tree_cache import TreeCache
 
 # Relative error of logits that rounding may explain, for types of at least float32's precision and for narrower ones.
-PROBE_TOLERANCE, NARROW_PROBE_TOLERANCE = 0.001, 0.25
+PROBE_TOLERANCE, NARROW_PROBE_TOLERANCE = 0.001, 0.1
 
 EXTENT_STEP = 256
 """Columns of the KV cache by which the part that a pass reads grows, where shapes should be few."""
@@ -53,7 +53,8 @@ class HFTarget:
         self._cache: TreeCache | None = None
         self._kinds: dict[str, int | None] = {}
         self._captured = CapturedHiddenStates(model)
-        self._has_fixed_shapes = compiled or cuda_graphs
+        self.compiled = compiled
+        self.cuda_graphs = cuda_graphs
         self._read_tree = partial(self._read_tree_with, torch.compile(model) if compiled else model)
         self._graphs = GraphedFunction(self._read_tree, recorder) if cuda_graphs else None
 
@@ -64,6 +65,11 @@ class HFTarget:
     @property
     def dtype(self) -> torch.dtype:
         return self.model.dtype
+
+    @property
+    def form(self) -> str:
+        """How passes over draft trees run: a speed depends on it."""
+        return " ".join(name for name in ("compiled", "cuda_graphs") if getattr(self, name)) or "eager"
 
     @property
     def embed_tokens(self) -> nn.Embedding:
@@ -150,7 +156,7 @@ class HFTarget:
         else:
             self._cache = None  # before the next takes its memory
             self._forget_graphs()
-            num_layers, step = self._text_config.num_hidden_layers, EXTENT_STEP if self._has_fixed_shapes else 1
+            num_layers, step = self._text_config.num_hidden_layers, EXTENT_STEP if self.compiled or self.cuda_graphs else 1
             self._cache = TreeCache(num_layers, batch, capacity, self.device, extent_step=step)
         return self._cache
 
@@ -183,7 +189,7 @@ class HFTarget:
             positions = positions + torch.nn.functional.pad(depths(lineage), (1, 0))
         # What lies beyond the context window can never be emitted; it only must not index past a position table.
         positions = positions.clamp(max=self.context_length - 1)
-        if num_nodes == 0 and cache.is_even and not self._has_fixed_shapes:
+        if num_nodes == 0 and cache.is_even and cache.extent_step == 1:
             return self._forward(model, tokens, positions, None)
         masks = masks_by_kind(self._kinds, lineage, cache.lengths, cache.extent, self.dtype)
         with grouped_heads(self.model):
@@ -279,8 +285,10 @@ class HFTarget:
         return self._read_tree_with(self.model, last_token, tree.tokens, tree.lineage)
 
     def _difference(self, logits: Float[torch.Tensor, " vocab"], text: Int[torch.Tensor, " seq"]) -> float:
+        """Relative, of logits less their mean: what all tokens share hides no error, since softmax doesn't see it."""
         plain = self.model(text[None], use_cache=False).logits[0, -1].float()
-        return float((logits.float() - plain).norm() / plain.norm())
+        error = logits.float() - plain
+        return float((error - error.mean()).norm() / (plain - plain.mean()).norm())
 
     # --- training and distillation
 

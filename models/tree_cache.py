@@ -66,7 +66,9 @@ class TreeCache(Cache):
         self.host_lengths = [0] * batch
         self.extent = 0
         self.num_written = 0
-        self._lengths = torch.zeros(batch, dtype=torch.long, device=device)
+        # All memory is allocated outside inference mode, so that it can be written in any mode.
+        with torch.inference_mode(False):
+            self._lengths = torch.zeros(batch, dtype=torch.long, device=device)
         self._buffers: list[torch.Tensor] = []
         self._used: list[int] = []
         self._columns: slice | Int[torch.Tensor, "batch entry"] = slice(0, 0)
@@ -96,6 +98,7 @@ class TreeCache(Cache):
         for buffer in self._buffers:
             buffer.zero_()  # what is masked must still be a number
 
+    @torch.inference_mode(False)
     def reserve(self, states: torch.Tensor) -> Place:
         """A slot for tensors like `states`, in the buffer of their shape."""
         batch, num_heads, _, head_dim = states.shape
@@ -109,6 +112,7 @@ class TreeCache(Cache):
         self._used.append(1)
         return len(self._buffers) - 1, 0
 
+    @torch.inference_mode(False)
     def trim(self) -> None:
         """After the first pass: give back the slots that no layer took, which models with layers of several shapes leave."""
         self._buffers = [
@@ -172,6 +176,7 @@ class TreeCache(Cache):
     def _rounded(self, num_columns: int) -> int:
         return -(-num_columns // self.extent_step) * self.extent_step
 
+    @torch.inference_mode(False)
     def _grow(self, capacity: int) -> None:
         more = self._rounded(capacity) - self.capacity
         self._buffers = [torch.nn.functional.pad(buffer, (0, 0, 0, more)) for buffer in self._buffers]

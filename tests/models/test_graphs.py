@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from outrider.models import hf_target
+from outrider.models.config import TargetConfig
 from outrider.models.decoding import GreedyAcceptance, generate
 from outrider.models.drafters import NullDrafter, build_drafter
-from outrider.models.graphs import GraphedFunction
+from outrider.models.graphs import GraphedDrafter, GraphedFunction
 from outrider.models.hf_target import HFTarget
+from outrider.models.target import load_target
 
 from .recorder import ReplayingRecorder
 
@@ -52,6 +54,18 @@ def test_replayed_steps_decode_what_plain_steps_do(target, graphed, recorder, re
         for rows in (PROMPTS, PROMPTS[:1], PROMPTS[1:]):
             assert answers(graphed, drafter, rows) == answers(target, drafter, rows)
     assert recorder.num_replays > 80
+
+
+def test_a_replayed_drafter_proposes_what_a_plain_one_does(target, graphed, redrafter):
+    recorder = ReplayingRecorder()
+    drafter = GraphedDrafter(redrafter, recorder)
+    assert answers(graphed, drafter) == answers(target, redrafter)
+    assert recorder.num_replays > 10
+
+
+def test_cuda_graphs_without_cuda_are_refused_before_anything_is_loaded(tiny_target_dir):
+    with pytest.raises(ValueError, match="choose a CUDA device, or turn it off"):
+        load_target(TargetConfig(name_or_path=str(tiny_target_dir), cuda_graphs=True, device="cpu"))
 
 
 def test_a_recording_serves_every_later_prompt_of_such_shapes(graphed, redrafter):

@@ -1,0 +1,375 @@
+"""What a decode step costs on a GPU: plain decoding and tree decoding, eager, compiled and as CUDA graphs.
+
+    python scripts/gpu/decode_bench.py --output "$OUT/decode.json"             # 8B-shaped Llama, bf16, under 8 minutes
+    python scripts/gpu/decode_bench.py --shape tiny --output /tmp/decode.json  # anywhere, in seconds
+
+The target and the drafters have random weights of real sizes, so no download is needed; how many draft tokens are accepted is
+set (`--acceptance`: the probability that the next draft token on the deepest path is accepted), since random drafters would
+have none. Every step does all the work of a real one: the drafter's search, the target's pass, the acceptance rule, the cache's
+commit. Steps are timed one by one, between the reads with which each ends; medians are reported, and
+
+- `host_reads`: reads from the device per step, counted apart from the timing (on CUDA by the driver's synchronisations too);
+- `speedup`: tokens per second against the fastest plain decoding of that batch, in whatever form;
+- `phase_milliseconds`: drafting, verifying, accepting, with a synchronisation after each, so their sum exceeds a step's time;
+- `bandwidth_share`: the bytes that a step must read at least (the target's and the drafter's weights, the KV cache), divided by
+  its time, as a share of the copy bandwidth measured in the same run.
+
+What doesn't fit the time budget is listed as skipped, what fails with its error: the file is always written.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import statistics
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from outrider.data.files import write_json
+from outrider.data.manifest import TargetIdentity
+from outrider.eval.environment import describe_environment
+from outrider.models.decoding import Acceptance, DraftTree, GreedyAcceptance, TargetOutput, generate
+from outrider.models.decoding.acceptance import follow
+from outrider.models.drafters import NullDrafter, build_drafter
+from outrider.models.drafters.draft_model import DraftModel
+from outrider.models.graphs import GraphedDrafter
+from outrider.models.hf_target import HFTarget
+
+LLAMA_8B = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+}
+LLAMA_1B = {**LLAMA_8B, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64}
+TINY = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+}
+SHAPES = {"llama8b": (LLAMA_8B, LLAMA_1B), "tiny": (TINY, {**TINY, "num_hidden_layers": 1})}
+FORMS = {
+    "eager": {},
+    "compiled": {"compiled": True},
+    "cuda_graph": {"cuda_graphs": True},
+    "compiled_cuda_graph": {"compiled": True, "cuda_graphs": True},
+}
+BEAMS = {1: (1, 1), 2: (1, 2), 4: (1, 4), 8: (4, 4), 16: (6, 5), 32: (10, 5), 64: (16, 5)}
+"""Beam width and length of the search whose likeliest nodes make a tree of so many."""
+DRAFT_LENGTH = 4
+COUNTED_STEPS = 4
+
+
+def main() -> None:
+    args = parse_args()
+    started = time.perf_counter()
+    device = torch.device(args.device or torch.accelerator.current_accelerator() or "cpu")
+    dtype = getattr(torch, args.dtype or ("float32" if device.type == "cpu" else "bfloat16"))
+    target_shape, draft_shape = SHAPES[args.shape]
+    model, draft = (random_llama(shape, dtype, device) for shape in (target_shape, draft_shape))
+    bandwidth = copy_bandwidth(device)
+    report: dict[str, Any] = {
+        "shape": args.shape,
+        "dtype": str(dtype).removeprefix("torch."),
+        "acceptance": args.acceptance,
+        "prompt_tokens": args.prompt_tokens,
+        "steps": args.steps,
+        "target_bytes": weight_bytes(model),
+        "draft_model_bytes": weight_bytes(draft),
+        "copy_bytes_per_second": bandwidth,
+        "rows": [],
+        "skipped": [],
+        "failed": [],
+        "environment": dataclasses.asdict(describe_environment(device)),
+    }
+    bench = Bench(args, model, draft, bandwidth)
+    for case in tqdm(list(cases(args, device)), unit="case"):
+        if time.perf_counter() - started > args.budget_seconds:
+            report["skipped"].append(dataclasses.asdict(case))
+        else:
+            try:
+                report["rows"].append(dataclasses.asdict(case) | bench.measure(case))
+            except (RuntimeError, ValueError) as error:  # out of memory, an operator that can't be captured
+                report["failed"].append(dataclasses.asdict(case) | {"error": str(error)[:500]})
+                bench.forget()
+        add_speedups(report["rows"])
+        report["seconds"] = time.perf_counter() - started
+        write_json(args.output, report)  # each time: what is measured is kept
+    print_report(report)
+    print(f"Written to {args.output}")
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama8b")
+    parser.add_argument("--forms", nargs="+", choices=sorted(FORMS), default=list(FORMS))
+    parser.add_argument("--trees", type=int, nargs="+", choices=sorted(BEAMS), default=sorted(BEAMS))
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--acceptance", type=float, default=0.7)
+    parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--warm-up", type=int, default=5)
+    parser.add_argument("--budget-seconds", type=float, default=400, help="no case is begun after so many seconds")
+    parser.add_argument("--dtype", default=None, help="bfloat16, on a CPU float32, unless given")
+    parser.add_argument("--device", default=None)
+    parser.add_argument("--output", type=Path, default=Path("decode_bench.json"))
+    return parser.parse_args()
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One way to decode. `nodes` is the tree's size: 0 is plain decoding."""
+
+    form: str
+    drafter: str
+    batch: int
+    nodes: int
+
+
+def cases(args: argparse.Namespace, device: torch.device) -> Iterator[Case]:
+    """The ends of the grid first, so that a budget that runs out costs what lies between; compilation takes longest."""
+    forms = [form for form in args.forms if device.type == "cuda" or not FORMS[form].get("cuda_graphs")]
+    ends = {min(args.batches), max(args.batches)}
+    for is_end in (True, False):
+        for form in sorted(forms, key=lambda form: "compiled" in form):
+            for batch in (batch for batch in args.batches if (batch in ends) == is_end):
+                yield Case(form, "nothing", batch, 0)
+                yield from (Case(form, "redrafter", batch, nodes) for nodes in args.trees)
+                if "compiled" not in form:
+                    yield Case(form, "draft_model", batch, DRAFT_LENGTH)
+
+
+class SettableAcceptance:
+    """Does greedy acceptance's work, then accepts as many tokens of the deepest path as chance says: for timing only."""
+
+    lossless = False
+
+    def __init__(self, probability: float, device: torch.device) -> None:
+        self.probability = probability
+        self.generator = torch.Generator(device).manual_seed(0)
+
+    def __call__(self, tree: DraftTree, output: TargetOutput, *, generator: Any = None) -> Acceptance:
+        real = GreedyAcceptance()(tree, output)
+        if tree.num_nodes == 0:
+            return real
+        deepest = tree.depths.argmax(1)
+        path = tree.lineage.gather(1, deepest[:, None, None].expand(-1, 1, tree.max_depth))[:, 0]
+        on_path = (torch.arange(tree.num_nodes, device=path.device)[:, None] == path[:, None, :]).any(-1)
+        coins = torch.rand(path.shape, device=path.device, generator=self.generator) < self.probability
+        count = coins.long().cumprod(1).sum(1)
+        return follow(tree, on_path & (tree.depths <= count[:, None])).accept(real.bonus_token)
+
+
+class Bench:
+    """The models, and the targets around them: one per form, since what is compiled or recorded is kept in it."""
+
+    def __init__(self, args: argparse.Namespace, model: Any, draft: Any, bandwidth: float) -> None:
+        self.args, self.model, self.draft, self.bandwidth = args, model, draft, bandwidth
+        self.targets: dict[str, HFTarget] = {}
+
+    def forget(self) -> None:
+        """Begin anew after a failure, with all memory free."""
+        self.targets.clear()
+        if self.model.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    @torch.inference_mode()
+    def measure(self, case: Case) -> dict[str, Any]:
+        form = FORMS[case.form]
+        if case.form not in self.targets:
+            self.targets.clear()  # one form's graphs at a time
+            self.targets[case.form] = target_of(self.model, **form)
+        target = self.targets[case.form]
+        drafter, drafter_bytes = self.drafter(case, target)
+        vocab, args = target.vocab_size, self.args
+        generator = torch.Generator().manual_seed(0)
+        prompts = torch.randint(vocab, (case.batch, args.prompt_tokens), generator=generator).to(target.device)
+        rule = SettableAcceptance(args.acceptance, target.device)
+        num_steps = args.warm_up + args.steps
+        most = 1 + (case.nodes if case.nodes <= DRAFT_LENGTH else 5)  # tokens per step
+
+        def steps(*, timed: bool = False) -> Iterator[Any]:
+            limit = most * (2 + max(num_steps, 3 * COUNTED_STEPS))
+            return generate(target, drafter, rule, prompts, max_new_tokens=limit, timed=timed)
+
+        seconds, accepted = [], []
+        clock = time.perf_counter()
+        for number, step in enumerate(itertools.islice(steps(), 1 + num_steps)):
+            last, clock = clock, time.perf_counter()
+            if number > args.warm_up:
+                seconds.append(clock - last)
+                accepted.append(statistics.mean(step.num_accepted))
+        reads, synchronisations = count_reads(steps(), target.device)
+        phases = [step.seconds for step in itertools.islice(steps(timed=True), 3, 3 + 2 * COUNTED_STEPS)]
+        median, tokens = statistics.median(seconds), case.batch * (1 + statistics.mean(accepted))
+        length = args.prompt_tokens + (num_steps / 2) * tokens / case.batch
+        cache_bytes = case.batch * length * cache_bytes_per_token(self.model)
+        return {
+            "milliseconds_per_step": 1e3 * median,
+            "quartiles": [1e3 * value for value in statistics.quantiles(seconds, n=4)],
+            "tokens_per_step_and_row": tokens / case.batch,
+            "tokens_per_second": tokens / median,
+            "phase_milliseconds": [
+                1e3 * statistics.median(getattr(phase, name) for phase in phases) for name in ("draft", "verify", "accept")
+            ],
+            "host_reads": reads,
+            "synchronisations": synchronisations,
+            "bandwidth_share": (weight_bytes(self.model) + drafter_bytes + cache_bytes) / median / self.bandwidth,
+        }
+
+    def drafter(self, case: Case, target: HFTarget) -> tuple[Any, float]:
+        """The drafter, and the bytes of weights that it reads in a step."""
+        if case.drafter == "nothing":
+            return NullDrafter(), 0
+        if case.drafter == "draft_model":
+            return DraftModel(target_of(self.draft, **FORMS[case.form]), length=case.nodes), case.nodes * weight_bytes(
+                self.draft
+            )
+        width, length = BEAMS[case.nodes]
+        options = {"kind": "redrafter", "beam_width": width, "beam_length": length, "tree_nodes": case.nodes}
+        drafter = build_drafter({**options, "head_init": "random"}, target).to(target.dtype).eval()
+        size = sum(parameter.numel() for parameter in drafter.parameters()) * target.dtype.itemsize * length
+        graphed = FORMS[case.form].get("cuda_graphs")
+        return (GraphedDrafter(drafter) if graphed else drafter), size
+
+
+def random_llama(shape: dict[str, int], dtype: torch.dtype, device: torch.device) -> LlamaForCausalLM:
+    """A Llama of this shape, its weights drawn on the device."""
+    config = LlamaConfig(**shape, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    config._attn_implementation = "sdpa"
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(dtype)
+    model = model.to_empty(device=device).eval().requires_grad_(False)
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        parameter.fill_(1.0) if parameter.ndim == 1 else parameter.normal_(std=0.02)
+    # Of the rotary embeddings nothing is a parameter: to_empty has left them unset.
+    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
+    return model
+
+
+def target_of(model: LlamaForCausalLM, **form: bool) -> HFTarget:
+    identity = TargetIdentity(
+        name="random",
+        revision=None,
+        weights_sha256="",
+        tokenizer_sha256="",
+        hidden_size=model.config.hidden_size,
+        vocab_size=model.config.vocab_size,
+    )
+    return HFTarget(model, None, identity, **form)  # type: ignore[arg-type]  # nothing here has a text
+
+
+def weight_bytes(model: LlamaForCausalLM) -> int:
+    """Of all weights that a pass reads: of the embeddings, a few rows only."""
+    embeddings = model.get_input_embeddings().weight
+    return sum(each.numel() * each.element_size() for each in model.parameters() if each is not embeddings)
+
+
+def cache_bytes_per_token(model: LlamaForCausalLM) -> int:
+    config = model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * model.dtype.itemsize
+
+
+def copy_bandwidth(device: torch.device, rounds: int = 10) -> float:
+    """Bytes read and written per second by a large copy: what no step can exceed."""
+    source = torch.ones(2**30 if device.type == "cuda" else 2**26, dtype=torch.uint8, device=device)
+    sink = torch.empty_like(source)
+    seconds = []
+    for _ in range(rounds + 2):
+        start = clock(device)
+        sink.copy_(source)
+        seconds.append(clock(device) - start)
+    return 2 * source.numel() / statistics.median(seconds[2:])
+
+
+def clock(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+READS = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "nonzero")
+
+
+@contextmanager
+def host_reads() -> Iterator[Counter[str]]:
+    """Counts values read as Python numbers. On the class itself, where compiled code doesn't see it."""
+    counts: Counter[str] = Counter()
+
+    def counted(name: str, method: Any) -> Any:
+        def read(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return method(*args, **kwargs)
+
+        return read
+
+    for name in READS:
+        setattr(torch.Tensor, name, counted(name, getattr(torch.Tensor, name)))
+    try:
+        yield counts
+    finally:
+        for name in READS:
+            delattr(torch.Tensor, name)  # the base class has them
+
+
+def count_reads(steps: Iterator[Any], device: torch.device) -> tuple[float, float | None]:
+    """Reads per step, and on CUDA synchronisations per step as PyTorch itself notices them."""
+    next(steps)
+    next(steps)  # what happens once has happened
+    with host_reads() as reads:
+        for _ in range(COUNTED_STEPS):
+            next(steps)
+    if device.type != "cuda":
+        return reads.total() / COUNTED_STEPS, None
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            for _ in range(COUNTED_STEPS):
+                next(steps)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    synchronisations = sum("synchroniz" in str(each.message) for each in found)
+    return reads.total() / COUNTED_STEPS, synchronisations / COUNTED_STEPS
+
+
+def add_speedups(rows: list[dict[str, Any]]) -> None:
+    """Tokens per second against the fastest plain decoding of the same batch, whatever its form."""
+    for row in rows:
+        plain = [other["tokens_per_second"] for other in rows if other["nodes"] == 0 and other["batch"] == row["batch"]]
+        row["speedup"] = row["tokens_per_second"] / max(plain) if plain else None
+
+
+def print_report(report: dict[str, Any]) -> None:
+    print("| form | drafter | batch | nodes | ms/step | tokens/s | speedup | reads | bandwidth | draft, verify, accept ms |")
+    print("| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |")
+    for row in report["rows"]:
+        print(
+            f"| {row['form']} | {row['drafter']} | {row['batch']} | {row['nodes']} | {row['milliseconds_per_step']:.2f} "
+            f"| {row['tokens_per_second']:.0f} | {row['speedup'] or 0:.2f} | {row['host_reads']:.0f} "
+            f"| {row['bandwidth_share']:.0%} | {', '.join(f'{value:.2f}' for value in row['phase_milliseconds'])} |"
+        )
+    print(f"{report['seconds']:.0f} s; skipped {len(report['skipped'])}, failed {len(report['failed'])}")
+    for row in report["failed"]:
+        print(f"failed: {row}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""The GPU benchmark of decoding, on a CPU with a tiny shape: every kind of case runs and is reported."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu" / "decode_bench.py"
+
+
+def run(output: Path, *options: str) -> tuple[dict, str]:
+    command = [sys.executable, str(SCRIPT), "--shape", "tiny", "--device", "cpu", "--prompt-tokens", "16"]
+    small = ["--steps", "6", "--warm-up", "1", "--batches", "1", "3", "--trees", "1", "8", "--output", str(output)]
+    done = subprocess.run([*command, *small, *options], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(output.read_text()), done.stdout
+
+
+def test_every_case_is_measured_and_reads_once_a_step(tmp_path):
+    report, printed = run(tmp_path / "decode.json", "--forms", "eager", "cuda_graph", "--acceptance", "1.0")
+    assert report["failed"] == report["skipped"] == []
+    rows = {(row["drafter"], row["nodes"], row["batch"]): row for row in report["rows"]}
+    assert set(rows) == {
+        (*case, batch) for case in [("nothing", 0), ("redrafter", 1), ("redrafter", 8), ("draft_model", 4)] for batch in (1, 3)
+    }
+    assert {row["host_reads"] for row in rows.values()} == {1.0}
+    assert {row["form"] for row in rows.values()} == {"eager"}, "a CPU has no CUDA graphs"
+    # Accepted is what was set: here, all of the deepest path.
+    depths = {key: row["tokens_per_step_and_row"] - 1 for key, row in rows.items()}
+    assert all(depths["nothing", 0, batch] == 0 and depths["draft_model", 4, batch] == 4 for batch in (1, 3))
+    assert all(row["speedup"] > 0 and row["bandwidth_share"] > 0 for row in rows.values())
+    assert printed.count("\n| eager") == len(rows)
+
+
+def test_what_the_budget_does_not_allow_is_listed(tmp_path):
+    report, _ = run(tmp_path / "decode.json", "--forms", "eager", "--budget-seconds", "0")
+    assert report["rows"] == []
+    assert len(report["skipped"]) == 8
