@@ -8,24 +8,33 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from outrider.models.decoding import Prompts, Sampling, SpeculativeSampling, TargetOutput, TypicalAcceptance, generate
+from outrider.models.decoding import (
+    GreedyAcceptance,
+    Prompts,
+    Sampling,
+    SpeculativeSampling,
+    TargetOutput,
+    TypicalAcceptance,
+    generate,
+)
 from outrider.models.decoding import acceptance as acceptance_module
+from outrider.models.decoding import sampling as sampling_module
 from outrider.models.decoding.certificate import (
+    DRAWINGS,
     EXACT,
     SHAPES,
-    TreeShape,
     check_rule,
-    drawn_trees,
-    g_test,
-    joint,
-    random_tables,
     sampled_tokens,
     sequence_counts,
-    step_distribution,
+    step_distributions,
     total_variation,
 )
+from outrider.models.decoding.g_test import g_test
+from outrider.models.decoding.toys import TreeShape, drawn_tokens, joint, make_trees, random_tables
+from outrider.models.decoding.types import NO_NODE
 from outrider.models.drafters import NullDrafter
 
+GREEDY = Sampling(temperature=0.0)
 ALPHA = 1e-6
 """Share of sound samplers that a G-test would call unsound; the seeds are fixed."""
 SMALL_SHAPES = ["one token", "chain of 3", "3 siblings", "2 x 2", "late branch"]
@@ -33,10 +42,11 @@ CAUGHT = 1e-6
 """Total variation of a mutant must exceed this: six orders of magnitude above what passes."""
 
 
-@pytest.mark.parametrize("drawing", ["beam", "distinct", "independent"])
+@pytest.mark.parametrize("drawing", DRAWINGS)
 def test_speculative_sampling_is_exact(drawing):
     checks = list(check_rule(lambda sampling: SpeculativeSampling(sampling=sampling), shapes=SMALL_SHAPES, drawings=[drawing]))
-    assert len(checks) == 5 * 5 * 6
+    assert len(checks) == 5 * 5 * 6 * 2
+    assert sum(check.padded for check in checks) == 5 * 5 * 6
     worst = max(checks, key=lambda check: check.total_variation)
     assert worst.total_variation < EXACT, worst
 
@@ -44,8 +54,48 @@ def test_speculative_sampling_is_exact(drawing):
 def test_speculative_sampling_is_exact_with_six_tokens_and_four_deep():
     target, drafter = random_tables(6, 5, seed=2), random_tables(6, 5, seed=3)
     shape = TreeShape(parents=SHAPES["chain of 4"], drawing="distinct")
-    found = step_distribution(SpeculativeSampling(sampling=Sampling()), Sampling(), shape, target, drafter)
+    (found,) = step_distributions(SpeculativeSampling(sampling=Sampling()), Sampling(), [shape], target, drafter)
     assert total_variation(found, joint(target, Sampling(), 5)) < EXACT
+
+
+@pytest.mark.parametrize("drawing", DRAWINGS)
+def test_greedy_acceptance_is_exact(drawing):
+    checks = list(check_rule(lambda sampling: GreedyAcceptance(), drawings=[drawing], target_sampling=GREEDY))
+    assert len(checks) == 7 * 5 * 6 * 2
+    worst = max(checks, key=lambda check: check.total_variation)
+    assert worst.total_variation < EXACT, worst
+
+
+def test_small_trees_are_padded_to_their_neighbours():
+    tables = random_tables(3, 3, seed=0)
+    whole = TreeShape(parents=SHAPES["2 x 2"], drawing="independent")
+    tokens = [drawn_tokens(shape, tables, Sampling(), 2, torch.Generator()) for shape in (whole, whole.half)]
+    tree = make_trees([whole, whole.half], tokens, tables, Sampling())
+    assert (tree.tokens == NO_NODE).tolist() == [[False] * 4] * 2 + [[False, False, True, True]] * 2
+    assert tree.parents.tolist() == [[-1, -1, 0, 0]] * 2 + [[-1, -1, NO_NODE, NO_NODE]] * 2
+
+
+class Wasteful:
+    """Asks for more than it needs, of every kind, and then does as speculative sampling does."""
+
+    lossless = True
+
+    def __init__(self, sampling) -> None:
+        self.rule = SpeculativeSampling(sampling=sampling)
+
+    def __call__(self, tree, output, *, generator=None):
+        even = torch.full((len(tree.tokens), 2), 0.5, dtype=torch.float64)
+        generator.flip(even[:, 0])
+        generator.draw(even)
+        acceptance = self.rule(tree, output, generator=generator)
+        generator.flip(even)
+        return acceptance
+
+
+def test_whatever_a_rule_asks_for_is_played():
+    checks = list(check_rule(Wasteful, shapes=["one token"], samplings=["temperature 1"], drawings=["distinct"]))
+    assert len(checks) == 6 * 2
+    assert max(check.total_variation for check in checks) < EXACT
 
 
 def test_typical_acceptance_is_not_and_says_so():
@@ -68,7 +118,7 @@ def test_typical_acceptance_by_hand():
     assert rule(tree, output).num_accepted.tolist() == [int(value) for value in accepted]
 
 
-@pytest.mark.parametrize("drawing", ["beam", "distinct", "independent"])
+@pytest.mark.parametrize("drawing", DRAWINGS)
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.7, top_p=0.9)], ids=["plain", "warped"])
 def test_the_sampler_as_it_is_draws_from_the_joint_distribution(drawing, sampling):
     target, drafter = random_tables(3, 4, seed=0), random_tables(3, 4, seed=1)
@@ -146,7 +196,8 @@ class ToyDrafter:
         return None
 
     def propose(self, state, last_token, *, generator=None):
-        return drawn_trees(self.shape, self.tables, self.sampling, len(last_token), generator)
+        tokens = drawn_tokens(self.shape, self.tables, self.sampling, len(last_token), generator)
+        return make_trees([self.shape], [tokens], self.tables, self.sampling)
 
     def advance(self, state, tree, acceptance, output, num_accepted) -> None:
         return None
@@ -155,7 +206,7 @@ class ToyDrafter:
         return None
 
 
-@pytest.mark.parametrize("drawing", ["beam", "distinct", "independent", "nothing"])
+@pytest.mark.parametrize("drawing", [*DRAWINGS, "nothing"])
 def test_whole_texts_of_the_decode_loop_follow_the_joint_distribution(drawing):
     length, num_rows = 4, 20_000
     sampling = Sampling(temperature=0.8)
@@ -186,7 +237,7 @@ def test_whole_texts_of_the_decode_loop_follow_the_joint_distribution(drawing):
 
 # --- mutants: the sampler, broken on purpose, a line at a time
 
-MUTANTS = {
+ACCEPTANCE_MUTANTS = {
     "accepts every child": ("clamp(max=1.0)", "clamp(min=1.0, max=1.0)"),
     "ratio upside down": (
         "(probs.gather(2, token) / drawn_from.gather(2, token))",
@@ -237,16 +288,58 @@ MUTANTS = {
 }
 
 
+WALK_MUTANTS = (
+    "choice after the node, not its parent",
+    "bonus of the entry before",
+    "walk ends a node early",
+    "children of refused nodes",
+)
+GREEDY_MUTANTS = {
+    **{name: ACCEPTANCE_MUTANTS[name] for name in WALK_MUTANTS},
+    "arg-min": ("output.logits.argmax(-1)", "output.logits.argmin(-1)"),
+    "second best": ("output.logits.argmax(-1)", "output.logits.topk(2).indices[..., 1]"),
+    "sampled": ("output.logits.argmax(-1)", "draw(output.logits.softmax(-1), generator)"),
+    "any child of the root's choice": (
+        "tree.tokens == choices.gather(1, tree.parents + 1)",
+        "(tree.tokens == choices.gather(1, tree.parents + 1)) | (tree.parents >= 0)",
+    ),
+}
+WARP_MUTANTS = {
+    "top-p keeps one token too many": ("before >= sampling.top_p", "before - ranked >= sampling.top_p"),
+    "top-p keeps one token too few": ("before >= sampling.top_p", "before + ranked >= sampling.top_p"),
+    "top-p not normalised": ("before >= sampling.top_p, 0.0)", "before >= sampling.top_p, ranked.min() / 2)"),
+    "top-p ignored": ("sampling.top_p is not None", "False"),
+    "top-k ignored": ("sampling.top_k is not None", "False"),
+    "top-k off by one": ("probs.topk(sampling.top_k,", "probs.topk(sampling.top_k - 1,"),
+    "temperature upside down": (".values) / sampling.temperature", ".values) * sampling.temperature"),
+    "temperature ignored": (".values) / sampling.temperature", ".values)"),
+    "temperature after top-p": (
+        ".values) / sampling.temperature",
+        ".values)",
+        "    return probs\n",
+        "    probs = probs ** (1 / sampling.temperature)\n    return probs / probs.sum(-1, keepdim=True)\n",
+    ),
+    "probabilities in the order of their rank": ("scatter_(-1, order, ranked)", "copy_(ranked)"),
+}
+CHANCE_MUTANTS = {
+    "clocks multiplied": ("(probs / _clocks(probs, generator)).argmax(-1)", "(probs * _clocks(probs, generator)).argmax(-1)"),
+    "the last clock to ring": (
+        "(probs / _clocks(probs, generator)).argmax(-1)",
+        "(_clocks(probs, generator) / probs).argmax(-1)",
+    ),
+    "uniform clocks": ("exponential_(generator", "uniform_(generator"),
+    "clocks shared by all rows": ("torch.empty_like(probs).exponential_", "torch.empty_like(probs[:1]).exponential_"),
+    "clocks shared by all tokens": ("torch.empty_like(probs).exponential_", "torch.empty_like(probs[..., :1]).exponential_"),
+    "coins turned over": ("generator=generator) < probs", "generator=generator) > probs"),
+    "coins shared by all rows": ("torch.rand(probs.shape,", "torch.rand(probs[:1].shape,"),
+}
+
+
 @pytest.fixture
 def mutate() -> Iterator:
     made = []
 
-    def make(*replacements: str) -> types.ModuleType:
-        source = inspect.getsource(acceptance_module)
-        for old, new in zip(replacements[::2], replacements[1::2], strict=True):
-            assert old in source, f"the sampler has no {old!r} any more: mend the mutant"
-            source = source.replace(old, new)
-        name = "outrider.models.decoding.acceptance_mutant"
+    def run(name: str, source: str) -> types.ModuleType:
         module = types.ModuleType(name)
         module.__package__ = "outrider.models.decoding"
         sys.modules[name] = module
@@ -254,35 +347,71 @@ def mutate() -> Iterator:
         exec(compile(source, name, "exec"), module.__dict__)
         return module
 
+    def make(*replacements: str, of: types.ModuleType = acceptance_module) -> types.ModuleType:
+        """The module of the acceptance rules, with lines replaced there or in the module of sampling."""
+        source = inspect.getsource(of)
+        for old, new in zip(replacements[::2], replacements[1::2], strict=True):
+            assert old in source, f"the sampler has no {old!r} any more: mend the mutant"
+            source = source.replace(old, new)
+        if of is acceptance_module:
+            return run("outrider.models.decoding.acceptance_mutant", source)
+        rules = run("outrider.models.decoding.acceptance_copy", inspect.getsource(acceptance_module))
+        mutant = run("outrider.models.decoding.sampling_mutant", source)
+        rules.warp, rules.draw, rules.flip = mutant.warp, mutant.draw, mutant.flip
+        return rules
+
     yield make
     for name in made:
         del sys.modules[name]
 
 
-@pytest.mark.parametrize("name", MUTANTS)
-def test_every_mutant_is_caught(name, mutate):
-    module = mutate(*MUTANTS[name])
-    worst = 0.0
-    try:
-        for check in check_rule(
-            lambda sampling: module.SpeculativeSampling(sampling=sampling),
-            shapes=["3 siblings", "2 x 2", "late branch"],
-            samplings=["temperature 0.5", "top-k 2"],
-        ):
-            worst = max(worst, check.total_variation)
-            if worst > CAUGHT or worst != worst:
-                break
-    except (RuntimeError, IndexError):
-        return  # a crash is as good as caught
-    assert not worst <= CAUGHT, "the mutant passes for sound"
+def assert_caught(make_rule, **options) -> None:
+    """By its distance alone: a mutant that crashes is none, and fails the test."""
+    checks = check_rule(make_rule, shapes=["3 siblings", "2 x 2", "late branch", "chain of 3"], **options)
+    assert any(check.total_variation > CAUGHT for check in checks), "the mutant passes for sound"
+
+
+@pytest.mark.parametrize("name", ACCEPTANCE_MUTANTS)
+def test_every_mutant_of_the_sampler_is_caught(name, mutate):
+    module = mutate(*ACCEPTANCE_MUTANTS[name])
+    assert_caught(lambda sampling: module.SpeculativeSampling(sampling=sampling), samplings=["temperature 0.5", "top-k 2"])
+
+
+@pytest.mark.parametrize("name", GREEDY_MUTANTS)
+def test_every_mutant_of_greedy_acceptance_is_caught(name, mutate):
+    module = mutate(*GREEDY_MUTANTS[name])
+    assert_caught(lambda sampling: module.GreedyAcceptance(), target_sampling=GREEDY)
+
+
+@pytest.mark.parametrize("name", WARP_MUTANTS)
+def test_every_mutant_of_the_warping_is_caught(name, mutate):
+    module = mutate(*WARP_MUTANTS[name], of=sampling_module)
+    assert_caught(lambda sampling: module.SpeculativeSampling(sampling=sampling))
+
+
+@pytest.mark.parametrize("name", CHANCE_MUTANTS)
+def test_every_mutant_of_the_draws_is_caught_by_a_g_test(name, mutate):
+    module = mutate(*CHANCE_MUTANTS[name], of=sampling_module)
+    assert min(sampler_p_values(module.SpeculativeSampling)) < ALPHA
 
 
 def test_there_are_enough_mutants_and_the_unbroken_sampler_passes_the_same_way(mutate):
-    assert len(MUTANTS) >= 15
-    module = mutate("flip(accept, generator)", "flip(accept, generator)")
-    checks = check_rule(
-        lambda sampling: module.SpeculativeSampling(sampling=sampling),
-        shapes=["2 x 2"],
-        samplings=["temperature 0.5", "top-k 2"],
-    )
-    assert max(check.total_variation for check in checks) < EXACT
+    assert len(ACCEPTANCE_MUTANTS) + len(GREEDY_MUTANTS) + len(WARP_MUTANTS) + len(CHANCE_MUTANTS) >= 40
+    for module in (mutate("flip(accept, generator)", "flip(accept, generator)"), mutate(of=sampling_module)):
+        checks = check_rule(
+            lambda sampling, module=module: module.SpeculativeSampling(sampling=sampling),
+            shapes=["2 x 2"],
+            samplings=["temperature 0.5", "top-k 2"],
+        )
+        assert max(check.total_variation for check in checks) < EXACT
+        assert min(sampler_p_values(module.SpeculativeSampling)) > ALPHA
+
+
+def sampler_p_values(make_rule) -> Iterator[float]:
+    """Of a chain, of siblings that are tried in turn, and of a deterministic tree."""
+    target, drafter, sampling = random_tables(3, 3, seed=0), random_tables(3, 3, seed=1), Sampling()
+    for parents, drawing in (((-1, 0), "distinct"), ((-1, -1), "independent"), ((-1, -1), "beam")):
+        shape, generator = TreeShape(parents=parents, drawing=drawing), torch.Generator().manual_seed(0)
+        rule = make_rule(sampling=sampling)
+        tokens = sampled_tokens(rule, sampling, shape, target, drafter, num_samples=20_000, generator=generator)
+        yield g_test(sequence_counts(tokens, 3), joint(target, sampling, shape.depth + 1).flatten())

@@ -60,13 +60,22 @@ def test_the_rules_are_certified_and_a_lossy_rule_is_not(monkeypatch: pytest.Mon
     path = tmp_path / "certificate.json"
     result = CliRunner().invoke(app, ["--output", str(path), "--device", "cpu"])
     assert result.exit_code == 0, result.output
-    lines = json.loads(path.read_text())["lines"]
-    assert len(lines) == 9
-    assert all(line["passed"] and line["num_cases"] for line in lines)
+    certificate = json.loads(path.read_text())
+    lines = certificate["lines"]
+    assert len(lines) == 15
+    assert all(line["num_cases"] for line in lines)
+    assert certificate["false_alarm_rate"] == pytest.approx(3 * certify.FALSE_ALARM_RATE)  # one G-test for each drawing
+    assert "it would fail with probability 3.0e-06" in result.output.replace("\n", " ")
+    typical = [line for line in lines if line["subject"].startswith("typical")]
+    assert len(typical) == 3
+    assert all(line["result"].startswith("not lossless: total variation at most") for line in typical)
+    assert {line["passed"] for line in typical} == {None}
+    assert all(line["passed"] for line in lines if line not in typical)
     monkeypatch.setattr(certify, "_rule", lambda sampling: TypicalAcceptance(sampling=sampling))
     result = CliRunner().invoke(app, ["--output", str(path), "--device", "cpu"])
     assert result.exit_code == 1
-    assert not any(line["passed"] for line in json.loads(path.read_text())["lines"])
+    lines = json.loads(path.read_text())["lines"]
+    assert {line["passed"] for line in lines if line["subject"].startswith(("speculative", "the sampler"))} == {False}
 
 
 def test_half_a_request_is_refused(tiny_target_dir: Path) -> None:
@@ -91,6 +100,6 @@ class Absent:
 @pytest.mark.usefixtures("few_cases")
 def test_numbers_that_are_none_do_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(certify, "_rule", Absent)
-    enumerated = [line for line in certify.certify_rules() if "enumerated" in line.method]
+    enumerated = [line for line in certify.certify_rules() if line.subject.startswith("speculative")]
     assert len(enumerated) == 6
     assert not any(line.passed for line in enumerated)

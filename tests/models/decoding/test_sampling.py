@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from outrider.models.decoding import Sampling, warp
-from outrider.models.decoding.certificate import g_test
+from outrider.models.decoding.g_test import g_test
 from outrider.models.decoding.sampling import draw, draw_several, flip
 
 LOGITS = torch.tensor([[2.0, 0.5, 1.0, -1.0, 1.0]], dtype=torch.float64)
