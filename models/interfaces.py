@@ -66,9 +66,7 @@ class Drafter(Protocol[State]):
 
     def init_state(self, prompts: Prompts, prefill: TargetOutput) -> State: ...
 
-    def propose(
-        self, state: State, last_token: Int[torch.Tensor, " batch"], *, generator: torch.Generator | None = None
-    ) -> DraftTree: ...
+    def propose(self, state: State, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None) -> DraftTree: ...
 
     def advance(
         self, state: State, tree: DraftTree, acceptance: Acceptance, output: TargetOutput, num_accepted: Sequence[int]

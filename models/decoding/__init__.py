@@ -3,7 +3,7 @@
 from .acceptance import GreedyAcceptance, SpeculativeSampling, TypicalAcceptance
 from .loop import generate
 from .prompts import Prompts
-from .sampling import Sampling, warp
+from .sampling import RowSeeds, Sampling, warp
 from .stopping import Finish
 from .streaming import stream_text
 from .tree import DraftTree, chain_tree, empty_tree
@@ -16,6 +16,7 @@ __all__ = [
     "GreedyAcceptance",
     "PhaseSeconds",
     "Prompts",
+    "RowSeeds",
     "Sampling",
     "SpeculativeSampling",
     "Step",

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..interfaces import AcceptanceRule, Drafter, Target
 from .prompts import Prompts
+from .sampling import Randomness, RowSeeds
 from .stopping import Stopping
 from .tree import DraftTree, empty_tree
 from .types import Acceptance, PhaseSeconds, Step
@@ -26,14 +27,15 @@ def generate(
     stop_ids: Collection[int] = (),
     stop_strings: Collection[str] = (),
     tokenizer: PreTrainedTokenizerBase | None = None,
-    generator: torch.Generator | None = None,
+    generator: Randomness = None,
     timed: bool = False,
 ) -> Iterator[Step]:
     """Answer a batch of prompts, step by step. A row leaves the batch when its answer ends.
 
     `prompts` are rows of one length, or vectors of any lengths. The tokens are exactly those that plain decoding with the same
     rule would emit: whatever ends an answer (see `Stopping`) also cuts an accepted path. The host reads from the device once
-    per step, for the whole batch. `stop_strings` need the `tokenizer`. `timed` takes the seconds of each phase; it
+    per step, for the whole batch. `stop_strings` need the `tokenizer`. With `RowSeeds` as `generator`, what a row samples does
+    not depend on its neighbours; a torch.Generator is shared by all rows. `timed` takes the seconds of each phase; it
     synchronises an accelerator after each, so leave it off where the whole is being timed. Raises ValueError for prompts that
     are empty or fill the context window, RuntimeError where somebody else uses the target before the answers have ended.
     """
@@ -67,6 +69,7 @@ def generate(
             kept = [step.rows.index(row) for row in rows]
             target.select(kept)
             state, acceptance = drafter.select(state, kept), acceptance.select(kept)
+            generator = generator.select(kept) if isinstance(generator, RowSeeds) else generator
         if lap:
             lap()
         last_token = acceptance.bonus_token

@@ -1,6 +1,8 @@
 """From logits to the distribution that is sampled from, and the only things that are ever left to chance."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from random import Random
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -59,7 +61,7 @@ def warp(logits: Float[torch.Tensor, "*batch vocab"], sampling: Sampling) -> Flo
 
 @runtime_checkable
 class Chance(Protocol):
-    """Decides in a generator's place what is left to chance, so that a certificate can play every outcome."""
+    """Decides in a generator's place what is left to chance: a certificate plays every outcome, `RowSeeds` each row apart."""
 
     def draw(self, probs: torch.Tensor) -> torch.Tensor: ...
     def flip(self, probs: torch.Tensor) -> torch.Tensor: ...
@@ -75,16 +77,22 @@ def draw(probs: Float[torch.Tensor, "*batch vocab"], generator: Randomness = Non
     """
     if isinstance(generator, Chance):
         return generator.draw(probs)
-    return (probs / _clocks(probs, generator)).argmax(-1)
+    return _first_to_ring(probs, _clocks(probs, generator))
 
 
 def draw_several(
-    probs: Float[torch.Tensor, "*batch vocab"], count: int, generator: torch.Generator | None = None
+    probs: Float[torch.Tensor, "*batch vocab"], count: int, generator: Randomness = None
 ) -> Int[torch.Tensor, "*batch count"]:
     """`count` different tokens of each distribution, drawn one after the other without replacement, in that order.
 
     The clocks of `draw`: who rings second is drawn from what the first has left. Needs as many tokens of positive probability.
     """
+    if isinstance(generator, Chance):
+        drawn = []
+        for _ in range(count):
+            drawn.append(generator.draw(probs))
+            probs = probs.scatter(-1, drawn[-1][..., None], 0.0)
+        return torch.stack(drawn, dim=-1)
     return (probs / _clocks(probs, generator)).topk(count, dim=-1).indices
 
 
@@ -93,6 +101,49 @@ def flip(probs: Float[torch.Tensor, "*batch"], generator: Randomness = None) -> 
     if isinstance(generator, Chance):
         return generator.flip(probs)
     return torch.rand(probs.shape, dtype=probs.dtype, device=probs.device, generator=generator) < probs
+
+
+class RowSeeds:
+    """A seed for each row of a batch: what a row draws depends on its seed and on how many decisions came before, and on
+    nothing else. So its text is the same alone, among any neighbours, and in any place among them.
+
+    For each decision of each row a generator is seeded anew. On a CPU the values that it gives first do not depend on how many
+    are asked for, so a row draws the same for its own nodes whatever the padding behind them; elsewhere drafters' trees are of
+    one size in all batches. Good for one call of `generate`: a second one goes on where the first ended.
+    """
+
+    def __init__(self, seeds: Sequence[int]) -> None:
+        self.seeds = tuple(seeds)
+        self._num_decisions = 0
+
+    def draw(self, probs: Float[torch.Tensor, "batch *entry vocab"]) -> Int[torch.Tensor, "batch *entry"]:
+        return _first_to_ring(probs, self._fill(probs, torch.Tensor.exponential_))
+
+    def flip(self, probs: Float[torch.Tensor, "batch *entry"]) -> Bool[torch.Tensor, "batch *entry"]:
+        return self._fill(probs, torch.Tensor.uniform_) < probs
+
+    def select(self, rows: Sequence[int]) -> "RowSeeds":
+        """The seeds of these rows of the batch only."""
+        selected = RowSeeds([self.seeds[row] for row in rows])
+        selected._num_decisions = self._num_decisions
+        return selected
+
+    def _fill(self, like: torch.Tensor, fill: Callable[..., torch.Tensor]) -> torch.Tensor:
+        if len(like) != len(self.seeds):
+            raise ValueError(f"there are {len(self.seeds)} seeds for {len(like)} rows; give one per row")
+        generator = torch.Generator(like.device)
+        values = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        for row, seed in zip(values, self.seeds, strict=True):
+            # A string is hashed: neighbouring seeds and decisions get unrelated streams.
+            fill(row, generator=generator.manual_seed(Random(f"{seed}/{self._num_decisions}").getrandbits(63)))
+        self._num_decisions += 1
+        return values
+
+
+def _first_to_ring(
+    probs: Float[torch.Tensor, "*batch vocab"], clocks: Float[torch.Tensor, "*batch vocab"]
+) -> Int[torch.Tensor, "*batch"]:
+    return (probs / clocks).argmax(-1)
 
 
 def _clocks(

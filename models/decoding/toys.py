@@ -72,7 +72,7 @@ class TreeShape:
 def after_nodes(
     tables: Tables, shape: TreeShape, tokens: Int[torch.Tensor, "tree node"], num_nodes: int
 ) -> Float[torch.Tensor, "tree entry vocab"]:
-    """A toy model's logits at each entry of trees padded to `num_nodes`; entry 0's again at padding, where none has a meaning."""
+    """A toy model's logits at each entry of trees padded to `num_nodes`; at padding, where it matters not, entry 0's."""
     nodes = [node if node < len(shape.parents) else -1 for node in range(-1, num_nodes)]
     return torch.stack([_after_path(tables, shape, tokens, node) for node in nodes], dim=1)
 

@@ -7,6 +7,7 @@ from jaxtyping import Int
 
 from ..decoding.acceptance import last_entry
 from ..decoding.prompts import Prompts
+from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree, chain_tree, empty_tree
 from ..decoding.types import Acceptance, TargetOutput
 from ..hf_target import HFTarget
@@ -48,7 +49,7 @@ class DraftModel:
         state: Int[torch.Tensor, " batch"],
         last_token: Int[torch.Tensor, " batch"],
         *,
-        generator: torch.Generator | None = None,
+        generator: Randomness = None,
     ) -> DraftTree:
         self._last_token = last_token
         # Both tokens are the text's own: read as a chain of one behind the first, and kept.

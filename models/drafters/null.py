@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Int
 
 from ..decoding.prompts import Prompts
+from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree, empty_tree
 from ..decoding.types import Acceptance, TargetOutput
 
@@ -18,9 +19,7 @@ class NullDrafter:
     def init_state(self, prompts: Prompts, prefill: TargetOutput) -> None:
         return None
 
-    def propose(
-        self, state: None, last_token: Int[torch.Tensor, " batch"], *, generator: torch.Generator | None = None
-    ) -> DraftTree:
+    def propose(self, state: None, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None) -> DraftTree:
         return empty_tree(last_token.shape[0], last_token.device)
 
     def advance(

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from ...data.types import UNKNOWN, DrafterBatch
 from ..decoding.acceptance import last_entry
 from ..decoding.prompts import Prompts
+from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree
 from ..decoding.types import Acceptance, TargetOutput
 from ..hf_target import HFTarget
@@ -194,7 +195,7 @@ class Redrafter(TrainableDrafter):
         state: Float[torch.Tensor, "batch hidden"],
         last_token: Int[torch.Tensor, " batch"],
         *,
-        generator: torch.Generator | None = None,
+        generator: Randomness = None,
     ) -> DraftTree:
         """The tree of a beam search (section 3.2): its last beams (section 3.3), or the likeliest nodes it met."""
         search = beam_search(self, state, last_token, width=self.config.beam_width, length=self.config.beam_length)

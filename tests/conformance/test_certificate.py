@@ -11,6 +11,7 @@ import torch
 from outrider.models.decoding import (
     GreedyAcceptance,
     Prompts,
+    RowSeeds,
     Sampling,
     SpeculativeSampling,
     TargetOutput,
@@ -206,8 +207,9 @@ class ToyDrafter:
         return None
 
 
+@pytest.mark.parametrize("chance", ["one generator", "row seeds"])
 @pytest.mark.parametrize("drawing", [*DRAWINGS, "nothing"])
-def test_whole_texts_of_the_decode_loop_follow_the_joint_distribution(drawing):
+def test_whole_texts_of_the_decode_loop_follow_the_joint_distribution(drawing, chance):
     length, num_rows = 4, 20_000
     sampling = Sampling(temperature=0.8)
     target = ToyTarget(random_tables(3, length, seed=4))
@@ -225,7 +227,7 @@ def test_whole_texts_of_the_decode_loop_follow_the_joint_distribution(drawing):
         SpeculativeSampling(sampling=sampling),
         prompts.input_ids,
         max_new_tokens=length,
-        generator=torch.Generator().manual_seed(1),
+        generator=torch.Generator().manual_seed(1) if chance == "one generator" else RowSeeds(range(num_rows)),
     )
     for step in steps:
         for row, tokens in zip(step.rows, step.tokens, strict=True):
@@ -322,11 +324,8 @@ WARP_MUTANTS = {
     "probabilities in the order of their rank": ("scatter_(-1, order, ranked)", "copy_(ranked)"),
 }
 CHANCE_MUTANTS = {
-    "clocks multiplied": ("(probs / _clocks(probs, generator)).argmax(-1)", "(probs * _clocks(probs, generator)).argmax(-1)"),
-    "the last clock to ring": (
-        "(probs / _clocks(probs, generator)).argmax(-1)",
-        "(_clocks(probs, generator) / probs).argmax(-1)",
-    ),
+    "clocks multiplied": ("return (probs / clocks)", "return (probs * clocks)"),
+    "the last clock to ring": ("return (probs / clocks)", "return (clocks / probs)"),
     "uniform clocks": ("exponential_(generator", "uniform_(generator"),
     "clocks shared by all rows": ("torch.empty_like(probs).exponential_", "torch.empty_like(probs[:1]).exponential_"),
     "clocks shared by all tokens": ("torch.empty_like(probs).exponential_", "torch.empty_like(probs[..., :1]).exponential_"),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from outrider.models.decoding import Sampling, warp
+from outrider.models.decoding import RowSeeds, Sampling, warp
 from outrider.models.decoding.g_test import g_test
 from outrider.models.decoding.sampling import draw, draw_several, flip
 
@@ -100,3 +100,50 @@ def test_the_same_seed_gives_the_same_draws():
 
 def test_a_tiny_temperature_is_greedy_and_not_nan():
     assert warp(LOGITS.float(), Sampling(temperature=1e-38)).tolist() == [[1.0, 0.0, 0.0, 0.0, 0.0]]
+
+
+# --- a seed for each row
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("vocab", [2, 17, 300, 32_000])
+def test_what_a_row_draws_does_not_depend_on_neighbours_or_padding(vocab, dtype):
+    """The values that a seeded generator gives first don't depend on how many follow."""
+    logits = torch.randn(3, 41, vocab, generator=torch.Generator().manual_seed(0)).to(dtype)
+    probs = warp(logits, Sampling())
+    tokens, coins = draw(probs, RowSeeds([5, 6, 7])), flip(probs[..., 0], RowSeeds([5, 6, 7]))
+    for num_entries in (1, 2, 3, 16, 40):
+        cut = probs[[2, 0], :num_entries]
+        assert torch.equal(draw(cut, RowSeeds([7, 5])), tokens[[2, 0], :num_entries])
+        assert torch.equal(flip(cut[..., 0], RowSeeds([7, 5])), coins[[2, 0], :num_entries])
+    assert not torch.equal(draw(probs, RowSeeds([8, 9, 10])), tokens)
+
+
+def test_decisions_of_a_row_are_independent_of_each_other_and_of_other_rows():
+    probs = warp(LOGITS, Sampling())
+    seeds = RowSeeds(range(20_000))
+    first, second, third = (draw(probs.expand(20_000, -1), seeds) for _ in range(3))
+    expected = (probs[0][:, None] * probs[0]).flatten()
+    for one, other in ((first, second), (second, third), (first, third), (first[:-1], first[1:])):
+        assert g_test((one * 5 + other).bincount(minlength=25), expected) > ALPHA
+
+
+def test_several_draws_by_row_seeds_are_those_without_replacement():
+    probs = warp(LOGITS, Sampling())
+    drawn = draw_several(probs.expand(20_000, -1), 2, RowSeeds(range(20_000)))
+    expected = probs[0][:, None] * probs[0] / (1 - probs[0][:, None])
+    expected.fill_diagonal_(0.0)
+    assert g_test((drawn[:, 0] * 5 + drawn[:, 1]).bincount(minlength=25), expected.flatten()) > ALPHA
+
+
+def test_rows_keep_their_seeds_and_go_on_counting_when_others_leave():
+    probs = warp(LOGITS, Sampling()).expand(4, -1)
+    stay, leave = RowSeeds([1, 2, 3, 4]), RowSeeds([1, 2, 3, 4])
+    for seeds in (stay, leave):
+        draw(probs, seeds)
+    leave = leave.select([3, 1])
+    num_checked = 0
+    for _ in range(20):
+        assert torch.equal(draw(probs, stay)[[3, 1]], draw(probs[:2], leave))
+        num_checked += 1
+    assert num_checked == 20
