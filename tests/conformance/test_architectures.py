@@ -6,9 +6,11 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.data.manifest import TargetIdentity
-from outrider.models.decoding import DraftTree, GreedyAcceptance, generate
+from outrider.models.decoding import GreedyAcceptance, generate
 from outrider.models.drafters import NullDrafter
 from outrider.models.hf_target import HFTarget
+
+from ..oracle import OracleDrafter
 
 VOCAB = 100
 WINDOW = 6
@@ -96,34 +98,6 @@ def randomise(model: PreTrainedModel, attention: str) -> PreTrainedModel:
     return model
 
 
-class OracleDrafter:
-    """Knows each row's text: offers it and wrong siblings, as deep as `right` says and wrong from there on."""
-
-    max_nodes = 6
-
-    def __init__(self, texts: list[list[int]], right: int) -> None:
-        self.texts, self.right = texts, right
-
-    def init_state(self, prompts, prefill) -> torch.Tensor:
-        return torch.stack([torch.arange(len(prompts.lengths)), torch.ones(len(prompts.lengths), dtype=torch.long)], dim=1)
-
-    def propose(self, state, last_token, *, generator=None) -> DraftTree:
-        tokens = []
-        for row, position in state.tolist():
-            right = [(self.texts[row] + [0] * 4)[position + depth] for depth in range(3)]
-            right = [token if depth < self.right + row % 2 else (token + 9) % VOCAB for depth, token in enumerate(right)]
-            # The wrong sibling comes first, so the right path is scattered over the tree.
-            tokens.append([token for right_token in right for token in ((right_token + 1) % VOCAB, right_token)])
-        parents = torch.tensor([[-1, -1, 1, 1, 3, 3]] * len(tokens))
-        return DraftTree(tokens=torch.tensor(tokens), parents=parents, max_depth=3)
-
-    def advance(self, state, tree, acceptance, output, num_accepted) -> torch.Tensor:
-        return state + torch.stack([torch.zeros_like(acceptance.num_accepted), acceptance.num_accepted + 1], dim=1)
-
-    def select(self, state, rows) -> torch.Tensor:
-        return state[rows]
-
-
 def adapt(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> HFTarget:
     identity = TargetIdentity(
         name="tiny", revision=None, weights_sha256="0", tokenizer_sha256="0", hidden_size=32, vocab_size=VOCAB
@@ -150,7 +124,7 @@ def test_batches_of_trees_give_the_tokens_of_full_forwards(case, attention, tiny
     assert len({tuple(tokens) for tokens in expected}) > 1, "the model says the same to everything"
     adapter = adapt(model, tiny_tokenizer)
     prompts = [torch.tensor(prompt) for prompt in PROMPTS]
-    for drafter in (NullDrafter(), OracleDrafter(expected, right=0), OracleDrafter(expected, right=2)):
+    for drafter in (NullDrafter(), OracleDrafter(expected, [0, 1, 0], VOCAB), OracleDrafter(expected, [2, 3, 2], VOCAB)):
         found: list[list[int]] = [[], [], []]
         num_accepted = 0
         for step in generate(adapter, drafter, GreedyAcceptance(), prompts, max_new_tokens=NUM_NEW):

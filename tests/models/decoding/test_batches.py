@@ -5,8 +5,21 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from outrider.models.decoding import Finish, GreedyAcceptance, Prompts, Sampling, SpeculativeSampling, generate
+from outrider.models.decoding import (
+    DraftTree,
+    Finish,
+    GreedyAcceptance,
+    Prompts,
+    RowSeeds,
+    Sampling,
+    SpeculativeSampling,
+    generate,
+    warp,
+)
+from outrider.models.decoding.sampling import draw, draw_several
 from outrider.models.drafters import NullDrafter, build_drafter
+
+from ...oracle import OracleDrafter
 
 PROMPTS = [[1, 70, 71, 72, 2], [9, 8], [40, 41, 42, 43, 44, 45, 46, 47], [70, 71]]
 NUM_NEW = 24
@@ -108,6 +121,199 @@ def test_a_seed_fixes_what_is_sampled(target, redrafter):
         answers(target, redrafter, vectors(), rule, generator=torch.Generator().manual_seed(seed))[0] for seed in (0, 0, 1)
     )
     assert first == second != other
+
+
+# --- rows that sample
+
+
+class RandomDrafter:
+    """Draws trees at random, after every token from the distribution that `logits` has in that token's row."""
+
+    PARENTS = (-1, -1, 0, 0)
+    max_nodes = len(PARENTS)
+
+    def __init__(self, logits: torch.Tensor, *, with_replacement: bool) -> None:
+        self.probs, self.with_replacement = warp(logits, Sampling()), with_replacement
+
+    def init_state(self, prompts, prefill) -> None:
+        return None
+
+    def propose(self, state, last_token, *, generator=None) -> DraftTree:
+        tokens = torch.zeros(len(last_token), self.max_nodes, dtype=torch.long)
+        for parent, children in ((last_token, slice(0, 2)), (0, slice(2, 4))):
+            probs = self.probs[parent if isinstance(parent, torch.Tensor) else tokens[:, parent]]
+            if self.with_replacement:
+                tokens[:, children] = draw(probs[:, None].expand(-1, 2, -1), generator)
+            else:
+                tokens[:, children] = draw_several(probs, 2, generator)
+        return DraftTree(
+            tokens=tokens,
+            parents=torch.tensor(self.PARENTS).expand(len(tokens), -1),
+            max_depth=2,
+            child_probs=self.probs[torch.cat([last_token[:, None], tokens], dim=1)],
+            with_replacement=self.with_replacement,
+            max_children=2,
+        )
+
+    def advance(self, state, tree, acceptance, output, num_accepted) -> None:
+        return None
+
+    def select(self, state, rows) -> None:
+        return None
+
+
+@pytest.mark.parametrize("kind", ["nothing", "survivors", "likeliest", "distinct", "independent"])
+def test_a_row_samples_in_a_batch_what_it_samples_alone(target, redrafter, kind):
+    redrafter.config.tree_nodes = 5 if kind == "likeliest" else None
+    with torch.no_grad():  # a drafter that is accepted now and then: it says after each token what the target would, alone
+        logits = target.model(torch.arange(target.vocab_size)[:, None]).logits[:, -1]
+    drafter = {
+        "nothing": NullDrafter(),
+        "distinct": RandomDrafter(logits, with_replacement=False),
+        "independent": RandomDrafter(logits, with_replacement=True),
+    }.get(kind, redrafter)
+    rule = SpeculativeSampling(sampling=Sampling())
+
+    def sampled(rows: list[int], seeds: list[int]) -> tuple[list[list[int]], list]:
+        prompts, stop_ids = vectors([PROMPTS[row] for row in rows]), set(range(60, 70))  # rows leave one by one
+        tokens, _, steps = answers(target, drafter, prompts, rule, stop_ids=stop_ids, generator=RowSeeds(seeds))
+        return tokens, steps
+
+    alone = [sampled([row], [row])[0][0] for row in range(4)]
+    assert len({tuple(tokens) for tokens in alone}) == 4
+    assert len({len(tokens) for tokens in alone}) > 1, "all rows end together"
+    num_accepted = 0
+    for order in ([0, 1, 2, 3], [3, 0, 2, 1], [2, 1]):
+        together, steps = sampled(order, order)
+        assert together == [alone[row] for row in order]
+        num_accepted += sum(sum(step.num_accepted) for step in steps)
+    if kind in ("distinct", "independent"):
+        assert num_accepted > 0
+    twice, _ = sampled([1, 1, 1], [1, 5, 1])
+    assert twice[0] == twice[2] == alone[1] != twice[1]
+
+
+def test_seeds_that_do_not_fit_the_rows_are_refused(target):
+    with pytest.raises(ValueError, match="3 seeds for 4 rows"):
+        answers(target, NullDrafter(), vectors(), SpeculativeSampling(sampling=Sampling()), generator=RowSeeds([1, 2, 3]))
+
+
+# --- the ends of answers, inside accepted paths
+
+RIGHT = [3, 1, 0, 2]
+"""How many draft tokens of the oracle are right in each row."""
+
+
+@pytest.fixture
+def plain(target) -> list[list[int]]:
+    return [answers(target, NullDrafter(), vectors([prompt]))[0][0] for prompt in PROMPTS]
+
+
+def assert_accepted_as_meant(steps, right: list[int] = RIGHT) -> None:
+    """In every step but a row's last, which may reach behind the text that the oracle knows."""
+    num_checked = 0
+    for step in steps[1:]:
+        for row, finish, num_accepted in zip(step.rows, step.finishes, step.num_accepted, strict=True):
+            if finish is None:
+                assert num_accepted == right[row]
+                num_checked += 1
+    assert num_checked
+
+
+def cut_rows(steps) -> set[int]:
+    """Rows whose answers ended before an accepted path did."""
+    ends = ((step.rows, step.tokens, step.num_accepted) for step in steps)
+    return {row for step in ends for row, new, num_accepted in zip(*step, strict=True) if len(new) <= num_accepted}
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 0, 2, 1]])
+def test_rows_of_different_acceptance_say_what_they_say_alone(target, plain, order):
+    right = [RIGHT[row] for row in order]
+    drafter = OracleDrafter([plain[row] for row in order], right, target.vocab_size)
+    found, finishes, steps = answers(target, drafter, vectors([PROMPTS[row] for row in order]))
+    assert found == [plain[row] for row in order]
+    assert_accepted_as_meant(steps, right)
+    assert set(finishes) == {Finish.LENGTH}
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 4, 5, 8, 11])
+def test_the_token_limit_cuts_accepted_paths_of_a_batch(target, plain, limit):
+    found, finishes, steps = answers(target, OracleDrafter(plain, RIGHT, target.vocab_size), vectors(), max_new_tokens=limit)
+    assert found == [tokens[:limit] for tokens in plain]
+    assert finishes == [Finish.LENGTH] * 4
+    # Row r has 1 token after the prefill, and RIGHT[r] + 1 more after each step.
+    assert cut_rows(steps) == {row for row, right in enumerate(RIGHT) if (limit - 1) % (right + 1)}
+
+
+def test_the_context_window_cuts_accepted_paths_of_a_batch(target, plain, monkeypatch):
+    monkeypatch.setattr(target.model.config, "max_position_embeddings", 12)
+    found, finishes, steps = answers(target, OracleDrafter(plain, RIGHT, target.vocab_size), vectors())
+    assert found == [tokens[: 12 - len(prompt)] for tokens, prompt in zip(plain, PROMPTS, strict=True)]
+    assert finishes == [Finish.CONTEXT] * 4
+    assert_accepted_as_meant(steps)
+    assert cut_rows(steps) == {0, 1}  # of 7, 10, 4 and 10 tokens in paths of 4, 2, 1 and 3
+
+
+def test_stop_tokens_cut_accepted_paths_of_a_batch(target, plain):
+    num_cut = 0
+    for row, place in ((0, 2), (0, 3), (0, 4), (1, 5), (3, 8), (3, 9)):
+        stop = plain[row][place]
+        expected = [tokens[: tokens.index(stop) + 1] if stop in tokens else tokens for tokens in plain]
+        found, finishes, steps = answers(target, OracleDrafter(plain, RIGHT, target.vocab_size), vectors(), stop_ids={stop})
+        assert found == expected
+        assert finishes == [Finish.STOP_TOKEN if stop in tokens else Finish.LENGTH for tokens in plain]
+        assert_accepted_as_meant(steps)
+        stopped = {row for row, finish in enumerate(finishes) if finish == Finish.STOP_TOKEN}
+        num_cut += len(cut_rows(steps) & stopped)
+    assert num_cut >= 3
+
+
+def test_stop_strings_cut_accepted_paths_of_a_batch(target, plain):
+    tokenizer, num_cut = target.tokenizer, 0
+    for row, place in ((0, 2), (0, 7), (1, 5), (3, 8), (3, 9)):
+        string = tokenizer.decode(plain[row])[place : place + 2]
+        expected = [
+            next((tokens[:end] for end in range(len(tokens)) if string in tokenizer.decode(tokens[:end])), tokens)
+            for tokens in plain
+        ]
+        found, finishes, steps = answers(
+            target,
+            OracleDrafter(plain, RIGHT, target.vocab_size),
+            vectors(),
+            stop_strings=[string],
+            tokenizer=tokenizer,
+        )
+        assert found == expected
+        stopped = {row for row, finish in enumerate(finishes) if finish == Finish.STOP_STRING}
+        assert row in stopped
+        assert_accepted_as_meant(steps)
+        num_cut += len(cut_rows(steps) & stopped)
+    assert num_cut >= 3
+
+
+def test_a_stop_string_is_complete_with_the_last_byte_of_its_last_character(target):
+    """Characters of two tokens, the second in the middle of an accepted path."""
+    tokenizer, right = target.tokenizer, 3
+    prompts = [[first, 70] for first in range(4, target.vocab_size)]
+    texts, _, _ = answers(target, NullDrafter(), vectors(prompts))
+    num_cut = 0
+    for prompt, tokens in zip(prompts, texts, strict=True):
+        for end in range(2, len(tokens)):
+            character = tokenizer.decode(tokens[end - 2 : end])
+            if (
+                len(character) > 1
+                or character.isascii()
+                or character in tokenizer.decode(tokens[: end - 1])
+                or character == "\ufffd"
+            ):
+                continue
+            drafter = OracleDrafter([tokens], [right], target.vocab_size)
+            found, finishes, steps = answers(target, drafter, vectors([prompt]), stop_strings=[character], tokenizer=tokenizer)
+            assert found == [tokens[:end]]
+            assert finishes == [Finish.STOP_STRING]
+            num_cut += len(cut_rows(steps))
+            assert all(step.num_accepted == (right,) for step in steps[1:-1])
+    assert num_cut >= 3
 
 
 def test_lengths_that_do_not_fit_the_rows_are_refused():
