@@ -1,6 +1,6 @@
 """The losslessness certificate: of the acceptance rules exactly, and of a target with a drafter on real prompts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -27,8 +27,9 @@ from ..models.decoding.certificate import (
 )
 from ..models.decoding.g_test import g_test
 from ..models.decoding.loop import generate
-from ..models.decoding.sampling import Sampling
+from ..models.decoding.sampling import RowSeeds, Sampling, warp
 from ..models.decoding.toys import TreeShape, joint, random_tables
+from ..models.decoding.types import Step
 from ..models.drafters import NullDrafter
 from ..models.hf_target import HFTarget
 from ..models.interfaces import AcceptanceRule, Drafter
@@ -37,6 +38,11 @@ from .lossless import audit, is_exact
 FALSE_ALARM_RATE = 1e-6
 """Share of sound samplers that one G-test would call unsound."""
 NUM_SAMPLES = 100_000
+NUM_TEXTS, SAMPLED_TOKENS, SAMPLED_BATCH_SIZE, NUM_SAMPLED_PROMPTS = 1024, 4, 64, 4
+"""What is sampled from a target with each drafter."""
+NUM_PLACES = 8
+"""Cells of the places of sampled tokens."""
+BATCH_SIZE = 4
 LARGE_VOCAB, LARGE_SHAPES = 6, ("chain of 4", "3 siblings")
 GREEDY = Sampling(temperature=0.0)
 
@@ -125,44 +131,89 @@ def certify_decoding(
     *,
     max_new_tokens: int,
 ) -> list[Line]:
-    """Greedy decoding with each drafter against plain decoding, prompt by prompt.
+    """Each drafter's greedy answers, alone and in batches, against plain decoding's, and what it samples against the target.
 
-    In float32 and float64 the tokens must be the same. In narrower types every token must be the arg-max of plain decoding, fed
-    with the same text, or lie within twice the noise that the order of computing makes there (see `Audit`).
+    In float32 and float64 the greedy tokens must be the same. In narrower types every token must be the arg-max of plain
+    decoding, fed with the same text, or lie within twice the noise that the order of computing makes there (see `Audit`).
     """
-    exact = is_exact(target.dtype)
     prompts = [
         encode_prompt([Turn(role="user", content=prompt.turns[0])], tokenizer).to(target.device)
         for suite in suites
         for prompt in suite.prompts
     ]
-    prompts = [prompt for prompt in prompts if prompt.shape[1] + max_new_tokens <= target.context_length]
+    room = target.context_length - max(max_new_tokens, SAMPLED_TOKENS)
+    prompts = [prompt for prompt in prompts if prompt.shape[1] <= room]
     if not prompts:
         raise ValueError(f"no prompt fits the target's context window of {target.context_length} tokens; lower max_new_tokens")
-    lines = []
-    with tqdm(total=len(prompts) * len(drafters), desc="certify decoding", unit="answer") as progress:
-        for name, drafter in drafters.items():
-            num_bad, num_tokens, worst = 0, 0, 0.0
-            for prompt in prompts:
-                answer = _greedy(target, drafter, prompt, max_new_tokens)
-                num_tokens += len(answer)
-                if exact:
-                    num_bad += answer != _greedy(target, NullDrafter(), prompt, max_new_tokens)
-                else:
-                    margin = audit(target, prompt, answer)
-                    num_bad += not margin.within_noise
-                    worst = max(worst, margin.deficit / margin.noise if margin.noise else margin.deficit)
-                progress.update()
-            lines.append(
-                Line(
-                    subject=f"{name}, {str(target.dtype).removeprefix('torch.')}, {num_tokens} tokens",
-                    method="the tokens of plain decoding" if exact else "every token the arg-max, within twice the noise",
-                    num_cases=len(prompts),
-                    result=f"{num_bad} answers differ" + ("" if exact else f"; worst deficit {worst:.2g} of the noise"),
-                    passed=not num_bad,
-                )
-            )
-    return lines
+    jobs: list[Callable[[], Line]] = []
+    for name, drafter in drafters.items():
+        label = f"{name}, {str(target.dtype).removeprefix('torch.')}"
+        jobs += [
+            partial(_certify_greedy, label, target, drafter, prompts, max_new_tokens, batch_size)
+            for batch_size in (1, BATCH_SIZE)
+        ]
+        jobs.append(partial(_certify_sampling, label, target, drafter, prompts[:NUM_SAMPLED_PROMPTS]))
+    return [job() for job in tqdm(jobs, desc="certify decoding", unit="job")]
+
+
+def _certify_greedy(
+    label: str, target: HFTarget, drafter: Drafter[Any], prompts: Sequence[torch.Tensor], max_new_tokens: int, batch_size: int
+) -> Line:
+    exact = is_exact(target.dtype)
+    num_bad, num_tokens, worst = 0, 0, 0.0
+    for start in range(0, len(prompts), batch_size):
+        batch = prompts[start : start + batch_size]
+        for prompt, answer in zip(batch, _greedy(target, drafter, batch, max_new_tokens), strict=True):
+            num_tokens += len(answer)
+            if exact:
+                num_bad += answer != _greedy(target, NullDrafter(), [prompt], max_new_tokens)[0]
+            else:
+                margin = audit(target, prompt, answer)
+                num_bad += not margin.within_noise
+                worst = max(worst, margin.deficit / margin.noise if margin.noise else margin.deficit)
+    together = "" if batch_size == 1 else f", {batch_size} prompts at a time"
+    return Line(
+        subject=f"{label}, greedy{together}, {num_tokens} tokens",
+        method="the tokens of plain decoding" if exact else "every token the arg-max, within twice the noise",
+        num_cases=len(prompts),
+        result=f"{num_bad} answers differ" + ("" if exact else f"; worst deficit {worst:.2g} of the noise"),
+        passed=not num_bad,
+    )
+
+
+def _certify_sampling(label: str, target: HFTarget, drafter: Drafter[Any], prompts: Sequence[torch.Tensor]) -> Line:
+    """The first tokens of many sampled answers, against what the target thinks of them in one plain forward pass.
+
+    A token's place is the sum of all probabilities greater than its own, and a random share of its own. If the tokens are draws
+    from the target's distributions, their places are uniform and independent of each other, whatever the texts (Rosenblatt's
+    transform). G-tests of each two neighbours' places, of all texts together.
+    """
+    sampling, generator = Sampling(), torch.Generator().manual_seed(0)
+    rule = SpeculativeSampling(sampling=sampling)
+    places, num_accepted = [], 0
+    for first_seed in range(0, NUM_TEXTS, SAMPLED_BATCH_SIZE):
+        texts = prompts[first_seed // SAMPLED_BATCH_SIZE % len(prompts)].expand(SAMPLED_BATCH_SIZE, -1)
+        seeds = RowSeeds(range(first_seed, first_seed + SAMPLED_BATCH_SIZE))
+        steps = list(generate(target, drafter, rule, texts, max_new_tokens=SAMPLED_TOKENS, generator=seeds))
+        num_accepted += sum(sum(step.num_accepted) for step in steps)
+        tokens = torch.tensor(_answers(steps, len(texts)), device=texts.device)
+        both = torch.cat([texts, tokens], dim=1)
+        probs = warp(target.model(both, use_cache=False, logits_to_keep=SAMPLED_TOKENS + 1).logits[:, :-1], sampling).cpu()
+        own = probs.gather(2, tokens[..., None].cpu())
+        share = torch.rand(tokens.shape, generator=generator)
+        places.append((probs * (probs > own)).sum(-1) + share * (probs * (probs == own)).sum(-1))
+    cell = (torch.cat(places) * NUM_PLACES).long().clamp(max=NUM_PLACES - 1)  # [text, token]
+    pairs = (cell[:, :-1] * NUM_PLACES + cell[:, 1:]).unbind(1)
+    even = torch.full((NUM_PLACES**2,), NUM_PLACES**-2, dtype=torch.float64)
+    values = [g_test(pair.bincount(minlength=len(even)), even) for pair in pairs]
+    return Line(
+        subject=f"{label}, sampled, {cell.numel()} tokens, {num_accepted} drafted",
+        method=f"G-tests of {len(cell)} texts",
+        num_cases=len(values),
+        result=f"p at least {min(values):.2g}",
+        passed=all(value > FALSE_ALARM_RATE for value in values),
+        false_alarm_rate=len(values) * FALSE_ALARM_RATE,
+    )
 
 
 def passes(lines: Sequence[Line]) -> bool:
@@ -210,7 +261,15 @@ def _sampler_p_value(shape_name: str, drawing: str, sampling_name: str, vocab: i
     return g_test(sequence_counts(tokens, vocab), joint(target, sampling, shape.depth + 1).flatten())
 
 
-def _greedy(target: HFTarget, drafter: Drafter[Any], prompt: torch.Tensor, max_new_tokens: int) -> list[int]:
-    rule = GreedyAcceptance()
-    steps = generate(target, drafter, rule, prompt, max_new_tokens=max_new_tokens, stop_ids=target.stop_ids)
-    return [token for step in steps for token in step.tokens[0]]
+def _greedy(target: HFTarget, drafter: Drafter[Any], prompts: Sequence[torch.Tensor], max_new_tokens: int) -> list[list[int]]:
+    rows = [prompt[0] for prompt in prompts]
+    steps = generate(target, drafter, GreedyAcceptance(), rows, max_new_tokens=max_new_tokens, stop_ids=target.stop_ids)
+    return _answers(steps, len(rows))
+
+
+def _answers(steps: Iterable[Step], num_rows: int) -> list[list[int]]:
+    answers: list[list[int]] = [[] for _ in range(num_rows)]
+    for step in steps:
+        for row, tokens in zip(step.rows, step.tokens, strict=True):
+            answers[row] += tokens
+    return answers

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from outrider.eval import certify
 from outrider.eval.certify_cli import certify_command
-from outrider.models.decoding import TypicalAcceptance
+from outrider.models.decoding import Sampling, SpeculativeSampling, TypicalAcceptance
 
 from .test_run import AcceptsAnything
 
@@ -21,7 +21,7 @@ app.command()(certify_command)
 def few_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(certify, "SHAPES", {"2 x 2": certify.SHAPES["2 x 2"]})
     monkeypatch.setattr(certify, "SAMPLINGS", {"top-k 2": certify.SAMPLINGS["top-k 2"]})
-    monkeypatch.setattr(certify, "LARGE_SHAPES", ("3 siblings",))
+    monkeypatch.setattr(certify, "LARGE_SHAPES", ("one token",))
     monkeypatch.setattr(certify, "NUM_SAMPLES", 20_000)
 
 
@@ -40,8 +40,11 @@ def test_a_target_and_a_drafter_are_certified(decoding: list[str], dtype: str, t
     assert "LOSSLESS" in result.output
     certificate = json.loads((tmp_path / "certificate.json").read_text())
     assert certificate["passed"]
-    assert [line["method"].split()[0] for line in certificate["lines"]] == ["the" if dtype == "float32" else "every"]
-    assert certificate["lines"][0]["num_cases"] > 0
+    exact = "the" if dtype == "float32" else "every"
+    assert [line["method"].split()[0] for line in certificate["lines"]] == [exact, exact, "G-tests"]
+    assert [line["num_cases"] for line in certificate["lines"]] == [2, 2, certify.SAMPLED_TOKENS - 1]
+    assert "4 prompts at a time" in certificate["lines"][1]["subject"]
+    assert certificate["false_alarm_rate"] == pytest.approx(3 * certify.FALSE_ALARM_RATE)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -52,7 +55,23 @@ def test_wrong_tokens_fail_in_any_precision(
     result = CliRunner().invoke(app, [*decoding, "--dtype", dtype])
     assert result.exit_code == 1
     assert "NOT LOSSLESS" in result.output
-    assert not json.loads((tmp_path / "certificate.json").read_text())["passed"]
+    certificate = json.loads((tmp_path / "certificate.json").read_text())
+    assert not certificate["passed"]
+    assert [line["passed"] for line in certificate["lines"]] == [False, False, True]
+
+
+@pytest.mark.parametrize("mistake", ["temperature", "drafts accepted too often"])
+def test_samples_of_another_distribution_fail(
+    decoding: list[str], mistake: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    wrong = {
+        "temperature": SpeculativeSampling(sampling=Sampling(temperature=0.7)),
+        "drafts accepted too often": TypicalAcceptance(sampling=Sampling(), epsilon=0.002, delta=1.0),
+    }
+    monkeypatch.setattr(certify, "SpeculativeSampling", lambda sampling: wrong[mistake])
+    assert CliRunner().invoke(app, decoding).exit_code == 1
+    lines = json.loads((tmp_path / "certificate.json").read_text())["lines"]
+    assert [line["passed"] for line in lines] == [True, True, False]
 
 
 @pytest.mark.usefixtures("few_cases")

@@ -19,6 +19,7 @@ from outrider.eval.rows import Row, is_broken
 from outrider.eval.run import evaluate
 from outrider.models.config import TargetConfig
 from outrider.models.decoding import Acceptance, DraftTree, GreedyAcceptance, TargetOutput
+from outrider.models.decoding.sampling import Randomness
 from outrider.models.hf_target import HFTarget
 from outrider.models.target import load_target
 
@@ -166,12 +167,12 @@ def test_an_incomplete_run_is_not_finished_in_another_environment(run_tiny: Eval
 class AcceptsAnything(GreedyAcceptance):
     """Broken on purpose: takes the first node of a tree whatever the target says."""
 
-    def __call__(self, tree: DraftTree, output: TargetOutput, *, generator: torch.Generator | None = None) -> Acceptance:
+    def __call__(self, tree: DraftTree, output: TargetOutput, *, generator: Randomness = None) -> Acceptance:
         if tree.num_nodes == 0:
             return super().__call__(tree, output, generator=generator)
         path = tree.lineage[:, 0].clone()
         path[:, 0], path[:, 1:] = 0, -1
-        return Acceptance(path=path, num_accepted=torch.ones(1, dtype=torch.long), bonus_token=output.logits[:, 1].argmax(-1))
+        return Acceptance(path=path, num_accepted=torch.ones_like(path[:, 0]), bonus_token=output.logits[:, 1].argmax(-1))
 
 
 def test_a_decoder_broken_on_purpose_is_caught(run_tiny: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
