@@ -145,6 +145,7 @@ class ToyTarget:
     """A toy model behind the decode loop's interface; it remembers what was committed."""
 
     context_length = 64
+    num_prefills = 1
 
     def __init__(self, tables) -> None:
         self.tables = tables
