@@ -293,6 +293,18 @@ class HFTarget:
     # --- training and distillation
 
     @torch.no_grad()
+    def require_plain_head(self) -> None:
+        """Raise ValueError where the model does more to its hidden states than multiply them by its head."""
+        text = torch.arange(3, 11, device=self.device)[None] % self.vocab_size
+        logits = self.model(text, use_cache=False).logits[0, -1].float()
+        plain = self.head(self._captured.take())[0, -1].float()
+        if not torch.allclose(logits, plain, rtol=1e-3, atol=1e-3 * float(logits.abs().max())):
+            raise ValueError(
+                f"{type(self.model).__name__} caps or scales its logits, so its distribution can't be made of hidden states "
+                "and head alone; use train.loss=cross_entropy, and a drafter with a head of its own"
+            )
+
+    @torch.no_grad()
     def hidden_states(
         self, input_ids: Int[torch.Tensor, "batch seq"], attention_mask: Bool[torch.Tensor, "batch seq"]
     ) -> Float[torch.Tensor, "batch seq hidden"]:

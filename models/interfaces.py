@@ -20,6 +20,7 @@ from .decoding.tree import DraftTree
 from .decoding.types import Acceptance, TargetOutput
 
 if TYPE_CHECKING:
+    from .drafters.objective import Objective
     from .hf_target import HFTarget
 
 State = TypeVar("State")
@@ -127,5 +128,5 @@ class TrainableDrafter(nn.Module, ABC):
         """Raise ValueError where loaded weights have the right shapes, but values that can't be."""
 
     @abstractmethod
-    def loss(self, batch: DrafterBatch) -> Loss:
-        """The training loss on one batch. Raises ValueError where the batch lacks what this drafter needs."""
+    def loss(self, batch: DrafterBatch, objective: "Objective") -> Loss:
+        """What `objective` says of one batch. Raises ValueError where the batch lacks what this drafter needs."""

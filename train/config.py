@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from ..data.collate import LABELS
+from ..models.drafters.objective import LOSSES, WEIGHTS
 
 # Our name of a learning rate schedule, and transformers'.
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
@@ -30,6 +31,12 @@ class TrainConfig:
     """Positions trained on per micro batch, drawn at random from its labelled ones; None trains on all of them."""
     labels: str = "distilled"
     """`distilled`: the target's own continuations; `text`: the text's next tokens, at the same positions (an ablation)."""
+
+    loss: str = "cross_entropy"
+    """`cross_entropy` on the labels; `kl`, `tv`, `acceptance`, `kl_tv` or `kl_acceptance` against the target's distribution,
+    where a continuation keeps to the text (see `Objective`)."""
+    label_weights: str = "uniform"
+    """`uniform`, or `reached`: a label counts only where the drafter was right at all depths before it."""
 
     learning_rate: float = 1e-3
     """Peak learning rate of AdamW."""
@@ -99,4 +106,11 @@ LEAST = {
     "checkpoint_every": 1,
     "keep_checkpoints": 1,
 }
-CHOICES = {"labels": LABELS, "schedule": tuple(SCHEDULES), "tracker": TRACKERS, "wandb_mode": WANDB_MODES}
+CHOICES = {
+    "labels": LABELS,
+    "loss": LOSSES,
+    "label_weights": WEIGHTS,
+    "schedule": tuple(SCHEDULES),
+    "tracker": TRACKERS,
+    "wandb_mode": WANDB_MODES,
+}

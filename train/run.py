@@ -20,6 +20,7 @@ from ..data.manifest import Manifest, load_manifest
 from ..data.shards import verify_shards
 from ..data.types import DrafterBatch
 from ..models.drafters import build_drafter
+from ..models.drafters.objective import Objective
 from ..models.hf_target import HFTarget
 from ..models.interfaces import Loss, TrainableDrafter
 from .checkpoint import latest_checkpoint, load_checkpoint, remove_incomplete, save_checkpoint
@@ -36,12 +37,13 @@ logger = logging.getLogger(__name__)
 class LossModule(nn.Module):
     """The loss as a forward: that is where data parallelism and autocast hook in."""
 
-    def __init__(self, drafter: TrainableDrafter) -> None:
+    def __init__(self, drafter: TrainableDrafter, objective: Objective) -> None:
         super().__init__()
         self.drafter = drafter
+        self.objective = objective
 
     def forward(self, batch: DrafterBatch) -> Loss:
-        return self.drafter.loss(batch)
+        return self.drafter.loss(batch, self.objective)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,9 +171,13 @@ def _set_up(
     scheduler = get_scheduler(
         SCHEDULES[config.schedule], optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=config.steps
     )
+    objective = Objective(loss=config.loss, weights=config.label_weights)
+    if config.loss != "cross_entropy":
+        target.require_plain_head()
+        objective = replace(objective, head=target.head)
     # The scheduler stays ours: accelerate would step a prepared one once per process.
     accelerator.free_memory()
-    model, optimizer = accelerator.prepare(LossModule(drafter), optimizer)
+    model, optimizer = accelerator.prepare(LossModule(drafter, objective), optimizer)
     return Training(
         config=config,
         run=run,

@@ -27,9 +27,7 @@ from ..decoding.types import Acceptance, TargetOutput
 from ..hf_target import HFTarget
 from ..interfaces import Loss, TrainableDrafter
 from .beams import beam_search, pack_likeliest, pack_survivors
-
-HIT_RANKS = 5
-"""Training reports how often the label is among the 1..HIT_RANKS likeliest tokens."""
+from .objective import DraftVocabulary, Labels, Objective, score
 
 MAX_SEARCH_NODES = 2**14
 """Beams times length of a search: far above what any target gains from, and far below what memory holds."""
@@ -253,56 +251,25 @@ class Redrafter(TrainableDrafter):
 
     # --- training
 
-    def loss(self, batch: DrafterBatch) -> Loss:
-        """Cross-entropy of the target's continuations (section 3.4), teacher-forced, at the batch's positions.
+    def loss(self, batch: DrafterBatch, objective: Objective) -> Loss:
+        """The target's continuations (section 3.4), teacher-forced, at the batch's positions.
 
-        Depth d reads the continuation's tokens 0..d and predicts token d + 1. A label outside a reduced draft vocabulary
-        counts as a miss and adds nothing to the loss.
+        Depth d reads the continuation's tokens 0..d and predicts token d + 1.
         """
         if batch.hidden_states is None:
             raise ValueError(
                 "ReDrafter reads the target's hidden states, and the batch has none; distil them or recompute them"
             )
-        tokens = batch.continuations[batch.positions]  # [position, horizon]
-        if tokens.shape[1] < 2:
-            raise ValueError(
-                f"labels of {tokens.shape[1]} token leave nothing to draft; distil with distill.horizon of at least 2"
-            )
-        hidden = batch.hidden_states[batch.positions]
-        labels = tokens[:, 1:]
-        known = (tokens != UNKNOWN).cumprod(1).bool()[:, 1:]  # [position, depth]
-        embeddings = self.embed(tokens[:, :-1].clamp(min=0))
-
+        labels = Labels.of(batch)
+        embeddings = self.embed(labels.given.clamp(min=0))  # [position, depth, hidden]
         states = [self.first_state(embeddings[:, 0])]
-        for depth in range(1, labels.shape[1]):
+        for depth in range(1, labels.tokens.shape[1]):
             states.append(self.next_state(states[-1], embeddings[:, depth]))
-        state = torch.stack(states, dim=1)[known]
-        hidden = hidden[:, None].expand(-1, labels.shape[1], -1)[known]
-        return self._score(self.logits(hidden, state), labels, known)
+        hidden = batch.hidden_states[batch.positions][:, None].expand(-1, labels.tokens.shape[1], -1)
+        inputs = hidden[labels.known], torch.stack(states, dim=1)[labels.known]
+        return score(self.logits, inputs, labels, batch, objective, vocabulary=self.vocabulary)
 
-    def _score(
-        self,
-        logits: Float[torch.Tensor, "label draft_vocab"],
-        labels: Int[torch.Tensor, "position depth"],
-        known: torch.Tensor,
-    ) -> Loss:
-        output, in_vocabulary = self._to_outputs(labels[known])
-        loss = F.cross_entropy(logits.float(), output, reduction="none") * in_vocabulary  # [label]
-        with torch.no_grad():
-            label_logit = logits.gather(1, output[:, None])
-            rank = (logits > label_logit).sum(1)
-            rank = torch.where(in_vocabulary, rank, HIT_RANKS)
-            ranks = torch.full(labels.shape, HIT_RANKS, device=labels.device).masked_scatter(known, rank)
-            hits = (ranks[:, :, None] <= torch.arange(HIT_RANKS, device=labels.device)).sum(0)  # [depth, rank]
-            joint_hits = (ranks == 0).cumprod(1).sum(0)
-        depth = torch.arange(labels.shape[1], device=labels.device).expand_as(labels)[known]
-        sums = torch.zeros(labels.shape[1], device=loss.device, dtype=loss.dtype).index_add(0, depth, loss)
-        return Loss(sums=sums, counts=known.sum(0), hits=hits, joint_hits=joint_hits)
-
-    def _to_outputs(self, tokens: Int[torch.Tensor, " label"]) -> tuple[Int[torch.Tensor, " label"], torch.Tensor]:
-        """The head's outputs of the target's tokens, and which of them it has; 0 stands in for the others."""
-        if self.config.draft_vocab_size is None:
-            return tokens, torch.ones_like(tokens, dtype=torch.bool)
-        output = torch.searchsorted(self.draft_tokens, tokens).clamp(max=len(self.draft_tokens) - 1)
-        found = self.draft_tokens[output] == tokens
-        return torch.where(found, output, 0), found
+    @property
+    def vocabulary(self) -> DraftVocabulary:
+        """The tokens that the head's outputs stand for."""
+        return DraftVocabulary(size=self.vocab_size, tokens=self.draft_tokens if self.wants_token_counts else None)

@@ -22,6 +22,7 @@ from accelerate import Accelerator
 from outrider.data.types import DrafterBatch
 from outrider.models.config import TargetConfig
 from outrider.models.drafters import DRAFTERS
+from outrider.models.drafters.objective import Objective
 from outrider.models.drafters.redrafter import Redrafter
 from outrider.models.interfaces import Loss
 from outrider.models.target import load_target
@@ -40,10 +41,10 @@ class DropoutDrafter(Redrafter):
 
     calls = 0
 
-    def loss(self, batch: DrafterBatch) -> Loss:
+    def loss(self, batch: DrafterBatch, objective: Objective) -> Loss:
         DropoutDrafter.calls += 1
         hidden_states = torch.nn.functional.dropout(batch.hidden_states, 0.1, self.training)
-        return super().loss(replace(batch, hidden_states=hidden_states))
+        return super().loss(replace(batch, hidden_states=hidden_states), objective)
 
 
 def kill() -> None:

@@ -12,6 +12,7 @@ from outrider.data.manifest import load_manifest
 from outrider.data.shards import read_shard
 from outrider.data.types import DistilledExample
 from outrider.models.drafters import build_drafter
+from outrider.models.drafters.objective import Objective
 from outrider.models.hf_target import HFTarget
 from outrider.train import data as train_data
 from outrider.train.config import TrainConfig
@@ -118,7 +119,9 @@ def test_a_process_without_labels_still_has_a_gradient_to_share(shards_dir: Path
     (batch,) = make_stream(shards_dir).batches(0)
     hidden = torch.randn(*batch.input_ids.shape, target.hidden_size)
     drafter = build_drafter(DRAFTER, target)
-    drafter.loss(replace(batch, hidden_states=hidden, positions=torch.zeros_like(batch.positions))).sums.sum().backward()
+    drafter.loss(
+        replace(batch, hidden_states=hidden, positions=torch.zeros_like(batch.positions)), Objective()
+    ).sums.sum().backward()
     gradients = [parameter.grad for parameter in drafter.parameters()]
     assert len(gradients) >= 4
     assert all(gradient is not None and not gradient.any() for gradient in gradients)
@@ -129,7 +132,7 @@ def test_counted_labels_are_those_that_a_drafter_counts(shards_dir: Path, target
     for labels in ("distilled", "text"):
         (batch,) = make_stream(shards_dir, labels=labels).batches(0)
         hidden = torch.randn(*batch.input_ids.shape, target.hidden_size)
-        loss = drafter.loss(replace(batch, hidden_states=hidden))
+        loss = drafter.loss(replace(batch, hidden_states=hidden), Objective())
         counts = label_counts(batch)
         assert counts.tolist() == loss.counts.tolist()
         assert counts[0] > counts[-1] > 0

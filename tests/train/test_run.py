@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from outrider.data.manifest import load_manifest, save_manifest
 from outrider.data.types import DistilledExample, DrafterBatch
 from outrider.models.drafters import DRAFTERS, load_drafter
+from outrider.models.drafters.objective import Objective
 from outrider.models.drafters.redrafter import Redrafter
 from outrider.models.hf_target import HFTarget
 from outrider.models.interfaces import Loss
@@ -56,9 +57,9 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Redrafter]]:
         calls = 0
         on_loss: Any = staticmethod(lambda call, batch: 0.0)
 
-        def loss(self, batch: DrafterBatch) -> Loss:
+        def loss(self, batch: DrafterBatch, objective: Objective) -> Loss:
             type(self).calls += 1
-            loss = super().loss(batch)
+            loss = super().loss(batch, objective)
             return replace(loss, sums=loss.sums + self.on_loss(self.calls, batch))
 
     monkeypatch.setitem(DRAFTERS, "spy", Spy)

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from outrider.data.types import UNKNOWN, DrafterBatch
 from outrider.models.drafters import build_drafter
+from outrider.models.drafters.objective import Objective
 from outrider.models.drafters.redrafter import Redrafter
 
 
@@ -68,7 +69,7 @@ def test_loss_equals_the_formulas_written_out(target, options):
     texts = [[7, 8, 9, 10], [11, 12, UNKNOWN, UNKNOWN], [13, UNKNOWN, UNKNOWN, UNKNOWN]]
     batch = make_batch(target, texts)
     drafter.requires_grad_(False)
-    loss = drafter.loss(batch)
+    loss = drafter.loss(batch, Objective())
     sums, counts, hits, joint = [0.0] * 3, [0] * 3, [0] * 3, [0] * 3
     for row, text in enumerate(texts):
         so_far = True
@@ -100,7 +101,7 @@ def test_hits_and_joint_hits_count_what_a_chain_would_accept(target):
     wrong[3] = int(slow_log_probs(drafter, hidden, wrong[:3]).argmax())
     batch.continuations[0, :2] = torch.tensor([text, wrong])
     batch.hidden_states[0, 1] = hidden
-    loss = drafter.loss(batch)
+    loss = drafter.loss(batch, Objective())
     assert loss.hits[:, 0].tolist() == [2, 1, 2]
     assert loss.joint_hits.tolist() == [2, 1, 1]
 
@@ -112,7 +113,7 @@ def test_a_label_outside_the_draft_vocabulary_is_a_miss_and_no_loss(target):
     drafter.choose_draft_vocabulary(counts)
     assert drafter.draft_tokens.tolist() == [20, 30, 40]
     batch = make_batch(target, [[7, 30], [7, 31]])
-    loss = drafter.loss(batch)
+    loss = drafter.loss(batch, Objective())
     log_probs = slow_log_probs(drafter, batch.hidden_states[0, 0], [7]).detach()
     assert log_probs.shape == (3,)
     assert loss.sums.tolist() == pytest.approx([-float(log_probs[1])], rel=1e-5)
@@ -136,14 +137,14 @@ def test_training_overfits_a_small_set_to_near_perfect_acceptance(target):
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-2)
     first = None
     for _ in range(60):
-        loss = drafter.loss(batch)
+        loss = drafter.loss(batch, Objective())
         total = loss.sums.sum() / loss.counts.sum()
         first = first or total.item()
         optimizer.zero_grad()
         total.backward()
         optimizer.step()
     assert first == pytest.approx(math.log(target.vocab_size), rel=0.2)
-    assert int(drafter.loss(batch).joint_hits[-1]) >= 23
+    assert int(drafter.loss(batch, Objective()).joint_hits[-1]) >= 23
 
 
 def test_the_targets_embeddings_are_neither_saved_nor_trained(target):
@@ -152,7 +153,7 @@ def test_the_targets_embeddings_are_neither_saved_nor_trained(target):
     assert all(parameter is not target.embed_tokens.weight for parameter in drafter.parameters())
     before = target.embed_tokens.weight.clone()
     optimizer = torch.optim.SGD(drafter.parameters(), lr=1.0)
-    drafter.loss(make_batch(target, [[7, 8, 9]])).sums.sum().backward()
+    drafter.loss(make_batch(target, [[7, 8, 9]]), Objective()).sums.sum().backward()
     optimizer.step()
     assert torch.equal(target.embed_tokens.weight, before)
 
@@ -182,7 +183,7 @@ def test_loss_without_hidden_states_or_with_single_token_labels_says_what_to_do(
     drafter = make(target)
     batch = make_batch(target, [[7]])
     with pytest.raises(ValueError, match=r"distill\.horizon"):
-        drafter.loss(batch)
+        drafter.loss(batch, Objective())
     empty = DrafterBatch(
         input_ids=batch.input_ids,
         attention_mask=batch.attention_mask,
@@ -190,7 +191,7 @@ def test_loss_without_hidden_states_or_with_single_token_labels_says_what_to_do(
         continuations=batch.continuations,
     )
     with pytest.raises(ValueError, match="hidden states"):
-        drafter.loss(empty)
+        drafter.loss(empty, Objective())
 
 
 def test_started_from_the_targets_head_it_first_says_what_the_target_said(target):

@@ -1,0 +1,208 @@
+"""What every drafter is trained with: its labels, the loss of each, and how often it would be accepted.
+
+Losses are computed in chunks of labels and recomputed for the gradient, so that memory doesn't grow with labels x vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from ...data.types import UNKNOWN, DrafterBatch
+from ..interfaces import Loss
+
+HIT_RANKS = 10
+"""Training reports how often the label is among the 1..HIT_RANKS likeliest tokens."""
+
+MAX_CHUNK = 2**26
+"""Logits held at a time: 256 MiB in float32, and a few times that while their loss is computed."""
+
+TINY = 1e-12
+"""Keeps logarithms and quotients of probabilities finite."""
+
+LOSSES = ("cross_entropy", "kl", "tv", "acceptance", "kl_tv", "kl_acceptance")
+WEIGHTS = ("uniform", "reached")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """What is minimised, the same for every kind of drafter. p is the target's distribution, q the drafter's.
+
+    `cross_entropy`: -log q(label). `kl`: KL(p || q). `tv`: 1 - sum min(p, q), the probability that speculative sampling refuses
+    the draft token (arXiv 2211.17192, section 3.3). `acceptance`: -log sum min(p, q). `kl_tv` and `kl_acceptance`: the mean of
+    KL and the other, weighted by the share that is accepted at that depth now: KL leads while the drafter is weak.
+
+    p is known where a continuation keeps to the text, since the target has read that. Elsewhere it is taken to be one-hot at
+    the label.
+    """
+
+    loss: str = "cross_entropy"
+    weights: str = "uniform"
+    """`reached` counts a label only where the drafter's arg-max was right at all depths before it: where decoding gets to."""
+    head: nn.Linear | None = None
+    """The target's head, frozen: what makes p of its hidden states. All losses but cross-entropy need it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Labels:
+    """The labelled draft tokens of a batch: `tokens[n, d]` at the n-th position and depth d, those that are `known`.
+
+    `given[n, d]` is the token before it, which the drafter has read: at depth 0 the one that the target has already chosen.
+    `text_index[n, d]` is where, among all batch x seq tokens, the text stands after that token, and `on_text` whether the
+    continuation has kept to the text so far, so that the target's state there is that of the continuation.
+    """
+
+    given: Int[torch.Tensor, "position depth"]
+    tokens: Int[torch.Tensor, "position depth"]
+    known: Bool[torch.Tensor, "position depth"]
+    text_index: Int[torch.Tensor, "position depth"]
+    on_text: Bool[torch.Tensor, "position depth"]
+
+    @classmethod
+    def of(cls, batch: DrafterBatch) -> "Labels":
+        """The labels at the batch's positions. Raises ValueError where they leave nothing to draft."""
+        continuations = batch.continuations[batch.positions]  # [position, horizon]
+        if continuations.shape[1] < 2:
+            raise ValueError(
+                f"labels of {continuations.shape[1]} token leave nothing to draft; distil with distill.horizon of at least 2"
+            )
+        row, column = batch.positions.nonzero(as_tuple=True)
+        depth = torch.arange(1, continuations.shape[1], device=row.device)
+        seq = batch.input_ids.shape[1]
+        index = column[:, None] + depth  # [position, depth]: where token `given` stands, if the text says it
+        text_index = row[:, None] * seq + index.clamp(max=seq - 1)
+        given = continuations[:, :-1]
+        says_so = (batch.input_ids.flatten()[text_index] == given) & (index < seq)
+        return cls(
+            given=given,
+            tokens=continuations[:, 1:],
+            known=(continuations != UNKNOWN).cumprod(1).bool()[:, 1:],
+            text_index=text_index,
+            on_text=says_so.cumprod(1).bool(),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftVocabulary:
+    """The target's tokens that a drafter's outputs stand for: all `size` of them, or some, in order of their ids."""
+
+    size: int
+    tokens: Int[torch.Tensor, " output"] | None = None
+
+    @property
+    def num_outputs(self) -> int:
+        return self.size if self.tokens is None else len(self.tokens)
+
+    def outputs(self, tokens: Int[torch.Tensor, " label"]) -> tuple[Int[torch.Tensor, " label"], Bool[torch.Tensor, " label"]]:
+        """The outputs of the target's tokens, and which of them there are; some output stands in for the others."""
+        if self.tokens is None:
+            return tokens, torch.ones_like(tokens, dtype=torch.bool)
+        output = torch.searchsorted(self.tokens, tokens).clamp(max=len(self.tokens) - 1)
+        found = self.tokens[output] == tokens
+        return torch.where(found, output, 0), found
+
+
+def score(
+    predict: Callable[..., Float[torch.Tensor, "label output"]],
+    inputs: tuple[Float[torch.Tensor, "label _"], ...],
+    labels: Labels,
+    batch: DrafterBatch,
+    objective: Objective,
+    *,
+    vocabulary: DraftVocabulary,
+) -> Loss:
+    """The loss of a drafter whose logits are `predict` of the rows of `inputs`: one per known label, position by position.
+
+    A label outside a reduced vocabulary counts as a miss, and adds nothing to the cross-entropy.
+    """
+    known, tokens = labels.known, labels.tokens[labels.known]
+    output, inside = vocabulary.outputs(tokens)
+    teacher = None if objective.loss == "cross_entropy" else Teacher.of(batch, objective, vocabulary)
+
+    def evaluate(
+        output: torch.Tensor, inside: torch.Tensor, index: torch.Tensor, on_text: torch.Tensor, *rows: torch.Tensor
+    ) -> torch.Tensor:
+        logits = predict(*rows).float()
+        label_logit = logits.gather(1, output[:, None])
+        rank = torch.where(inside, (logits > label_logit).sum(1), HIT_RANKS).detach()
+        log_q = logits.log_softmax(1)
+        divergence = -log_q.gather(1, output[:, None])[:, 0] * inside
+        overlap = divergence.neg().exp() * inside
+        if teacher is not None:
+            p = teacher(index)
+            of_text = F.kl_div(log_q, p / p.sum(1, keepdim=True).clamp(min=TINY), reduction="none").sum(1)
+            divergence = torch.where(on_text, of_text, divergence)
+            overlap = torch.where(on_text, torch.minimum(p, log_q.exp()).sum(1), overlap)
+        return torch.stack([divergence, overlap, rank.to(divergence.dtype)], dim=1)
+
+    rows = (output, inside, labels.text_index[known], labels.on_text[known], *inputs)
+    divergence, overlap, rank = _in_chunks(evaluate, rows, max(1, MAX_CHUNK // vocabulary.num_outputs)).unbind(1)
+    depth = torch.arange(known.shape[1], device=known.device).expand_as(known)[known]
+    loss = _combine(divergence, overlap, depth, objective.loss)
+    ranks = torch.full(known.shape, float(HIT_RANKS), device=known.device).masked_scatter(known, rank.float())
+    if objective.weights == "reached":
+        loss = loss * F.pad((ranks == 0).cumprod(1)[:, :-1], (1, 0), value=1)[known]
+    return Loss(
+        sums=torch.zeros(known.shape[1], device=loss.device, dtype=loss.dtype).index_add(0, depth, loss),
+        counts=known.sum(0),
+        hits=(ranks[:, :, None] <= torch.arange(HIT_RANKS, device=known.device)).sum(0),
+        joint_hits=(ranks == 0).cumprod(1).sum(0),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Teacher:
+    """The target's distribution after any token of the texts, made of its hidden states when asked for."""
+
+    states: Float[torch.Tensor, "token hidden"]
+    head: nn.Linear
+    columns: Int[torch.Tensor, " output"] | None
+
+    @classmethod
+    def of(cls, batch: DrafterBatch, objective: Objective, vocabulary: DraftVocabulary) -> "Teacher":
+        if objective.head is None or batch.hidden_states is None:
+            raise ValueError(
+                f"the loss {objective.loss} needs the target's head and hidden states; give both, or cross_entropy"
+            )
+        states = batch.hidden_states.flatten(0, 1)
+        return cls(states=states, head=objective.head, columns=vocabulary.tokens)
+
+    @torch.no_grad()
+    def __call__(self, index: Int[torch.Tensor, " label"]) -> Float[torch.Tensor, "label output"]:
+        """Probabilities of the drafter's outputs: with a reduced vocabulary they sum to less than 1."""
+        weight = self.head.weight
+        logits: torch.Tensor = self.head(self.states[index].to(weight.dtype))
+        probs = logits.float().softmax(1)
+        return probs if self.columns is None else probs[:, self.columns]
+
+
+def _in_chunks(
+    evaluate: Callable[..., torch.Tensor], rows: tuple[torch.Tensor, ...], size: int
+) -> Float[torch.Tensor, "label column"]:
+    """`evaluate` of all rows, `size` at a time. Of several chunks nothing is kept but the result: backward computes anew."""
+    if len(rows[0]) <= size:
+        return evaluate(*rows)
+    chunks = zip(*(each.split(size) for each in rows), strict=True)
+    return torch.cat([checkpoint(evaluate, *chunk, use_reentrant=False) for chunk in chunks])  # type: ignore[misc]
+
+
+def _combine(
+    divergence: Float[torch.Tensor, " label"],
+    overlap: Float[torch.Tensor, " label"],
+    depth: Int[torch.Tensor, " label"],
+    loss: str,
+) -> Float[torch.Tensor, " label"]:
+    if loss in ("cross_entropy", "kl"):
+        return divergence
+    direct = 1 - overlap if loss.endswith("tv") else -overlap.clamp(min=TINY).log()
+    if loss in ("tv", "acceptance"):
+        return direct
+    num_depths = int(depth.max()) + 1 if len(depth) else 1
+    count = torch.zeros(num_depths, device=depth.device).index_add(0, depth, torch.ones_like(overlap))
+    accepted = torch.zeros(num_depths, device=depth.device).index_add(0, depth, overlap.detach()) / count.clamp(min=1)
+    share = accepted[depth]
+    return share * direct + (1 - share) * divergence

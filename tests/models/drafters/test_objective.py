@@ -1,0 +1,141 @@
+"""The losses that all drafters share, against what a loop over single labels makes of them."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from outrider.data.types import UNKNOWN, DrafterBatch
+from outrider.models.drafters import objective as objective_module
+from outrider.models.drafters.objective import LOSSES, DraftVocabulary, Labels, Objective, score
+
+VOCAB, WIDTH = 11, 6
+TEXT = [[3, 4, 5, 6, 7, 8], [9, 1, 2, 0, 0, 0]]
+# After position 1 of the first text the target goes on as the text does; elsewhere it leaves the text, at once or later.
+CONTINUATIONS = {(0, 1): [5, 6, 7, 8], (0, 2): [6, 1, 2, UNKNOWN], (1, 0): [5, 5, UNKNOWN, UNKNOWN], (1, 1): [2, 4, 4, 4]}
+HIDDEN = torch.randn(2, 6, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+def make_batch() -> DrafterBatch:
+    continuations = torch.full((2, 6, 4), UNKNOWN)
+    positions = torch.zeros(2, 6, dtype=torch.bool)
+    for place, tokens in CONTINUATIONS.items():
+        continuations[place] = torch.tensor(tokens)
+        positions[place] = True
+    return DrafterBatch(
+        input_ids=torch.tensor(TEXT),
+        attention_mask=torch.tensor([[True] * 6, [True] * 3 + [False] * 3]),
+        positions=positions,
+        continuations=continuations,
+        hidden_states=HIDDEN,
+    )
+
+
+@pytest.fixture
+def heads() -> tuple[nn.Linear, nn.Linear]:
+    torch.manual_seed(1)
+    return nn.Linear(WIDTH, VOCAB, bias=False).requires_grad_(False), nn.Linear(WIDTH, VOCAB, bias=False)
+
+
+def drafter_rows(labels: Labels) -> torch.Tensor:
+    return torch.randn(int(labels.known.sum()), WIDTH, generator=torch.Generator().manual_seed(2))
+
+
+def slow_loss(kind: str, q: list[float], p: list[float] | None, label: int, share: float) -> float:
+    p = p or [float(token == label) for token in range(VOCAB)]
+    kl = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True) if a)
+    overlap = sum(map(min, p, q))
+    direct = {"tv": 1 - overlap, "acceptance": -math.log(overlap)}
+    if kind == "cross_entropy":
+        return -math.log(q[label])
+    return {"kl": kl, **direct, **{f"kl_{name}": share * value + (1 - share) * kl for name, value in direct.items()}}[kind]
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("weights", ["uniform", "reached"])
+def test_losses_are_what_a_loop_over_the_labels_makes(kind, weights, heads):
+    target_head, head = heads
+    batch = make_batch()
+    labels = Labels.of(batch)
+    rows = drafter_rows(labels)
+    objective = Objective(loss=kind, weights=weights, head=target_head)
+    found = score(head, (rows,), labels, batch, objective, vocabulary=DraftVocabulary(size=VOCAB))
+
+    entries, row = [], 0  # depth, q, p, label, reached
+    for (text, position), tokens in sorted(CONTINUATIONS.items()):
+        reached = True
+        for depth in range(3):
+            if UNKNOWN in tokens[: depth + 2]:
+                break
+            q = head(rows[row]).softmax(0).tolist()
+            row += 1
+            said = TEXT[text][position + 1 : position + 2 + depth]
+            p = target_head(HIDDEN[text, position + 1 + depth]).softmax(0).tolist() if said == tokens[: depth + 1] else None
+            entries.append((depth, q, p, tokens[depth + 1], reached))
+            reached = reached and max(range(VOCAB), key=q.__getitem__) == tokens[depth + 1]
+    assert sum(p is not None for _, _, p, _, _ in entries) == 5, "three depths of the first, one each of two others"
+    sums = [0.0] * 3
+    for depth, q, p, label, reached in entries:
+        known_p = [each[2] or [float(token == each[3]) for token in range(VOCAB)] for each in entries if each[0] == depth]
+        overlaps = [sum(map(min, a, b[1])) for a, b in zip(known_p, [e for e in entries if e[0] == depth], strict=True)]
+        share = sum(overlaps) / len(overlaps)
+        sums[depth] += slow_loss(kind, q, p, label, share) * (reached or weights == "uniform")
+    assert found.sums.tolist() == pytest.approx(sums, rel=1e-4)
+    assert found.counts.tolist() == [4, 3, 2]
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("vocabulary", [None, [1, 2, 4, 5, 7, 8]])
+def test_chunks_change_neither_loss_nor_gradient(kind, vocabulary, heads, monkeypatch):
+    target_head, _ = heads
+    batch = make_batch()
+    labels = Labels.of(batch)
+    tokens = None if vocabulary is None else torch.tensor(vocabulary)
+    outputs = DraftVocabulary(size=VOCAB, tokens=tokens)
+    results = []
+    for limit in (2**26, 2 * outputs.num_outputs, 1):
+        monkeypatch.setattr(objective_module, "MAX_CHUNK", limit)
+        torch.manual_seed(3)
+        head, rows = nn.Linear(WIDTH, outputs.num_outputs), drafter_rows(labels).requires_grad_()
+        objective = Objective(loss=kind, weights="reached", head=target_head)
+        loss = score(head, (rows,), labels, batch, objective, vocabulary=outputs)
+        loss.sums.sum().backward()
+        results.append((loss.sums.detach(), loss.hits, head.weight.grad, rows.grad))
+    for other in results[1:]:
+        for found, expected in zip(other, results[0], strict=True):
+            assert torch.allclose(found.float(), expected.float(), atol=1e-5)
+    assert results[0][3].abs().sum() > 0
+
+
+class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+    """Elements of the largest tensor that any operator makes."""
+
+    size = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        for each in torch.utils._pytree.tree_leaves(output):
+            if isinstance(each, torch.Tensor):
+                self.size = max(self.size, each.numel())
+        return output
+
+
+def test_no_tensor_of_all_labels_and_the_whole_vocabulary_is_made(monkeypatch):
+    vocab, batch = 1000, make_batch()
+    labels = Labels.of(batch)
+    monkeypatch.setattr(objective_module, "MAX_CHUNK", 2 * vocab)
+    target_head, head = nn.Linear(WIDTH, vocab).requires_grad_(False), nn.Linear(WIDTH, vocab)
+    rows = drafter_rows(labels).requires_grad_()
+    objective = Objective(loss="kl_tv", head=target_head)
+    with Largest() as largest:
+        score(head, (rows,), labels, batch, objective, vocabulary=DraftVocabulary(size=vocab)).sums.sum().backward()
+    assert largest.size <= vocab * WIDTH, "the head's own weights"
+    assert len(rows) * vocab > vocab * WIDTH
+
+
+def test_a_loss_against_the_target_needs_its_head(heads):
+    batch = make_batch()
+    labels = Labels.of(batch)
+    with pytest.raises(ValueError, match="the loss kl needs the target's head"):
+        score(heads[1], (drafter_rows(labels),), labels, batch, Objective(loss="kl"), vocabulary=DraftVocabulary(size=VOCAB))
