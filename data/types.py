@@ -97,6 +97,7 @@ class DrafterBatch:
 
     `attention_mask` is True on real tokens. `positions` is True where the drafter is to be trained: a subset of the labelled
     positions. `hidden_states` are those of the target's last layer after its final norm; None until the trainer fills them in.
+    `features` are the inputs of the target's layers that the drafter reads besides, side by side.
     """
 
     input_ids: Int[torch.Tensor, "batch seq"]
@@ -104,3 +105,4 @@ class DrafterBatch:
     positions: Bool[torch.Tensor, "batch seq"]
     continuations: Int[torch.Tensor, "batch seq horizon"]
     hidden_states: Float[torch.Tensor, "batch seq hidden"] | None = None
+    features: Float[torch.Tensor, "batch seq feature"] | None = None

@@ -84,7 +84,7 @@ class GraphedDrafter:
 
     def __init__(self, drafter: Drafter[torch.Tensor], recorder: Recorder[DraftTree] | None = None) -> None:
         self.drafter = drafter
-        self.max_nodes = drafter.max_nodes
+        self.max_nodes, self.feature_layers = drafter.max_nodes, drafter.feature_layers
         self.init_state, self.advance, self.select = drafter.init_state, drafter.advance, drafter.select
         self._propose = GraphedFunction(drafter.propose, recorder)
 

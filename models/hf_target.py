@@ -1,6 +1,7 @@
 """The frozen target: any causal language model of transformers, unmodified."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -113,7 +114,9 @@ class HFTarget:
 
     # --- decoding
 
-    def prefill(self, prompts: Prompts, *, max_new_tokens: int, max_nodes: int) -> TargetOutput:
+    def prefill(
+        self, prompts: Prompts, *, max_new_tokens: int, max_nodes: int, feature_layers: tuple[int, ...] = ()
+    ) -> TargetOutput:
         """Start anew with a batch of prompts.
 
         Raises ValueError where a prompt leaves no room in the context window, or the model can't read draft trees.
@@ -131,6 +134,7 @@ class HFTarget:
             except BaseException:
                 self._kinds, self._cache = {}, None  # asked again, it is probed again
                 raise
+        self._captured.layers = feature_layers
         room = min(max_new_tokens, self.context_length - min(prompts.lengths))
         return self._prefill(prompts, max(prompts.lengths) + room + 1 + max_nodes)
 
@@ -147,7 +151,7 @@ class HFTarget:
         cache.commit(None, torch.tensor(prompts.lengths, device=self.device))
         cache.note(prompts.lengths)
         cache.trim()
-        return TargetOutput(logits=output.logits[row, column][:, None], hidden_states=output.hidden_states)
+        return replace(output, logits=output.logits[row, column][:, None])
 
     def _empty_cache(self, batch: int, capacity: int) -> TreeCache:
         """The cache that is there, if it is large enough: what was recorded for it stays good."""
@@ -170,7 +174,7 @@ class HFTarget:
             self._forget_graphs()
         if self._graphs is None:
             return self._read_tree(last_token, tree.tokens, tree.lineage)
-        return self._graphs(last_token, tree.tokens, tree.lineage, key=cache.extent)
+        return self._graphs(last_token, tree.tokens, tree.lineage, key=(cache.extent, self._captured.layers))
 
     def _read_tree_with(
         self,
@@ -244,7 +248,8 @@ class HFTarget:
             use_cache=True,
             **kwargs,
         )
-        return TargetOutput(logits=output.logits, hidden_states=self._captured.take())
+        hidden_states, features = self._captured.take()
+        return TargetOutput(logits=output.logits, hidden_states=hidden_states, features=features)
 
     @torch.inference_mode()
     def _probe(self) -> None:
@@ -297,7 +302,7 @@ class HFTarget:
         """Raise ValueError where the model does more to its hidden states than multiply them by its head."""
         text = torch.arange(3, 11, device=self.device)[None] % self.vocab_size
         logits = self.model(text, use_cache=False).logits[0, -1].float()
-        plain = self.head(self._captured.take())[0, -1].float()
+        plain = self.head(self._captured.take()[0])[0, -1].float()
         if not torch.allclose(logits, plain, rtol=1e-3, atol=1e-3 * float(logits.abs().max())):
             raise ValueError(
                 f"{type(self.model).__name__} caps or scales its logits, so its distribution can't be made of hidden states "
@@ -306,29 +311,53 @@ class HFTarget:
 
     @torch.no_grad()
     def hidden_states(
-        self, input_ids: Int[torch.Tensor, "batch seq"], attention_mask: Bool[torch.Tensor, "batch seq"]
-    ) -> Float[torch.Tensor, "batch seq hidden"]:
-        """Last hidden states, after the final norm, of right-padded texts; neither head nor gradients are computed."""
-        output = self.model.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
-        hidden_states: torch.Tensor = output.last_hidden_state
-        return hidden_states
+        self,
+        input_ids: Int[torch.Tensor, "batch seq"],
+        attention_mask: Bool[torch.Tensor, "batch seq"],
+        feature_layers: tuple[int, ...] = (),
+    ) -> tuple[Float[torch.Tensor, "batch seq hidden"], Float[torch.Tensor, "batch seq feature"] | None]:
+        """Last hidden states, after the final norm, of right-padded texts, and the inputs of the layers asked for, side by side.
+
+        Neither head nor gradients are computed.
+        """
+        self._captured.layers = feature_layers
+        self.model.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+        return self._captured.take()
 
 
 class CapturedHiddenStates:
-    """Catches what the decoder hands to the head, for every position, without asking for all layers' states.
+    """Catches what the decoder hands to the head, for every position, without asking for all layers' states; and what goes into
+    the layers named in `layers`.
 
-    The hook stays on the model, since a compiled model would be compiled anew for another one.
+    The hooks stay on the model, since a compiled model would be compiled anew for other ones.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
+        self.layers: tuple[int, ...] = ()
         self._hidden_states: torch.Tensor | None = None
-        model.get_decoder().register_forward_hook(self._capture)  # some models call it past their base model
+        self._inputs: dict[int, torch.Tensor] = {}
+        decoder = model.get_decoder()  # some models call it past their base model
+        decoder.register_forward_hook(self._capture)
+        for index, layer in enumerate(decoder_layers(model)):
+            layer.register_forward_pre_hook(partial(self._capture_input, index), with_kwargs=True)
 
     def _capture(self, module: nn.Module, args: Any, output: Any) -> None:
         self._hidden_states = output[0]
 
-    def take(self) -> torch.Tensor:
+    def _capture_input(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if index in self.layers:
+            self._inputs[index] = args[0] if args else kwargs["hidden_states"]
+
+    def take(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The last pass's, once: nobody keeps them alive."""
         hidden_states, self._hidden_states = self._hidden_states, None
         assert hidden_states is not None, "the model has not been run"
-        return hidden_states
+        features = torch.cat([self._inputs.pop(index) for index in self.layers], dim=-1) if self.layers else None
+        return hidden_states, features
+
+
+def decoder_layers(model: PreTrainedModel) -> Sequence[nn.Module]:
+    """The model's layers, in order; none where its decoder has no such list."""
+    num_layers = model.config.get_text_config().num_hidden_layers
+    lists = (module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList))
+    return next((list(each) for each in lists if len(each) == num_layers), [])

@@ -38,8 +38,12 @@ class Target(Protocol):
     def num_prefills(self) -> int:
         """How often it has started anew. There is one KV cache, so only the last start can go on."""
 
-    def prefill(self, prompts: Prompts, *, max_new_tokens: int, max_nodes: int) -> TargetOutput:
+    def prefill(
+        self, prompts: Prompts, *, max_new_tokens: int, max_nodes: int, feature_layers: tuple[int, ...] = ()
+    ) -> TargetOutput:
         """Start anew: read the prompts, and keep room for `max_new_tokens` behind each and trees of `max_nodes`.
+
+        From now on outputs have the `features` of these layers.
 
         Raises ValueError where a prompt fills the context window.
         """
@@ -64,6 +68,10 @@ class Drafter(Protocol[State]):
     @property
     def max_nodes(self) -> int:
         """Most nodes that a tree of its can have: what the target's KV cache keeps room for."""
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """Layers of the target whose inputs it reads besides the last hidden states."""
 
     def init_state(self, prompts: Prompts, prefill: TargetOutput) -> State: ...
 
@@ -115,6 +123,11 @@ class TrainableDrafter(nn.Module, ABC):
     @abstractmethod
     def for_target(cls, config: Any, target: "HFTarget") -> "TrainableDrafter":
         """A drafter with fresh weights that reads the target's frozen ones where it needs them."""
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """Layers of the target whose inputs it reads besides the last hidden states: batches then have `features`."""
+        return ()
 
     @property
     def wants_token_counts(self) -> bool:

@@ -16,6 +16,7 @@ class OracleDrafter:
     PARENTS = (-1, -1, 1, 1, 3, 3)
     DEPTH = 3
     max_nodes = len(PARENTS)
+    feature_layers = ()
 
     def __init__(self, texts: Sequence[Sequence[int]], right: Sequence[int], vocab_size: int) -> None:
         self.texts, self.right, self.vocab_size = texts, right, vocab_size

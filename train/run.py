@@ -59,6 +59,7 @@ class Training:
     optimizer: torch.optim.Optimizer
     scheduler: LRScheduler
     meter: Meter
+    feature_layers: tuple[int, ...]
     output_dir: Path
 
     @property
@@ -112,7 +113,7 @@ def _fit(training: Training, *, start: int) -> None:
             total: Loss | None = None
             for index, batch in enumerate(batches):
                 with nullcontext() if index == len(batches) - 1 else accelerator.no_sync(model):
-                    loss: Loss = model(_with_hidden_states(batch, training.target))
+                    loss: Loss = model(_with_hidden_states(batch, training.target, training.feature_layers))
                     # A sum over the labels of the whole step, whichever process and micro batch has them; times the
                     # number of processes because data parallelism takes the gradients' mean.
                     scale = accelerator.num_processes / num_labels[: len(loss.sums)].sum().clamp(min=1)
@@ -188,6 +189,7 @@ def _set_up(
         optimizer=optimizer,
         scheduler=scheduler,
         meter=Meter(accelerator.device),
+        feature_layers=drafter.feature_layers,
         output_dir=output_dir,
     )
 
@@ -200,14 +202,14 @@ def _count(batches: list[DrafterBatch], device: torch.device) -> list[torch.Tens
     return [labels.to(device), torch.tensor([positions, tokens], device=device)]
 
 
-def _with_hidden_states(batch: DrafterBatch, target: HFTarget) -> DrafterBatch:
-    """The batch on the target's device, with the target's hidden states: the shards' or else recomputed."""
+def _with_hidden_states(batch: DrafterBatch, target: HFTarget, feature_layers: tuple[int, ...]) -> DrafterBatch:
+    """The batch on the target's device, with the target's hidden states: the shards', unless they lack what is needed."""
     batch = to_device(batch, target.device)
-    hidden_states = batch.hidden_states
-    if hidden_states is None:
-        hidden_states = target.hidden_states(batch.input_ids, batch.attention_mask)
+    hidden_states, features = batch.hidden_states, None
+    if hidden_states is None or feature_layers:
+        hidden_states, features = target.hidden_states(batch.input_ids, batch.attention_mask, feature_layers)
     # Drafters train in float32 whatever the target's type is; autocast, where it is on, goes down again itself.
-    return replace(batch, hidden_states=hidden_states.float())
+    return replace(batch, hidden_states=hidden_states.float(), features=None if features is None else features.float())
 
 
 def _sum_over_processes(loss: Loss | None, accelerator: Accelerator) -> Loss:

@@ -50,7 +50,9 @@ def generate(
     )
     lap = Stopwatch(batch.input_ids.device) if timed else None
 
-    prefill = target.prefill(batch, max_new_tokens=max_new_tokens, max_nodes=drafter.max_nodes)
+    prefill = target.prefill(
+        batch, max_new_tokens=max_new_tokens, max_nodes=drafter.max_nodes, feature_layers=drafter.feature_layers
+    )
     own_prefill = target.num_prefills
     state = drafter.init_state(batch, prefill)
     tree = empty_tree(len(batch.lengths), batch.input_ids.device)

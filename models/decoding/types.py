@@ -23,6 +23,8 @@ class TargetOutput:
 
     logits: Float[torch.Tensor, "batch entry vocab"]
     hidden_states: Float[torch.Tensor, "batch hidden_entry hidden"]
+    features: Float[torch.Tensor, "batch hidden_entry feature"] | None = None
+    """The inputs of the layers that were asked for, side by side."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

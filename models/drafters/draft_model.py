@@ -28,6 +28,7 @@ class DraftModel:
             raise ValueError(f"length is {length}; a draft has at least one token")
         self.model = model
         self.max_nodes = length
+        self.feature_layers = ()
         self._last_token: Int[torch.Tensor, " batch"]  # of the step that is under way; the cache is kept inside, too
 
     def require_vocabulary(self, target: HFTarget) -> None:

@@ -15,6 +15,7 @@ class NullDrafter:
     """Proposes an empty tree, so that each step emits the one token that the target itself chose."""
 
     max_nodes = 0
+    feature_layers = ()
 
     def init_state(self, prompts: Prompts, prefill: TargetOutput) -> None:
         return None

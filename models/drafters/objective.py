@@ -187,7 +187,7 @@ def _in_chunks(
     if len(rows[0]) <= size:
         return evaluate(*rows)
     chunks = zip(*(each.split(size) for each in rows), strict=True)
-    return torch.cat([checkpoint(evaluate, *chunk, use_reentrant=False) for chunk in chunks])  # type: ignore[misc]
+    return torch.cat([checkpoint(evaluate, *chunk, use_reentrant=False) for chunk in chunks])
 
 
 def _combine(

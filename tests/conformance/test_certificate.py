@@ -150,7 +150,7 @@ class ToyTarget:
     def __init__(self, tables) -> None:
         self.tables = tables
 
-    def prefill(self, prompts, *, max_new_tokens, max_nodes) -> TargetOutput:
+    def prefill(self, prompts, *, max_new_tokens, max_nodes, feature_layers=()) -> TargetOutput:
         self.committed = torch.zeros(len(prompts.lengths), 0, dtype=torch.long)
         self.counts = torch.zeros(len(prompts.lengths), dtype=torch.long)
         logits = self.tables[0].expand(len(prompts.lengths), 1, -1)
@@ -193,6 +193,7 @@ class ToyDrafter:
     def __init__(self, shape, tables, sampling) -> None:
         self.shape, self.tables, self.sampling = shape, tables, sampling
         self.max_nodes = len(shape.parents)
+        self.feature_layers = ()
 
     def init_state(self, prompts, prefill) -> None:
         return None

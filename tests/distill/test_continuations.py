@@ -174,7 +174,7 @@ def test_no_wanted_position_gives_no_label_and_no_branch(make_target: MakeTarget
     )
     assert (labels == UNKNOWN).all()
     assert stats.num_positions == stats.num_branch_tokens == stats.agreement == 0
-    torch.testing.assert_close(hidden_states, target.hidden_states(input_ids, ~nowhere))
+    torch.testing.assert_close(hidden_states, target.hidden_states(input_ids, ~nowhere)[0])
 
 
 def test_small_segments_chunked_heads_and_plain_operations_change_nothing(

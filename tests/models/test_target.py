@@ -94,10 +94,10 @@ def test_identity_follows_the_weights_not_the_path(copy, target, tiny_target_dir
 
 def test_hidden_states_feed_the_head(target, prompt):
     mask = torch.ones_like(prompt, dtype=torch.bool)
-    hidden = target.hidden_states(prompt, mask)
+    hidden, _ = target.hidden_states(prompt, mask)
     logits = target.model.get_output_embeddings()(hidden)
     assert torch.allclose(logits, target.model(prompt).logits)
-    padded = target.hidden_states(torch.cat([prompt, prompt[:, :1]], 1), torch.tensor([[True] * 5 + [False]]))
+    padded, _ = target.hidden_states(torch.cat([prompt, prompt[:, :1]], 1), torch.tensor([[True] * 5 + [False]]))
     assert torch.allclose(padded[:, :5], hidden)
 
 
@@ -144,3 +144,19 @@ def test_a_refused_target_stays_refused(target, prompt, monkeypatch):
     for _ in range(2):
         with pytest.raises(ValueError, match="reads a draft tree differently"):
             again.prefill(Prompts.of(prompt), max_new_tokens=2, max_nodes=0)
+
+
+def test_features_are_the_inputs_of_the_layers_asked_for(target, prompt):
+    states = target.model(prompt, output_hidden_states=True).hidden_states
+    expected = torch.cat([states[1], states[0]], dim=-1)
+    hidden, features = target.hidden_states(prompt, torch.ones_like(prompt, dtype=torch.bool), (1, 0))
+    torch.testing.assert_close(features, expected)
+    torch.testing.assert_close(hidden, states[-1])
+    output = target.prefill(Prompts.of(prompt), max_new_tokens=4, max_nodes=2, feature_layers=(1, 0))
+    torch.testing.assert_close(output.features, expected)
+    tree = chain_tree(prompt[:, :2])
+    after = target.verify(prompt[:, 0], tree).features
+    text = torch.cat([prompt, prompt[:, :1], prompt[:, :2]], dim=1)
+    states = target.model(text, output_hidden_states=True).hidden_states
+    torch.testing.assert_close(after, torch.cat([states[1], states[0]], dim=-1)[:, -3:])
+    assert target.prefill(Prompts.of(prompt), max_new_tokens=4, max_nodes=2).features is None

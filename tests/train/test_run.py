@@ -97,7 +97,7 @@ def test_stored_hidden_states_train_the_same_drafter_as_recomputed_ones(
     stored = []
     for example in examples:
         ids = example.example.input_ids[None]
-        stored.append(replace(example, hidden_states=target.hidden_states(ids, torch.ones_like(ids, dtype=torch.bool))[0]))
+        stored.append(replace(example, hidden_states=target.hidden_states(ids, torch.ones_like(ids, dtype=torch.bool))[0][0]))
     directory = write_shards(tmp_path / "shards", target.identity, stored)
     assert_close(run_train("recomputed"), run_train("stored", shards=directory))
 

@@ -131,6 +131,7 @@ class RandomDrafter:
 
     PARENTS = (-1, -1, 0, 0)
     max_nodes = len(PARENTS)
+    feature_layers = ()
 
     def __init__(self, logits: torch.Tensor, *, with_replacement: bool) -> None:
         self.probs, self.with_replacement = warp(logits, Sampling()), with_replacement

@@ -19,6 +19,7 @@ class ScriptedDrafter:
     def __init__(self, text: list[int], *, right: int, depth: int, decoys: int, vocab_size: int) -> None:
         self.text, self.right, self.depth, self.decoys, self.vocab_size = text, right, depth, decoys, vocab_size
         self.max_nodes = depth * (decoys + 1)
+        self.feature_layers = ()
 
     def init_state(self, prompts, prefill) -> int:
         return 1

@@ -1,0 +1,56 @@
+"""Drafters with attention are trained on branches: behind each chosen position of a text hangs the target's continuation.
+
+    text      a b c d e        behind b: c x y     behind d: e z w
+
+Text and branches are read together. An entry of a branch sees the text before it and its own branch up to itself, so that all
+positions and depths are trained side by side, on what decoding shows the drafter and on nothing else.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Int, Shaped
+
+from ...data.types import DrafterBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Branches:
+    """The branches of a batch, row by row, padded to the row with most. `columns` says where in its text each begins.
+
+    Entries of depths 0..D-1 lie depth by depth: that of branch n at depth d is entry d * branches + n.
+    """
+
+    columns: Int[torch.Tensor, "batch branch"]
+    real: Bool[torch.Tensor, "batch branch"]
+    num_columns: int
+
+    @classmethod
+    def of(cls, batch: DrafterBatch) -> "Branches":
+        """A branch for each of the batch's positions, in their order."""
+        count = batch.positions.sum(1)
+        real = torch.arange(int(count.max()), device=count.device) < count[:, None]
+        columns = torch.zeros_like(real, dtype=torch.long)
+        columns[real] = batch.positions.nonzero()[:, 1]
+        return cls(columns=columns, real=real, num_columns=batch.input_ids.shape[1])
+
+    def spread(self, values: Shaped[torch.Tensor, "position *rest"]) -> Shaped[torch.Tensor, "batch branch *rest"]:
+        """Values at each position to where its branch is; zeros at the padding."""
+        result = values.new_zeros(*self.real.shape, *values.shape[1:])
+        result[self.real] = values
+        return result
+
+    def collect(self, values: Shaped[torch.Tensor, "batch branch *rest"]) -> Shaped[torch.Tensor, "position *rest"]:
+        """The reverse of `spread`."""
+        return values[self.real]
+
+    def mask(self, depth: int, *, with_own_column: bool) -> Bool[torch.Tensor, "batch 1 branch key"]:
+        """What the entries at `depth` see: first the columns of the text, then all entries up to this depth.
+
+        Of the text what is before the branch, with the column where it begins where `with_own_column`. Every entry sees itself,
+        so that no softmax is of nothing.
+        """
+        last = self.columns[:, :, None] + int(with_own_column)
+        text = torch.arange(self.num_columns, device=last.device) < last  # [batch, branch, column]
+        own = torch.eye(self.columns.shape[1], dtype=torch.bool, device=last.device).repeat(1, depth + 1)
+        return torch.cat([text, own.expand(len(text), -1, -1)], dim=2)[:, None]
