@@ -316,7 +316,7 @@ class HFTarget:
         attention_mask: Bool[torch.Tensor, "batch seq"],
         feature_layers: tuple[int, ...] = (),
     ) -> tuple[Float[torch.Tensor, "batch seq hidden"], Float[torch.Tensor, "batch seq feature"] | None]:
-        """Last hidden states, after the final norm, of right-padded texts, and the inputs of the layers asked for, side by side.
+        """Last hidden states, after the final norm, of right-padded texts, and the inputs of `feature_layers`, side by side.
 
         Neither head nor gradients are computed.
         """
