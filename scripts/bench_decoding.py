@@ -105,10 +105,11 @@ def measure_overhead(target: HFTarget, prompt: torch.Tensor, num_steps: int) -> 
         tree = DraftTree(tokens=tokens, parents=parents, max_depth=5)
         output = target.verify(last_token, tree)
         acceptance = rule(tree, output)
-        num_accepted = [len(new) - 1 for new in read_tokens(tree, acceptance)]
+        num_accepted = [len(new) - 1 for new in read_tokens(tree, output, acceptance)]
         target.commit(tree, acceptance, num_accepted)
         seconds = clock(target) - start
-        target.rewind([1 + count for count in num_accepted])  # the next step has the same cache again
+        # The next step has the same cache again.
+        target.rewind(1 + acceptance.num_accepted, [1 + count for count in num_accepted])
         return seconds
 
     def forward(tokens: torch.Tensor) -> float:

@@ -8,9 +8,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 from outrider.data.manifest import TargetIdentity
 from outrider.models.decoding import GreedyAcceptance, generate
 from outrider.models.drafters import NullDrafter
+from outrider.models.drafters.oracle import OracleDrafter
 from outrider.models.hf_target import HFTarget
-
-from ..oracle import OracleDrafter
 
 VOCAB = 100
 WINDOW = 6
