@@ -99,7 +99,8 @@ def test_the_same_seed_gives_the_same_draws():
 
 
 def test_a_tiny_temperature_is_greedy_and_not_nan():
-    assert warp(LOGITS.float(), Sampling(temperature=1e-38)).tolist() == [[1.0, 0.0, 0.0, 0.0, 0.0]]
+    for temperature in (1e-38, 1e-46, 1e-300):
+        assert warp(LOGITS.float(), Sampling(temperature=temperature)).tolist() == [[1.0, 0.0, 0.0, 0.0, 0.0]]
 
 
 # --- a seed for each row
