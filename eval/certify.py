@@ -1,6 +1,6 @@
 """The losslessness certificate: of the acceptance rules exactly, and of a target with a drafter on real prompts."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from ..models.decoding.sampling import RowSeeds, Sampling, warp
 from ..models.decoding.toys import TreeShape, joint, random_tables
 from ..models.decoding.types import Step
 from ..models.drafters import NullDrafter
+from ..models.drafters.oracle import OracleDrafter
 from ..models.hf_target import HFTarget
 from ..models.interfaces import AcceptanceRule, Drafter
 from .lossless import audit, is_exact
@@ -145,7 +146,7 @@ def certify_decoding(
     prompts = [prompt for prompt in prompts if prompt.shape[1] <= room]
     if not prompts:
         raise ValueError(f"no prompt fits the target's context window of {target.context_length} tokens; lower max_new_tokens")
-    jobs: list[Callable[[], Line]] = []
+    jobs: list[Callable[[], Line]] = [partial(_certify_oracle, target, prompts, max_new_tokens)]
     for name, drafter in drafters.items():
         label = f"{name}, {str(target.dtype).removeprefix('torch.')}"
         jobs += [
@@ -159,24 +160,54 @@ def certify_decoding(
 def _certify_greedy(
     label: str, target: HFTarget, drafter: Drafter[Any], prompts: Sequence[torch.Tensor], max_new_tokens: int, batch_size: int
 ) -> Line:
-    exact = is_exact(target.dtype)
-    num_bad, num_tokens, worst = 0, 0, 0.0
+    num_accepted, answers = 0, []
     for start in range(0, len(prompts), batch_size):
-        batch = prompts[start : start + batch_size]
-        for prompt, answer in zip(batch, _greedy(target, drafter, batch, max_new_tokens), strict=True):
-            num_tokens += len(answer)
-            if exact:
-                num_bad += answer != _greedy(target, NullDrafter(), [prompt], max_new_tokens)[0]
-            else:
-                margin = audit(target, prompt, answer)
-                num_bad += not margin.within_noise
-                worst = max(worst, margin.deficit / margin.noise if margin.noise else margin.deficit)
+        steps = list(_greedy(target, drafter, prompts[start : start + batch_size], max_new_tokens))
+        num_accepted += sum(sum(step.num_accepted) for step in steps)
+        answers += _answers(steps, len(prompts[start : start + batch_size]))
     together = "" if batch_size == 1 else f", {batch_size} prompts at a time"
+    return _compare(f"{label}, greedy{together}", target, prompts, answers, num_accepted, max_new_tokens)
+
+
+def _certify_oracle(target: HFTarget, prompts: Sequence[torch.Tensor], max_new_tokens: int) -> Line:
+    """Trees with the right answer in them, in batches: long accepted paths, whatever the drafters are worth."""
+    num_accepted, answers = 0, []
+    for start in range(0, len(prompts), BATCH_SIZE):
+        batch = prompts[start : start + BATCH_SIZE]
+        plain = [_answers(_greedy(target, NullDrafter(), [prompt], max_new_tokens), 1)[0] for prompt in batch]
+        # Every row is drafted right to another depth.
+        depths = [OracleDrafter.DEPTH - row % OracleDrafter.DEPTH for row in range(len(batch))]
+        oracle = OracleDrafter(plain, depths, target.vocab_size)
+        steps = list(_greedy(target, oracle, batch, max_new_tokens))
+        num_accepted += sum(sum(step.num_accepted) for step in steps)
+        answers += _answers(steps, len(batch))
+    dtype = str(target.dtype).removeprefix("torch.")
+    label = f"a drafter that knows the answers, {dtype}, greedy, {BATCH_SIZE} prompts at a time"
+    return _compare(label, target, prompts, answers, num_accepted, max_new_tokens)
+
+
+def _compare(
+    label: str,
+    target: HFTarget,
+    prompts: Sequence[torch.Tensor],
+    answers: Sequence[list[int]],
+    num_accepted: int,
+    max_new_tokens: int,
+) -> Line:
+    exact = is_exact(target.dtype)
+    num_bad, worst = 0, 0.0
+    for prompt, answer in zip(prompts, answers, strict=True):
+        if exact:
+            num_bad += answer != _answers(_greedy(target, NullDrafter(), [prompt], max_new_tokens), 1)[0]
+        else:
+            margin = audit(target, prompt, answer)
+            num_bad += not margin.within_noise
+            worst = max(worst, margin.deficit / margin.noise if margin.noise else margin.deficit)
     return Line(
-        subject=f"{label}, greedy{together}, {num_tokens} tokens",
+        subject=f"{label}: {sum(map(len, answers))} tokens, {num_accepted} of them accepted drafts",
         method="the tokens of plain decoding" if exact else "every token the arg-max, within twice the noise",
         num_cases=len(prompts),
-        result=f"{num_bad} answers differ" + ("" if exact else f"; worst deficit {worst:.2g} of the noise"),
+        result=f"{num_bad} answers differ" if exact else f"{num_bad} answers beyond the noise; worst deficit {worst:.2g} of it",
         passed=not num_bad,
     )
 
@@ -207,7 +238,7 @@ def _certify_sampling(label: str, target: HFTarget, drafter: Drafter[Any], promp
     even = torch.full((NUM_PLACES**2,), NUM_PLACES**-2, dtype=torch.float64)
     values = [g_test(pair.bincount(minlength=len(even)), even) for pair in pairs]
     return Line(
-        subject=f"{label}, sampled, {cell.numel()} tokens, {num_accepted} drafted",
+        subject=f"{label}, sampled: {cell.numel()} tokens, {num_accepted} of them accepted drafts",
         method=f"G-tests of {len(cell)} texts",
         num_cases=len(values),
         result=f"p at least {min(values):.2g}",
@@ -261,10 +292,9 @@ def _sampler_p_value(shape_name: str, drawing: str, sampling_name: str, vocab: i
     return g_test(sequence_counts(tokens, vocab), joint(target, sampling, shape.depth + 1).flatten())
 
 
-def _greedy(target: HFTarget, drafter: Drafter[Any], prompts: Sequence[torch.Tensor], max_new_tokens: int) -> list[list[int]]:
+def _greedy(target: HFTarget, drafter: Drafter[Any], prompts: Sequence[torch.Tensor], max_new_tokens: int) -> Iterator[Step]:
     rows = [prompt[0] for prompt in prompts]
-    steps = generate(target, drafter, GreedyAcceptance(), rows, max_new_tokens=max_new_tokens, stop_ids=target.stop_ids)
-    return _answers(steps, len(rows))
+    return generate(target, drafter, GreedyAcceptance(), rows, max_new_tokens=max_new_tokens, stop_ids=target.stop_ids)
 
 
 def _answers(steps: Iterable[Step], num_rows: int) -> list[list[int]]:

@@ -18,6 +18,9 @@ Output = TypeVar("Output")
 Recorder = Callable[[Callable[[], Output]], tuple[Callable[[], Any], Output]]
 """Runs a function once, recording. Returns what does the same again, and the output, which each replay overwrites."""
 
+MAX_RECORDINGS = 64
+"""Recordings kept, the oldest being dropped: rows that leave a batch make new shapes, and each keeps its outputs' memory."""
+
 WARM_UP_CALLS = 3
 """Calls before the recording, in which libraries set themselves up; what PyTorch's documentation advises."""
 
@@ -39,6 +42,8 @@ class GraphedFunction(Generic[Output]):
         if shapes not in self._recorded:
             with torch.inference_mode(False):  # written in whatever mode
                 own = tuple(each.clone() for each in inputs)
+            if len(self._recorded) == MAX_RECORDINGS:
+                del self._recorded[next(iter(self._recorded))]
             self._recorded[shapes] = own, *self.recorder(lambda: self.function(*own))
         own, replay, output = self._recorded[shapes]
         for mine, given in zip(own, inputs, strict=True):
@@ -71,8 +76,13 @@ class CudaGraphRecorder:
                 function()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            output = function()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                output = function()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # the model reads numbers from the device, as mixtures of experts may
+            raise ValueError(f"this model can't be recorded as a CUDA graph ({error}); turn target.cuda_graphs off") from error
         return graph.replay, output
 
 

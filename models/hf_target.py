@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -53,7 +54,8 @@ class HFTarget:
         self.num_prefills = 0
         self._cache: TreeCache | None = None
         self._kinds: dict[str, int | None] = {}
-        self._captured = CapturedHiddenStates(model)
+        self._captured = CapturedHiddenStates.of(model)
+        self._feature_layers: tuple[int, ...] = ()
         self.compiled = compiled
         self.cuda_graphs = cuda_graphs
         self._read_tree = partial(self._read_tree_with, torch.compile(model) if compiled else model)
@@ -126,15 +128,25 @@ class HFTarget:
                 f"a prompt of {max(prompts.lengths)} tokens leaves no room for an answer in the target's context window of "
                 f"{self.context_length} tokens; shorten the prompt"
             )
+        if int(prompts.input_ids.max()) >= self.vocab_size or int(prompts.input_ids.min()) < 0:
+            raise ValueError(f"a prompt has token ids beyond the target's {self.vocab_size}: is it another tokenizer's?")
         if not self._kinds:
             require_tree_attention(self.model)
             self._kinds = attention_kinds(self.model)
             try:
                 self._probe()
-            except BaseException:
+            except (TypeError, AttributeError, LookupError, NotImplementedError, RuntimeError) as error:
                 self._kinds, self._cache = {}, None  # asked again, it is probed again
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise
+                raise ValueError(
+                    f"{type(self.model).__name__} can't be driven by 4-D masks, position ids and a cache, which reading draft "
+                    f"trees needs ({type(error).__name__}: {error}). Choose another target"
+                ) from error
+            except BaseException:
+                self._kinds, self._cache = {}, None
                 raise
-        self._captured.layers = feature_layers
+        self._feature_layers = feature_layers
         room = min(max_new_tokens, self.context_length - min(prompts.lengths))
         return self._prefill(prompts, max(prompts.lengths) + room + 1 + max_nodes)
 
@@ -174,7 +186,7 @@ class HFTarget:
             self._forget_graphs()
         if self._graphs is None:
             return self._read_tree(last_token, tree.tokens, tree.lineage)
-        return self._graphs(last_token, tree.tokens, tree.lineage, key=(cache.extent, self._captured.layers))
+        return self._graphs(last_token, tree.tokens, tree.lineage, key=(cache.extent, self._feature_layers))
 
     def _read_tree_with(
         self,
@@ -212,12 +224,11 @@ class HFTarget:
         cache.commit(entries, acceptance.num_accepted + 1)
         cache.note([count + 1 for count in num_accepted])
 
-    def rewind(self, num_tokens: Sequence[int]) -> None:
-        """Forget the last committed tokens, so many in each row."""
+    def rewind(self, num_tokens: Int[torch.Tensor, " batch"], host_counts: Sequence[int]) -> None:
+        """Forget the last committed tokens, so many in each row: as the device and the host know it."""
         cache = self._require_cache()
-        counts = [-count for count in num_tokens]
-        cache.commit(None, torch.tensor(counts, device=self.device))
-        cache.note(counts)
+        cache.commit(None, -num_tokens)
+        cache.note([-count for count in host_counts])
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows of the batch only."""
@@ -240,6 +251,7 @@ class HFTarget:
         **kwargs: Any,
     ) -> TargetOutput:
         cache = self._require_cache()
+        self._captured.layers = self._feature_layers
         output = model(
             input_ids=tokens,
             attention_mask=masks,
@@ -275,6 +287,10 @@ class HFTarget:
             (second[0, 1], [*text[:9], *tree.tokens[0, [0, 2]], text[10], tree.tokens[0, 0]]),
             (second[1, 1], [*text[:5], text[9], tree.tokens[1, 1], text[11], tree.tokens[1, 0]]),
         ]
+        if not all(logits.isfinite().all() for logits in (start, first, second)):
+            raise ValueError(
+                f"the logits of {self.identity.name} are not all numbers: its weights are damaged, or overflow {self.dtype}"
+            )
         errors = [self._difference(logits, torch.stack(path_ids)) for logits, path_ids in rows]
         tolerance = PROBE_TOLERANCE if torch.finfo(self.dtype).eps <= torch.finfo(torch.float32).eps else NARROW_PROBE_TOLERANCE
         if not all(error < tolerance for error in errors):  # NaN is below nothing
@@ -329,8 +345,10 @@ class CapturedHiddenStates:
     """Catches what the decoder hands to the head, for every position, without asking for all layers' states; and what goes into
     the layers named in `layers`.
 
-    The hooks stay on the model, since a compiled model would be compiled anew for other ones.
+    The hooks stay on the model, since a compiled model would be compiled anew for every other one.
     """
+
+    _of_models: ClassVar[WeakKeyDictionary[PreTrainedModel, "CapturedHiddenStates"]] = WeakKeyDictionary()
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.layers: tuple[int, ...] = ()
@@ -340,6 +358,11 @@ class CapturedHiddenStates:
         decoder.register_forward_hook(self._capture)
         for index, layer in enumerate(decoder_layers(model)):
             layer.register_forward_pre_hook(partial(self._capture_input, index), with_kwargs=True)
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "CapturedHiddenStates":
+        """The model's own: all targets around a model share one."""
+        return cls._of_models.get(model) or cls._of_models.setdefault(model, cls(model))
 
     def _capture(self, module: nn.Module, args: Any, output: Any) -> None:
         self._hidden_states = output[0]

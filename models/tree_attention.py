@@ -52,6 +52,11 @@ def require_tree_attention(model: PreTrainedModel) -> None:
             f"{name} cuts windows by column, whatever the position ids say, so trees and batches would go wrong. "
             "Choose another target"
         )
+    if hasattr(config, "keep_window_size"):
+        raise ValueError(
+            f"{name} chooses which columns of its cache to read by their number, so trees and batches would go wrong. "
+            "Choose another target"
+        )
     if (kind := _length_dependent_rope(config)) is not None:
         raise ValueError(
             f"{name} chooses its rotary frequencies ({kind}) by the longest position in a pass, so a draft node or a neighbour "
@@ -148,21 +153,32 @@ def _grouped_heads_forward(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: query is [batch, head, query, head_dim], key and value have fewer heads."""
-    batch, num_heads, num_queries, _ = query.shape
-    num_groups = num_heads // key.shape[1]
+    num_groups = query.shape[1] // key.shape[1]
     special = (name for name in ("softcap", "position_bias", "cache") if kwargs.get(name) is not None)
     if attention_mask is None or attention_mask.shape[1] != 1 or num_groups == 1 or any(special):
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
-    if query.device.type == "cpu":
-        output = scaled_dot_product_attention(query, key, value, attention_mask, scale=scaling, enable_gqa=True)
-    else:
-        # Elsewhere no fast kernel takes both a mask and grouped heads. The heads of a group read the same keys, so they can
-        # as well be further queries of one head.
-        folded = query.reshape(batch, key.shape[1], num_groups * num_queries, -1)
-        output = scaled_dot_product_attention(
-            folded, key, value, attention_mask.repeat(1, 1, num_groups, 1), scale=scaling
-        ).view(batch, num_heads, num_queries, -1)
-    return output.transpose(1, 2).contiguous(), None
+    # Only a CPU has a fast kernel for both a mask and grouped heads.
+    attend = attend_grouped if query.device.type == "cpu" else attend_folded
+    return attend(query, key, value, attention_mask, scaling).transpose(1, 2).contiguous(), None
+
+
+def attend_grouped(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float | None
+) -> torch.Tensor:
+    """Attention whose keys and values have fewer heads than its queries."""
+    return scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=True)
+
+
+def attend_folded(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float | None
+) -> torch.Tensor:
+    """The same by a kernel that knows no groups: the heads of a group read the same keys, so they can as well be further
+    queries of one head."""
+    batch, num_heads, num_queries, _ = query.shape
+    num_groups = num_heads // key.shape[1]
+    folded = query.reshape(batch, key.shape[1], num_groups * num_queries, -1)
+    output = scaled_dot_product_attention(folded, key, value, mask.repeat(1, 1, num_groups, 1), scale=scale)
+    return output.view(batch, num_heads, num_queries, -1)
 
 
 # Masks are always given under this name, so it needs no mask function.

@@ -141,12 +141,15 @@ class TreeCache(Cache):
 
     def write(self, place: Place, states: torch.Tensor) -> torch.Tensor:
         """Write a layer's new keys or values, and return all that the pass sees of them."""
-        buffer = self._buffers[place[0]][place[1], : states.shape[0]]
+        buffer = self._buffers[place[0]]
+        slot = buffer[place[1], : states.shape[0]]
         if isinstance(self._columns, slice):
-            buffer[:, :, self._columns] = states
+            slot[:, :, self._columns] = states
+        elif torch.compiler.is_compiling():
+            torch.ops.outrider.write_columns(buffer, place[1], self._columns, states)
         else:
-            buffer.scatter_(2, self._columns[:, None, :, None].expand(states.shape), states)
-        return buffer[:, :, : self.extent]
+            _write_columns(buffer, place[1], self._columns, states)
+        return slot[:, :, : self.extent]
 
     def commit(self, entries: Int[torch.Tensor, "batch kept"] | None, counts: Int[torch.Tensor, " batch"]) -> None:
         """Of each row's last pass, keep the first `counts` of the `entries` named, in that order, and forget the others.
@@ -188,6 +191,15 @@ class TreeCache(Cache):
         if self.is_even and not fixed:
             return slice(self.host_lengths[0], self.host_lengths[0] + num_entries)
         return self.lengths[:, None] + torch.arange(num_entries, device=self._lengths.device)
+
+
+def _write_columns(buffer: torch.Tensor, slot: int, columns: torch.Tensor, states: torch.Tensor) -> None:
+    """Write [batch, head, entry, head_dim] to the columns [batch, entry] of a slot."""
+    buffer[slot, : len(states)].scatter_(2, columns[:, None, :, None].expand(states.shape), states)
+
+
+# To the compiler an operator of its own: a scatter into a part of a buffer it turns into a copy of the whole.
+torch.library.custom_op("outrider::write_columns", _write_columns, mutates_args={"buffer"})
 
 
 def _move(

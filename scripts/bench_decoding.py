@@ -2,7 +2,8 @@
 
     python scripts/bench_decoding.py --target models/demo_target --threads 2
 
-1. A step with a 16-node tree against the bare forward pass over the same tokens, mask and cache, in turns.
+1. A step with a 16-node tree, of which the longest path (5 tokens) is accepted, against the bare forward pass over the same
+   tokens, mask and cache, in turns.
 2. Plain decoding and a chain of drafts, in batches, against transformers' `generate` and assisted generation with the same
    draft model, in turns. The draft model is the target's own first layers, so that no second download is needed. Assisted
    generation refuses batches. Greedy, stop tokens switched off; ends with an error where our own answers differ.
@@ -36,6 +37,8 @@ from outrider.models.tree_attention import grouped_heads, masks_by_kind
 
 TREE = (-1, -1, -1, -1, 0, 0, 0, 1, 1, 2, 4, 4, 5, 7, 10, 14)
 """Parents of 16 nodes, five deep."""
+PATH = (0, 4, 10, 14, 15)
+"""Its longest path."""
 OVERHEAD_WARMUP = 20
 
 
@@ -99,16 +102,21 @@ def measure_overhead(target: HFTarget, prompt: torch.Tensor, num_steps: int) -> 
     output = target.prefill(Prompts.of(prompt[None]), max_new_tokens=num_steps, max_nodes=len(TREE))
     last_token = output.logits[:, -1].argmax(-1)
     parents = torch.tensor([TREE], device=target.device)
+    steps = generate(target, NullDrafter(), rule, prompt[None], max_new_tokens=2 + len(PATH))
+    answer = [token for each in steps for token in each.tokens[0]]
+    target.prefill(Prompts.of(prompt[None]), max_new_tokens=num_steps, max_nodes=len(TREE))
 
     def step(tokens: torch.Tensor) -> float:
         start = clock(target)
         tree = DraftTree(tokens=tokens, parents=parents, max_depth=5)
         output = target.verify(last_token, tree)
         acceptance = rule(tree, output)
-        num_accepted = [len(new) - 1 for new in read_tokens(tree, acceptance)]
+        num_accepted = [len(new) - 1 for new in read_tokens(tree, output, acceptance)]
+        assert num_accepted == [len(PATH)]
         target.commit(tree, acceptance, num_accepted)
         seconds = clock(target) - start
-        target.rewind([1 + count for count in num_accepted])  # the next step has the same cache again
+        # The next step has the same cache again.
+        target.rewind(1 + acceptance.num_accepted, [1 + count for count in num_accepted])
         return seconds
 
     def forward(tokens: torch.Tensor) -> float:
@@ -127,6 +135,7 @@ def measure_overhead(target: HFTarget, prompt: torch.Tensor, num_steps: int) -> 
     whole, bare = [], []
     for number in range(num_steps + OVERHEAD_WARMUP):
         tokens = torch.randint(target.vocab_size, parents.shape, device=target.device, generator=generator)
+        tokens[0, list(PATH)] = torch.tensor(answer[1 : 1 + len(PATH)], device=target.device)
         # Who goes first changes: the second finds the weights in the cache.
         first, second = (step, forward) if number % 2 else (forward, step)
         times = {first: first(tokens), second: second(tokens)}

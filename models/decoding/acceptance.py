@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch.nn.functional import pad
 
-from .sampling import Randomness, Sampling, draw, flip, warp
+from .sampling import Randomness, Sampling, choose, draw, flip, warp
 from .tree import DraftTree
 from .types import NO_NODE, Acceptance, TargetOutput
 
@@ -53,7 +53,7 @@ class SpeculativeSampling:
     def __call__(self, tree: DraftTree, output: TargetOutput, *, generator: Randomness = None) -> Acceptance:
         probs = warp(output.logits, self.sampling)
         if tree.child_probs is None:
-            return follow_choices(tree, draw(probs, generator))
+            return follow_choices(tree, choose(probs, pad(tree.depths, (1, 0)), tree.max_depth, generator))
         accept, bonus = try_children(tree, tree.child_probs.to(probs.dtype), probs)
         walk = follow(tree, first_accepted(tree, flip(accept, generator)))
         rows = torch.arange(len(bonus), device=bonus.device)

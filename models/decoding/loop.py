@@ -9,11 +9,12 @@ from jaxtyping import Int
 from transformers import PreTrainedTokenizerBase
 
 from ..interfaces import AcceptanceRule, Drafter, Target
+from .acceptance import last_entry
 from .prompts import Prompts
 from .sampling import Randomness, RowSeeds
 from .stopping import Stopping
 from .tree import DraftTree, empty_tree
-from .types import Acceptance, PhaseSeconds, Step
+from .types import Acceptance, PhaseSeconds, Step, TargetOutput
 
 
 @torch.inference_mode()
@@ -34,10 +35,12 @@ def generate(
 
     `prompts` are rows of one length, or vectors of any lengths. The tokens are exactly those that plain decoding with the same
     rule would emit: whatever ends an answer (see `Stopping`) also cuts an accepted path. The host reads from the device once
-    per step, for the whole batch. `stop_strings` need the `tokenizer`. With `RowSeeds` as `generator`, what a row samples does
-    not depend on its neighbours; a torch.Generator is shared by all rows. `timed` takes the seconds of each phase; it
-    synchronises an accelerator after each, so leave it off where the whole is being timed. Raises ValueError for prompts that
-    are empty or fill the context window, RuntimeError where somebody else uses the target before the answers have ended.
+    per step, for the whole batch. `stop_strings` need the `tokenizer`. With `RowSeeds` as `generator`, what a row samples
+    depends neither on its neighbours nor on the drafter; a torch.Generator is shared by all rows. `timed` takes the seconds of
+    each phase; it synchronises an accelerator after each, so leave it off where the whole is being timed.
+
+    Raises ValueError for prompts that are empty or fill the context window and for logits that aren't numbers, RuntimeError
+    where somebody else uses the target before the answers have ended.
     """
     batch = Prompts.of(prompts)
     stopping = Stopping(
@@ -58,7 +61,7 @@ def generate(
     tree = empty_tree(len(batch.lengths), batch.input_ids.device)
     acceptance = rule(tree, prefill, generator=generator)
     rows = list(range(len(batch.lengths)))
-    step = make_step(rows, read_tokens(tree, acceptance), stopping, tree, is_prefill=True)
+    step = make_step(rows, read_tokens(tree, prefill, acceptance), stopping, tree, is_prefill=True)
     yield step
 
     while rows := [row for row, finish in zip(step.rows, step.finishes, strict=True) if finish is None]:
@@ -67,11 +70,12 @@ def generate(
                 "the target has begun another answer meanwhile, and it has one KV cache: finish one `generate` before the next "
                 "begins, and let a draft model be a target of its own"
             )
+        kept = [step.rows.index(row) for row in rows]
         if len(rows) < len(step.rows):
-            kept = [step.rows.index(row) for row in rows]
             target.select(kept)
             state, acceptance = drafter.select(state, kept), acceptance.select(kept)
-            generator = generator.select(kept) if isinstance(generator, RowSeeds) else generator
+        if isinstance(generator, RowSeeds):
+            generator = generator.after([count + 1 for count in step.num_accepted], kept)
         if lap:
             lap()
         last_token = acceptance.bonus_token
@@ -80,7 +84,7 @@ def generate(
         output = target.verify(last_token, tree)
         verify_seconds = lap() if lap else 0.0
         acceptance = rule(tree, output, generator=generator)
-        tokens = read_tokens(tree, acceptance)  # here the host waits for the device
+        tokens = read_tokens(tree, output, acceptance)  # here the host waits for the device
         num_accepted = [len(new) - 1 for new in tokens]
         target.commit(tree, acceptance, num_accepted)
         state = drafter.advance(state, tree, acceptance, output, num_accepted)
@@ -89,11 +93,22 @@ def generate(
         yield step
 
 
-def read_tokens(tree: DraftTree, acceptance: Acceptance) -> list[list[int]]:
-    """Each row's new tokens, draft tokens then the bonus token, on the host, in one transfer."""
+def read_tokens(tree: DraftTree, output: TargetOutput, acceptance: Acceptance) -> list[list[int]]:
+    """Each row's new tokens, draft tokens then the bonus token, on the host, in one transfer.
+
+    Raises ValueError where the target's logits there are not numbers: every rule would make some token of them.
+    """
     drafted = tree.tokens.gather(1, acceptance.path.clamp(min=0)) if tree.num_nodes else acceptance.path
-    values = torch.cat([acceptance.num_accepted[:, None], acceptance.bonus_token[:, None], drafted], dim=1).tolist()
-    return [[*drafted[:num_accepted], bonus] for num_accepted, bonus, *drafted in values]
+    row = torch.arange(len(drafted), device=drafted.device)
+    is_number = ~output.logits[row, last_entry(acceptance), acceptance.bonus_token].isnan()
+    columns = [acceptance.num_accepted[:, None], acceptance.bonus_token[:, None], is_number[:, None], drafted]
+    values = torch.cat(columns, dim=1).tolist()
+    if bad := [row for row, (_, _, is_number, *_) in enumerate(values) if not is_number]:
+        raise ValueError(
+            f"the target's logits are not numbers (NaN) in row {bad[0]} of the batch: its weights are damaged, or its type "
+            "overflows; load it in another target.dtype"
+        )
+    return [[*drafted[:num_accepted], bonus] for num_accepted, bonus, _, *drafted in values]
 
 
 def make_step(

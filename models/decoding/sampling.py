@@ -41,7 +41,7 @@ def warp(logits: Float[torch.Tensor, "*batch vocab"], sampling: Sampling) -> Flo
     torch's topk chooses, at that of top-p the first.
     """
     logits = logits.to(torch.promote_types(logits.dtype, MIN_PRECISION))
-    if sampling.temperature == 0:
+    if sampling.temperature < torch.finfo(logits.dtype).tiny:  # as good as 0, which it would be rounded to
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
     # Below 0 first, so that a tiny temperature makes -inf of the others, and not inf - inf.
     probs = ((logits - logits.max(-1, keepdim=True).values) / sampling.temperature).softmax(-1)
@@ -80,6 +80,16 @@ def draw(probs: Float[torch.Tensor, "*batch vocab"], generator: Randomness = Non
     return _first_to_ring(probs, _clocks(probs, generator))
 
 
+def choose(
+    probs: Float[torch.Tensor, "batch entry vocab"],
+    depths: Int[torch.Tensor, "batch entry"],
+    max_depth: int,
+    generator: Randomness = None,
+) -> Int[torch.Tensor, "batch entry"]:
+    """One token after each entry of a tree, `depths` tokens after the first one: only those on one path will be used."""
+    return generator.choose(probs, depths, max_depth) if isinstance(generator, RowSeeds) else draw(probs, generator)
+
+
 def draw_several(
     probs: Float[torch.Tensor, "*batch vocab"], count: int, generator: Randomness = None
 ) -> Int[torch.Tensor, "*batch count"]:
@@ -104,17 +114,32 @@ def flip(probs: Float[torch.Tensor, "*batch"], generator: Randomness = None) -> 
 
 
 class RowSeeds:
-    """A seed for each row of a batch: what a row draws depends on its seed and on how many decisions came before, and on
-    nothing else. So its text is the same alone, among any neighbours, and in any place among them.
+    """A seed for each row of a batch: its text is the same alone, among any neighbours, and in any place among them.
 
-    For each decision of each row a generator is seeded anew. On a CPU the values that it gives first do not depend on how many
-    are asked for, so a row draws the same for its own nodes whatever the padding behind them; elsewhere drafters' trees are of
-    one size in all batches. Good for one call of `generate`: a second one goes on where the first ended.
+    And it is the same with any drafter whose trees are functions of the text: token t of an answer is chosen by a draw of its
+    own, made of the row's seed and t alone, so that plain decoding and tree decoding with the same seeds give the very same
+    text. (The idea is that of common random numbers; for drafters, "drafter invariance", arXiv 2408.07978.) It remains exact:
+    whether a tree is there or not, the draw of token t is independent of the text before it.
+
+    Other decisions (`draw`, `flip`) are made of the seed, t, and how many were made since. On a CPU the values that a seeded
+    generator gives first do not depend on how many are asked for, so padding behind a row's own nodes changes nothing;
+    elsewhere drafters' trees are of one size in all batches. Good for one call of `generate`.
     """
 
-    def __init__(self, seeds: Sequence[int]) -> None:
+    def __init__(self, seeds: Sequence[int], positions: Sequence[int] | None = None) -> None:
         self.seeds = tuple(seeds)
+        self._positions = tuple(positions) if positions is not None else (0,) * len(self.seeds)
         self._num_decisions = 0
+
+    def choose(
+        self, probs: Float[torch.Tensor, "batch entry vocab"], depths: Int[torch.Tensor, "batch entry"], max_depth: int
+    ) -> Int[torch.Tensor, "batch entry"]:
+        self._require_rows(probs)
+        clocks = torch.empty(len(probs), max_depth + 1, probs.shape[-1], dtype=probs.dtype, device=probs.device)
+        for row, seed, position in zip(clocks, self.seeds, self._positions, strict=True):
+            for depth, clock in enumerate(row):
+                clock.exponential_(generator=_generator(probs.device, seed, position + depth))
+        return _first_to_ring(probs, clocks.gather(1, depths[:, :, None].expand_as(probs)))
 
     def draw(self, probs: Float[torch.Tensor, "batch *entry vocab"]) -> Int[torch.Tensor, "batch *entry"]:
         return _first_to_ring(probs, self._fill(probs, torch.Tensor.exponential_))
@@ -122,22 +147,27 @@ class RowSeeds:
     def flip(self, probs: Float[torch.Tensor, "batch *entry"]) -> Bool[torch.Tensor, "batch *entry"]:
         return self._fill(probs, torch.Tensor.uniform_) < probs
 
-    def select(self, rows: Sequence[int]) -> "RowSeeds":
-        """The seeds of these rows of the batch only."""
-        selected = RowSeeds([self.seeds[row] for row in rows])
-        selected._num_decisions = self._num_decisions
-        return selected
+    def after(self, num_emitted: Sequence[int], rows: Sequence[int]) -> "RowSeeds":
+        """The seeds of these rows of the batch, whose answers have grown by so many tokens."""
+        positions = [self._positions[row] + num_emitted[row] for row in rows]
+        return RowSeeds([self.seeds[row] for row in rows], positions)
 
     def _fill(self, like: torch.Tensor, fill: Callable[..., torch.Tensor]) -> torch.Tensor:
-        if len(like) != len(self.seeds):
-            raise ValueError(f"there are {len(self.seeds)} seeds for {len(like)} rows; give one per row")
-        generator = torch.Generator(like.device)
+        self._require_rows(like)
         values = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-        for row, seed in zip(values, self.seeds, strict=True):
-            # A string is hashed: neighbouring seeds and decisions get unrelated streams.
-            fill(row, generator=generator.manual_seed(Random(f"{seed}/{self._num_decisions}").getrandbits(63)))
+        for row, seed, position in zip(values, self.seeds, self._positions, strict=True):
+            fill(row, generator=_generator(like.device, seed, position, self._num_decisions))
         self._num_decisions += 1
         return values
+
+    def _require_rows(self, values: torch.Tensor) -> None:
+        if len(values) != len(self.seeds):
+            raise ValueError(f"there are {len(self.seeds)} seeds for {len(values)} rows; give one per row")
+
+
+def _generator(device: torch.device, *parts: int) -> torch.Generator:
+    # A string is hashed: neighbouring seeds, positions and decisions get unrelated streams.
+    return torch.Generator(device).manual_seed(Random("/".join(map(str, parts))).getrandbits(63))
 
 
 def _first_to_ring(

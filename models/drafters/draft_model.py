@@ -42,7 +42,8 @@ class DraftModel:
 
     def init_state(self, prompts: Prompts, prefill: TargetOutput) -> Int[torch.Tensor, " batch"]:
         self.model.prefill(prompts, max_new_tokens=EXPECTED_NEW_TOKENS, max_nodes=self.max_nodes)
-        self.model.rewind([1] * len(prompts.lengths))
+        self._own_prefill = self.model.num_prefills
+        self.model.rewind(torch.ones_like(prompts.input_ids[:, 0]), [1] * len(prompts.lengths))
         return prompts.last(prompts.input_ids)
 
     def propose(
@@ -52,6 +53,8 @@ class DraftModel:
         *,
         generator: Randomness = None,
     ) -> DraftTree:
+        if self.model.num_prefills != self._own_prefill:
+            raise RuntimeError("the draft model has begun another answer meanwhile; give each `generate` one of its own")
         self._last_token = last_token
         # Both tokens are the text's own: read as a chain of one behind the first, and kept.
         known = chain_tree(last_token[:, None])
@@ -77,7 +80,7 @@ class DraftModel:
     ) -> Int[torch.Tensor, " batch"]:
         # Read are the text before this step's bonus token and accepted drafts, and all drafts but the last. Kept is what comes
         # before the last two tokens of the new text.
-        self.model.rewind([self.max_nodes - count for count in num_accepted])
+        self.model.rewind(self.max_nodes - acceptance.num_accepted, [self.max_nodes - count for count in num_accepted])
         entries = torch.cat([self._last_token[:, None], tree.tokens], dim=1)
         return entries.gather(1, last_entry(acceptance)[:, None])[:, 0]
 

@@ -3,16 +3,20 @@
     python scripts/gpu/decode_bench.py --output "$OUT/decode.json"             # 8B-shaped Llama, bf16, under 8 minutes
     python scripts/gpu/decode_bench.py --shape tiny --output /tmp/decode.json  # anywhere, in seconds
 
-The target and the drafters have random weights of real sizes, so no download is needed; how many draft tokens are accepted is
-set (`--acceptance`: the probability that the next draft token on the deepest path is accepted), since random drafters would
-have none. Every step does all the work of a real one: the drafter's search, the target's pass, the acceptance rule, the cache's
-commit. Steps are timed one by one, between the reads with which each ends; medians are reported, and
+The target and the drafters have random weights of real sizes, so no download is needed. Every step does all the work of a real
+one: the drafter's search, the target's pass over the tree, the acceptance rule, the cache's commit. Random drafters would be
+refused at once, so how much is accepted is set: `--acceptance` is the probability that the next token of the tree's deepest
+path is. Trees have a shape of their own (`SHAPES_OF_TREES`: nodes and depth), whatever the search found.
 
-- `host_reads`: reads from the device per step, counted apart from the timing (on CUDA by the driver's synchronisations too);
-- `speedup`: tokens per second against the fastest plain decoding of that batch, in whatever form;
+So what is measured is milliseconds per step; tokens per second follow from the acceptance that was set and say nothing about
+any drafter. `break_even` does: the tokens per step and row from which on a tree of that size is faster than the fastest plain
+decoding of that batch. Steps are timed one by one, between the reads with which each ends; medians are reported, and
+
 - `phase_milliseconds`: drafting, verifying, accepting, with a synchronisation after each, so their sum exceeds a step's time;
-- `bandwidth_share`: the bytes that a step must read at least (the target's and the drafter's weights, the KV cache), divided by
-  its time, as a share of the copy bandwidth measured in the same run.
+- `bandwidth_share`: the bytes that a step must read at least (weights of target and drafter, KV caches), divided by its time,
+  as a share of the fastest of a copy and a sum of large tensors measured in the same run;
+- `host_reads`: values read from the device per step; on CUDA `synchronisations` too, as PyTorch's own debug mode sees them;
+- `compilations`: graphs that `torch.compile` made during the case.
 
 What doesn't fit the time budget is listed as skipped, what fails with its error: the file is always written.
 """
@@ -69,8 +73,8 @@ FORMS = {
     "cuda_graph": {"cuda_graphs": True},
     "compiled_cuda_graph": {"compiled": True, "cuda_graphs": True},
 }
-BEAMS = {1: (1, 1), 2: (1, 2), 4: (1, 4), 8: (4, 4), 16: (6, 5), 32: (10, 5), 64: (16, 5)}
-"""Beam width and length of the search whose likeliest nodes make a tree of so many."""
+SHAPES_OF_TREES = {1: (1, 1), 2: (1, 2), 4: (1, 4), 8: (2, 4), 16: (4, 5), 32: (8, 5), 64: (16, 5)}
+"""Beam width and length of the search, by nodes of the tree; the tree is as deep as the search is long."""
 DRAFT_LENGTH = 4
 COUNTED_STEPS = 4
 
@@ -82,7 +86,7 @@ def main() -> None:
     dtype = getattr(torch, args.dtype or ("float32" if device.type == "cpu" else "bfloat16"))
     target_shape, draft_shape = SHAPES[args.shape]
     model, draft = (random_llama(shape, dtype, device) for shape in (target_shape, draft_shape))
-    bandwidth = copy_bandwidth(device)
+    bandwidth = memory_bandwidth(device)
     report: dict[str, Any] = {
         "shape": args.shape,
         "dtype": str(dtype).removeprefix("torch."),
@@ -91,12 +95,13 @@ def main() -> None:
         "steps": args.steps,
         "target_bytes": weight_bytes(model),
         "draft_model_bytes": weight_bytes(draft),
-        "copy_bytes_per_second": bandwidth,
+        "memory_bytes_per_second": bandwidth,
         "rows": [],
         "skipped": [],
         "failed": [],
         "environment": dataclasses.asdict(describe_environment(device)),
     }
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # what is called compiled must be
     bench = Bench(args, model, draft, bandwidth)
     for case in tqdm(list(cases(args, device)), unit="case"):
         if time.perf_counter() - started > args.budget_seconds:
@@ -107,7 +112,7 @@ def main() -> None:
             except (RuntimeError, ValueError) as error:  # out of memory, an operator that can't be captured
                 report["failed"].append(dataclasses.asdict(case) | {"error": str(error)[:500]})
                 bench.forget()
-        add_speedups(report["rows"])
+        add_break_even(report["rows"])
         report["seconds"] = time.perf_counter() - started
         write_json(args.output, report)  # each time: what is measured is kept
     print_report(report)
@@ -118,13 +123,13 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama8b")
     parser.add_argument("--forms", nargs="+", choices=sorted(FORMS), default=list(FORMS))
-    parser.add_argument("--trees", type=int, nargs="+", choices=sorted(BEAMS), default=sorted(BEAMS))
+    parser.add_argument("--trees", type=int, nargs="+", choices=sorted(SHAPES_OF_TREES), default=sorted(SHAPES_OF_TREES))
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--acceptance", type=float, default=0.7)
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--warm-up", type=int, default=5)
-    parser.add_argument("--budget-seconds", type=float, default=400, help="no case is begun after so many seconds")
+    parser.add_argument("--budget-seconds", type=float, default=300, help="no case is begun after so many seconds")
     parser.add_argument("--dtype", default=None, help="bfloat16, on a CPU float32, unless given")
     parser.add_argument("--device", default=None)
     parser.add_argument("--output", type=Path, default=Path("decode_bench.json"))
@@ -154,6 +159,22 @@ def cases(args: argparse.Namespace, device: torch.device) -> Iterator[Case]:
                     yield Case(form, "draft_model", batch, DRAFT_LENGTH)
 
 
+class ShapedDrafter:
+    """A drafter whose tree is given another shape: a path as deep as the search, and the other nodes beside its first one."""
+
+    def __init__(self, drafter: Any, num_nodes: int, depth: int, device: torch.device) -> None:
+        self.drafter, self.depth = drafter, depth
+        self.max_nodes, self.feature_layers = num_nodes, ()
+        self.init_state, self.advance, self.select = drafter.init_state, drafter.advance, drafter.select
+        self.parents = torch.tensor([[*range(-1, depth - 1), *[-1] * (num_nodes - depth)]], device=device)
+
+    def propose(self, state: Any, last_token: torch.Tensor, *, generator: Any = None) -> DraftTree:
+        tree = self.drafter.propose(state, last_token)
+        assert tree.num_nodes == self.max_nodes
+        parents = self.parents.expand_as(tree.tokens)
+        return DraftTree(tokens=tree.tokens.clamp(min=0), parents=parents, max_depth=self.depth)
+
+
 class SettableAcceptance:
     """Does greedy acceptance's work, then accepts as many tokens of the deepest path as chance says: for timing only."""
 
@@ -181,10 +202,15 @@ class Bench:
     def __init__(self, args: argparse.Namespace, model: Any, draft: Any, bandwidth: float) -> None:
         self.args, self.model, self.draft, self.bandwidth = args, model, draft, bandwidth
         self.targets: dict[str, HFTarget] = {}
+        # Made once, on the device: of a billion parameters each time would take longer than what is measured.
+        with model.device:
+            options = {"kind": "redrafter", "head_init": "random", "tree_nodes": 1}
+            self.redrafter: Any = build_drafter(options, target_of(model)).to(model.dtype).eval().requires_grad_(False)
 
     def forget(self) -> None:
-        """Begin anew after a failure, with all memory free."""
+        """Begin anew, with all memory free."""
         self.targets.clear()
+        torch._dynamo.reset()
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -192,7 +218,7 @@ class Bench:
     def measure(self, case: Case) -> dict[str, Any]:
         form = FORMS[case.form]
         if case.form not in self.targets:
-            self.targets.clear()  # one form's graphs at a time
+            self.forget()  # one form's graphs and compiled code at a time
             self.targets[case.form] = target_of(self.model, **form)
         target = self.targets[case.form]
         drafter, drafter_bytes = self.drafter(case, target)
@@ -201,7 +227,8 @@ class Bench:
         prompts = torch.randint(vocab, (case.batch, args.prompt_tokens), generator=generator).to(target.device)
         rule = SettableAcceptance(args.acceptance, target.device)
         num_steps = args.warm_up + args.steps
-        most = 1 + (case.nodes if case.nodes <= DRAFT_LENGTH else 5)  # tokens per step
+        most = 6  # tokens per step: the same room in every case, so that the cache keeps its shape
+        compiled_before = compilations()
 
         def steps(*, timed: bool = False) -> Iterator[Any]:
             limit = most * (2 + max(num_steps, 3 * COUNTED_STEPS))
@@ -227,25 +254,25 @@ class Bench:
             "phase_milliseconds": [
                 1e3 * statistics.median(getattr(phase, name) for phase in phases) for name in ("draft", "verify", "accept")
             ],
+            "compilations": compilations() - compiled_before,
             "host_reads": reads,
             "synchronisations": synchronisations,
             "bandwidth_share": (weight_bytes(self.model) + drafter_bytes + cache_bytes) / median / self.bandwidth,
         }
 
     def drafter(self, case: Case, target: HFTarget) -> tuple[Any, float]:
-        """The drafter, and the bytes of weights that it reads in a step."""
+        """The drafter, and the bytes of weights and cache that it reads in a step."""
         if case.drafter == "nothing":
             return NullDrafter(), 0
         if case.drafter == "draft_model":
             return DraftModel(target_of(self.draft, **FORMS[case.form]), length=case.nodes), case.nodes * weight_bytes(
                 self.draft
             )
-        width, length = BEAMS[case.nodes]
-        options = {"kind": "redrafter", "beam_width": width, "beam_length": length, "tree_nodes": case.nodes}
-        drafter = build_drafter({**options, "head_init": "random"}, target).to(target.dtype).eval()
-        size = sum(parameter.numel() for parameter in drafter.parameters()) * target.dtype.itemsize * length
-        graphed = FORMS[case.form].get("cuda_graphs")
-        return (GraphedDrafter(drafter) if graphed else drafter), size
+        config, (width, length) = self.redrafter.config, SHAPES_OF_TREES[case.nodes]
+        config.beam_width, config.beam_length, config.tree_nodes = width, length, case.nodes
+        drafter = ShapedDrafter(self.redrafter, case.nodes, length, target.device)
+        weights = sum(parameter.numel() for parameter in self.redrafter.parameters()) * target.dtype.itemsize
+        return (GraphedDrafter(drafter) if FORMS[case.form].get("cuda_graphs") else drafter), length * weights
 
 
 def random_llama(shape: dict[str, int], dtype: torch.dtype, device: torch.device) -> LlamaForCausalLM:
@@ -287,16 +314,18 @@ def cache_bytes_per_token(model: LlamaForCausalLM) -> int:
     return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * model.dtype.itemsize
 
 
-def copy_bandwidth(device: torch.device, rounds: int = 10) -> float:
-    """Bytes read and written per second by a large copy: what no step can exceed."""
-    source = torch.ones(2**30 if device.type == "cuda" else 2**26, dtype=torch.uint8, device=device)
+def memory_bandwidth(device: torch.device, rounds: int = 10) -> float:
+    """Bytes per second that a large copy moves or a large sum reads, whichever are more."""
+    source = torch.ones(2**28 if device.type == "cuda" else 2**24, dtype=torch.float32, device=device)
     sink = torch.empty_like(source)
-    seconds = []
-    for _ in range(rounds + 2):
+    best = 0.0
+    for work, num_bytes in ((lambda: sink.copy_(source), 2 * source.nbytes), (source.sum, source.nbytes)):
+        work()
         start = clock(device)
-        sink.copy_(source)
-        seconds.append(clock(device) - start)
-    return 2 * source.numel() / statistics.median(seconds[2:])
+        for _ in range(rounds):
+            work()  # one after the other: waiting for each would count the host's time too
+        best = max(best, rounds * num_bytes / (clock(device) - start))
+    return best
 
 
 def clock(device: torch.device) -> float:
@@ -346,24 +375,31 @@ def count_reads(steps: Iterator[Any], device: torch.device) -> tuple[float, floa
                 next(steps)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    synchronisations = sum("synchroniz" in str(each.message) for each in found)
+    synchronisations = sum("called a synchronizing" in str(each.message) for each in found)
     return reads.total() / COUNTED_STEPS, synchronisations / COUNTED_STEPS
 
 
-def add_speedups(rows: list[dict[str, Any]]) -> None:
-    """Tokens per second against the fastest plain decoding of the same batch, whatever its form."""
+def compilations() -> int:
+    """Graphs that torch.compile has made so far in this process."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def add_break_even(rows: list[dict[str, Any]]) -> None:
+    """Tokens per step and row from which on a step is worth its time: that over a step of the fastest plain decoding."""
     for row in rows:
-        plain = [other["tokens_per_second"] for other in rows if other["nodes"] == 0 and other["batch"] == row["batch"]]
-        row["speedup"] = row["tokens_per_second"] / max(plain) if plain else None
+        same_batch = [
+            other["milliseconds_per_step"] for other in rows if other["nodes"] == 0 and other["batch"] == row["batch"]
+        ]
+        row["break_even"] = row["milliseconds_per_step"] / min(same_batch) if same_batch else None
 
 
 def print_report(report: dict[str, Any]) -> None:
-    print("| form | drafter | batch | nodes | ms/step | tokens/s | speedup | reads | bandwidth | draft, verify, accept ms |")
+    print("| form | drafter | batch | nodes | ms/step | break even | tokens/s | reads | bandwidth | draft, verify, accept ms |")
     print("| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |")
     for row in report["rows"]:
         print(
             f"| {row['form']} | {row['drafter']} | {row['batch']} | {row['nodes']} | {row['milliseconds_per_step']:.2f} "
-            f"| {row['tokens_per_second']:.0f} | {row['speedup'] or 0:.2f} | {row['host_reads']:.0f} "
+            f"| {row['break_even'] or 0:.2f} | {row['tokens_per_second']:.0f} | {row['host_reads']:.0f} "
             f"| {row['bandwidth_share']:.0%} | {', '.join(f'{value:.2f}' for value in row['phase_milliseconds'])} |"
         )
     print(f"{report['seconds']:.0f} s; skipped {len(report['skipped'])}, failed {len(report['failed'])}")

@@ -8,9 +8,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 from outrider.data.manifest import TargetIdentity
 from outrider.models.decoding import GreedyAcceptance, generate
 from outrider.models.drafters import NullDrafter
+from outrider.models.drafters.oracle import OracleDrafter
 from outrider.models.hf_target import HFTarget
-
-from ..oracle import OracleDrafter
 
 VOCAB = 100
 WINDOW = 6
@@ -158,6 +157,15 @@ def refused_model(case: str) -> PreTrainedModel:
     if case == "columns":
         options = {"vocab_size": VOCAB, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "window_size": 16}
         return make_model("GPTNeo", {**options, "attention_types": [[["global", "local"], 1]]}, "eager")
+    if case == "column numbers":
+        return make_model("Doge", {**GQA, "keep_window_size": 8}, "eager")
+    if case == "encoder-decoder":
+        sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 32}
+        return make_model("Bart", {"vocab_size": VOCAB, **sizes}, "eager")
+    if case == "damaged":
+        model = make_model("Llama", GQA, "eager")
+        model.model.norm.weight.data[0] = float("nan")
+        return model
     return randomise(OwnPositions(LlamaConfig(**GQA)), "eager")
 
 
@@ -170,9 +178,31 @@ def refused_model(case: str) -> PreTrainedModel:
         ("longrope", "chooses its rotary frequencies \\(longrope\\)"),
         ("columns", "cuts windows by column"),
         ("own positions", "reads a draft tree differently from plain texts"),
+        ("column numbers", "which columns of its cache to read by their number"),
+        ("encoder-decoder", "can't be driven by 4-D masks, position ids and a cache"),
+        ("damaged", "are not all numbers"),
     ],
 )
 def test_what_a_tree_would_get_wrong_is_refused(case, message, tiny_tokenizer):
     adapter = adapt(refused_model(case), tiny_tokenizer)
     with pytest.raises(ValueError, match=message):
         list(generate(adapter, NullDrafter(), GreedyAcceptance(), torch.tensor([PROMPTS[0]]), max_new_tokens=4))
+
+
+@pytest.mark.parametrize("case", ["opt", "gpt2"])
+def test_learned_positions_end_with_the_context_window_and_no_tree_reads_past_them(case, tiny_tokenizer):
+    architecture, options, _ = CASES[case]
+    length = "n_positions" if case == "gpt2" else "max_position_embeddings"
+    model = make_model(architecture, {**options, length: len(PROMPTS[0]) + 8}, "sdpa")
+    adapter = adapt(model, tiny_tokenizer)
+    prompts = [torch.tensor(prompt) for prompt in PROMPTS[:2]]
+    answers = {}
+    for drafter in (NullDrafter(), None):
+        drafter = drafter or OracleDrafter(answers[NullDrafter], [3, 2], VOCAB)
+        found: list[list[int]] = [[], []]
+        for step in generate(adapter, drafter, GreedyAcceptance(), prompts, max_new_tokens=40):
+            for row, tokens in zip(step.rows, step.tokens, strict=True):
+                found[row] += tokens
+        answers[type(drafter)] = found
+    assert [len(tokens) for tokens in answers[NullDrafter]] == [8, 10], "the window is full"
+    assert answers[OracleDrafter] == answers[NullDrafter]

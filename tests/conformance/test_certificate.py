@@ -275,7 +275,7 @@ ACCEPTANCE_MUTANTS = {
     ),
     "coins turned over": ("flip(accept, generator)", "~flip(accept, generator)"),
     "target not warped": ("probs = warp(output.logits, self.sampling)", "probs = output.logits.softmax(-1)"),
-    "choice by arg-max": ("draw(probs, generator))", "probs.argmax(-1))"),
+    "choice by arg-max": ("choose(probs, pad(tree.depths, (1, 0)), tree.max_depth, generator)", "probs.argmax(-1)"),
     "choice after the node, not its parent": (
         "choices.gather(1, tree.parents + 1)",
         "choices.gather(1, (tree.parents + 2).clamp(max=choices.shape[1] - 1))",

@@ -4,11 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
 from outrider.eval import certify
 from outrider.eval.certify_cli import certify_command
+from outrider.models import tree_attention
 from outrider.models.decoding import Sampling, SpeculativeSampling, TypicalAcceptance
 
 from .test_run import AcceptsAnything
@@ -41,9 +43,12 @@ def test_a_target_and_a_drafter_are_certified(decoding: list[str], dtype: str, t
     certificate = json.loads((tmp_path / "certificate.json").read_text())
     assert certificate["passed"]
     exact = "the" if dtype == "float32" else "every"
-    assert [line["method"].split()[0] for line in certificate["lines"]] == [exact, exact, "G-tests"]
-    assert [line["num_cases"] for line in certificate["lines"]] == [2, 2, certify.SAMPLED_TOKENS - 1]
-    assert "4 prompts at a time" in certificate["lines"][1]["subject"]
+    assert [line["method"].split()[0] for line in certificate["lines"]] == [exact, exact, exact, "G-tests"]
+    assert [line["num_cases"] for line in certificate["lines"]] == [2, 2, 2, certify.SAMPLED_TOKENS - 1]
+    assert "4 prompts at a time" in certificate["lines"][2]["subject"]
+    oracle = certificate["lines"][0]["subject"]
+    assert "a drafter that knows the answers" in oracle
+    assert int(oracle.split()[-5]) > 4, "accepted paths were not exercised"
     assert certificate["false_alarm_rate"] == pytest.approx(3 * certify.FALSE_ALARM_RATE)
 
 
@@ -57,7 +62,21 @@ def test_wrong_tokens_fail_in_any_precision(
     assert "NOT LOSSLESS" in result.output
     certificate = json.loads((tmp_path / "certificate.json").read_text())
     assert not certificate["passed"]
-    assert [line["passed"] for line in certificate["lines"]] == [False, False, True]
+    assert [line["passed"] for line in certificate["lines"]] == [False, False, False, True]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_target_that_misreads_trees_fails_in_any_precision(
+    decoding: list[str], dtype: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sound = tree_attention._related
+
+    def everybody_sees_everybody(lineage: torch.Tensor) -> torch.Tensor:
+        return torch.ones_like(sound(lineage)) if lineage.shape[1] > 3 else sound(lineage)  # more than the probe's nodes
+
+    monkeypatch.setattr(tree_attention, "_related", everybody_sees_everybody)
+    assert CliRunner().invoke(app, [*decoding, "--dtype", dtype, "--max-new-tokens", "24"]).exit_code == 1
+    assert not json.loads((tmp_path / "certificate.json").read_text())["lines"][0]["passed"]
 
 
 @pytest.mark.parametrize("mistake", ["temperature", "drafts accepted too often"])
@@ -71,7 +90,7 @@ def test_samples_of_another_distribution_fail(
     monkeypatch.setattr(certify, "SpeculativeSampling", lambda sampling: wrong[mistake])
     assert CliRunner().invoke(app, decoding).exit_code == 1
     lines = json.loads((tmp_path / "certificate.json").read_text())["lines"]
-    assert [line["passed"] for line in lines] == [True, True, False]
+    assert [line["passed"] for line in lines] == [True, True, True, False]
 
 
 @pytest.mark.usefixtures("few_cases")

@@ -27,8 +27,10 @@ def test_every_case_is_measured_and_reads_once_a_step(tmp_path):
     assert {row["form"] for row in rows.values()} == {"eager"}, "a CPU has no CUDA graphs"
     # Accepted is what was set: here, all of the deepest path.
     depths = {key: row["tokens_per_step_and_row"] - 1 for key, row in rows.items()}
-    assert all(depths["nothing", 0, batch] == 0 and depths["draft_model", 4, batch] == 4 for batch in (1, 3))
-    assert all(row["speedup"] > 0 and row["bandwidth_share"] > 0 for row in rows.values())
+    expected = {("nothing", 0): 0, ("redrafter", 1): 1, ("redrafter", 8): 4, ("draft_model", 4): 4}
+    assert all(depths[*case, batch] == depth for case, depth in expected.items() for batch in (1, 3))
+    assert all(row["break_even"] > 0 and row["bandwidth_share"] > 0 for row in rows.values())
+    assert {row["break_even"] for row in rows.values() if row["nodes"] == 0} == {1.0}
     assert printed.count("\n| eager") == len(rows)
 
 

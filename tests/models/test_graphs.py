@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from outrider.models import hf_target
+from outrider.models import graphs, hf_target
 from outrider.models.config import TargetConfig
-from outrider.models.decoding import GreedyAcceptance, generate
+from outrider.models.decoding import Acceptance, GreedyAcceptance, Prompts, empty_tree, generate
 from outrider.models.drafters import NullDrafter, build_drafter
 from outrider.models.graphs import GraphedDrafter, GraphedFunction
 from outrider.models.hf_target import HFTarget
@@ -81,6 +81,37 @@ def test_a_cache_that_moves_drops_the_recordings(target, graphed):
     long = answers(graphed, NullDrafter(), max_new_tokens=30)
     assert [tokens[:4] for tokens in long] == short
     assert long == answers(target, NullDrafter(), max_new_tokens=30)
+
+
+def test_recordings_are_dropped_when_the_cache_grows_in_the_middle_of_an_answer(target, graphed):
+    prompt = torch.tensor([PROMPTS[0]])
+    tokens = torch.tensor(answers(target, NullDrafter(), PROMPTS[:1], max_new_tokens=30)[0])[None]
+    nothing = empty_tree(1, prompt.device)
+    logits = {}
+    for each in (target, graphed):
+        logits[each] = [each.prefill(Prompts.of(prompt), max_new_tokens=2, max_nodes=0).logits[0, -1]]
+        for index in range(tokens.shape[1] - 1):  # far more than was asked for
+            logits[each].append(each.verify(tokens[:, index], nothing).logits[0, -1].clone())
+            keep = Acceptance(path=nothing.parents, num_accepted=tokens.new_zeros(1), bonus_token=tokens[:, index + 1])
+            each.commit(nothing, keep, [0])
+    for found, expected in zip(logits[graphed], logits[target], strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_what_an_earlier_prompt_left_in_the_cache_is_gone(target):
+    """Behind a mask too a number must stand there: NaN times 0 is NaN."""
+    expected = answers(target, NullDrafter())
+    for buffer in target._cache._buffers:
+        buffer.fill_(float("nan"))
+    assert answers(target, NullDrafter()) == expected
+
+
+def test_no_more_recordings_are_kept_than_allowed(monkeypatch):
+    monkeypatch.setattr(graphs, "MAX_RECORDINGS", 2)
+    double = GraphedFunction(lambda x: 2 * x, ReplayingRecorder())
+    for length in (1, 2, 3, 1, 2):
+        assert double(torch.ones(length)).tolist() == [2.0] * length
+    assert len(double) == 2
 
 
 def test_a_compiled_target_decodes_what_a_plain_one_does(target, redrafter, monkeypatch):

@@ -18,8 +18,7 @@ from outrider.models.decoding import (
 )
 from outrider.models.decoding.sampling import draw, draw_several
 from outrider.models.drafters import NullDrafter, build_drafter
-
-from ...oracle import OracleDrafter
+from outrider.models.drafters.oracle import OracleDrafter
 
 PROMPTS = [[1, 70, 71, 72, 2], [9, 8], [40, 41, 42, 43, 44, 45, 46, 47], [70, 71]]
 NUM_NEW = 24
@@ -192,6 +191,22 @@ def test_a_row_samples_in_a_batch_what_it_samples_alone(target, redrafter, kind)
         assert num_accepted > 0
     twice, _ = sampled([1, 1, 1], [1, 5, 1])
     assert twice[0] == twice[2] == alone[1] != twice[1]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.7, top_k=20), Sampling(top_p=0.8)])
+def test_row_seeds_sample_the_same_text_with_any_drafter_whose_trees_follow_from_the_text(target, redrafter, sampling):
+    rule = SpeculativeSampling(sampling=sampling)
+
+    def sampled(drafter) -> list[list[int]]:
+        return answers(target, drafter, vectors(), rule, stop_ids=set(range(60, 70)), generator=RowSeeds(range(4)))[0]
+
+    plain = sampled(NullDrafter())
+    oracle = OracleDrafter(plain, [1, 2, 3, 3], target.vocab_size)
+    for drafter in (redrafter, oracle):
+        assert sampled(drafter) == plain
+    options = {"max_new_tokens": NUM_NEW, "stop_ids": set(range(60, 70)), "generator": RowSeeds(range(4))}
+    steps = list(generate(target, oracle, rule, vectors(), **options))
+    assert sum(sum(step.num_accepted) for step in steps) > 10, "sampled texts can be drafted too"
 
 
 def test_seeds_that_do_not_fit_the_rows_are_refused(target):

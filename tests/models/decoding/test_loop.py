@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from outrider.models.decoding import DraftTree, Finish, GreedyAcceptance, Step, generate
+from outrider.models.decoding import DraftTree, Finish, GreedyAcceptance, Sampling, SpeculativeSampling, Step, generate
 from outrider.models.drafters import NullDrafter, build_drafter
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.hf_target import HFTarget
@@ -135,6 +135,22 @@ def test_steps_stream_as_they_are_decoded(target, prompt):
 def test_an_empty_prompt_is_refused(target, bad):
     with pytest.raises(ValueError, match="prompts of at least one token"):
         decode(target, NullDrafter(), bad)
+
+
+def test_token_ids_that_the_target_does_not_have_are_refused(target):
+    for bad in (target.vocab_size, -1):
+        with pytest.raises(ValueError, match="is it another tokenizer's?"):
+            decode(target, NullDrafter(), torch.tensor([[1, bad]]))
+
+
+@pytest.mark.parametrize("rule", [GreedyAcceptance(), SpeculativeSampling(sampling=Sampling())])
+def test_logits_that_are_not_numbers_end_the_answer_with_an_error(target, prompt, rule):
+    steps = generate(target, NullDrafter(), rule, prompt, max_new_tokens=9)
+    next(steps)
+    for buffer in target._cache._buffers:
+        buffer.fill_(float("nan"))
+    with pytest.raises(ValueError, match="logits are not numbers"):
+        list(steps)
 
 
 def test_an_empty_batch_is_refused(target):

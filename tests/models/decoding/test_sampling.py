@@ -5,7 +5,7 @@ import torch
 
 from outrider.models.decoding import RowSeeds, Sampling, warp
 from outrider.models.decoding.g_test import g_test
-from outrider.models.decoding.sampling import draw, draw_several, flip
+from outrider.models.decoding.sampling import choose, draw, draw_several, flip
 
 LOGITS = torch.tensor([[2.0, 0.5, 1.0, -1.0, 1.0]], dtype=torch.float64)
 ALPHA = 1e-6
@@ -99,7 +99,8 @@ def test_the_same_seed_gives_the_same_draws():
 
 
 def test_a_tiny_temperature_is_greedy_and_not_nan():
-    assert warp(LOGITS.float(), Sampling(temperature=1e-38)).tolist() == [[1.0, 0.0, 0.0, 0.0, 0.0]]
+    for temperature in (1e-38, 1e-46, 1e-300):
+        assert warp(LOGITS.float(), Sampling(temperature=temperature)).tolist() == [[1.0, 0.0, 0.0, 0.0, 0.0]]
 
 
 # --- a seed for each row
@@ -136,14 +137,32 @@ def test_several_draws_by_row_seeds_are_those_without_replacement():
     assert g_test((drawn[:, 0] * 5 + drawn[:, 1]).bincount(minlength=25), expected.flatten()) > ALPHA
 
 
-def test_rows_keep_their_seeds_and_go_on_counting_when_others_leave():
+def test_rows_keep_their_seeds_and_places_when_others_leave():
     probs = warp(LOGITS, Sampling()).expand(4, -1)
     stay, leave = RowSeeds([1, 2, 3, 4]), RowSeeds([1, 2, 3, 4])
-    for seeds in (stay, leave):
-        draw(probs, seeds)
-    leave = leave.select([3, 1])
-    num_checked = 0
+    differing = 0
     for _ in range(20):
-        assert torch.equal(draw(probs, stay)[[3, 1]], draw(probs[:2], leave))
-        num_checked += 1
-    assert num_checked == 20
+        stay = stay.after([1, 2, 3, 1], [0, 1, 2, 3])
+        leave = leave.after([1, 2, 3, 1], [3, 1]) if len(leave.seeds) == 4 else leave.after([1, 2], [0, 1])
+        drawn = draw(probs, stay)
+        assert torch.equal(drawn[[3, 1]], draw(probs[:2], leave))
+        differing += int((drawn[0] != drawn[1]).sum())
+    assert differing > 5
+
+
+def test_a_token_is_chosen_by_its_place_in_the_answer_alone():
+    """Whether it is read as the fourth of one step, or as the first of the step after three."""
+    probs = warp(torch.randn(2, 5, 50, generator=torch.Generator().manual_seed(0)), Sampling())
+    depths = torch.tensor([[0, 1, 1, 2, 3], [0, 1, 2, 3, 3]])
+    chosen = choose(probs, depths, 3, RowSeeds([5, 6]))
+    later = RowSeeds([5, 6]).after([3, 3], [0, 1])
+    assert torch.equal(choose(probs[:, 4:], torch.zeros(2, 1, dtype=torch.long), 0, later), chosen[:, 4:])
+    assert torch.equal(choose(probs[:, :1], depths[:, :1], 0, RowSeeds([5, 6])), chosen[:, :1])
+
+
+def test_neighbouring_places_choose_independently():
+    probs = warp(LOGITS, Sampling())[None].expand(20_000, 2, -1)
+    chosen = choose(probs, torch.tensor([[0, 1]]).expand(20_000, -1), 1, RowSeeds(range(20_000)))
+    expected = (probs[0, 0][:, None] * probs[0, 0]).flatten()
+    assert g_test((chosen[:, 0] * 5 + chosen[:, 1]).bincount(minlength=25), expected) > ALPHA
+    assert g_test((chosen[:-1, 1] * 5 + chosen[1:, 0]).bincount(minlength=25), expected) > ALPHA

@@ -1,0 +1,55 @@
+"""A drafter that knows the answers: what accepted paths do to a target's cache can be certified without a trained one."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Int
+
+from ..decoding.prompts import Prompts
+from ..decoding.sampling import Randomness
+from ..decoding.tree import DraftTree
+from ..decoding.types import Acceptance, TargetOutput
+
+
+class OracleDrafter:
+    """Knows each row's answer: offers it and wrong siblings, right as deep as `right` says of the row and wrong from there on.
+
+    Its state is the row in the first batch and the number of tokens answered. On an accelerator it waits for the device.
+    """
+
+    PARENTS = (-1, -1, 1, 1, 3, 3)
+    DEPTH = 3
+    max_nodes = len(PARENTS)
+    feature_layers = ()
+
+    def __init__(self, texts: Sequence[Sequence[int]], right: Sequence[int], vocab_size: int) -> None:
+        self.texts, self.right, self.vocab_size = texts, right, vocab_size
+
+    def init_state(self, prompts: Prompts, prefill: TargetOutput) -> Int[torch.Tensor, "batch 2"]:
+        rows = torch.arange(len(prompts.lengths), device=prompts.input_ids.device)
+        return torch.stack([rows, torch.ones_like(rows)], dim=1)
+
+    def propose(
+        self, state: Int[torch.Tensor, "batch 2"], last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
+    ) -> DraftTree:
+        tokens = []
+        for row, position in state.tolist():
+            text = [*self.texts[row], *[0] * 2 * self.DEPTH][position : position + self.DEPTH]
+            path = [token if depth < self.right[row] else (token + 9) % self.vocab_size for depth, token in enumerate(text)]
+            # The wrong sibling comes first, so the right path is scattered over the tree.
+            tokens.append([token for right in path for token in ((right + 1) % self.vocab_size, right)])
+        parents = torch.tensor([self.PARENTS] * len(tokens), device=state.device)
+        return DraftTree(tokens=torch.tensor(tokens, device=state.device), parents=parents, max_depth=self.DEPTH)
+
+    def advance(
+        self,
+        state: Int[torch.Tensor, "batch 2"],
+        tree: DraftTree,
+        acceptance: Acceptance,
+        output: TargetOutput,
+        num_accepted: Sequence[int],
+    ) -> Int[torch.Tensor, "batch 2"]:
+        return torch.stack([state[:, 0], state[:, 1] + acceptance.num_accepted + 1], dim=1)
+
+    def select(self, state: Int[torch.Tensor, "batch 2"], rows: Sequence[int]) -> Int[torch.Tensor, "kept 2"]:
+        return state[rows]
