@@ -46,7 +46,9 @@ class RunConfig:
     train: TrainConfig
     eval: EvalConfig
     variants: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Several drafters from one distillation, compared in one table: a name, and what it changes in `train` or `drafter`."""
+    """Several drafters from one distillation, compared in one table: a name, and what it changes in `train` or `drafter`.
+
+    A `drafter` of another kind stands for itself, and has `settings` of its own in place of `eval.settings`."""
 
     def __post_init__(self) -> None:
         problems = [f"stages has {stage!r}; there are: {', '.join(STAGES)}" for stage in self.stages if stage not in STAGES]
@@ -66,8 +68,6 @@ class RunConfig:
             problems.append(
                 f"distill.horizon is {self.distill.horizon}; a drafter needs labels of at least 2 tokens to learn from"
             )
-        if any(setting in self.eval.settings[:index] for index, setting in enumerate(self.eval.settings)):
-            problems.append("eval.settings has the same setting twice; give each once")
         for name in self.variants or [""]:
             problems += self._drafter_problems(name)
         _raise(problems)
@@ -76,10 +76,12 @@ class RunConfig:
         try:
             drafter = self.drafter_run(variant)
             _, config = parse_drafter_config(drafter.drafter)
-            for setting in self.eval.settings:
+            for index, setting in enumerate(drafter.settings):
                 parse_drafter_config({**drafter.drafter, **setting})
                 if fixed := sorted(set(setting) - config.RUNTIME_FIELDS):
                     raise ValueError(f"eval.settings can't change {', '.join(fixed)}, which the weights depend on")
+                if setting in drafter.settings[:index]:
+                    raise ValueError("eval.settings has the same setting twice; give each once")
         except (ValueError, OmegaConfBaseException) as error:
             return [f"variants.{variant}: {error}" if variant else f"drafter: {error}"]
         return []
@@ -91,14 +93,17 @@ class RunConfig:
     def drafter_run(self, variant: str) -> "DrafterRun":
         """One drafter's training; the variant "" is the run's own."""
         changes = self.variants.get(variant, {})
-        if unknown := sorted(changes.keys() - {"train", "drafter"}):
-            raise ValueError(f"a variant can't change {', '.join(unknown)}, only train and drafter")
+        if unknown := sorted(changes.keys() - {"train", "drafter", "settings"}):
+            raise ValueError(f"a variant can't change {', '.join(unknown)}, only train, drafter and settings")
         train = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(self.train), changes.get("train", {})))
         assert isinstance(train, TrainConfig)
+        drafter = changes.get("drafter", {})
+        is_other_kind = drafter.get("kind", self.drafter.get("kind")) != self.drafter.get("kind")
         folder = Path(self.output_dir) / "variants" / variant if variant else Path(self.output_dir)
         return DrafterRun(
             train=train,
-            drafter={**self.drafter, **changes.get("drafter", {})},
+            drafter=drafter if is_other_kind else {**self.drafter, **drafter},
+            settings=changes.get("settings", [{}] if is_other_kind else self.eval.settings),
             train_dir=folder / "train",
             drafter_dir=folder / "drafter",
         )
@@ -110,6 +115,8 @@ class DrafterRun:
 
     train: TrainConfig
     drafter: Mapping[str, Any]
+    settings: list[dict[str, Any]]
+    """Run-time options to evaluate it with."""
     train_dir: Path
     drafter_dir: Path
 

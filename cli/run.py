@@ -73,8 +73,8 @@ def run(config: RunConfig) -> None:
         return
     rows: list[Row] = []
     if "eval" in config.stages:
-        drafter_dirs = [drafter.drafter_dir for drafter in config.drafter_runs()]
-        rows = evaluate(config.eval, target, tokenizer, drafter_dirs, folder / "eval")
+        settings = {drafter.drafter_dir: drafter.settings for drafter in config.drafter_runs()}
+        rows = evaluate(config.eval, target, tokenizer, list(settings), folder / "eval", settings)
         print_table(rows)
     # Only now: a run that is refused because the folder is another's must not overwrite what that one was made with.
     atomic_write_text(folder / CONFIG_FILE, OmegaConf.to_yaml(OmegaConf.create(as_run)))
@@ -104,8 +104,8 @@ def _check_inputs(config: RunConfig) -> None:
     if "train" in config.stages and "distill" not in config.stages:
         load_manifest(Path(config.output_dir) / "distill")
     if "eval" in config.stages:
-        trained = [] if "train" in config.stages else [drafter.drafter_dir for drafter in config.drafter_runs()]
-        check_inputs(config.eval, trained)
+        settings = {drafter.drafter_dir: drafter.settings for drafter in config.drafter_runs()}
+        check_inputs(config.eval, [] if "train" in config.stages else list(settings), settings)
 
 
 def _configure_logging(is_main_process: bool) -> None:

@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -34,6 +34,9 @@ from .tables import markdown
 logger = logging.getLogger(__name__)
 
 RUN_FILE, RECORDS_FILE, SUMMARY_FILE, TABLE_FILE = "run.json", "records.jsonl", "summary.json", "table.md"
+Settings = Mapping[Path, Sequence[dict[str, Any]]]
+"""Run-time options by drafter's directory, each one a method of the table: in place of the configuration's."""
+
 RECORDED_OPTIONS = (
     "max_new_tokens",
     "temperature",
@@ -63,6 +66,7 @@ def evaluate(
     tokenizer: PreTrainedTokenizerBase,
     drafter_dirs: Sequence[Path],
     output_dir: Path,
+    settings: Settings | None = None,
 ) -> list[Row]:
     """Measure plain decoding and every drafter in every setting on every suite, and write records, summary, table and plots.
 
@@ -70,7 +74,7 @@ def evaluate(
     an `output_dir` with records of another evaluation.
     """
     suites = load_suites(config)
-    labels = method_labels(config, drafter_dirs)
+    labels = method_labels(config, drafter_dirs, settings)
     with ExitStack() as stack:
         stack.enter_context(cpu_threads(config.num_threads))
         drafters = {name: load_drafter(path, target, **setting) for name, (path, setting) in labels.items()}
@@ -121,10 +125,10 @@ def evaluate(
     return rows
 
 
-def check_inputs(config: EvalConfig, drafter_dirs: Sequence[Path]) -> None:
+def check_inputs(config: EvalConfig, drafter_dirs: Sequence[Path], settings: Settings | None = None) -> None:
     """Raise ValueError for all that is wrong without looking at a target: the suites, the drafters and their options."""
     load_suites(config)
-    method_labels(config, drafter_dirs)
+    method_labels(config, drafter_dirs, settings)
 
 
 def load_suites(config: EvalConfig) -> list[PromptSet]:
@@ -136,7 +140,9 @@ def load_suites(config: EvalConfig) -> list[PromptSet]:
     return suites
 
 
-def method_labels(config: EvalConfig, drafter_dirs: Sequence[Path]) -> dict[str, tuple[Path, dict[str, Any]]]:
+def method_labels(
+    config: EvalConfig, drafter_dirs: Sequence[Path], settings: Settings | None = None
+) -> dict[str, tuple[Path, dict[str, Any]]]:
     """Directory and setting of each drafter's rows, by the name that the table shows.
 
     The name is the drafter's kind and the setting, and between them what tells its directory from the others'. Raises
@@ -144,12 +150,12 @@ def method_labels(config: EvalConfig, drafter_dirs: Sequence[Path]) -> dict[str,
     """
     labels: dict[str, tuple[Path, dict[str, Any]]] = {}
     paths = [directory.resolve() for directory in drafter_dirs]
-    for path in paths:
+    for path, directory in zip(paths, drafter_dirs, strict=True):
         saved = read_drafter_config(path)
         if not (path / WEIGHTS_FILE).is_file():
             raise ValueError(f"{path / WEIGHTS_FILE} is missing; its export is incomplete: copy or export it again")
         place = path.relative_to(os.path.commonpath(paths)).as_posix()
-        for setting in config.settings:
+        for setting in (settings or {}).get(directory, config.settings):
             parse_drafter_config({"kind": saved.kind, **saved.drafter, **setting})
             name = " ".join(
                 [saved.kind, *([place] if len(paths) > 1 else []), *(f"{key}={value}" for key, value in setting.items())]
