@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .decoding.tree import ancestor_mask, depths
+from .decoding.tree import depths
+from .decoding.types import NO_NODE
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 BIASED_MODELS = ("bloom", "mpt")
@@ -117,9 +118,13 @@ def tree_attention_mask(
 
 def _related(lineage: Int[torch.Tensor, "batch node depth"]) -> Bool[torch.Tensor, "batch query query"]:
     """Which query may see which: the last committed token itself, a node that token, its ancestors and itself."""
-    related = pad(ancestor_mask(lineage), (1, 0, 1, 0))
+    batch, num_nodes, _ = lineage.shape
+    # One column more takes the padding of the lineage, and is cut off.
+    related = torch.zeros(batch, num_nodes + 1, num_nodes + 2, dtype=torch.bool, device=lineage.device)
     related[:, :, 0] = True
-    return related
+    index = torch.where(lineage == NO_NODE, num_nodes + 1, lineage + 1)
+    related[:, 1:].scatter_(2, index, True)
+    return related[..., :-1]
 
 
 def masks_by_kind(
