@@ -10,14 +10,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .decoding.tree import ancestor_mask, depths
+from .decoding.tree import depths
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 BIASED_MODELS = ("bloom", "mpt")
@@ -101,25 +101,20 @@ def tree_attention_mask(
     positions back. Additive rather than boolean: the one form that both the sdpa and the eager attention of transformers take
     as it is.
     """
-    related = _related(lineage)  # [batch, query, query]
-    num_queries = related.shape[1]
-    column = torch.arange(extent, device=lengths.device) - lengths[:, None]  # [batch, key]: negative where committed
-    query_of = column.clamp(0, num_queries - 1)
-    visible = related.gather(2, query_of[:, None].expand(-1, num_queries, -1)) & (column < num_queries)[:, None]
-    visible |= (column < 0)[:, None]
+    batch, num_nodes, _ = lineage.shape
+    hidden = torch.finfo(dtype).min
+    # By query, what is added to the scores of: the committed text (0), the last token (1), the nodes (2..), what isn't written.
+    added = torch.full((batch, 1 + num_nodes, num_nodes + 3), hidden, dtype=dtype, device=lineage.device)
+    added[:, :, :2] = 0
+    added[:, 1:, 1:].scatter_(2, lineage + 1, 0)  # NO_NODE falls on the last token, which everybody sees anyway
+    what = torch.arange(1, extent + 1, device=lengths.device) - lengths[:, None]  # [batch, key]: 0 and less where committed
+    mask = added.gather(2, what.clamp(0, num_nodes + 2)[:, None].expand(-1, 1 + num_nodes, -1))
     if window is not None:
-        depth = pad(depths(lineage), (1, 0))
-        key_position = torch.where(column < 0, column, depth.gather(1, query_of))  # counted from the last committed token
-        visible &= depth[:, :, None] - key_position[:, None] < window
-    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, torch.finfo(dtype).min)
+        depth = pad(depths(lineage), (1, 0))  # [batch, query]
+        # Positions are counted from the last committed token, at 0.
+        key_position = torch.where(what <= 0, what - 1, depth.gather(1, (what - 1).clamp(0, num_nodes)))
+        mask.masked_fill_(depth[:, :, None] - key_position[:, None] >= window, hidden)
     return mask[:, None]
-
-
-def _related(lineage: Int[torch.Tensor, "batch node depth"]) -> Bool[torch.Tensor, "batch query query"]:
-    """Which query may see which: the last committed token itself, a node that token, its ancestors and itself."""
-    related = pad(ancestor_mask(lineage), (1, 0, 1, 0))
-    related[:, :, 0] = True
-    return related
 
 
 def masks_by_kind(

@@ -23,7 +23,7 @@ class GreedyAcceptance:
     lossless = True
 
     def __call__(self, tree: DraftTree, output: TargetOutput, *, generator: Randomness = None) -> Acceptance:
-        return follow_choices(tree, output.logits.argmax(-1))
+        return follow_choices(tree, output.logits.max(-1).indices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,8 +188,10 @@ def _path_to(
     tree: DraftTree, entry: Int[torch.Tensor, " batch"], depth: Int[torch.Tensor, " batch"]
 ) -> Int[torch.Tensor, "batch depth"]:
     """The path from the root to the node of `entry` (entry 0: no node), padded with NO_NODE."""
-    lineage = pad(tree.lineage, (0, 0, 1, 0), value=NO_NODE)
-    upward = lineage.gather(1, entry[:, None, None].expand(-1, 1, tree.max_depth))[:, 0]  # [batch, depth]
+    if tree.num_nodes == 0:
+        return tree.tokens
+    node = (entry - 1).clamp(min=0)
+    upward = tree.lineage.gather(1, node[:, None, None].expand(-1, 1, tree.max_depth))[:, 0]  # [batch, depth]
     steps = torch.arange(tree.max_depth, device=upward.device)
     downward = upward.gather(1, (depth[:, None] - 1 - steps).clamp(min=0))
     return torch.where(steps < depth[:, None], downward, NO_NODE)

@@ -9,7 +9,6 @@ from jaxtyping import Int
 from transformers import PreTrainedTokenizerBase
 
 from ..interfaces import AcceptanceRule, Drafter, Target
-from .acceptance import last_entry
 from .prompts import Prompts
 from .sampling import Randomness, RowSeeds
 from .stopping import Stopping
@@ -96,12 +95,12 @@ def generate(
 def read_tokens(tree: DraftTree, output: TargetOutput, acceptance: Acceptance) -> list[list[int]]:
     """Each row's new tokens, draft tokens then the bonus token, on the host, in one transfer.
 
-    Raises ValueError where the target's logits there are not numbers: every rule would make some token of them.
+    Raises ValueError where the target's logits are not numbers: every rule would make some token of them.
     """
     drafted = tree.tokens.gather(1, acceptance.path.clamp(min=0)) if tree.num_nodes else acceptance.path
-    row = torch.arange(len(drafted), device=drafted.device)
-    is_number = ~output.logits[row, last_entry(acceptance), acceptance.bonus_token].isnan()
-    columns = [acceptance.num_accepted[:, None], acceptance.bonus_token[:, None], is_number[:, None], drafted]
+    # After the last committed token, where drafts have no say: a NaN anywhere in the text makes all logits there NaN.
+    first = output.logits[:, 0, 0]
+    columns = [acceptance.num_accepted[:, None], acceptance.bonus_token[:, None], (first == first)[:, None], drafted]
     values = torch.cat(columns, dim=1).tolist()
     if bad := [row for row, (_, _, is_number, *_) in enumerate(values) if not is_number]:
         raise ValueError(

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from .types import NO_NODE
 
@@ -36,6 +36,8 @@ class DraftTree:
     max_children: int = 0
     """Bound of the number of siblings; needed with `child_probs` only."""
     lineage: Int[torch.Tensor, "batch node depth"] = field(init=False)
+    depths: Int[torch.Tensor, "batch node"] = field(init=False)
+    """1 for a child of the last committed token; 0 for padding."""
 
     def __post_init__(self) -> None:
         if self.tokens.shape != self.parents.shape or self.tokens.ndim != 2:
@@ -46,16 +48,12 @@ class DraftTree:
         if (self.child_probs is not None) != (self.max_children > 0):
             raise ValueError(f"max_children is {self.max_children}; a tree with child_probs needs it, and no other has it")
         object.__setattr__(self, "lineage", _lineage(self.tokens, self.parents, self.max_depth))
+        object.__setattr__(self, "depths", depths(self.lineage))
 
     @property
     def num_nodes(self) -> int:
         """Nodes per row, padding included."""
         return self.tokens.shape[1]
-
-    @property
-    def depths(self) -> Int[torch.Tensor, "batch node"]:
-        """1 for a child of the last committed token; 0 for padding."""
-        return depths(self.lineage)
 
 
 def empty_tree(batch: int, device: torch.device) -> DraftTree:
@@ -76,15 +74,6 @@ def depths(lineage: Int[torch.Tensor, "batch node depth"]) -> Int[torch.Tensor, 
     return (lineage != NO_NODE).sum(-1)
 
 
-def ancestor_mask(lineage: Int[torch.Tensor, "batch node depth"]) -> Bool[torch.Tensor, "batch node node"]:
-    """True at [b, n, m] where node n follows node m or is m: what node n may attend to among the tree's nodes."""
-    batch, num_nodes, _ = lineage.shape
-    # One column more takes the padding of the lineage, and is cut off.
-    mask = torch.zeros(batch, num_nodes, num_nodes + 1, dtype=torch.bool, device=lineage.device)
-    index = torch.where(lineage == NO_NODE, num_nodes, lineage)
-    return mask.scatter_(2, index, True)[..., :num_nodes]
-
-
 def _lineage(
     tokens: Int[torch.Tensor, "batch node"], parents: Int[torch.Tensor, "batch node"], max_depth: int
 ) -> Int[torch.Tensor, "batch node depth"]:
@@ -93,8 +82,7 @@ def _lineage(
     parents = torch.nn.functional.pad(parents + 1, (1, 0))  # [batch, node + 1]
     index = torch.arange(1, num_nodes + 1, device=tokens.device).expand(batch, num_nodes)
     node = torch.where(tokens == NO_NODE, 0, index)
-    lineage = torch.empty(batch, num_nodes, max_depth, dtype=torch.long, device=tokens.device)
-    for depth in range(max_depth):
-        lineage[:, :, depth] = node
-        node = parents.gather(1, node)
-    return lineage - 1
+    lineage = [node]
+    for _ in range(max_depth - 1):
+        lineage.append(parents.gather(1, lineage[-1]))
+    return torch.stack(lineage[:max_depth], dim=2) - 1 if max_depth else tokens.new_empty(batch, num_nodes, 0)

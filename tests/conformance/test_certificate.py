@@ -300,9 +300,9 @@ WALK_MUTANTS = (
 )
 GREEDY_MUTANTS = {
     **{name: ACCEPTANCE_MUTANTS[name] for name in WALK_MUTANTS},
-    "arg-min": ("output.logits.argmax(-1)", "output.logits.argmin(-1)"),
-    "second best": ("output.logits.argmax(-1)", "output.logits.topk(2).indices[..., 1]"),
-    "sampled": ("output.logits.argmax(-1)", "draw(output.logits.softmax(-1), generator)"),
+    "arg-min": ("output.logits.max(-1).indices", "output.logits.argmin(-1)"),
+    "second best": ("output.logits.max(-1).indices", "output.logits.topk(2).indices[..., 1]"),
+    "sampled": ("output.logits.max(-1).indices", "draw(output.logits.softmax(-1), generator)"),
     "any child of the root's choice": (
         "tree.tokens == choices.gather(1, tree.parents + 1)",
         "(tree.tokens == choices.gather(1, tree.parents + 1)) | (tree.parents >= 0)",

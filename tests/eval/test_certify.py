@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,12 +70,15 @@ def test_wrong_tokens_fail_in_any_precision(
 def test_a_target_that_misreads_trees_fails_in_any_precision(
     decoding: list[str], dtype: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    sound = tree_attention._related
+    sound = tree_attention.tree_attention_mask
 
-    def everybody_sees_everybody(lineage: torch.Tensor) -> torch.Tensor:
-        return torch.ones_like(sound(lineage)) if lineage.shape[1] > 3 else sound(lineage)  # more than the probe's nodes
+    def everybody_sees_everybody(lineage: torch.Tensor, *options: Any) -> torch.Tensor:
+        if lineage.shape[1] <= 3:  # as many nodes as the probe has
+            return sound(lineage, *options)
+        some_node = torch.arange(lineage.shape[1]).expand(*lineage.shape[:2], -1)
+        return sound(some_node[:, :1].expand(-1, lineage.shape[1], -1), *options)
 
-    monkeypatch.setattr(tree_attention, "_related", everybody_sees_everybody)
+    monkeypatch.setattr(tree_attention, "tree_attention_mask", everybody_sees_everybody)
     assert CliRunner().invoke(app, [*decoding, "--dtype", dtype, "--max-new-tokens", "24"]).exit_code == 1
     assert not json.loads((tmp_path / "certificate.json").read_text())["lines"][0]["passed"]
 

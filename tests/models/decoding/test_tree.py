@@ -5,35 +5,41 @@ import torch
 from jaxtyping import TypeCheckError
 
 from outrider.models.decoding import DraftTree, chain_tree, empty_tree
-from outrider.models.decoding.tree import ancestor_mask
 from outrider.models.decoding.types import NO_NODE
+from outrider.models.tree_attention import tree_attention_mask
+
+
+def ancestors(tree: DraftTree) -> torch.Tensor:
+    """Which nodes each node sees of its tree: what is left of the mask without the last committed token, after no text."""
+    nothing = torch.zeros(len(tree.tokens), dtype=torch.long)
+    return (tree_attention_mask(tree.lineage, nothing, 1 + tree.num_nodes, torch.float32)[:, 0, 1:, 1:] == 0).int()
 
 
 def test_lineage_and_mask_of_the_tree_in_the_docstring():
     tree = DraftTree(tokens=torch.tensor([[5, 6, 7, 8]]), parents=torch.tensor([[-1, -1, 0, 0]]), max_depth=2)
     assert tree.lineage.tolist() == [[[0, -1], [1, -1], [2, 0], [3, 0]]]
     assert tree.depths.tolist() == [[1, 1, 2, 2]]
-    assert ancestor_mask(tree.lineage).int().tolist() == [[[1, 0, 0, 0], [0, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1]]]
+    assert ancestors(tree).tolist() == [[[1, 0, 0, 0], [0, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1]]]
 
 
 def test_a_chain_sees_everything_before_it():
     tree = chain_tree(torch.tensor([[3, 1, 2]]))
     assert tree.parents.tolist() == [[-1, 0, 1]]
     assert tree.depths.tolist() == [[1, 2, 3]]
-    assert ancestor_mask(tree.lineage).int().tolist() == [[[1, 0, 0], [1, 1, 0], [1, 1, 1]]]
+    assert ancestors(tree).tolist() == [[[1, 0, 0], [1, 1, 0], [1, 1, 1]]]
 
 
 def test_padding_has_no_depth_no_lineage_and_nobody_sees_it():
     tree = DraftTree(tokens=torch.tensor([[5, 6], [7, NO_NODE]]), parents=torch.tensor([[-1, 0], [-1, NO_NODE]]), max_depth=2)
     assert tree.depths.tolist() == [[1, 2], [1, 0]]
     assert tree.lineage[1].tolist() == [[0, -1], [-1, -1]]
-    assert ancestor_mask(tree.lineage)[1].int().tolist() == [[1, 0], [0, 0]]
+    assert ancestors(tree)[1].tolist() == [[1, 0], [0, 0]]
 
 
 def test_the_empty_tree_has_neither_nodes_nor_depth():
     tree = empty_tree(2, torch.device("cpu"))
     assert tree.num_nodes == 0
-    assert ancestor_mask(tree.lineage).shape == (2, 0, 0)
+    assert ancestors(tree).shape == (2, 0, 0)
 
 
 def test_tokens_and_parents_of_different_shapes_are_refused():
