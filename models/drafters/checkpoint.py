@@ -83,7 +83,9 @@ def load_drafter(directory: Path, target: HFTarget, **runtime_options: Any) -> T
     drafter = DRAFTERS[kind].for_target(config, target)
     drafter.load_state_dict(tensors)
     drafter.check_weights()
-    return drafter.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
+    for parameter in drafter.parameters():  # not buffers: rotary frequencies in 16 bits would lose a long text's positions
+        parameter.data = parameter.data.to(target.dtype)
+    return drafter.to(device=target.device).eval().requires_grad_(False)
 
 
 def _require_fitting_target(directory: Path, trained_for: TargetIdentity, target: TargetIdentity) -> None:

@@ -39,7 +39,7 @@ from outrider.eval.environment import describe_environment
 from outrider.models.decoding import Acceptance, DraftTree, GreedyAcceptance, TargetOutput, generate
 from outrider.models.decoding.acceptance import follow
 from outrider.models.drafters import NullDrafter, build_drafter
-from outrider.models.drafters.draft_model import DraftModel
+from outrider.models.drafters.draft_model import DraftModel, DraftModelConfig
 from outrider.models.graphs import GraphedDrafter
 from outrider.models.hf_target import HFTarget
 
@@ -237,9 +237,8 @@ class Bench:
         if case.drafter == "nothing":
             return NullDrafter(), 0
         if case.drafter == "draft_model":
-            return DraftModel(target_of(self.draft, **FORMS[case.form]), length=case.nodes), case.nodes * weight_bytes(
-                self.draft
-            )
+            own = target_of(self.draft, **FORMS[case.form])
+            return DraftModel(DraftModelConfig(length=case.nodes), own), case.nodes * weight_bytes(self.draft)
         width, length = BEAMS[case.nodes]
         options = {"kind": "redrafter", "beam_width": width, "beam_length": length, "tree_nodes": case.nodes}
         drafter = build_drafter({**options, "head_init": "random"}, target).to(target.dtype).eval()
