@@ -8,9 +8,11 @@ from typing import Any
 from ...data.files import parse_dataclass
 from ..hf_target import HFTarget
 from ..interfaces import TrainableDrafter
+from .medusa import Medusa
 from .redrafter import Redrafter
 
 DRAFTERS: dict[str, type[TrainableDrafter]] = {
+    "medusa": Medusa,
     "redrafter": Redrafter,
 }
 

@@ -29,6 +29,7 @@ from ..host_reads import HostReads, ScalarReads
 
 # Small options of each kind, with drafts of up to HORIZON - 1 tokens. A new kind is a row here.
 OPTIONS: dict[str, dict[str, Any]] = {
+    "medusa": {"num_heads": 4, "tree_nodes": 8},
     "redrafter": {"beam_width": 3, "beam_length": 4, "tree_nodes": 8},
 }
 HORIZON = 5
