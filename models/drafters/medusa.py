@@ -2,7 +2,7 @@
 
 From the hidden state h at the last accepted token, head k draws up, for k = 0..K-1,
 
-    s_k = h + SiLU(W_k h + b_k)  (a residual block, or several),   logits of the token k + 2 behind h = H_k s_k   (section 2.1.1)
+    s_k = h + SiLU(W_k h + b_k)  (a residual block, or several),   logits of token k + 2 behind h = H_k s_k   (section 2.1.1)
 
 Token 1 behind h is the one that the target has already chosen, so head k is trained on depth k of the labels, and K heads need
 labels of K + 1 tokens. No head knows what the others say: a draft tree is a fixed set of paths of ranks, such as "the likeliest
@@ -310,7 +310,7 @@ def likeliest_paths(accuracies: Sequence[Sequence[float]], num_nodes: int) -> li
     So the likeliest node whose parent is there comes next. Example: [[0.6, 0.2], [0.5, 0.3]] and 3 nodes -> (0), (0, 0), (1).
     """
     paths: list[Path] = []
-    candidates = [(-probability, (rank,)) for rank, probability in enumerate(accuracies[0])]
+    candidates: list[tuple[float, Path]] = [(-probability, (rank,)) for rank, probability in enumerate(accuracies[0])]
     heapq.heapify(candidates)
     while candidates and len(paths) < num_nodes:
         probability, path = heapq.heappop(candidates)
