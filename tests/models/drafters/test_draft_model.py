@@ -1,30 +1,31 @@
 """A draft model drafts exactly its own greedy text, whatever was accepted before, and changes nothing."""
 
-import itertools
 import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from outrider.data.types import UNKNOWN, DrafterBatch
 from outrider.models.decoding import (
     GreedyAcceptance,
     Prompts,
-    RowSeeds,
     Sampling,
     SpeculativeSampling,
     generate,
-    warp,
 )
 from outrider.models.decoding.certificate import EXACT, Replay, total_variation
 from outrider.models.decoding.g_test import g_test
 from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, save_drafter
 from outrider.models.drafters.draft_model import DraftModel, DraftModelConfig
 from outrider.models.drafters.objective import Objective
+from outrider.models.drafters.registry import parse_drafter_config
 from outrider.models.hf_target import HFTarget
+
+from .tiny_texts import PROMPT, TEMPERATURE, VOCAB, code, joint, make_tiny, sampled_counts
 
 PROMPTS = [[1, 70, 71, 72, 2], [9, 8], [40, 41, 42, 43, 44, 45, 46, 47]]
 
@@ -173,41 +174,11 @@ def test_a_tree_of_the_targets_own_is_accepted_to_its_last_depth(target):
 
 # --- drawn chains
 
-VOCAB, TEMPERATURE, PROMPT = 3, 0.7, [0, 1, 2, 1]
-
 
 @pytest.fixture
 def tiny_pair(target) -> tuple[HFTarget, HFTarget]:
-    """A target of so few tokens that every text can be counted, and a drafter unlike it."""
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        initializer_range=0.6,
-        max_position_embeddings=64,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    models = []
-    for seed in (0, 1):
-        torch.manual_seed(seed)
-        models.append(HFTarget(LlamaForCausalLM(config).double().eval(), target.tokenizer, target.identity))
-    return models[0], models[1]
-
-
-def joint(model, length: int) -> torch.Tensor:
-    """The distribution of the texts of `length` tokens after PROMPT, by plain forward passes."""
-    texts = torch.tensor(list(itertools.product(range(VOCAB), repeat=length)))
-    both = torch.cat([torch.tensor(PROMPT).expand(len(texts), -1), texts], dim=1)
-    with torch.inference_mode():
-        probs = warp(model(both).logits[:, len(PROMPT) - 1 : -1], Sampling(temperature=TEMPERATURE))
-    return probs.gather(2, texts[..., None])[..., 0].prod(1)
-
-
-def code(tokens: torch.Tensor) -> torch.Tensor:
-    return (tokens * VOCAB ** torch.arange(tokens.shape[1] - 1, -1, -1)).sum(1)
+    """A target and a drafter unlike it."""
+    return make_tiny(target, seed=0), make_tiny(target, seed=1)
 
 
 @torch.inference_mode()
@@ -247,21 +218,10 @@ def test_every_outcome_of_a_drawn_chain_together_is_the_targets_distribution(tin
 def test_texts_drafted_by_drawn_chains_are_samples_of_the_target(tiny_pair, temperature):
     target, small = tiny_pair
     drafter = DraftModel(DraftModelConfig(length=2, temperature=temperature), small)
-    rule = SpeculativeSampling(sampling=Sampling(temperature=TEMPERATURE))
-    num_rows, length = 6000, 4
-    texts, filled, accepted = torch.zeros(num_rows, length, dtype=torch.long), [0] * num_rows, set()
-    prompts = torch.tensor(PROMPT).expand(num_rows, -1)
-    steps = generate(target, drafter, rule, prompts, max_new_tokens=length, generator=RowSeeds(range(num_rows)))
-    for step in steps:
-        accepted |= set(step.num_accepted)
-        for row, tokens in zip(step.rows, step.tokens, strict=True):
-            texts[row, filled[row] : filled[row] + len(tokens)] = torch.tensor(tokens)
-            filled[row] += len(tokens)
-    assert set(filled) == {length}
+    counts, accepted = sampled_counts(target, drafter, num_texts=6000, length=4)
     assert accepted == {0, 1, 2}
-    counts = code(texts).bincount(minlength=VOCAB**length)
-    assert g_test(counts, joint(target.model, length)) > 1e-6
-    assert g_test(counts, joint(small.model, length)) < 1e-6, "the test sees nothing"
+    assert g_test(counts, joint(target.model, 4)) > 1e-6
+    assert g_test(counts, joint(small.model, 4)) < 1e-6, "the test sees nothing"
 
 
 def test_a_drawn_chain_tells_what_it_was_drawn_from(target, small):
@@ -353,6 +313,11 @@ def test_training_overfits_a_small_set_to_near_perfect_acceptance(target, loss):
 
 
 # --- where the weights come from
+
+
+def test_the_options_file_holds_the_defaults():
+    options = yaml.safe_load((Path(__file__).parents[3] / "conf" / "drafter" / "draft_model.yaml").read_text())
+    assert parse_drafter_config(options) == ("draft_model", DraftModelConfig())
 
 
 def test_the_targets_first_layers_draft_as_the_target_cut_short(target):
