@@ -117,9 +117,9 @@ class TrainableDrafter(nn.Module, ABC):
 
     Config: ClassVar[type[Any]]
     """Dataclass of this kind's options; its RUNTIME_FIELDS may be changed when trained weights are loaded."""
+    recordable: ClassVar[bool] = True
+    """Whether `propose` reads nothing but its arguments, all of them tensors, so that a CUDA graph can replay it."""
     config: Any
-    keeps_cache: ClassVar[bool] = False
-    """Whether `propose` writes to a cache of the drafter's own, so that it can't be replayed as one CUDA graph."""
 
     @classmethod
     @abstractmethod

@@ -120,7 +120,7 @@ class DraftModel(TrainableDrafter):
     """
 
     Config = DraftModelConfig
-    keeps_cache = True
+    recordable = False  # its passes are replayed one by one where the target's are
 
     def __init__(self, config: DraftModelConfig, reader: HFTarget) -> None:
         super().__init__()

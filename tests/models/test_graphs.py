@@ -73,7 +73,7 @@ def test_a_draft_model_replays_its_own_passes(target, recorder, monkeypatch, opt
     for rows in (PROMPTS, PROMPTS[:1]):
         assert answers(target, own, rows) == answers(target, drafter, rows) == answers(target, NullDrafter(), rows)
     assert recorder.num_replays > 20
-    assert own.keeps_cache
+    assert not own.recordable
 
 
 def test_cuda_graphs_without_cuda_are_refused_before_anything_is_loaded(tiny_target_dir):
