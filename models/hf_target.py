@@ -176,17 +176,19 @@ class HFTarget:
             self._cache = TreeCache(num_layers, batch, capacity, self.device, extent_step=step)
         return self._cache
 
-    def verify(self, last_token: Int[torch.Tensor, " batch"], tree: DraftTree) -> TargetOutput:
+    def verify(self, last_token: Int[torch.Tensor, " batch"], tree: DraftTree, *, num_read: int = 0) -> TargetOutput:
         """One forward over the last committed token and the tree's nodes, each attending to its own path only.
 
-        With CUDA graphs the output is overwritten by the next `verify`.
+        The first `num_read` of these entries have been read since the last commit, so only the others are, and have outputs:
+        so a tree is read while it grows. With CUDA graphs the output is overwritten by the next `verify`.
         """
         cache = self._require_cache()
-        if cache.begin_pass(1 + tree.num_nodes):
+        if cache.begin_pass(1 + tree.num_nodes - num_read, offset=num_read):
             self._forget_graphs()
         if self._graphs is None:
             return self._read_tree(last_token, tree.tokens, tree.lineage)
-        return self._graphs(last_token, tree.tokens, tree.lineage, key=(cache.extent, self._feature_layers))
+        key = (cache.extent, self._feature_layers, num_read)
+        return self._graphs(last_token, tree.tokens, tree.lineage, key=key)
 
     def _read_tree_with(
         self,
@@ -205,9 +207,11 @@ class HFTarget:
             positions = positions + torch.nn.functional.pad(depths(lineage), (1, 0))
         # What lies beyond the context window can never be emitted; it only must not index past a position table.
         positions = positions.clamp(max=self.context_length - 1)
+        unread = slice(1 + num_nodes - cache.num_written, None)
+        tokens, positions = tokens[:, unread], positions[:, unread]
         if num_nodes == 0 and cache.is_even and cache.extent_step == 1:
             return self._forward(model, tokens, positions, None)
-        masks = masks_by_kind(self._kinds, lineage, cache.lengths, cache.extent, self.dtype)
+        masks = masks_by_kind(self._kinds, lineage, cache.lengths, cache.extent, self.dtype, unread)
         with grouped_heads(self.model):
             return self._forward(model, tokens, positions, masks)
 
@@ -216,19 +220,24 @@ class HFTarget:
 
         `num_accepted` is the acceptance's own, as the host knows it.
         """
-        cache = self._require_cache()
         entries = None
         if any(num_accepted):
             path = (acceptance.path + 1).clamp(min=0)[:, : max(num_accepted)]
             entries = torch.nn.functional.pad(path, (1, 0))
-        cache.commit(entries, acceptance.num_accepted + 1)
-        cache.note([count + 1 for count in num_accepted])
+        self.keep(entries, acceptance.num_accepted + 1, [count + 1 for count in num_accepted])
+
+    def keep(
+        self, entries: Int[torch.Tensor, "batch kept"] | None, counts: Int[torch.Tensor, " batch"], host_counts: Sequence[int]
+    ) -> None:
+        """Keep each row's first `counts` of these entries (0: the last committed token, n + 1: node n; None: as they lie) in
+        the KV cache; forget the others. `host_counts` are the same, as the host knows them."""
+        cache = self._require_cache()
+        cache.commit(entries, counts)
+        cache.note(host_counts)
 
     def rewind(self, num_tokens: Int[torch.Tensor, " batch"], host_counts: Sequence[int]) -> None:
         """Forget the last committed tokens, so many in each row: as the device and the host know it."""
-        cache = self._require_cache()
-        cache.commit(None, -num_tokens)
-        cache.note([-count for count in host_counts])
+        self.keep(None, -num_tokens, [-count for count in host_counts])
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows of the batch only."""
@@ -314,7 +323,7 @@ class HFTarget:
     # --- training and distillation
 
     @torch.no_grad()
-    def require_plain_head(self) -> None:
+    def require_plain_head(self, remedy: str = "use train.loss=cross_entropy, and a drafter with a head of its own") -> None:
         """Raise ValueError where the model does more to its hidden states than multiply them by its head."""
         text = torch.arange(3, 11, device=self.device)[None] % self.vocab_size
         logits = self.model(text, use_cache=False).logits[0, -1].float()
@@ -322,7 +331,7 @@ class HFTarget:
         if not torch.allclose(logits, plain, rtol=1e-3, atol=1e-3 * float(logits.abs().max())):
             raise ValueError(
                 f"{type(self.model).__name__} caps or scales its logits, so its distribution can't be made of hidden states "
-                "and head alone; use train.loss=cross_entropy, and a drafter with a head of its own"
+                f"and head alone; {remedy}"
             )
 
     @torch.no_grad()
@@ -337,7 +346,13 @@ class HFTarget:
         Neither head nor gradients are computed.
         """
         self._captured.layers = feature_layers
-        self.model.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+        return self.read_texts(input_ids=input_ids, attention_mask=attention_mask)
+
+    def read_texts(
+        self, **inputs: Any
+    ) -> tuple[Float[torch.Tensor, "batch seq hidden"], Float[torch.Tensor, "batch seq feature"] | None]:
+        """`hidden_states` of whatever the model takes, with gradients where they are on."""
+        self.model.base_model(**inputs, use_cache=False)
         return self._captured.take()
 
 

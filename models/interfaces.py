@@ -117,6 +117,8 @@ class TrainableDrafter(nn.Module, ABC):
 
     Config: ClassVar[type[Any]]
     """Dataclass of this kind's options; its RUNTIME_FIELDS may be changed when trained weights are loaded."""
+    recordable: ClassVar[bool] = True
+    """Whether `propose` reads nothing but its arguments, all of them tensors, so that a CUDA graph can replay it."""
     config: Any
 
     @classmethod
@@ -143,3 +145,6 @@ class TrainableDrafter(nn.Module, ABC):
     @abstractmethod
     def loss(self, batch: DrafterBatch, objective: "Objective") -> Loss:
         """What `objective` says of one batch. Raises ValueError where the batch lacks what this drafter needs."""
+
+    def finish_training(self, measured: Loss) -> None:
+        """Take in what the last part of training measured, over all processes, before it is saved. By default nothing."""

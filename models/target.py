@@ -23,9 +23,9 @@ LEAST_SHARE = 0.9
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 
 
-def load_target(config: TargetConfig | str, device: torch.device | None = None) -> HFTarget:
+def load_target(config: TargetConfig | str, device: torch.device | None = None, *, safetensors_only: bool = False) -> HFTarget:
     """The frozen target (of a configuration, or only a directory or Hub id) on `config.device`, else `device`, else the first
-    accelerator, else the CPU.
+    accelerator, else the CPU. With `safetensors_only` no pickled weights are read.
 
     Raises ValueError where the directory is incomplete or its tokenizer doesn't belong to it.
     """
@@ -34,7 +34,7 @@ def load_target(config: TargetConfig | str, device: torch.device | None = None) 
     place = _parse_device(config.device) if config.device else device or _default_device()
     if config.cuda_graphs and place.type != "cuda":
         raise ValueError(f"target.cuda_graphs is on, and the target goes to {place}; choose a CUDA device, or turn it off")
-    model = _load_model(config)
+    model = _load_model(config, safetensors_only)
     model.to(device=place)  # type: ignore[call-arg]  # transformers wraps `to` in a way that hides its signature
     model.eval().requires_grad_(False)
     vocab_size = model.config.get_text_config().vocab_size
@@ -109,7 +109,7 @@ def _check_stop_tokens(target: HFTarget) -> None:
         )
 
 
-def _load_model(config: TargetConfig) -> PreTrainedModel:
+def _load_model(config: TargetConfig, safetensors_only: bool) -> PreTrainedModel:
     dtype = config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -118,6 +118,7 @@ def _load_model(config: TargetConfig) -> PreTrainedModel:
             dtype=dtype,
             attn_implementation=config.attn_implementation,
             trust_remote_code=config.trust_remote_code,
+            use_safetensors=True if safetensors_only else None,
             output_loading_info=True,
         )
     except (OSError, ValueError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:

@@ -123,12 +123,16 @@ def masks_by_kind(
     lengths: Int[torch.Tensor, " batch"],
     extent: int,
     dtype: torch.dtype,
+    queries: slice = slice(None),
 ) -> Any:
-    """The mask of each kind of layer, as transformers' models take them: one tensor, or a dictionary where kinds differ."""
+    """The mask of each kind of layer, as transformers' models take them: one tensor, or a dictionary where kinds differ.
+
+    Of the last committed token and the nodes, only the `queries` get a row.
+    """
     masks = {}
     for kind, window in kinds.items():
         reach = window if window is not None and window < extent else None
-        masks[kind] = tree_attention_mask(lineage, lengths, extent, dtype, reach)
+        masks[kind] = tree_attention_mask(lineage, lengths, extent, dtype, reach)[:, :, queries]
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
 

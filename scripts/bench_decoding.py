@@ -30,7 +30,7 @@ from outrider.models.config import TargetConfig
 from outrider.models.decoding import DraftTree, GreedyAcceptance, Prompts, generate
 from outrider.models.decoding.loop import read_tokens
 from outrider.models.drafters import NullDrafter
-from outrider.models.drafters.draft_model import DraftModel
+from outrider.models.drafters.draft_model import DraftModel, DraftModelConfig
 from outrider.models.hf_target import HFTarget
 from outrider.models.target import load_target
 from outrider.models.tree_attention import grouped_heads, masks_by_kind
@@ -48,7 +48,6 @@ def main() -> None:
         torch.set_num_threads(args.threads)
     target = load_target(TargetConfig(name_or_path=args.target, dtype=args.dtype))
     draft = first_layers(args, target)
-    DraftModel(draft, length=args.draft_length).require_vocabulary(target)
     for model in (target.model, draft.model):
         model.generation_config.eos_token_id = None
     prompts = [
@@ -155,7 +154,7 @@ def measure_decoding(
 ) -> dict[str, Any]:
     """Tokens per second of each way to decode a batch, the ways in turns. transformers pads on the left."""
     rows = prompts[:batch]
-    drafter = DraftModel(draft, length=args.draft_length)
+    drafter = DraftModel(DraftModelConfig(length=args.draft_length), draft)
     draft.model.generation_config.num_assistant_tokens = args.draft_length
     draft.model.generation_config.num_assistant_tokens_schedule = "constant"
     draft.model.generation_config.assistant_confidence_threshold = 0.0

@@ -33,8 +33,8 @@ class TrainConfig:
     """`distilled`: the target's own continuations; `text`: the text's next tokens, at the same positions (an ablation)."""
 
     loss: str = "cross_entropy"
-    """`cross_entropy` on the labels; `kl`, `tv`, `acceptance`, `kl_tv` or `kl_acceptance` against the target's distribution,
-    where a continuation keeps to the text (see `Objective`)."""
+    """`cross_entropy` on the labels; `kl`, `reverse_kl`, `tv`, `acceptance`, `kl_tv` or `kl_acceptance` against the target's
+    distribution, where a continuation keeps to the text (see `Objective`)."""
     label_weights: str = "uniform"
     """`uniform`, or `reached`: a label counts only where the drafter was right at all depths before it."""
 

@@ -56,13 +56,8 @@ def beam_search(
     num_nodes = 0
     for depth in range(length):
         logits = drafter.logits(hidden.expand_as(state), state).float()  # [batch, beam, vocab]
-        # No beam can keep more than `width` of its successors: rank those alone, not beam x vocab of them.
-        top, outputs = logits.topk(min(width, logits.shape[-1]), dim=-1)
-        # In this order no rounding lifts a child above its parent: what is added is never above 0.
-        candidates = (scores[..., None] + (top - logits.logsumexp(-1, keepdim=True))).flatten(1)
-        scores, chosen = candidates.topk(min(width, candidates.shape[1]), dim=-1)
-        beam = chosen // top.shape[-1]  # [batch, beam]: which one each came from
-        token = drafter.to_target_tokens(outputs.flatten(1).gather(1, chosen))
+        outputs, beam, scores = likeliest_successors(logits, scores, width)
+        token = drafter.to_target_tokens(outputs)
         levels.append((token, parents_at.gather(1, beam), scores))
         parents_at = torch.arange(num_nodes, num_nodes + token.shape[1], device=token.device).expand_as(token)
         num_nodes += token.shape[1]
@@ -72,6 +67,18 @@ def beam_search(
     tokens, parents, all_scores = (torch.cat(values, dim=1) for values in zip(*levels, strict=True))
     sizes = tuple(level[0].shape[1] for level in levels)
     return SearchTree(tokens=tokens, parents=parents, scores=all_scores, level_sizes=sizes)
+
+
+def likeliest_successors(
+    logits: Float[torch.Tensor, "batch beam vocab"], scores: Float[torch.Tensor, "batch beam"], width: int
+) -> tuple[Int[torch.Tensor, "batch next"], Int[torch.Tensor, "batch next"], Float[torch.Tensor, "batch next"]]:
+    """The `width` likeliest among all successors of all beams: outputs, the beam that each follows, and its score."""
+    # No beam can keep more than `width` of its successors: rank those alone, not beam x vocab of them.
+    top, outputs = logits.topk(min(width, logits.shape[-1]), dim=-1)
+    # In this order no rounding lifts a child above its parent: what is added is never above 0.
+    candidates = (scores[..., None] + (top - logits.logsumexp(-1, keepdim=True))).flatten(1)
+    scores, chosen = candidates.topk(min(width, candidates.shape[1]), dim=-1)
+    return outputs.flatten(1).gather(1, chosen), chosen // top.shape[-1], scores
 
 
 def pack_survivors(search: SearchTree, *, full_size: bool = False) -> DraftTree:
@@ -92,7 +99,7 @@ def pack_survivors(search: SearchTree, *, full_size: bool = False) -> DraftTree:
         level = slice(end - size, end)
         alive.scatter_reduce_(1, search.parents[:, level], alive[:, level].clone(), "amax")
         end -= size
-    return _pack(search, alive.bool(), alive.shape[1] if full_size else int(alive.sum(1).max()))
+    return pack(search, alive.bool(), alive.shape[1] if full_size else int(alive.sum(1).max()))
 
 
 def pack_likeliest(search: SearchTree, num_nodes: int) -> DraftTree:
@@ -103,14 +110,19 @@ def pack_likeliest(search: SearchTree, num_nodes: int) -> DraftTree:
     probabilities are right. All rows have the same number of nodes (all there are, if fewer), so the host reads nothing.
     """
     num_nodes = min(num_nodes, search.tokens.shape[1])
-    # Parents come before their children and are as likely at least, so a stable order never takes a child alone.
+    return pack(search, likeliest_nodes(search, num_nodes), num_nodes)
+
+
+def likeliest_nodes(search: SearchTree, num_nodes: int) -> Bool[torch.Tensor, "batch node"]:
+    """Which are the `num_nodes` likeliest. Parents come before their children and are as likely at least, so a stable order
+    never takes a child alone."""
     order = search.scores.sort(dim=1, descending=True, stable=True).indices[:, :num_nodes]
-    chosen = torch.zeros_like(search.tokens, dtype=torch.bool).scatter_(1, order, True)
-    return _pack(search, chosen, num_nodes)
+    return torch.zeros_like(search.tokens, dtype=torch.bool).scatter_(1, order, True)
 
 
-def _pack(search: SearchTree, kept: Bool[torch.Tensor, "batch node"], num_nodes: int) -> DraftTree:
-    """The kept nodes as a tree; kept nodes' parents must be kept too. Rows with fewer than `num_nodes` are padded."""
+def pack(search: SearchTree, kept: Bool[torch.Tensor, "batch node"], num_nodes: int) -> DraftTree:
+    """The kept nodes as a tree, in their order; kept nodes' parents must be kept too. Rows with fewer than `num_nodes` are
+    padded."""
     index = kept.cumsum(1) - 1  # new number of each kept node
     # Everyone who isn't kept writes to a column that is cut off.
     place = torch.where(kept, index, num_nodes)

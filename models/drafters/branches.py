@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Int, Shaped
+from torch.nn.functional import pad
 
 from ...data.types import DrafterBatch
 
@@ -54,3 +55,11 @@ class Branches:
         text = torch.arange(self.num_columns, device=last.device) < last  # [batch, branch, column]
         own = torch.eye(self.columns.shape[1], dtype=torch.bool, device=last.device).repeat(1, depth + 1)
         return torch.cat([text, own.expand(len(text), -1, -1)], dim=2)[:, None]
+
+    def whole_mask(self, num_depths: int, *, with_own_column: bool) -> Bool[torch.Tensor, "batch 1 query query"]:
+        """What everybody sees where text and entries are read in one pass: the text, causally, then the entries by depth."""
+        size = self.num_columns + num_depths * self.columns.shape[1]
+        text = torch.ones(self.num_columns, self.num_columns, dtype=torch.bool, device=self.columns.device).tril()
+        rows = [text.expand(len(self.columns), 1, -1, -1)]
+        rows += [self.mask(depth, with_own_column=with_own_column) for depth in range(num_depths)]
+        return torch.cat([pad(row, (0, size - row.shape[-1])) for row in rows], dim=2)

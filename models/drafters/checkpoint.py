@@ -79,11 +79,13 @@ def load_drafter(directory: Path, target: HFTarget, **runtime_options: Any) -> T
             shapes = DRAFTERS[kind].for_target(config, target).state_dict()
     except RuntimeError as error:
         raise ValueError(f"a drafter of the sizes in {directory / CONFIG_FILE} can't be made ({error})") from error
-    tensors = _read_weights(directory / WEIGHTS_FILE, shapes)
+    tensors = read_weights(directory / WEIGHTS_FILE, shapes)
     drafter = DRAFTERS[kind].for_target(config, target)
     drafter.load_state_dict(tensors)
     drafter.check_weights()
-    return drafter.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
+    for parameter in drafter.parameters():  # not buffers: rotary frequencies in 16 bits would lose a long text's positions
+        parameter.data = parameter.data.to(target.dtype)
+    return drafter.to(device=target.device).eval().requires_grad_(False)
 
 
 def _require_fitting_target(directory: Path, trained_for: TargetIdentity, target: TargetIdentity) -> None:
@@ -99,7 +101,7 @@ def _require_fitting_target(directory: Path, trained_for: TargetIdentity, target
         )
 
 
-def _read_weights(path: Path, expected: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def read_weights(path: Path, expected: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors of a file, which must have the names, shapes and kinds of number of `expected`."""
     if not path.is_file():
         raise ValueError(f"{path} is missing; the drafter's export is incomplete: copy or export it again")

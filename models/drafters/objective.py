@@ -4,10 +4,10 @@ Losses are computed in chunks of labels and recomputed for the gradient, so that
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -24,7 +24,7 @@ MAX_CHUNK = 2**26
 TINY = 1e-12
 """Keeps logarithms and quotients of probabilities finite."""
 
-LOSSES = ("cross_entropy", "kl", "tv", "acceptance", "kl_tv", "kl_acceptance")
+LOSSES = ("cross_entropy", "kl", "reverse_kl", "tv", "acceptance", "kl_tv", "kl_acceptance")
 WEIGHTS = ("uniform", "reached")
 
 
@@ -32,12 +32,13 @@ WEIGHTS = ("uniform", "reached")
 class Objective:
     """What is minimised, the same for every kind of drafter. p is the target's distribution, q the drafter's.
 
-    `cross_entropy`: -log q(label). `kl`: KL(p || q). `tv`: 1 - sum min(p, q), the probability that speculative sampling refuses
+    `cross_entropy`: -log q(label). `kl`: KL(p || q). `reverse_kl`: KL(q || p), which would rather miss some of p than offer
+    what p doesn't (arXiv 2306.08543, section 2). `tv`: 1 - sum min(p, q), the probability that speculative sampling refuses
     the draft token (arXiv 2211.17192, section 3.3). `acceptance`: -log sum min(p, q). `kl_tv` and `kl_acceptance`: the mean of
     KL and the other, weighted by the share that is accepted at that depth now: KL leads while the drafter is weak.
 
     p is known where a continuation keeps to the text, since the target has read that. Elsewhere it is taken to be one-hot at
-    the label.
+    the label, where `reverse_kl`, which would be infinite, is -log q(label) too.
     """
 
     loss: str = "cross_entropy"
@@ -85,6 +86,10 @@ class Labels:
             on_text=says_so.cumprod(1).bool(),
         )
 
+    def first(self, num_depths: int) -> "Labels":
+        """Those of the first depths only."""
+        return Labels(**{field.name: getattr(self, field.name)[:, :num_depths] for field in fields(self)})
+
 
 @dataclass(frozen=True, kw_only=True)
 class DraftVocabulary:
@@ -108,7 +113,7 @@ class DraftVocabulary:
 
 def score(
     predict: Callable[..., Float[torch.Tensor, "label output"]],
-    inputs: tuple[Float[torch.Tensor, "label _"], ...],
+    inputs: tuple[Shaped[torch.Tensor, "label *_"], ...],
     labels: Labels,
     batch: DrafterBatch,
     objective: Objective,
@@ -134,7 +139,11 @@ def score(
         overlap = divergence.neg().exp() * inside
         if teacher is not None:
             p = teacher(index)
-            of_text = F.kl_div(log_q, p / p.sum(1, keepdim=True).clamp(min=TINY), reduction="none").sum(1)
+            inside_p = p / p.sum(1, keepdim=True).clamp(min=TINY)
+            if objective.loss == "reverse_kl":
+                of_text = (log_q.exp() * (log_q - inside_p.clamp(min=TINY).log())).sum(1)
+            else:
+                of_text = F.kl_div(log_q, inside_p, reduction="none").sum(1)
             divergence = torch.where(on_text, of_text, divergence)
             overlap = torch.where(on_text, torch.minimum(p, log_q.exp()).sum(1), overlap)
         return torch.stack([divergence, overlap, rank.to(divergence.dtype)], dim=1)
@@ -196,7 +205,7 @@ def _combine(
     depth: Int[torch.Tensor, " label"],
     loss: str,
 ) -> Float[torch.Tensor, " label"]:
-    if loss in ("cross_entropy", "kl"):
+    if loss in ("cross_entropy", "kl", "reverse_kl"):
         return divergence
     direct = 1 - overlap if loss.endswith("tv") else -overlap.clamp(min=TINY).log()
     if loss in ("tv", "acceptance"):

@@ -7,6 +7,9 @@ From the target's last hidden state h and the tokens after it, the drafter keeps
 
 with the target's own frozen embeddings e. Token 1 is the one that the target has already chosen, so T labelled tokens train T
 - 1 depths. The same weights serve every depth, so a drafter can draft deeper than it was trained.
+
+The tree of its beam search is a function of the text. So speculative sampling is exact with it at every temperature: at each
+node the target's own draw decides whether the walk goes on (see `SpeculativeSampling`).
 """
 
 from collections.abc import Sequence
@@ -111,10 +114,10 @@ class Redrafter(TrainableDrafter):
                 "make it smaller, or null for the whole vocabulary"
             )
         self.config = config
-        self.vocab_size = vocab_size
+        self.vocab_size, self.hidden_size = vocab_size, hidden_size
+        self.exit_width = exit_width = config.exit_width or 2 * hidden_size
         # The target's table is read, not owned: in a tuple, it is neither saved nor trained with the drafter.
         self._embed_tokens = (embed_tokens,)
-        exit_width = config.exit_width or 2 * hidden_size
         if config.rnn:
             self.recurrence = nn.Linear(hidden_size, hidden_size, bias=False)  # U
             self.input = nn.Linear(hidden_size, hidden_size)  # W, b

@@ -8,9 +8,13 @@ from typing import Any
 from ...data.files import parse_dataclass
 from ..hf_target import HFTarget
 from ..interfaces import TrainableDrafter
+from .draft_model import DraftModel
+from .medusa import Medusa
 from .redrafter import Redrafter
 
 DRAFTERS: dict[str, type[TrainableDrafter]] = {
+    "draft_model": DraftModel,
+    "medusa": Medusa,
     "redrafter": Redrafter,
 }
 

@@ -43,7 +43,7 @@ from outrider.eval.environment import describe_environment
 from outrider.models.decoding import Acceptance, DraftTree, GreedyAcceptance, TargetOutput, generate
 from outrider.models.decoding.acceptance import follow
 from outrider.models.drafters import NullDrafter, build_drafter
-from outrider.models.drafters.draft_model import DraftModel
+from outrider.models.drafters.draft_model import DraftModel, DraftModelConfig
 from outrider.models.graphs import GraphedDrafter
 from outrider.models.hf_target import HFTarget
 
@@ -265,9 +265,10 @@ class Bench:
         if case.drafter == "nothing":
             return NullDrafter(), 0
         if case.drafter == "draft_model":
-            return DraftModel(target_of(self.draft, **FORMS[case.form]), length=case.nodes), case.nodes * weight_bytes(
-                self.draft
-            )
+            own = target_of(self.draft, **FORMS[case.form])
+            cache_bytes = case.batch * self.args.prompt_tokens * cache_bytes_per_token(self.draft)
+            bytes_per_pass = weight_bytes(self.draft) + cache_bytes
+            return DraftModel(DraftModelConfig(length=case.nodes), own), case.nodes * bytes_per_pass
         config, (width, length) = self.redrafter.config, SHAPES_OF_TREES[case.nodes]
         config.beam_width, config.beam_length, config.tree_nodes = width, length, case.nodes
         drafter = ShapedDrafter(self.redrafter, case.nodes, length, target.device)

@@ -23,7 +23,7 @@ def run_config(*overrides: str) -> RunConfig:
 
 
 def test_recipes_exist() -> None:
-    assert {"demo", "ablation_demo", "redrafter_vicuna7b"} <= set(RECIPES)
+    assert {"demo", "ablation_demo", "redrafter_llama3_8b", "redrafter_vicuna7b"} <= set(RECIPES)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

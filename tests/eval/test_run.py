@@ -20,6 +20,7 @@ from outrider.eval.run import evaluate
 from outrider.models.config import TargetConfig
 from outrider.models.decoding import Acceptance, DraftTree, GreedyAcceptance, TargetOutput
 from outrider.models.decoding.sampling import Randomness
+from outrider.models.drafters import build_drafter, save_drafter
 from outrider.models.hf_target import HFTarget
 from outrider.models.target import load_target
 
@@ -241,3 +242,41 @@ def test_a_sample_for_profiling_is_spread_over_the_suite() -> None:
     assert evenly_spaced(range(80), 4) == [0, 20, 40, 60]
     assert evenly_spaced(range(3), 5) == [0, 1, 2]
     assert evenly_spaced(range(3), 0) == []
+
+
+def drafts_per_step(folder: Path) -> dict[str, set[float]]:
+    """Draft tokens per verify step of each method."""
+    found: dict[str, set[float]] = {}
+    for record in read(folder):
+        found.setdefault(record.method, set()).add(record.num_draft_tokens / sum(record.accepted_histogram))
+    return found
+
+
+def test_beams_are_chosen_when_a_drafter_is_evaluated(run_tiny: Evaluate, tmp_path: Path) -> None:
+    rows = run_tiny(
+        tmp_path, settings=[{"beam_width": 1, "beam_length": 2}, {"beam_width": 3, "beam_length": 4, "tree_nodes": 7}]
+    )
+    assert all(row["lossless"] for row in rows)
+    assert drafts_per_step(tmp_path) == {
+        "baseline": {0},
+        "redrafter beam_width=1 beam_length=2": {2},
+        "redrafter beam_width=3 beam_length=4 tree_nodes=7": {7},
+    }
+
+
+def test_a_draft_model_is_evaluated_as_chain_tree_and_sampler(
+    tiny_target: HFTarget, config: EvalConfig, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    drafter = build_drafter({"kind": "draft_model", "init": "target_layers", "num_layers": 1}, tiny_target)
+    save_drafter(drafter, tmp_path / "drafter", tiny_target.identity)
+    settings: list[dict[str, Any]] = [{}, {"length": 3, "top_k": 2, "tree_nodes": 5}, {"length": 2, "temperature": 1.0}]
+    config = replace(config, settings=settings)
+    rows = evaluate(config, tiny_target, tiny_target.tokenizer, [tmp_path / "drafter"], tmp_path / "eval")
+    assert all(row["lossless"] for row in rows)
+    assert drafts_per_step(tmp_path / "eval") == {
+        "baseline": {0},
+        "draft_model": {4},
+        "draft_model length=3 top_k=2 tree_nodes=5": {5},
+        "draft_model length=2 temperature=1.0": {2},
+    }

@@ -7,6 +7,7 @@ from outrider.models import graphs, hf_target
 from outrider.models.config import TargetConfig
 from outrider.models.decoding import Acceptance, GreedyAcceptance, Prompts, empty_tree, generate
 from outrider.models.drafters import NullDrafter, build_drafter
+from outrider.models.drafters.draft_model import DraftModel, DraftModelConfig
 from outrider.models.graphs import GraphedDrafter, GraphedFunction
 from outrider.models.hf_target import HFTarget
 from outrider.models.target import load_target
@@ -61,6 +62,18 @@ def test_a_replayed_drafter_proposes_what_a_plain_one_does(target, graphed, redr
     drafter = GraphedDrafter(redrafter, recorder)
     assert answers(graphed, drafter) == answers(target, redrafter)
     assert recorder.num_replays > 10
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 3, "tree_nodes": 5}])
+def test_a_draft_model_replays_its_own_passes(target, recorder, monkeypatch, options):
+    monkeypatch.setattr(hf_target, "EXTENT_STEP", STEP)
+    config = DraftModelConfig(length=3, **options)
+    drafter = DraftModel(config, HFTarget(target.model, target.tokenizer, target.identity))
+    own = DraftModel(config, HFTarget(target.model, target.tokenizer, target.identity, cuda_graphs=True, recorder=recorder))
+    for rows in (PROMPTS, PROMPTS[:1]):
+        assert answers(target, own, rows) == answers(target, drafter, rows) == answers(target, NullDrafter(), rows)
+    assert recorder.num_replays > 20
+    assert not own.recordable
 
 
 def test_cuda_graphs_without_cuda_are_refused_before_anything_is_loaded(tiny_target_dir):

@@ -7,7 +7,7 @@ import torch
 
 from outrider.models.decoding import DraftTree, Finish, GreedyAcceptance, Sampling, SpeculativeSampling, Step, generate
 from outrider.models.drafters import NullDrafter, build_drafter
-from outrider.models.drafters.draft_model import DraftModel
+from outrider.models.drafters.draft_model import DraftModel, DraftModelConfig
 from outrider.models.hf_target import HFTarget
 
 MAX_NEW_TOKENS = 40
@@ -175,4 +175,4 @@ def test_two_answers_at_once_from_one_target_are_refused(target, prompt):
 
 def test_a_target_that_drafts_for_itself_is_refused(target, prompt):
     with pytest.raises(RuntimeError, match="let a draft model be a target of its own"):
-        decode(target, DraftModel(target, length=2), prompt)
+        decode(target, DraftModel(DraftModelConfig(length=2), target), prompt)

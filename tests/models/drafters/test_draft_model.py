@@ -1,15 +1,31 @@
 """A draft model drafts exactly its own greedy text, whatever was accepted before, and changes nothing."""
 
-from dataclasses import replace
+import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+import yaml
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from outrider.models.decoding import GreedyAcceptance, generate
-from outrider.models.drafters import NullDrafter
-from outrider.models.drafters.draft_model import DraftModel
+from outrider.data.types import UNKNOWN, DrafterBatch
+from outrider.models.decoding import (
+    GreedyAcceptance,
+    Prompts,
+    Sampling,
+    SpeculativeSampling,
+    generate,
+)
+from outrider.models.decoding.certificate import EXACT, Replay, total_variation
+from outrider.models.decoding.g_test import g_test
+from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, save_drafter
+from outrider.models.drafters.draft_model import DraftModel, DraftModelConfig
+from outrider.models.drafters.objective import Objective
+from outrider.models.drafters.registry import parse_drafter_config
 from outrider.models.hf_target import HFTarget
+
+from .tiny_texts import PROMPT, TEMPERATURE, VOCAB, code, joint, make_tiny, sampled_counts
 
 PROMPTS = [[1, 70, 71, 72, 2], [9, 8], [40, 41, 42, 43, 44, 45, 46, 47]]
 
@@ -34,7 +50,7 @@ class Recording(DraftModel):
         for drafted, last, before in zip(tree.tokens.tolist(), last_token.tolist(), state.tolist(), strict=True):
             text = next(text for text in self.texts if text[-2:] == [before, last])
             for token in drafted:
-                assert token == int(self.model.model(torch.tensor([text])).logits[0, -1].argmax())
+                assert token == int(self.model(torch.tensor([text])).logits[0, -1].argmax())
                 text = [*text, token]
                 self.num_checked += 1
         return tree
@@ -48,7 +64,7 @@ def test_drafts_are_the_models_own_greedy_text_and_the_output_the_targets(target
     for step in generate(target, NullDrafter(), GreedyAcceptance(), prompts, max_new_tokens=20):
         for row, tokens in zip(step.rows, step.tokens, strict=True):
             plain[row] += tokens
-    drafter = Recording(small, length=length)
+    drafter = Recording(DraftModelConfig(length=length), small)
     drafter.texts = [list(prompt) for prompt in PROMPTS[:batch]]
     found: list[list[int]] = [[] for _ in prompts]
     accepted = set()
@@ -63,9 +79,8 @@ def test_drafts_are_the_models_own_greedy_text_and_the_output_the_targets(target
 
 def test_a_model_that_drafts_for_itself_is_always_right(target):
     twin = HFTarget(target.model, target.tokenizer, target.identity)
-    steps = list(
-        generate(target, DraftModel(twin, length=3), GreedyAcceptance(), torch.tensor([PROMPTS[0]]), max_new_tokens=21)
-    )
+    drafter = DraftModel(DraftModelConfig(length=3), twin)
+    steps = list(generate(target, drafter, GreedyAcceptance(), torch.tensor([PROMPTS[0]]), max_new_tokens=21))
     assert [step.num_accepted for step in steps[1:]] == [(3,)] * 5
 
 
@@ -73,17 +88,8 @@ def test_the_cache_grows_with_a_long_answer(target, monkeypatch):
     monkeypatch.setattr("outrider.models.drafters.draft_model.EXPECTED_NEW_TOKENS", 2)
     twin = HFTarget(target.model, target.tokenizer, target.identity)
     prompt = torch.tensor([PROMPTS[0]])
-    steps = list(generate(target, DraftModel(twin, length=2), GreedyAcceptance(), prompt, max_new_tokens=40))
+    steps = list(generate(target, DraftModel(DraftModelConfig(length=2), twin), GreedyAcceptance(), prompt, max_new_tokens=40))
     assert all(step.num_accepted == (2,) for step in steps[1:])
-
-
-def test_another_tokenizer_and_no_length_are_refused(target, small):
-    with pytest.raises(ValueError, match="length is 0"):
-        DraftModel(small, length=0)
-    DraftModel(small, length=2).require_vocabulary(target)
-    stranger = HFTarget(small.model, small.tokenizer, replace(small.identity, tokenizer_sha256="other"))
-    with pytest.raises(ValueError, match="has another tokenizer"):
-        DraftModel(stranger, length=2).require_vocabulary(target)
 
 
 @pytest.mark.parametrize("length", [1, 3, 6, 8])
@@ -95,8 +101,354 @@ def test_drafts_may_reach_beyond_a_table_of_positions(target, length):
     big, twin = (HFTarget(model, target.tokenizer, target.identity) for _ in range(2))
     prompt = torch.tensor([[5, 6, 7, 8]])
     answers = []
-    for drafter in (NullDrafter(), DraftModel(twin, length=length)):
+    for drafter in (NullDrafter(), DraftModel(DraftModelConfig(length=length), twin)):
         steps = generate(big, drafter, GreedyAcceptance(), prompt, max_new_tokens=99)
         answers.append([token for step in steps for token in step.tokens[0]])
     assert answers[0] == answers[1]
     assert len(answers[0]) == 28
+
+
+# --- trees
+
+
+def slow_tree(model, text: list[int], length: int, top_k: int, num_nodes: int) -> list[tuple[int, ...]]:
+    """The paths of the likeliest nodes that a level-by-level search meets, by a plain forward pass of each path."""
+    beams, met = [((), 0.0)], []
+    for _ in range(length):
+        successors = []
+        for path, score in beams:
+            log_probs = model(torch.tensor([[*text, *path]])).logits[0, -1].log_softmax(-1)
+            successors += [((*path, token), score + value) for token, value in enumerate(log_probs.tolist())]
+        beams = sorted(successors, key=lambda each: -each[1])[:top_k]
+        met += beams
+    return sorted(path for path, _ in sorted(met, key=lambda each: -each[1])[:num_nodes])
+
+
+class RecordingTrees(DraftModel):
+    """Checks every tree against `slow_tree`."""
+
+    texts: list[list[int]]
+    num_checked = 0
+
+    def propose(self, state, last_token, *, generator=None):
+        tree = super().propose(state, last_token, generator=generator)
+        for row, (last, before) in enumerate(zip(last_token.tolist(), state.tolist(), strict=True)):
+            text = next(text for text in self.texts if text[-2:] == [before, last])
+            paths = [tuple(tree.tokens[row, [n for n in line if n >= 0]].tolist()[::-1]) for line in tree.lineage[row].tolist()]
+            expected = slow_tree(self.model, text, self.config.length, self.config.top_k, self.max_nodes)
+            assert sorted(paths) == expected
+            self.num_checked += 1
+        return tree
+
+
+@pytest.mark.parametrize(("length", "top_k", "tree_nodes"), [(3, 3, 5), (4, 2, None), (1, 5, None), (3, 4, 2)])
+def test_trees_hold_the_likeliest_nodes_and_change_nothing(target, small, length, top_k, tree_nodes):
+    prompts = [torch.tensor(prompt) for prompt in PROMPTS]
+    plain: list[list[int]] = [[] for _ in prompts]
+    for step in generate(target, NullDrafter(), GreedyAcceptance(), prompts, max_new_tokens=14):
+        for row, tokens in zip(step.rows, step.tokens, strict=True):
+            plain[row] += tokens
+    stop = plain[0][5]  # some rows leave sooner than others
+    drafter = RecordingTrees(DraftModelConfig(length=length, top_k=top_k, tree_nodes=tree_nodes), small)
+    drafter.texts = [list(prompt) for prompt in PROMPTS]
+    found: list[list[int]] = [[] for _ in prompts]
+    num_rows, accepted = set(), set()
+    for step in generate(target, drafter, GreedyAcceptance(), prompts, max_new_tokens=14, stop_ids={stop}):
+        num_rows.add(len(step.rows))
+        accepted |= set(step.num_accepted)
+        for row, tokens in zip(step.rows, step.tokens, strict=True):
+            found[row] += tokens
+            drafter.texts[row] += tokens
+    assert found == [text[: text.index(stop) + 1] if stop in text else text for text in plain]
+    assert len(num_rows) > 1
+    assert len(accepted) > 1, "nothing drafted was ever right, so nothing was tested"
+    assert drafter.num_checked > 10
+
+
+def test_a_tree_of_the_targets_own_is_accepted_to_its_last_depth(target):
+    twin = HFTarget(target.model, target.tokenizer, target.identity)
+    drafter = DraftModel(DraftModelConfig(length=3, top_k=3), twin)
+    steps = list(generate(target, drafter, GreedyAcceptance(), torch.tensor([PROMPTS[0]]), max_new_tokens=21))
+    assert [step.num_accepted for step in steps[1:]] == [(3,)] * 5
+
+
+# --- drawn chains
+
+
+@pytest.fixture
+def tiny_pair(target) -> tuple[HFTarget, HFTarget]:
+    """A target and a drafter unlike it."""
+    return make_tiny(target, seed=0), make_tiny(target, seed=1)
+
+
+@torch.inference_mode()
+def test_every_outcome_of_a_drawn_chain_together_is_the_targets_distribution(tiny_pair):
+    target, small = tiny_pair
+    length = 2
+    drafter = DraftModel(DraftModelConfig(length=length, temperature=TEMPERATURE), small)
+    rule = SpeculativeSampling(sampling=Sampling(temperature=TEMPERATURE))
+    found, num_outcomes, accepted = torch.zeros(VOCAB ** (length + 1), dtype=torch.float64), 0, 0.0
+    last_token, prompts = torch.tensor(PROMPT[-1:]), Prompts.of(torch.tensor([PROMPT[:-1]]))
+    # p(text) / p(its first tokens): what completes an emission.
+    expected = joint(target.model, length + 1)
+    script: list[int] | None = []
+    while script is not None:
+        chance = Replay(script, 1)
+        prefill = target.prefill(prompts, max_new_tokens=8, max_nodes=length)
+        state = drafter.init_state(prompts, prefill)
+        tree = drafter.propose(state, last_token, generator=chance)
+        acceptance = rule(tree, target.verify(last_token, tree), generator=chance)
+        count = int(acceptance.num_accepted)
+        emitted = [*tree.tokens[0, acceptance.path[0, :count]].tolist(), int(acceptance.bonus_token)]
+        left = length + 1 - len(emitted)
+        first = int(code(torch.tensor([emitted]))) * VOCAB**left
+        rest = expected[first : first + VOCAB**left]
+        found[first : first + VOCAB**left] += chance.weight * rest / rest.sum()
+        accepted += count * float(chance.weight)
+        num_outcomes += 1
+        script = chance.next_script()
+    assert num_outcomes == VOCAB**length * 2**length * VOCAB
+    assert total_variation(found, expected) < EXACT
+    # The first token is accepted with probability sum min(p, q), which no other rule exceeds (arXiv 2211.17192, section 3.3).
+    p, q = joint(target.model, 1), joint(small.model, 1)
+    assert float(torch.minimum(p, q).sum()) <= accepted <= 2
+
+
+@pytest.mark.parametrize("temperature", [TEMPERATURE, 1.5])
+def test_texts_drafted_by_drawn_chains_are_samples_of_the_target(tiny_pair, temperature):
+    target, small = tiny_pair
+    drafter = DraftModel(DraftModelConfig(length=2, temperature=temperature), small)
+    counts, accepted = sampled_counts(target, drafter, num_texts=6000, length=4)
+    assert accepted == {0, 1, 2}
+    assert g_test(counts, joint(target.model, 4)) > 1e-6
+    assert g_test(counts, joint(small.model, 4)) < 1e-6, "the test sees nothing"
+
+
+def test_a_drawn_chain_tells_what_it_was_drawn_from(target, small):
+    drafter = DraftModel(DraftModelConfig(length=3, temperature=0.5), small)
+    prompts = Prompts.of([torch.tensor(prompt) for prompt in PROMPTS])
+    last_token = torch.tensor([5, 6, 7])
+    with torch.inference_mode():
+        state = drafter.init_state(prompts, target.prefill(prompts, max_new_tokens=4, max_nodes=3))
+        tree = drafter.propose(state, last_token, generator=torch.Generator().manual_seed(0))
+        for row, prompt in enumerate(PROMPTS):
+            text = torch.tensor([[*prompt, int(last_token[row]), *tree.tokens[row].tolist()]])
+            probs = (drafter.model(text).logits[0, -4:-1] / 0.5).softmax(-1)
+            assert torch.allclose(tree.child_probs[row, :3], probs)
+    assert tree.max_children == 1
+
+
+# --- training
+
+
+def make_batch(target, rows: list[tuple[list[int], dict[int, list[int]]]]) -> DrafterBatch:
+    """Texts, and by position the continuations there."""
+    seq, horizon = max(len(text) for text, _ in rows), len(next(iter(rows[0][1].values())))
+    ids, mask = torch.zeros(len(rows), seq, dtype=torch.long), torch.zeros(len(rows), seq, dtype=torch.bool)
+    continuations = torch.full((len(rows), seq, horizon), UNKNOWN)
+    for row, (text, branches) in enumerate(rows):
+        ids[row, : len(text)], mask[row, : len(text)] = torch.tensor(text), True
+        for position, tokens in branches.items():
+            continuations[row, position] = torch.tensor(tokens)
+    positions = continuations[..., 0] != UNKNOWN
+    hidden, _ = target.hidden_states(ids, mask)
+    return DrafterBatch(
+        input_ids=ids, attention_mask=mask, positions=positions, continuations=continuations, hidden_states=hidden
+    )
+
+
+ROWS = [
+    ([5, 6, 7, 8, 9, 10, 11], {0: [6, 7, 8, 9], 2: [30, 31, 32, 33], 5: [11, 40, UNKNOWN, UNKNOWN]}),
+    ([20, 21, 22], {1: [22, 23, 24, 25], 2: [50, UNKNOWN, UNKNOWN, UNKNOWN]}),
+]
+
+
+@pytest.mark.parametrize("family", ["llama", "sliding window", "table of positions"])
+def test_the_loss_is_that_of_a_plain_pass_over_each_branch(target, small, family):
+    torch.manual_seed(0)
+    if family == "sliding window":
+        config = MistralConfig(**{**small.model.config.to_dict(), "sliding_window": 4, "model_type": "mistral"})
+        small = HFTarget(MistralForCausalLM(config).double().eval(), target.tokenizer, target.identity)
+    elif family == "table of positions":
+        config = GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=4, n_positions=32)
+        small = HFTarget(GPT2LMHeadModel(config).double().eval(), target.tokenizer, target.identity)
+    drafter = DraftModel(DraftModelConfig(), small)
+    with torch.no_grad():
+        loss = drafter.loss(make_batch(target, ROWS), Objective())
+        sums, counts = [0.0] * 3, [0] * 3
+        for text, branches in ROWS:
+            for position, tokens in branches.items():
+                for depth in range(3):
+                    if UNKNOWN in tokens[: depth + 2]:
+                        break
+                    ids = torch.tensor([[*text[: position + 1], *tokens[: depth + 1]]])
+                    sums[depth] -= float(small.model(ids).logits[0, -1].log_softmax(-1)[tokens[depth + 1]])
+                    counts[depth] += 1
+    assert loss.sums.tolist() == pytest.approx(sums, rel=1e-5)
+    assert loss.counts.tolist() == counts == [4, 3, 3]
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "reverse_kl"])
+def test_training_overfits_a_small_set_to_near_perfect_acceptance(target, loss):
+    torch.manual_seed(0)
+    drafter = build_drafter({"kind": "draft_model", "num_layers": 1}, target)
+    generator = torch.Generator().manual_seed(3)
+    rows = []
+    for _ in range(4):
+        text = torch.randint(0, target.vocab_size, (16,), generator=generator).tolist()
+        rows.append((text, {i: text[i + 1 : i + 5] for i in range(0, 12, 2)}))
+    batch = make_batch(target, rows)
+    objective = Objective(loss=loss, head=target.head)
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(60):
+        result = drafter.loss(batch, objective)
+        losses.append((result.sums.sum() / result.counts.sum()).item())
+        optimizer.zero_grad()
+        (result.sums.sum() / result.counts.sum()).backward()
+        optimizer.step()
+    assert losses[-1] < 0.15 * losses[0]
+    if loss == "cross_entropy":
+        assert int(drafter.loss(batch, objective).joint_hits[-1]) >= 23
+
+
+# --- where the weights come from
+
+
+def test_the_options_file_holds_the_defaults():
+    options = yaml.safe_load((Path(__file__).parents[3] / "conf" / "drafter" / "draft_model.yaml").read_text())
+    assert parse_drafter_config(options) == ("draft_model", DraftModelConfig())
+
+
+def test_the_targets_first_layers_draft_as_the_target_cut_short(target):
+    drafter = build_drafter({"kind": "draft_model", "num_layers": 1, "init": "target_layers"}, target)
+    assert drafter.model.config.num_hidden_layers == 1
+    weights, theirs = drafter.model.state_dict(), target.model.state_dict()
+    assert len(weights) == 12
+    assert all(torch.equal(weight, theirs[name].float()) for name, weight in weights.items())
+    whole = build_drafter({"kind": "draft_model", "num_layers": 2, "init": "target_layers"}, target).double().eval()
+    steps = list(generate(target, whole, GreedyAcceptance(), torch.tensor([PROMPTS[0]]), max_new_tokens=11))
+    assert [step.num_accepted for step in steps[1:]] == [(4,)] * 2
+
+
+def test_sizes_keep_the_targets_proportions_unless_chosen(target):
+    def sizes(**options):
+        config = build_drafter({"kind": "draft_model", "num_layers": 1, **options}, target).model.config
+        return (
+            config.hidden_size,
+            config.intermediate_size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
+
+    assert sizes() == (32, 64, 4, 2, 8)
+    assert sizes(hidden_size=16) == (16, 32, 2, 1, 8)
+    assert sizes(hidden_size=16, intermediate_size=20, num_heads=4, num_kv_heads=4) == (16, 20, 4, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_layers": 3}, "the target has only 2"),
+        ({"num_heads": 3}, "each is a multiple of the next"),
+        ({"init": "mine"}, "must be random or target_layers"),
+        ({"init": "target_layers", "hidden_size": 16}, "whose hidden_size can't be chosen"),
+        ({"hidden_size": 0}, "hidden_size is 0; it must be at least 1"),
+        ({"length": 0}, "length is 0; it must be at least 1"),
+        ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"temperature": 1.0, "top_k": 2}, "what is drawn is a chain"),
+        ({"path": "/nowhere/at/all"}, "drafter.path is /nowhere/at/all: there is no target directory"),
+        ({"architecture": {"model_type": "no such"}}, "transformers can't make the draft model"),
+        ({"architecture": {}}, "transformers can't make the draft model"),
+    ],
+)
+def test_an_impossible_option_is_named(target, options, message):
+    with pytest.raises(ValueError, match=message):
+        build_drafter({"kind": "draft_model", **options}, target)
+
+
+@pytest.fixture
+def smaller_dir(target, tmp_path) -> Path:
+    """A model directory: half as wide as the target, with its tokenizer, and its head tied to its embeddings."""
+    config = LlamaConfig(
+        **{**target.model.config.to_dict(), "hidden_size": 16, "head_dim": 4, "tie_word_embeddings": True, "dtype": "float32"}
+    )
+    torch.manual_seed(2)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "smaller")
+    target.tokenizer.save_pretrained(tmp_path / "smaller")
+    return tmp_path / "smaller"
+
+
+def same_drafts(target, drafter, other) -> bool:
+    prompts = Prompts.of(torch.tensor([PROMPTS[0]]))
+    with torch.inference_mode():
+        prefill = target.prefill(prompts, max_new_tokens=4, max_nodes=4)
+        trees = [each.propose(each.init_state(prompts, prefill), torch.tensor([5])) for each in (drafter, other)]
+    return torch.equal(trees[0].tokens, trees[1].tokens)
+
+
+@pytest.mark.parametrize("source", ["sizes", "path"])
+def test_a_saved_draft_model_comes_back_without_the_model_that_it_began_with(target, tmp_path, smaller_dir, source):
+    options = {"path": str(smaller_dir)} if source == "path" else {"hidden_size": 16, "num_layers": 1}
+    drafter = build_drafter({"kind": "draft_model", **options}, target)
+    assert all(parameter.requires_grad for parameter in drafter.parameters())
+    save_drafter(drafter, tmp_path / "saved", target.identity)
+    assert str(tmp_path) not in (tmp_path / "saved" / "config.json").read_text()
+    shutil.rmtree(smaller_dir)
+    loaded = load_drafter(tmp_path / "saved", target, length=2)
+    assert loaded.config.length == 2
+    assert loaded.config.architecture == drafter.config.architecture
+    expected = {name: value.double() for name, value in drafter.state_dict().items()}
+    assert loaded.state_dict().keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items())
+    assert ("model.lm_head.weight" in expected) == (source == "sizes"), "a tied head is saved once"
+    assert loaded.model.model.rotary_emb.inv_freq.dtype == torch.float32
+    again = load_drafter(tmp_path / "saved", target)
+    assert same_drafts(target, drafter.double().eval(), again)
+    with pytest.raises(ValueError, match="num_layers can't be changed"):
+        load_drafter(tmp_path / "saved", target, num_layers=1)
+
+
+def test_a_saved_draft_model_that_does_not_fit_is_refused(target, tmp_path):
+    drafter = build_drafter({"kind": "draft_model", "num_layers": 1}, target)
+    save_drafter(drafter, tmp_path / "saved", target.identity)
+    path = tmp_path / "saved" / "config.json"
+    original = path.read_text()
+
+    def load_with(**changes):
+        config = json.loads(original)
+        own = config["drafter"]["architecture"]
+        config["drafter"]["architecture"] = {**own, **changes} if changes else None
+        path.write_text(json.dumps(config))
+        load_drafter(tmp_path / "saved", target)
+
+    with pytest.raises(ValueError, match="a vocabulary of 299 tokens"):
+        load_with(vocab_size=299)
+    with pytest.raises(ValueError, match=r"is \(300, 32\), not \(300, 64\)"):
+        load_with(hidden_size=64)
+    with pytest.raises(ValueError, match="needs its `architecture`"):
+        load_with()
+
+
+def test_a_model_of_another_tokenizer_or_vocabulary_and_pickles_are_refused(target, smaller_dir, tmp_path):
+    def build(directory):
+        return build_drafter({"kind": "draft_model", "path": str(directory)}, target)
+
+    build(smaller_dir)
+    wide = Path(shutil.copytree(smaller_dir, tmp_path / "wide"))
+    config = LlamaConfig(**{**json.loads((wide / "config.json").read_text()), "vocab_size": 310})
+    LlamaForCausalLM(config).save_pretrained(wide)
+    with pytest.raises(ValueError, match="a vocabulary of 310 tokens and tiny_target.* one of 300"):
+        build(wide)
+    strange = json.loads((smaller_dir / "tokenizer.json").read_text())
+    strange["normalizer"] = {"type": "Lowercase"}
+    lower = Path(shutil.copytree(smaller_dir, tmp_path / "lower"))
+    (lower / "tokenizer.json").write_text(json.dumps(strange))
+    with pytest.raises(ValueError, match="another tokenizer than tiny_target"):
+        build(lower)
+    pickled = Path(shutil.copytree(smaller_dir, tmp_path / "pickled"))
+    (pickled / "model.safetensors").unlink()
+    torch.save(LlamaForCausalLM(LlamaConfig.from_pretrained(pickled)).state_dict(), pickled / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="can't be loaded"):
+        build(pickled)

@@ -43,6 +43,8 @@ def drafter_rows(labels: Labels) -> torch.Tensor:
 
 
 def slow_loss(kind: str, q: list[float], p: list[float] | None, label: int, share: float) -> float:
+    if kind == "reverse_kl":
+        return sum(b * math.log(b / a) for a, b in zip(p, q, strict=True)) if p else -math.log(q[label])
     p = p or [float(token == label) for token in range(VOCAB)]
     kl = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True) if a)
     overlap = sum(map(min, p, q))

@@ -1,0 +1,109 @@
+"""Where the weights of an independent draft model come from: the target's family made smaller, or a model that is there."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from ..config import TargetConfig
+from ..hf_target import HFTarget
+from ..target import load_target
+
+if TYPE_CHECKING:
+    from .draft_model import DraftModelConfig
+
+NOT_ARCHITECTURE = ("_name_or_path", "architectures", "auto_map", "dtype", "quantization_config", "transformers_version")
+"""Keys of a configuration that say where a model came from and in which form, not what it computes."""
+
+PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
+"""Keys whose value lists all layers."""
+
+
+def architecture_of(model: PreTrainedModel) -> dict[str, Any]:
+    """What `build_model` makes such a model of: JSON values."""
+    return _shape(model.config)
+
+
+def build_model(architecture: dict[str, Any], target: HFTarget) -> PreTrainedModel:
+    """A model with random weights, in float32. Raises ValueError where transformers knows no such model."""
+    try:
+        config: Any = AutoConfig.for_model(**architecture)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config,
+            dtype=torch.float32,
+            attn_implementation=target.model.config._attn_implementation,
+            trust_remote_code=False,
+        )
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        raise ValueError(f"transformers can't make the draft model ({error}); its configuration is {architecture}") from error
+    return model
+
+
+def smaller_architecture(config: "DraftModelConfig", target: HFTarget) -> dict[str, Any]:
+    """The target's own configuration, with the sizes of `config`."""
+    own = target.model.config.get_text_config()
+    if config.num_layers > own.num_hidden_layers:
+        raise ValueError(f"drafter.num_layers is {config.num_layers}; the target has only {own.num_hidden_layers}")
+    heads, hidden = own.num_attention_heads, config.hidden_size or own.hidden_size
+    num_heads = config.num_heads or max(1, heads * hidden // own.hidden_size)
+    num_kv_heads = config.num_kv_heads or max(1, num_heads * (getattr(own, "num_key_value_heads", None) or heads) // heads)
+    if hidden % num_heads or num_heads % num_kv_heads:
+        raise ValueError(
+            f"a draft model {hidden} wide with {num_heads} heads, {num_kv_heads} of them for keys and values, can't be made; "
+            "set drafter.hidden_size, num_heads and num_kv_heads so that each is a multiple of the next"
+        )
+    sizes = {"hidden_size": hidden, "num_hidden_layers": config.num_layers, "num_attention_heads": num_heads}
+    if hasattr(own, "num_key_value_heads"):
+        sizes["num_key_value_heads"] = num_kv_heads
+    if hasattr(own, "intermediate_size"):
+        sizes["intermediate_size"] = config.intermediate_size or own.intermediate_size * hidden // own.hidden_size
+    if config.num_heads is not None and getattr(own, "head_dim", None) is not None:
+        sizes["head_dim"] = hidden // num_heads
+    for option, name in (("num_kv_heads", "num_key_value_heads"), ("intermediate_size", "intermediate_size")):
+        if getattr(config, option) is not None and name not in sizes:
+            raise ValueError(f"drafter.{option} is {getattr(config, option)}, and {type(own).__name__} has no {name}")
+    shape = _shape(own)
+    for name in PER_LAYER:
+        if isinstance(shape.get(name), list):
+            shape[name] = shape[name][: config.num_layers]
+    # Some families have names of their own for these.
+    return shape | {own.attribute_map.get(name, name): size for name, size in sizes.items()}
+
+
+def _shape(config: Any) -> dict[str, Any]:
+    return {key: value for key, value in config.to_diff_dict().items() if key not in NOT_ARCHITECTURE}
+
+
+@torch.no_grad()
+def first_layers(model: PreTrainedModel, target: HFTarget) -> None:
+    """Give a model, the target cut short, the target's own weights."""
+    weights, theirs = model.state_dict(), target.model.state_dict()
+    if missing := sorted(weights.keys() - theirs.keys()):
+        raise ValueError(f"the target has no {missing[0]}, so the draft model can't begin with its layers; set init=random")
+    for name, weight in weights.items():
+        weight.copy_(theirs[name])
+
+
+def pretrained(path: str, tokenizer_options: dict[str, Any], target: HFTarget) -> HFTarget:
+    """An existing model, in float32. Raises ValueError where it can't be loaded, isn't safe to, or reads other tokens."""
+    config = TargetConfig(
+        name_or_path=path,
+        dtype="float32",
+        attn_implementation=target.model.config._attn_implementation,
+        device=str(target.device),
+        tokenizer_options=tokenizer_options,
+        compiled=target.compiled,
+        cuda_graphs=target.cuda_graphs,
+    )
+    try:
+        loaded = load_target(config, safetensors_only=True)
+    except ValueError as error:
+        raise ValueError(f"drafter.path is {path}: {error}") from error
+    if loaded.identity.tokenizer_sha256 != target.identity.tokenizer_sha256:
+        raise ValueError(
+            f"the draft model {loaded.identity.name} has another tokenizer than {target.identity.name}, so its token ids mean "
+            "something else; use a smaller model of the same family"
+        )
+    loaded.model.train().requires_grad_(True)
+    return loaded

@@ -1,0 +1,189 @@
+"""Apple's directory format: the same drafter on both sides, by an independent version of its forward, and nothing half read."""
+
+import json
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from torch.nn import functional as F
+
+from outrider.models.drafters import build_drafter, load_drafter, save_drafter
+from outrider.models.drafters.apple import from_apple, to_apple
+
+HIDDEN, VOCAB = 32, 300
+CASES = [
+    {"num_blocks": 2},
+    {"num_blocks": 0},
+    {"num_blocks": 1, "exit_width": 24},
+    {"num_blocks": 1, "rnn": False},
+]
+
+
+def make(target, **options):
+    torch.manual_seed(0)
+    drafter = build_drafter({"kind": "redrafter", "initial_state": "zero", **options}, target)
+    for parameter in drafter.parameters():  # the blocks start as the identity, which would hide mistakes in them
+        torch.nn.init.normal_(parameter, std=0.3)
+    return drafter
+
+
+def their_folder(directory: Path, *, layers: int, exit_dim: int, rnn: bool = True) -> Path:
+    """A folder as Apple's release saves one, of random weights, written down from its formulas."""
+    generator = torch.Generator().manual_seed(1)
+
+    def weight(*shape):
+        return 0.3 * torch.randn(*shape, generator=generator)
+
+    tensors = {f"lm_head.{layers}.weight": weight(VOCAB, exit_dim)}
+    for layer in range(layers):
+        tensors[f"lm_head.{layer}.linear.weight"] = weight(exit_dim, exit_dim)
+        tensors[f"lm_head.{layer}.linear.bias"] = weight(exit_dim)
+    if exit_dim != 2 * HIDDEN:
+        tensors |= {"input_proj.weight": weight(exit_dim, 2 * HIDDEN), "input_proj.bias": weight(exit_dim)}
+    if rnn:
+        tensors |= {
+            "rnn_u.weight": weight(HIDDEN, HIDDEN),
+            "rnn_u.bias": weight(HIDDEN),
+            "rnn_w.weight": weight(HIDDEN, HIDDEN),
+        }
+    directory.mkdir()
+    safetensors.torch.save_file(tensors, directory / "model.safetensors")
+    config = {"hidden_size": HIDDEN, "exit_dim": exit_dim, "num_draft_layers": layers, "rnn": rnn, "vocab_size": VOCAB}
+    general = {"model_type": "recurrent_drafting_drafter", "architectures": ["Drafter"], "num_lookback_tokens": -1}
+    (directory / "config.json").write_text(json.dumps(config | general | {"torch_dtype": "float32"}))
+    return directory
+
+
+def their_logits(directory: Path, embeddings: list[torch.Tensor], context: torch.Tensor) -> torch.Tensor:
+    """What Apple's drafter says after tokens of these embeddings, of the folder's files alone."""
+    config = json.loads((directory / "config.json").read_text())
+    tensors = {name: value.double() for name, value in safetensors.torch.load_file(directory / "model.safetensors").items()}
+    state = torch.zeros(HIDDEN, dtype=torch.float64)
+    for embedding in embeddings:
+        if config["rnn"]:
+            from_state = tensors["rnn_u.weight"] @ state + tensors["rnn_u.bias"]
+            state = F.silu(tensors["rnn_w.weight"] @ embedding + from_state)
+        else:
+            state = state + embedding
+    x = torch.cat([context, state])
+    if config["exit_dim"] != 2 * config["hidden_size"]:
+        x = tensors["input_proj.weight"] @ x + tensors["input_proj.bias"]
+    layers = config["num_draft_layers"]
+    for layer in range(layers):
+        x = x + F.silu(tensors[f"lm_head.{layer}.linear.weight"] @ x + tensors[f"lm_head.{layer}.linear.bias"])
+    return tensors[f"lm_head.{layers}.weight"] @ x
+
+
+def our_logits(drafter, tokens: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+    embeddings = drafter.embed(tokens)
+    state = drafter.first_state(embeddings[0])
+    for embedding in embeddings[1:]:
+        state = drafter.next_state(state, embedding)
+    return drafter.logits(context, state)
+
+
+def assert_same_logits(drafter, directory: Path) -> None:
+    context = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    tokens = torch.tensor([7, 8, 9, 10])
+    with torch.no_grad():
+        for length in range(1, 5):
+            expected = their_logits(directory, list(drafter.embed(tokens[:length])), context)
+            assert expected.std() > 0.1
+            assert torch.allclose(our_logits(drafter, tokens[:length], context), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("options", CASES)
+def test_what_we_write_says_the_same_there_and_comes_back_bit_for_bit(target, tmp_path, options):
+    drafter = make(target, **options)
+    to_apple(drafter, tmp_path / "theirs")
+    drafter = drafter.double()
+    assert_same_logits(drafter, tmp_path / "theirs")
+    again = from_apple(tmp_path / "theirs", target, beam_width=7)
+    assert again.config.beam_width == 7
+    expected = drafter.state_dict()
+    assert again.state_dict().keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in again.state_dict().items())
+
+
+@pytest.mark.parametrize(("layers", "exit_dim", "rnn"), [(2, 64, True), (1, 24, True), (0, 64, True), (1, 64, False)])
+def test_what_they_wrote_says_the_same_here_and_goes_back_bit_for_bit(target, tmp_path, layers, exit_dim, rnn):
+    theirs = their_folder(tmp_path / "theirs", layers=layers, exit_dim=exit_dim, rnn=rnn)
+    drafter = from_apple(theirs, target)
+    assert not any(parameter.requires_grad for parameter in drafter.parameters())
+    assert_same_logits(drafter, theirs)
+    save_drafter(drafter, tmp_path / "ours", target.identity)
+    to_apple(load_drafter(tmp_path / "ours", target), tmp_path / "again")
+    before, after = (safetensors.torch.load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "again"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(value.double(), after[name]) for name, value in before.items())
+    config = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert config.items() <= json.loads((theirs / "config.json").read_text()).items()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"initial_state": "embedding"}, "its initial_state is embedding, and there s_0 is zero"),
+        ({"head_rank": 4}, "its head has rank 4"),
+        ({"draft_vocab_size": 8}, "it drafts 8 tokens only"),
+    ],
+)
+def test_what_the_format_has_no_place_for_is_refused(target, tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        to_apple(make(target, **options), tmp_path / "theirs")
+    assert not (tmp_path / "theirs").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda config: config.pop("exit_dim"), "it has no exit_dim"),
+        (lambda config: config.update(surprise=1), "an unknown key surprise"),
+        (lambda config: config.update(rnn="yes"), "it has rnn 'yes'"),
+        (lambda config: config.update(exit_dim=2.5), "it has exit_dim 2.5"),
+        (lambda config: config.update(model_type="llama"), "it has model_type 'llama'"),
+        (lambda config: config.update(hidden_size=64), "hidden_size is 64, the target's 32"),
+        (lambda config: config.update(vocab_size=301), "vocab_size is 301, the target's 300"),
+        (lambda config: config.update(exit_dim=48), r"missing input_proj.bias; missing input_proj.weight"),
+        (lambda config: config.update(exit_dim=10**12), r"is \(\d+, \d+\), not|can't be made|missing input_proj"),
+        (lambda config: config.update(num_draft_layers=1), r"missing lm_head.1.weight"),
+        (lambda config: config.update(num_draft_layers=-1), "it must be 0 or more"),
+        (lambda config: config.update(rnn=False), "unknown rnn_u.bias"),
+    ],
+)
+def test_a_configuration_that_is_not_the_weights_or_the_targets_is_refused(target, tmp_path, change, message):
+    theirs = their_folder(tmp_path / "theirs", layers=2, exit_dim=64)
+    config = json.loads((theirs / "config.json").read_text())
+    change(config)
+    (theirs / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        from_apple(theirs, target)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop("rnn_u.bias"), "missing rnn_u.bias"),
+        (lambda tensors: tensors.update({"rnn_w.bias": torch.zeros(32)}), "unknown rnn_w.bias"),
+        (lambda tensors: tensors.update({"rnn_u.bias": torch.zeros(3)}), r"rnn_u.bias is \(3,\), not \(32,\)"),
+        (lambda tensors: tensors["rnn_u.bias"].fill_(float("inf")), "numbers that aren't finite"),
+    ],
+)
+def test_a_stray_missing_or_wrong_tensor_is_named_as_the_file_does(target, tmp_path, change, message):
+    theirs = their_folder(tmp_path / "theirs", layers=1, exit_dim=64)
+    tensors = safetensors.torch.load_file(theirs / "model.safetensors")
+    change(tensors)
+    safetensors.torch.save_file(tensors, theirs / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        from_apple(theirs, target)
+
+
+def test_pickled_weights_and_other_folders_are_refused(target, tmp_path):
+    theirs = their_folder(tmp_path / "theirs", layers=1, exit_dim=64)
+    torch.save(safetensors.torch.load_file(theirs / "model.safetensors"), theirs / "pytorch_model.bin")
+    (theirs / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"but pytorch_model.bin; pickled weights are not read"):
+        from_apple(theirs, target)
+    with pytest.raises(ValueError, match="has no config.json"):
+        from_apple(tmp_path, target)

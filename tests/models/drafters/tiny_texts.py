@@ -1,0 +1,57 @@
+"""Models of so few tokens that every text can be counted: what sampled texts are compared with."""
+
+import itertools
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from outrider.models.decoding import RowSeeds, Sampling, SpeculativeSampling, generate, warp
+from outrider.models.hf_target import HFTarget
+
+VOCAB, TEMPERATURE, PROMPT = 3, 0.7, [0, 1, 2, 1]
+
+
+def make_tiny(like: HFTarget, seed: int) -> HFTarget:
+    """A random Llama in float64. Tokenizer and identity, which nobody looks at, are another's."""
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        initializer_range=0.6,
+        max_position_embeddings=64,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(config).double().eval().requires_grad_(False)
+    return HFTarget(model, like.tokenizer, like.identity)
+
+
+def joint(model, length: int) -> torch.Tensor:
+    """The distribution of the texts of `length` tokens after PROMPT, by plain forward passes."""
+    texts = torch.tensor(list(itertools.product(range(VOCAB), repeat=length)))
+    both = torch.cat([torch.tensor(PROMPT).expand(len(texts), -1), texts], dim=1)
+    with torch.inference_mode():
+        probs = warp(model(both).logits[:, len(PROMPT) - 1 : -1], Sampling(temperature=TEMPERATURE))
+    return probs.gather(2, texts[..., None])[..., 0].prod(1)
+
+
+def code(tokens: torch.Tensor) -> torch.Tensor:
+    """The place of each text in `joint`."""
+    return (tokens * VOCAB ** torch.arange(tokens.shape[1] - 1, -1, -1)).sum(1)
+
+
+def sampled_counts(target, drafter, *, num_texts: int, length: int) -> tuple[torch.Tensor, set[int]]:
+    """How often each text was sampled, each row with a seed of its own, and the numbers of draft tokens that were accepted."""
+    texts, filled, accepted = torch.zeros(num_texts, length, dtype=torch.long), [0] * num_texts, set()
+    rule = SpeculativeSampling(sampling=Sampling(temperature=TEMPERATURE))
+    prompts = torch.tensor(PROMPT).expand(num_texts, -1)
+    for step in generate(target, drafter, rule, prompts, max_new_tokens=length, generator=RowSeeds(range(num_texts))):
+        accepted |= set(step.num_accepted)
+        for row, tokens in zip(step.rows, step.tokens, strict=True):
+            texts[row, filled[row] : filled[row] + len(tokens)] = torch.tensor(tokens)
+            filled[row] += len(tokens)
+    assert set(filled) == {length}
+    return code(texts).bincount(minlength=VOCAB**length), accepted
