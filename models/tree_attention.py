@@ -96,18 +96,26 @@ def tree_attention_mask(
     positions back. Additive rather than boolean: the one form that both the sdpa and the eager attention of transformers take
     as it is.
     """
-    related = _related(lineage)  # [batch, query, query]
-    num_queries = related.shape[1]
-    column = torch.arange(extent, device=lengths.device) - lengths[:, None]  # [batch, key]: negative where committed
-    query_of = column.clamp(0, num_queries - 1)
-    visible = related.gather(2, query_of[:, None].expand(-1, num_queries, -1)) & (column < num_queries)[:, None]
-    visible |= (column < 0)[:, None]
+    visible = visible_columns(_related(lineage), lengths, extent)
     if window is not None:
+        column = torch.arange(extent, device=lengths.device) - lengths[:, None]  # [batch, key]: negative where committed
+        query_of = column.clamp(0, visible.shape[1] - 1)
         depth = pad(depths(lineage), (1, 0))
         key_position = torch.where(column < 0, column, depth.gather(1, query_of))  # counted from the last committed token
         visible &= depth[:, :, None] - key_position[:, None] < window
     mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, torch.finfo(dtype).min)
     return mask[:, None]
+
+
+def visible_columns(
+    related: Bool[torch.Tensor, "batch query entry"], lengths: Int[torch.Tensor, " batch"], extent: int
+) -> Bool[torch.Tensor, "batch query key"]:
+    """What queries see of `extent` cache columns: the committed ones, and of the entries behind them those `related`."""
+    column = torch.arange(extent, device=lengths.device) - lengths[:, None]  # [batch, key]: negative where committed
+    num_entries = related.shape[2]
+    entry = column.clamp(0, num_entries - 1)[:, None].expand(-1, related.shape[1], -1)
+    visible = related.gather(2, entry) & (column < num_entries)[:, None]
+    return visible | (column < 0)[:, None]
 
 
 def _related(lineage: Int[torch.Tensor, "batch node depth"]) -> Bool[torch.Tensor, "batch query query"]:

@@ -66,6 +66,7 @@ class TreeCache(Cache):
         self.host_lengths = [0] * batch
         self.extent = 0
         self.num_written = 0
+        self._offset = 0
         # All memory is allocated outside inference mode, so that it can be written in any mode.
         with torch.inference_mode(False):
             self._lengths = torch.zeros(batch, dtype=torch.long, device=device)
@@ -125,10 +126,13 @@ class TreeCache(Cache):
         self.num_written = self.extent = num_entries
         self._columns = slice(0, num_entries)
 
-    def begin_pass(self, num_entries: int) -> bool:
-        """Before a pass over `num_entries` tokens per row. A cache that is too small doubles, and says that it has moved."""
-        self.num_written = num_entries
-        end = max(self.host_lengths) + num_entries
+    def begin_pass(self, num_entries: int, *, offset: int = 0) -> bool:
+        """Before a pass over `num_entries` tokens per row, behind `offset` entries of earlier passes that aren't committed.
+
+        A cache that is too small doubles, and says that it has moved.
+        """
+        self.num_written, self._offset = num_entries, offset
+        end = max(self.host_lengths) + offset + num_entries
         has_moved = end > self.capacity
         if has_moved:
             self._grow(max(end, 2 * self.capacity))
@@ -137,7 +141,7 @@ class TreeCache(Cache):
 
     def locate(self) -> None:
         """Find the columns that the pass writes: the part of its beginning that a CUDA graph must do again each time."""
-        self._columns = self._behind(self.num_written, fixed=self.extent_step > 1)
+        self._columns = self._behind(self.num_written, offset=self._offset, fixed=self.extent_step > 1)
 
     def write(self, place: Place, states: torch.Tensor) -> torch.Tensor:
         """Write a layer's new keys or values, and return all that the pass sees of them."""
@@ -182,12 +186,13 @@ class TreeCache(Cache):
         self._buffers = [torch.nn.functional.pad(buffer, (0, 0, 0, more)) for buffer in self._buffers]
         self.capacity += more
 
-    def _behind(self, num_entries: int, *, fixed: bool = False) -> slice | Int[torch.Tensor, "batch entry"]:
-        """The `num_entries` columns behind each row's committed ones: a slice where all rows are equally long, unless the
-        columns must be looked up again each time (`fixed`)."""
+    def _behind(self, num_entries: int, *, offset: int = 0, fixed: bool = False) -> slice | Int[torch.Tensor, "batch entry"]:
+        """The `num_entries` columns `offset` behind each row's committed ones: a slice where all rows are equally long, unless
+        the columns must be looked up again each time (`fixed`)."""
         if self.is_even and not fixed:
-            return slice(self.host_lengths[0], self.host_lengths[0] + num_entries)
-        return self.lengths[:, None] + torch.arange(num_entries, device=self._lengths.device)
+            start = self.host_lengths[0] + offset
+            return slice(start, start + num_entries)
+        return self.lengths[:, None] + torch.arange(offset, offset + num_entries, device=self._lengths.device)
 
 
 def _move(

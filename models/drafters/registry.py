@@ -8,9 +8,13 @@ from typing import Any
 from ...data.files import parse_dataclass
 from ..hf_target import HFTarget
 from ..interfaces import TrainableDrafter
+from .eagle import Eagle
+from .eagle3 import Eagle3
 from .redrafter import Redrafter
 
 DRAFTERS: dict[str, type[TrainableDrafter]] = {
+    "eagle": Eagle,
+    "eagle3": Eagle3,
     "redrafter": Redrafter,
 }
 
