@@ -143,3 +143,6 @@ class TrainableDrafter(nn.Module, ABC):
     @abstractmethod
     def loss(self, batch: DrafterBatch, objective: "Objective") -> Loss:
         """What `objective` says of one batch. Raises ValueError where the batch lacks what this drafter needs."""
+
+    def finish_training(self, measured: Loss) -> None:
+        """Take in what the last part of training measured, over all processes, before it is saved. By default nothing."""

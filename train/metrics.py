@@ -54,9 +54,14 @@ LOSS_FIELDS = ("sums", "counts", "hits", "joint_hits")
 
 
 class Meter:
-    """Sums since the last record and totals of the run, over all processes. Few methods wait for the device; they say so."""
+    """Sums since the last record and totals of the run, over all processes. Few methods wait for the device; they say so.
 
-    def __init__(self, device: torch.device) -> None:
+    `measured` sums the steps from `measure_from` on, however often records are made.
+    """
+
+    def __init__(self, device: torch.device, *, measure_from: int = 0) -> None:
+        self.measured: Loss | None = None
+        self._measure_from = measure_from
         self._window: Loss | None = None
         self._seen = torch.zeros(2, dtype=torch.long, device=device)  # positions and tokens of the whole run
         self._first_bad_step = torch.tensor(NO_STEP, device=device)
@@ -72,6 +77,8 @@ class Meter:
     def add_step(self, step: int, loss: Loss, grad_norm: torch.Tensor, seen: Int[torch.Tensor, " 2"]) -> None:
         """Take in one optimizer step: its loss, and the positions and tokens it saw, all over all processes."""
         self._window = add_losses(self._window, loss)
+        if step >= self._measure_from:
+            self.measured = add_losses(self.measured, loss)
         self._seen = self._seen + seen
         bad = ~(loss.sums.sum().isfinite() & grad_norm.isfinite()) & (self._first_bad_step == NO_STEP)
         self._first_bad_step = torch.where(bad, step, self._first_bad_step)
@@ -99,9 +106,9 @@ class Meter:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, as JSON values that give back the same bits. Waits for the device."""
-        window = None if self._window is None else {name: getattr(self._window, name).tolist() for name in LOSS_FIELDS}
         return {
-            "window": window,
+            "window": _to_lists(self._window),
+            "measured": _to_lists(self.measured),
             "seen": self._seen.tolist(),
             "seconds": self.seconds,
             "last_record": list(self._last_record),
@@ -110,13 +117,20 @@ class Meter:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict`."""
         device = self._seen.device
-        if state["window"] is not None:
-            self._window = Loss(**{name: torch.tensor(value, device=device) for name, value in state["window"].items()})
+        self._window, self.measured = _from_lists(state["window"], device), _from_lists(state["measured"], device)
         self._seen = torch.tensor(state["seen"], device=device)
         positions, seconds = state["last_record"]
         self._last_record = (positions, seconds)
         self._seconds = state["seconds"]
         self._started = time.perf_counter()
+
+
+def _to_lists(loss: Loss | None) -> dict[str, Any] | None:
+    return None if loss is None else {name: getattr(loss, name).tolist() for name in LOSS_FIELDS}
+
+
+def _from_lists(values: dict[str, Any] | None, device: torch.device) -> Loss | None:
+    return None if values is None else Loss(**{name: torch.tensor(value, device=device) for name, value in values.items()})
 
 
 def _divide(sums: torch.Tensor, counts: torch.Tensor, *, missing: Any) -> list[Any]:

@@ -33,6 +33,9 @@ from .tracking import Tracker
 
 logger = logging.getLogger(__name__)
 
+MEASURED_SHARE = 0.1
+"""Share of the steps, the last ones, over which `TrainableDrafter.finish_training` is told how the drafter did."""
+
 
 class LossModule(nn.Module):
     """The loss as a forward: that is where data parallelism and autocast hook in."""
@@ -92,8 +95,10 @@ def train(
     verify_shards(shards_dir, manifest)
     training = _set_up(config, drafter_config, target, shards_dir, manifest, run, output_dir, accelerator)
     _fit(training, start=_resume(training))
+    model: LossModule = accelerator.unwrap_model(training.model)
+    assert training.meter.measured is not None, "the last step is always measured"
+    model.drafter.finish_training(training.meter.measured)
     if accelerator.is_main_process:
-        model: LossModule = accelerator.unwrap_model(training.model)
         seconds = training.meter.seconds
         save_results(model.drafter, drafter_dir, output_dir, target=target.identity, run=run, seconds=seconds)
         logger.info("trained %s in %.0f s", drafter_dir, seconds)
@@ -188,7 +193,7 @@ def _set_up(
         model=model,
         optimizer=optimizer,
         scheduler=scheduler,
-        meter=Meter(accelerator.device),
+        meter=Meter(accelerator.device, measure_from=config.steps - math.ceil(config.steps * MEASURED_SHARE)),
         feature_layers=drafter.feature_layers,
         output_dir=output_dir,
     )

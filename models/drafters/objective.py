@@ -4,10 +4,10 @@ Losses are computed in chunks of labels and recomputed for the gradient, so that
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -85,6 +85,10 @@ class Labels:
             on_text=says_so.cumprod(1).bool(),
         )
 
+    def first(self, num_depths: int) -> "Labels":
+        """Those of the first depths only."""
+        return Labels(**{field.name: getattr(self, field.name)[:, :num_depths] for field in fields(self)})
+
 
 @dataclass(frozen=True, kw_only=True)
 class DraftVocabulary:
@@ -108,7 +112,7 @@ class DraftVocabulary:
 
 def score(
     predict: Callable[..., Float[torch.Tensor, "label output"]],
-    inputs: tuple[Float[torch.Tensor, "label _"], ...],
+    inputs: tuple[Shaped[torch.Tensor, "label *_"], ...],
     labels: Labels,
     batch: DrafterBatch,
     objective: Objective,

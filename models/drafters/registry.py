@@ -10,11 +10,13 @@ from ..hf_target import HFTarget
 from ..interfaces import TrainableDrafter
 from .eagle import Eagle
 from .eagle3 import Eagle3
+from .medusa import Medusa
 from .redrafter import Redrafter
 
 DRAFTERS: dict[str, type[TrainableDrafter]] = {
     "eagle": Eagle,
     "eagle3": Eagle3,
+    "medusa": Medusa,
     "redrafter": Redrafter,
 }
 

@@ -80,3 +80,21 @@ def test_the_state_gives_back_the_same_bits_through_json() -> None:
     for record in records:
         del record["seconds"], record["positions_per_second"]
     assert records[0] == records[1]
+
+
+def test_what_is_measured_depends_neither_on_records_nor_on_an_interruption() -> None:
+    unbroken = Meter(torch.device("cpu"), measure_from=2)
+    for step in range(4):
+        unbroken.add_step(step, make_loss(step + 1), torch.tensor(1.0), torch.tensor([1, 1]))
+        unbroken.record()
+    assert unbroken.measured is not None
+    assert unbroken.measured.counts.tolist() == [4 * (3 + 4), 2 * (3 + 4), 0]
+    meter = Meter(torch.device("cpu"), measure_from=2)
+    for step in range(4):
+        meter.add_step(step, make_loss(step + 1), torch.tensor(1.0), torch.tensor([1, 1]))
+        state = json.loads(json.dumps(meter.state_dict()))
+        meter = Meter(torch.device("cpu"), measure_from=2)
+        meter.load_state_dict(state)
+    assert meter.measured is not None
+    for name, value in _fields(unbroken.measured).items():
+        assert torch.equal(_fields(meter.measured)[name], value)

@@ -1,0 +1,299 @@
+"""What every registered drafter promises, trained as `train` does on a handful of texts, saved and loaded."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.data.types import UNKNOWN, DrafterBatch
+from outrider.models.config import TargetConfig
+from outrider.models.decoding import (
+    DraftTree,
+    GreedyAcceptance,
+    Prompts,
+    RowSeeds,
+    Sampling,
+    SpeculativeSampling,
+    TypicalAcceptance,
+    generate,
+)
+from outrider.models.drafters import DRAFTERS, NullDrafter, build_drafter, load_drafter, save_drafter
+from outrider.models.drafters.objective import LOSSES, WEIGHTS, Objective
+from outrider.models.hf_target import HFTarget
+from outrider.models.interfaces import Loss, TrainableDrafter
+from outrider.models.target import load_target
+
+from ..host_reads import HostReads, ScalarReads
+
+# Small options of each kind, with drafts of up to HORIZON - 1 tokens. A new kind is a row here.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "eagle": {"unroll": 4, "classification_weight": 1.0, "depth": 4, "top_k": 3, "tree_nodes": 8},
+    "eagle3": {"depth": 4, "top_k": 3, "tree_nodes": 8},
+    "medusa": {"num_heads": 4, "tree_nodes": 8},
+    "redrafter": {"beam_width": 3, "beam_length": 4, "tree_nodes": 8},
+}
+HORIZON = 5
+STEPS = 150
+LEARNING_RATE = 1e-2
+NUM_NEW = 24
+MEMORISED = [[1, 70, 71, 72, 2], [9, 8], [40, 41, 42, 43, 44, 45, 46, 47]]
+UNSEEN = [[70, 71], [5, 6, 7]]
+PROMPTS = [*MEMORISED, *UNSEEN]
+
+
+def test_every_registered_kind_is_tested_here():
+    assert OPTIONS.keys() == DRAFTERS.keys()
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target_dir: Path) -> HFTarget:
+    """In float64, where tree attention and plain decoding agree to the last arg-max."""
+    return load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="float64"), torch.device("cpu"))
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Tokens and accepted draft tokens of each row."""
+
+    tokens: list[list[int]]
+    num_accepted: list[list[int]]
+    num_left: int
+    """Rows in the last step."""
+
+
+def answer(target, drafter, prompts, rule=None, *, stop_ids=(), generator=None) -> Answers:
+    tokens: list[list[int]] = [[] for _ in prompts]
+    num_accepted: list[list[int]] = [[] for _ in prompts]
+    texts = [torch.tensor(prompt) for prompt in prompts]
+    options = {"max_new_tokens": NUM_NEW, "stop_ids": stop_ids, "generator": generator}
+    for step in generate(target, drafter, rule or GreedyAcceptance(), texts, **options):
+        for row, new, accepted in zip(step.rows, step.tokens, step.num_accepted, strict=True):
+            tokens[row] += new
+            num_accepted[row] += [] if step.is_prefill else [accepted]
+    return Answers(tokens, num_accepted, len(step.rows))
+
+
+@pytest.fixture(scope="module")
+def plain(target) -> list[list[int]]:
+    """The target's own greedy answers."""
+    return [answer(target, NullDrafter(), [prompt]).tokens[0] for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def batch(target, plain) -> DrafterBatch:
+    """The memorised texts, distilled: of greedy texts the continuations are the texts themselves."""
+    texts = [[*prompt, *tokens] for prompt, tokens in zip(MEMORISED, plain, strict=False)]
+    seq = max(map(len, texts))
+    input_ids = torch.zeros(len(texts), seq, dtype=torch.long)
+    continuations = torch.full((len(texts), seq, HORIZON), UNKNOWN)
+    for row, (prompt, text) in enumerate(zip(MEMORISED, texts, strict=True)):
+        input_ids[row, : len(text)] = torch.tensor(text)
+        for column in range(len(prompt) - 1, len(text) - 1):
+            known = text[column + 1 : column + 1 + HORIZON]
+            continuations[row, column, : len(known)] = torch.tensor(known)
+    attention_mask = torch.arange(seq) < torch.tensor([[len(text)] for text in texts])
+    return DrafterBatch(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        positions=continuations[:, :, 0] != UNKNOWN,
+        continuations=continuations,
+        hidden_states=target.hidden_states(input_ids, attention_mask)[0].float(),
+    )
+
+
+def make(kind: str, target: HFTarget, batch: DrafterBatch) -> tuple[TrainableDrafter, DrafterBatch]:
+    """A fresh drafter, and the batch with what it reads of the target."""
+    torch.manual_seed(0)
+    drafter = build_drafter({"kind": kind, **OPTIONS[kind]}, target).train()
+    if drafter.wants_token_counts:
+        tokens = batch.continuations[batch.continuations != UNKNOWN]
+        drafter.choose_draft_vocabulary(tokens.bincount(minlength=target.vocab_size))
+    values = {name: getattr(batch, name) for name in DrafterBatch.__dataclass_fields__}
+    if drafter.feature_layers:
+        _, features = target.hidden_states(batch.input_ids, batch.attention_mask, drafter.feature_layers)
+        assert features is not None
+        values["features"] = features.float()
+    return drafter, DrafterBatch(**values)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The drafter as training left it, in the target's type, and where it was saved."""
+
+    drafter: TrainableDrafter
+    folder: Path
+    loss: Loss
+
+    def load(self, target: HFTarget) -> Any:
+        return load_drafter(self.folder, target)
+
+
+@pytest.fixture(scope="module", params=sorted(OPTIONS))
+def kind(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def trained(kind, target, batch, tmp_path_factory) -> Trained:
+    drafter, batch = make(kind, target, batch)
+    optimizer = torch.optim.AdamW([each for each in drafter.parameters() if each.requires_grad], lr=LEARNING_RATE)
+    for _ in range(STEPS):
+        loss = drafter.loss(batch, Objective())
+        optimizer.zero_grad()
+        (loss.sums.sum() / loss.counts.sum()).backward()
+        torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
+        optimizer.step()
+    drafter.eval()
+    with torch.no_grad():
+        loss = drafter.loss(batch, Objective())
+    drafter.finish_training(loss)
+    folder = tmp_path_factory.mktemp(kind)
+    save_drafter(drafter, folder, target.identity)
+    return Trained(drafter.to(target.dtype), folder, loss)
+
+
+@pytest.fixture
+def drafter(trained, target) -> Any:
+    return trained.load(target)
+
+
+@pytest.fixture(params=["fresh", "trained"])
+def either(request, kind, trained, target, batch) -> Any:
+    """A drafter that is mostly wrong, and one that is right on the memorised prompts."""
+    if request.param == "trained":
+        return trained.load(target)
+    return make(kind, target, batch)[0].to(target.dtype).eval()
+
+
+# --- decoding
+
+
+def test_greedy_answers_are_plain_decodings(either, target, plain):
+    for order in ([0, 1, 2, 3, 4], [4, 0], [2]):
+        assert answer(target, either, [PROMPTS[row] for row in order]).tokens == [plain[row] for row in order]
+
+
+def test_rows_leave_and_the_others_go_on(either, target, plain):
+    stop = next(token for token in plain[0][4:] if len({token in tokens for tokens in plain}) == 2)
+    expected = [tokens[: tokens.index(stop) + 1] if stop in tokens else tokens for tokens in plain]
+    assert len({len(tokens) for tokens in expected}) > 1, "all rows end together"
+    found = answer(target, either, PROMPTS, stop_ids={stop})
+    assert found.tokens == expected
+    assert found.num_left < len(PROMPTS)
+
+
+def test_a_row_drafts_in_a_batch_what_it_drafts_alone(drafter, target):
+    alone = [answer(target, drafter, [prompt]).num_accepted[0] for prompt in PROMPTS]
+    assert any(map(any, alone))
+    for order in ([0, 1, 2, 3, 4], [3, 2, 2, 0]):
+        assert answer(target, drafter, [PROMPTS[row] for row in order]).num_accepted == [alone[row] for row in order]
+
+
+def test_sampling_at_temperature_zero_is_greedy_decoding(drafter, target, plain):
+    rule = SpeculativeSampling(sampling=Sampling(temperature=0.0))
+    assert answer(target, drafter, PROMPTS, rule).tokens == plain
+
+
+def test_a_seed_fixes_what_is_sampled(drafter, target):
+    rule = SpeculativeSampling(sampling=Sampling(temperature=1.5))
+    first, second, other = (
+        answer(target, drafter, PROMPTS, rule, generator=torch.Generator().manual_seed(seed)).tokens for seed in (0, 0, 1)
+    )
+    assert first == second != other
+
+
+def test_a_row_samples_in_a_batch_what_it_samples_alone(drafter, target):
+    rule = SpeculativeSampling(sampling=Sampling())
+    stop_ids = set(range(60, 70))  # rows leave one by one
+
+    def sampled(rows: list[int]) -> list[list[int]]:
+        prompts = [PROMPTS[row] for row in rows]
+        return answer(target, drafter, prompts, rule, stop_ids=stop_ids, generator=RowSeeds(rows)).tokens
+
+    alone = [sampled([row])[0] for row in range(len(PROMPTS))]
+    assert len({len(tokens) for tokens in alone}) > 1, "all rows end together"
+    for order in ([0, 1, 2, 3, 4], [3, 0, 2], [2, 1]):
+        assert sampled(order) == [alone[row] for row in order]
+
+
+def test_typical_acceptance_answers_in_full(drafter, target):
+    rule = TypicalAcceptance(sampling=Sampling(temperature=0.7))
+    found = answer(target, drafter, PROMPTS, rule, generator=torch.Generator().manual_seed(0))
+    assert [len(tokens) for tokens in found.tokens] == [NUM_NEW] * len(PROMPTS)
+    assert any(map(any, found.num_accepted))
+
+
+def test_a_step_reads_from_the_device_once(drafter, target):
+    steps = generate(target, drafter, GreedyAcceptance(), [torch.tensor(each) for each in UNSEEN], max_new_tokens=NUM_NEW)
+    next(steps)
+    next(steps)
+    num_steps = 0
+    for _ in range(3):
+        with HostReads() as reads, ScalarReads() as scalars:
+            next(steps)
+        assert [name for name in reads.names if name != "item"] == ["tolist"]
+        assert scalars.count == 0
+        num_steps += 1
+    assert num_steps == 3
+
+
+# --- training
+
+
+def test_training_overfits_to_near_perfect_acceptance_and_decoding_accepts(trained, target):
+    loss = trained.loss
+    assert len(loss.joint_hits) == HORIZON - 1
+    assert int(loss.joint_hits[-1]) >= 0.95 * int(loss.counts[-1]) > 0
+    accepted = [count for row in answer(target, trained.load(target), MEMORISED).num_accepted for count in row]
+    assert len(accepted) >= len(MEMORISED)
+    assert sum(accepted) / len(accepted) >= 0.75 * (HORIZON - 1)
+
+
+@torch.inference_mode()
+def first_draft(target: HFTarget, drafter: Any) -> DraftTree:
+    prompts = Prompts.of([torch.tensor(prompt) for prompt in PROMPTS])
+    prefill = target.prefill(prompts, max_new_tokens=4, max_nodes=drafter.max_nodes, feature_layers=drafter.feature_layers)
+    state = drafter.init_state(prompts, prefill)
+    return drafter.propose(state, prefill.logits[:, -1].argmax(-1), generator=torch.Generator().manual_seed(0))
+
+
+def test_what_was_saved_drafts_the_same_bits(trained, target):
+    loaded = trained.load(target)
+    for name, tensor in trained.drafter.state_dict().items():
+        assert torch.equal(tensor, loaded.state_dict()[name]), name
+    before, after = first_draft(target, trained.drafter), first_draft(target, loaded)
+    assert before.num_nodes == after.num_nodes > 0
+    assert torch.equal(before.tokens, after.tokens)
+    assert torch.equal(before.parents, after.parents)
+    assert (before.child_probs is None) == (after.child_probs is None)
+    assert before.child_probs is None or torch.equal(before.child_probs, after.child_probs)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_every_objective_has_a_finite_gradient(kind, target, batch, loss, weights):
+    drafter, batch = make(kind, target, batch)
+    result = drafter.loss(batch, Objective(loss=loss, weights=weights, head=target.head))
+    assert result.sums.shape == result.counts.shape == result.joint_hits.shape
+    assert (result.hits[:, 0] >= result.joint_hits).all()
+    result.sums.sum().backward()
+    gradients = {name: each.grad for name, each in drafter.named_parameters() if each.requires_grad}
+    assert gradients
+    assert [name for name, gradient in gradients.items() if gradient is None or not gradient.isfinite().all()] == []
+    assert any(gradient.any() for gradient in gradients.values())
+
+
+def test_the_targets_parameters_are_neither_trained_nor_saved(kind, target, batch):
+    drafter, batch = make(kind, target, batch)
+    memory = {each.data_ptr() for each in target.model.parameters()}
+    owned = {**dict(drafter.named_parameters()), **drafter.state_dict()}
+    assert [name for name, each in owned.items() if each.data_ptr() in memory] == []
+    before = [each.clone() for each in target.model.parameters()]
+    optimizer = torch.optim.SGD(drafter.parameters(), lr=1.0)
+    drafter.loss(batch, Objective(loss="kl", head=target.head)).sums.sum().backward()
+    optimizer.step()
+    for parameter, value in zip(target.model.parameters(), before, strict=True):
+        assert parameter.grad is None
+        assert torch.equal(parameter, value)
