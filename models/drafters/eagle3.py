@@ -88,16 +88,10 @@ class Eagle3(FeatureDrafter):
     def for_target(cls, config: Eagle3Config, target: HFTarget) -> "Eagle3":
         drafter = cls(config, target)
         if config.head_init == "target":
-            drafter.norm.load_state_dict(target.model.get_decoder().get_submodule("norm").state_dict())
-            drafter._start_head(slice(None))
+            _copy(target.model.get_decoder().get_submodule("norm"), drafter.norm)
+            if not drafter.wants_token_counts:
+                _copy(target.head, drafter.lm_head)
         return drafter
-
-    def _start_head(self, tokens: slice | Int[torch.Tensor, " draft_vocab"]) -> None:
-        """Take the target's head, once it is known for which tokens."""
-        rows = self._target_head[0].weight[tokens]
-        if self.config.head_init == "target" and len(rows) == len(self.lm_head.weight):
-            with torch.no_grad():
-                self.lm_head.weight.copy_(rows)
 
     # --- the network
 
@@ -142,7 +136,9 @@ class Eagle3(FeatureDrafter):
         if token_counts.shape != (self.vocab_size,):
             raise ValueError(f"token_counts is {tuple(token_counts.shape)}; the target has {self.vocab_size} tokens")
         self.draft_tokens = token_counts.topk(self.config.draft_vocab_size).indices.sort().values.to(self.draft_tokens.device)
-        self._start_head(self.draft_tokens)
+        if self.config.head_init == "target":
+            with torch.no_grad():
+                self.lm_head.weight.copy_(self._target_head[0].weight[self.draft_tokens])
 
     def check_weights(self) -> None:
         """A reduced vocabulary must name different tokens of the target, in order."""
@@ -165,3 +161,9 @@ class Eagle3(FeatureDrafter):
         loss = score(self.logits, (outputs[labels.known],), labels, batch, objective, vocabulary=self.vocabulary)
         weights = self.config.loss_decay ** torch.arange(num_depths, device=loss.sums.device)
         return replace(loss, sums=loss.sums * weights)
+
+
+@torch.no_grad()
+def _copy(source: nn.Module, to: nn.Module) -> None:
+    for name, parameter in to.named_parameters():
+        parameter.copy_(source.get_parameter(name))
