@@ -18,7 +18,7 @@ from ...data.types import DrafterBatch
 from ..decoding.types import TargetOutput
 from ..hf_target import HFTarget
 from ..interfaces import Loss
-from .feature_drafter import FeatureDrafter, TreeOptions
+from .feature_drafter import FeatureDrafter, TreeOptions, start_from_target
 from .objective import Labels, Objective, score
 
 
@@ -28,6 +28,8 @@ class EagleConfig(TreeOptions):
 
     bias: bool = True
     """Whether `fc` has a bias."""
+    init: str = "target"
+    """`target`: the layer starts as the target's last one; `random`: from nothing, as in the paper."""
     regression_weight: float = 1.0
     """Weight of the smooth L1 distance to the target's next feature (EAGLE-1, section 3.2)."""
     classification_weight: float = 0.1
@@ -42,6 +44,8 @@ class EagleConfig(TreeOptions):
         for name in ("regression_weight", "classification_weight", "feature_noise"):
             if getattr(self, name) < 0:
                 raise ValueError(f"drafter.{name} is {getattr(self, name)}; it must be 0 or more")
+        if self.init not in ("random", "target"):
+            raise ValueError(f"drafter.init is {self.init!r}; it must be random or target")
         if self.unroll < 1:
             raise ValueError(f"drafter.unroll is {self.unroll}; it must be at least 1")
 
@@ -62,9 +66,12 @@ class Eagle(FeatureDrafter):
 
     @classmethod
     def for_target(cls, config: EagleConfig, target: HFTarget) -> "Eagle":
+        drafter = cls(config, target)
         with torch.device(target.device):  # sizes may be asked for without memory: the target is there all the same
             target.require_plain_head()
-        return cls(config, target)
+        if config.init == "target":
+            start_from_target(drafter.layer, drafter.fc, target)
+        return drafter
 
     def target_features(self, source: TargetOutput | DrafterBatch) -> Float[torch.Tensor, "batch seq hidden"]:
         if source.hidden_states is None:

@@ -18,7 +18,7 @@ from ...data.types import UNKNOWN, DrafterBatch
 from ..decoding.types import TargetOutput
 from ..hf_target import HFTarget, decoder_layers
 from ..interfaces import Loss
-from .feature_drafter import FeatureDrafter, TreeOptions
+from .feature_drafter import FeatureDrafter, TreeOptions, start_from_target
 from .objective import DraftVocabulary, Labels, Objective, score
 
 
@@ -31,8 +31,8 @@ class Eagle3Config(TreeOptions):
     them (fewer where these coincide)."""
     draft_vocab_size: int | None = None
     """Draft only this many tokens, the commonest in the distilled data; None is the whole vocabulary."""
-    head_init: str = "target"
-    """`target`: the final norm and the head start as the target's own; `random`: from nothing."""
+    init: str = "target"
+    """`target`: layer, norm and head start as the target's last ones; `random`: from nothing, as in the paper."""
     loss_decay: float = 0.8
     """The loss at each depth counts this much of that at the depth before."""
 
@@ -40,8 +40,8 @@ class Eagle3Config(TreeOptions):
         super().__post_init__()
         if self.draft_vocab_size is not None and self.draft_vocab_size < 1:
             raise ValueError(f"drafter.draft_vocab_size is {self.draft_vocab_size}; it must be at least 1, or null")
-        if self.head_init not in ("random", "target"):
-            raise ValueError(f"drafter.head_init is {self.head_init!r}; it must be random or target")
+        if self.init not in ("random", "target"):
+            raise ValueError(f"drafter.init is {self.init!r}; it must be random or target")
         if not 0 < self.loss_decay <= 1:
             raise ValueError(f"drafter.loss_decay is {self.loss_decay}; it must be above 0 and at most 1")
         if self.feature_layers is not None and len(set(self.feature_layers)) != max(1, len(self.feature_layers)):
@@ -87,11 +87,20 @@ class Eagle3(FeatureDrafter):
     @classmethod
     def for_target(cls, config: Eagle3Config, target: HFTarget) -> "Eagle3":
         drafter = cls(config, target)
-        if config.head_init == "target":
-            _copy(target.model.get_decoder().get_submodule("norm"), drafter.norm)
-            if not drafter.wants_token_counts:
-                _copy(target.head, drafter.lm_head)
+        if config.init == "target":
+            start_from_target(drafter.layer, drafter.fc, target)
+            drafter._start_head(slice(None))
+            with torch.no_grad():
+                drafter.hidden_norm.weight.copy_(drafter.layer.input_layernorm.weight)
+                drafter.norm.weight.copy_(target.model.get_decoder().norm.weight)
         return drafter
+
+    @torch.no_grad()
+    def _start_head(self, tokens: slice | Int[torch.Tensor, " draft_vocab"]) -> None:
+        """Begin with the target's head, once it is known for which tokens."""
+        rows = self._target_head[0].weight[tokens]
+        if self.config.init == "target" and len(rows) == len(self.lm_head.weight):
+            self.lm_head.weight.copy_(rows)
 
     # --- the network
 
@@ -136,9 +145,7 @@ class Eagle3(FeatureDrafter):
         if token_counts.shape != (self.vocab_size,):
             raise ValueError(f"token_counts is {tuple(token_counts.shape)}; the target has {self.vocab_size} tokens")
         self.draft_tokens = token_counts.topk(self.config.draft_vocab_size).indices.sort().values.to(self.draft_tokens.device)
-        if self.config.head_init == "target":
-            with torch.no_grad():
-                self.lm_head.weight.copy_(self._target_head[0].weight[self.draft_tokens])
+        self._start_head(self.draft_tokens)
 
     def check_weights(self) -> None:
         """A reduced vocabulary must name different tokens of the target, in order."""
@@ -161,9 +168,3 @@ class Eagle3(FeatureDrafter):
         loss = score(self.logits, (outputs[labels.known],), labels, batch, objective, vocabulary=self.vocabulary)
         weights = self.config.loss_decay ** torch.arange(num_depths, device=loss.sums.device)
         return replace(loss, sums=loss.sums * weights)
-
-
-@torch.no_grad()
-def _copy(source: nn.Module, to: nn.Module) -> None:
-    for name, parameter in to.named_parameters():
-        parameter.copy_(source.get_parameter(name))
