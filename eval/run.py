@@ -80,7 +80,7 @@ def evaluate(
         # A TrainableDrafter is an nn.Module first, so that its type doesn't say that it drafts.
         proposers = {name: cast("Drafter[Any]", drafter) for name, drafter in drafters.items()}
         if target.cuda_graphs:
-            proposers = {name: GraphedDrafter(drafter) for name, drafter in proposers.items()}
+            proposers |= {name: GraphedDrafter(proposers[name]) for name, drafter in drafters.items() if drafter.recordable}
         methods += [Method(name=name, drafter=drafter) for name, drafter in proposers.items()]
         output_dir.mkdir(parents=True, exist_ok=True)
         environment = describe_environment(target.device)

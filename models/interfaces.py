@@ -117,6 +117,8 @@ class TrainableDrafter(nn.Module, ABC):
 
     Config: ClassVar[type[Any]]
     """Dataclass of this kind's options; its RUNTIME_FIELDS may be changed when trained weights are loaded."""
+    recordable: ClassVar[bool] = True
+    """Whether `propose` reads nothing but its arguments, all of them tensors, so that a CUDA graph can replay it."""
     config: Any
 
     @classmethod

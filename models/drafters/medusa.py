@@ -2,7 +2,7 @@
 
 From the hidden state h at the last accepted token, head k draws up, for k = 0..K-1,
 
-    s_k = h + SiLU(W_k h + b_k)  (a residual block, or several),   logits of the token k + 2 behind h = H_k s_k   (section 2.1.1)
+    s_k = h + SiLU(W_k h + b_k)  (a residual block, or several),   logits of token k + 2 behind h = H_k s_k   (section 2.1.1)
 
 Token 1 behind h is the one that the target has already chosen, so head k is trained on depth k of the labels, and K heads need
 labels of K + 1 tokens. No head knows what the others say: a draft tree is a fixed set of paths of ranks, such as "the likeliest
@@ -31,7 +31,7 @@ from ..interfaces import Loss, TrainableDrafter
 from .objective import HIT_RANKS, DraftVocabulary, Labels, Objective, score
 from .redrafter import ResidualBlock
 
-Path = tuple[int, ...]
+RankPath = tuple[int, ...]
 """A node of a static tree: the rank of each token on the way to it, 0 being a head's likeliest."""
 
 MAX_TREE_NODES = 2**12
@@ -62,8 +62,8 @@ class MedusaConfig:
     """Nodes of the draft tree, chosen by how often each head was right at each rank when training ended. May be changed when
     the drafter is loaded."""
     tree_paths: list[list[int]] | None = None
-    """The draft tree itself, as paths of ranks, such as [[0], [1], [0, 0]]; None is the chosen one. May be changed when the
-    drafter is loaded."""
+    """The draft tree itself, as paths of ranks, such as [[0], [1], [0, 0]], whatever `tree_nodes` says; None is the chosen
+    tree. May be changed when the drafter is loaded."""
 
     RUNTIME_FIELDS: ClassVar[frozenset[str]] = frozenset({"tree_nodes", "tree_paths"})
 
@@ -163,9 +163,11 @@ class Medusa(TrainableDrafter):
         self._plant(self.accuracies.tolist())
 
     def _plant(self, accuracies: list[list[float]]) -> None:
-        paths = likeliest_paths([ranks[: self.vocab_size] for ranks in accuracies], self.config.tree_nodes)
+        """Make the tree ready, so that `propose` finds all that it needs on its device."""
         if self.config.tree_paths is not None:
             paths = [tuple(path) for path in self.config.tree_paths]
+        else:
+            paths = likeliest_paths([ranks[: self.vocab_size] for ranks in accuracies], self.config.tree_nodes)
         paths.sort(key=len)  # parents before their children
         self.max_depth = len(paths[-1])
         self.num_ranks = 1 + max(path[-1] for path in paths)
@@ -302,15 +304,15 @@ def low_rank_head(head: nn.Linear, rank: int) -> nn.Sequential:
     return nn.Sequential(down, up)
 
 
-def likeliest_paths(accuracies: Sequence[Sequence[float]], num_nodes: int) -> list[Path]:
+def likeliest_paths(accuracies: Sequence[Sequence[float]], num_nodes: int) -> list[RankPath]:
     """The tree of `num_nodes` with the greatest expected number of accepted tokens (section 2.3.3), or all there are, if fewer.
 
     `accuracies[k][r]` is how often the token of rank r is the right one at head k. Heads are taken to be right independently
     of each other: a path is accepted with the product of its accuracies, which is what its last node adds to the expectation.
     So the likeliest node whose parent is there comes next. Example: [[0.6, 0.2], [0.5, 0.3]] and 3 nodes -> (0), (0, 0), (1).
     """
-    paths: list[Path] = []
-    candidates = [(-probability, (rank,)) for rank, probability in enumerate(accuracies[0])]
+    paths: list[RankPath] = []
+    candidates: list[tuple[float, RankPath]] = [(-probability, (rank,)) for rank, probability in enumerate(accuracies[0])]
     heapq.heapify(candidates)
     while candidates and len(paths) < num_nodes:
         probability, path = heapq.heappop(candidates)

@@ -207,6 +207,24 @@ def test_sigterm_ends_the_step_writes_a_checkpoint_and_exits(run_train: RunTrain
     assert all(torch.equal(value, weights(unbroken)[name]) for name, value in weights(resumed).items())
 
 
+def test_a_drafter_is_told_of_the_last_tenth_whatever_was_logged_and_interrupted(run_train: RunTrain, spy: Any) -> None:
+    told: list[Loss] = []
+    spy.finish_training = lambda self, measured: told.append(measured)
+    run_train("unbroken", drafter={"kind": "spy"}, steps=20, log_every=20)
+    spy.calls = 0
+    spy.on_loss = staticmethod(lambda call, batch: os.kill(os.getpid(), signal.SIGTERM) or 0.0 if call == 19 else 0.0)
+    with pytest.raises(SystemExit):
+        run_train("broken", drafter={"kind": "spy"}, steps=20, log_every=3)
+    assert len(told) == 1, "only a finished training is told"
+    run_train("broken", drafter={"kind": "spy"}, steps=20, log_every=1)
+    assert spy.calls == 20
+    unbroken, broken = told
+    for name in ("sums", "counts", "hits", "joint_hits"):
+        assert torch.equal(getattr(unbroken, name), getattr(broken, name)), name
+    last = records(run_train("of_two_steps", steps=20, log_every=18))[-1]
+    assert last["loss"] == float(unbroken.sums.sum() / unbroken.counts.sum())
+
+
 @pytest.mark.parametrize("limit", [20_000, 50_000], ids=["weights", "optimizer"])
 def test_a_full_disk_is_a_clear_error_and_the_last_checkpoint_is_kept(
     run_train: RunTrain, spy: Any, tmp_path: Path, limit: int

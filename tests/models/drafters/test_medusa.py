@@ -1,0 +1,346 @@
+"""Medusa: its heads, its weighted loss, and its static trees, each against a slow and plain version."""
+
+import itertools
+import random
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch.nn import functional as F
+
+from outrider import conf
+from outrider.data.types import UNKNOWN, DrafterBatch
+from outrider.models.decoding import GreedyAcceptance, SpeculativeSampling, TypicalAcceptance, generate
+from outrider.models.decoding.sampling import RowSeeds, Sampling
+from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, save_drafter
+from outrider.models.drafters.medusa import Medusa, MedusaConfig, likeliest_paths
+from outrider.models.drafters.objective import HIT_RANKS, LOSSES, Objective
+from outrider.models.graphs import GraphedDrafter
+from outrider.models.interfaces import Loss
+
+from ..recorder import ReplayingRecorder
+
+PROMPTS = [torch.tensor(prompt) for prompt in ([1, 70, 71, 72, 2], [9, 8], [40, 41, 42, 43, 44, 45, 46, 47])]
+SHAPES = [
+    {},
+    {"num_layers": 2},
+    {"share_head": True},
+    {"head_rank": 8},
+    {"heads": "ffn"},
+    {"heads": "ffn", "share_head": True, "num_layers": 2},
+]
+
+
+def make(target, *, noise: float = 0.3, **options) -> Medusa:
+    torch.manual_seed(0)
+    drafter = build_drafter({"kind": "medusa", "num_heads": 3, **options}, target).double()
+    for parameter in drafter.blocks.parameters():  # the blocks start as the identity, which would hide mistakes in them
+        torch.nn.init.normal_(parameter, std=noise)
+    return drafter
+
+
+def make_batch(target, tokens: list[list[int]]) -> DrafterBatch:
+    """One row whose first positions carry the given continuations."""
+    seq = len(tokens) + 1
+    continuations = torch.full((1, seq, len(tokens[0])), UNKNOWN)
+    continuations[0, :-1] = torch.tensor(tokens)
+    return DrafterBatch(
+        input_ids=torch.zeros(1, seq, dtype=torch.long),
+        attention_mask=torch.ones(1, seq, dtype=torch.bool),
+        positions=(torch.arange(seq) < len(tokens))[None],
+        continuations=continuations,
+        hidden_states=torch.randn(1, seq, target.hidden_size, generator=torch.Generator().manual_seed(1)),
+    )
+
+
+def slow_log_probs(drafter: Medusa, target, hidden: torch.Tensor, head: int) -> torch.Tensor:
+    """What head number `head` says, written out as in the papers."""
+    config, x = drafter.config, hidden.double()
+    for block in drafter.blocks[head]:
+        if config.heads == "residual":
+            x = x + F.silu(block.linear.weight @ x + block.linear.bias)
+        else:
+            x = x + block.outer.weight @ F.relu(block.inner.weight @ x + block.inner.bias) + block.outer.bias
+    if config.share_head:
+        logits = target.head.weight @ x
+    elif config.head_rank is not None:
+        down, up = drafter.lm_heads[0]
+        logits = up.weight @ (down.weight @ x)
+    else:
+        logits = drafter.lm_heads[head].weight @ x
+    return logits.log_softmax(-1)
+
+
+# --- heads and loss
+
+
+@pytest.mark.parametrize("options", SHAPES)
+def test_loss_equals_the_formulas_written_out(target, options):
+    drafter = make(target, **options)
+    for head in drafter.lm_heads:  # all copies of one head: a mistaken order of them would not show
+        for parameter in head.parameters():
+            torch.nn.init.normal_(parameter)
+    texts = [[7, 8, 9, 10, 3], [11, 12, UNKNOWN, UNKNOWN, UNKNOWN], [5, 6, 2, UNKNOWN, UNKNOWN]]
+    batch = make_batch(target, texts)
+    drafter.requires_grad_(False)
+    loss = drafter.loss(batch, Objective())
+    sums, counts = [0.0] * 3, [0] * 3
+    for row, text in enumerate(texts):
+        for head in range(3):
+            label = text[head + 1]
+            if label != UNKNOWN:
+                sums[head] -= 0.8**head * float(slow_log_probs(drafter, target, batch.hidden_states[0, row], head)[label])
+                counts[head] += 1
+    assert loss.sums.tolist() == pytest.approx(sums, rel=1e-5)
+    assert loss.counts.tolist() == counts == [3, 2, 1]
+    hidden = batch.hidden_states[0, :3]
+    slow = torch.stack([torch.stack([slow_log_probs(drafter, target, h, head) for head in range(3)]) for h in hidden])
+    torch.testing.assert_close(drafter.logits(hidden).log_softmax(-1), slow, rtol=1e-6, atol=1e-6)
+
+
+def test_every_head_starts_as_the_targets_own(target):
+    hidden = torch.randn(4, target.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    num_checked = 0
+    for options in [*SHAPES, {"head_rank": target.hidden_size}]:
+        drafter = build_drafter({"kind": "medusa", **options}, target).double()
+        if options.get("head_rank") != 8:
+            said = target.head(hidden)[:, None].expand(-1, 4, -1)
+            torch.testing.assert_close(drafter.logits(hidden), said, rtol=1e-4, atol=1e-4)
+            num_checked += 1
+    assert num_checked == len(SHAPES)
+
+
+def test_a_head_of_low_rank_starts_as_the_nearest_one(target):
+    down, up = build_drafter({"kind": "medusa", "head_rank": 8}, target).lm_heads[0]
+    u, s, v = torch.linalg.svd(target.head.weight.float(), full_matrices=False)
+    torch.testing.assert_close(up.weight @ down.weight, u[:, :8] @ s[:8].diag() @ v[:8], rtol=1e-3, atol=1e-4)
+
+
+def test_a_shared_head_is_neither_copied_saved_nor_trained(target):
+    drafter = make(target, share_head=True)
+    assert all("blocks" in name or name == "accuracies" for name in drafter.state_dict())
+    head = target.head.weight
+    assert all(parameter.shape != head.shape for parameter in drafter.parameters())
+    drafter.loss(make_batch(target, [[7, 8, 9, 10]]), Objective()).sums.sum().backward()
+    assert head.grad is None
+    assert all(parameter.grad.any() for parameter in drafter.parameters())
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_decay_weighs_the_sums_of_every_objective_and_nothing_else(target, loss):
+    batch, objective = make_batch(target, [[7, 8, 9, 10], [3, 4, 5, UNKNOWN]]), Objective(loss=loss, head=target.head)
+    with torch.no_grad():
+        plain, decayed = (make(target, head_decay=decay).loss(batch, objective) for decay in (1.0, 0.5))
+    torch.testing.assert_close(decayed.sums, plain.sums * torch.tensor([1.0, 0.5, 0.25]))
+    for name in ("counts", "hits", "joint_hits"):
+        assert torch.equal(getattr(decayed, name), getattr(plain, name))
+
+
+def test_one_head_per_step_has_the_gradient_of_all_heads_on_average(target):
+    batch = make_batch(target, [[7, 8, 9, 10], [3, 4, 5, UNKNOWN]])
+    whole, single = (make(target, heads="ffn", head_decay=1.0, one_head_per_step=single).train() for single in (False, True))
+    expected = whole.loss(batch, Objective())
+    expected.sums.sum().backward()
+    gradients: dict[int, list[torch.Tensor]] = {}
+    for _ in range(40):
+        single.zero_grad()
+        loss = single.loss(batch, Objective())
+        loss.sums.sum().backward()
+        (head,) = loss.sums.nonzero()[:, 0].tolist()
+        gradients[head] = [parameter.grad.clone() for parameter in single.parameters()]
+        others = [blocks for index, blocks in enumerate(single.blocks) if index != head]
+        assert not any(parameter.grad.any() for blocks in others for parameter in blocks.parameters())
+        assert torch.equal(loss.hits, expected.hits)
+        assert torch.equal(loss.counts, expected.counts)
+    assert sorted(gradients) == [0, 1, 2]
+    for parameter, *each in zip(whole.parameters(), *gradients.values(), strict=True):
+        torch.testing.assert_close(torch.stack(each).mean(0), parameter.grad)
+    assert torch.equal(single.eval().loss(batch, Objective()).sums, expected.sums), "only training leaves heads out"
+
+
+def test_heads_that_no_label_reaches_are_refused(target):
+    with pytest.raises(ValueError, match=r"is 3, and labels of 3 tokens train only 2.*distill\.horizon of at least 4"):
+        make(target).loss(make_batch(target, [[7, 8, 9]]), Objective())
+
+
+def test_deeper_labels_than_heads_are_left_out(target):
+    batch = make_batch(target, [[7, 8, 9, 10, 11, 12]])
+    assert make(target).loss(batch, Objective()).counts.tolist() == [1, 1, 1]
+
+
+def test_a_batch_without_hidden_states_says_what_to_do(target):
+    batch = make_batch(target, [[7, 8, 9, 10]])
+    values = {name: getattr(batch, name) for name in ("input_ids", "attention_mask", "positions", "continuations")}
+    with pytest.raises(ValueError, match="hidden states"):
+        make(target).loss(DrafterBatch(**values), Objective())
+
+
+# --- trees
+
+
+def expected_accepted(paths: list[tuple[int, ...]], accuracies: list[list[float]]) -> float:
+    products = 0.0
+    for path in paths:
+        product = 1.0
+        for head, rank in enumerate(path):
+            product *= accuracies[head][rank]
+        products += product
+    return products
+
+
+def test_no_tree_of_so_many_nodes_is_expected_to_be_accepted_further():
+    generator = random.Random(0)
+    everything = [path for length in (1, 2, 3) for path in itertools.product(range(2), repeat=length)]
+    num_checked = 0
+    for _ in range(4):
+        accuracies = [[generator.random() / 2 for _ in range(2)] for _ in range(3)]
+        for num_nodes in (1, 3, 4):
+            trees = (
+                tree
+                for tree in itertools.combinations(everything, num_nodes)
+                if all(len(path) == 1 or path[:-1] in tree for path in tree)
+            )
+            best = max(expected_accepted(list(tree), accuracies) for tree in trees)
+            assert expected_accepted(likeliest_paths(accuracies, num_nodes), accuracies) == pytest.approx(best)
+            num_checked += 1
+    assert num_checked == 12
+
+
+def test_a_tree_small_enough_to_check_by_eye():
+    assert likeliest_paths([[0.6, 0.2], [0.5, 0.3]], 3) == [(0,), (0, 0), (1,)]
+    assert len(likeliest_paths([[0.6, 0.2], [0.5, 0.3]], 99)) == 2 + 4, "there are no more"
+
+
+def proposed(drafter: Medusa, hidden: torch.Tensor) -> list[list[int]]:
+    """The paths of the first row's draft tree, as tokens."""
+    with torch.inference_mode():
+        tree = drafter.propose(hidden, torch.zeros(len(hidden), dtype=torch.long))
+    tokens, lineage = tree.tokens[0].tolist(), tree.lineage[0].tolist()
+    return [[tokens[node] for node in reversed(line) if node >= 0] for line in lineage]
+
+
+def test_a_node_holds_its_heads_token_of_its_rank(target):
+    paths = [[1, 0, 12], [0], [1], [1, 0], [0, 2]]
+    drafter = make(target, tree_paths=paths)
+    hidden = torch.randn(2, target.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    ranked = [slow_log_probs(drafter, target, hidden[0], head).argsort(descending=True).tolist() for head in range(3)]
+    expected = [[ranked[head][rank] for head, rank in enumerate(path)] for path in paths]
+    assert sorted(proposed(drafter, hidden)) == sorted(expected)
+    assert drafter.max_nodes == 5
+
+
+def make_measured(shares: list[list[float]]) -> Loss:
+    """What training would measure of heads that are right at the first ranks with these shares."""
+    exact = torch.zeros(len(shares), HIT_RANKS)
+    for head, row in enumerate(shares):
+        exact[head, : len(row)] = torch.tensor(row)
+    return Loss(
+        sums=torch.ones(len(shares)),
+        counts=torch.full((len(shares),), 1000),
+        hits=(exact.cumsum(1) * 1000).round().long(),
+        joint_hits=torch.zeros(len(shares), dtype=torch.long),
+    )
+
+
+def test_training_measures_the_heads_and_the_tree_is_chosen_anew_for_any_budget(target, tmp_path):
+    shares = [[0.5, 0.2, 0.08], [0.3, 0.2], [0.01]]
+    drafter = make(target, tree_nodes=4)
+    drafter.finish_training(make_measured(shares))
+    assert drafter.accuracies[:, 0].tolist() == pytest.approx([0.5, 0.3, 0.01])
+    assert drafter.accuracies[:, 1].tolist() == pytest.approx([0.2, 0.2, 0.0])
+    assert drafter.max_nodes == 4
+    save_drafter(drafter, tmp_path, target.identity)
+    hidden = torch.randn(2, target.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    num_checked = 0
+    for budget in (1, 4, 7, 30):
+        paths = likeliest_paths(drafter.accuracies.tolist(), budget)
+        found = proposed(load_drafter(tmp_path, target, tree_nodes=budget), hidden)
+        told = proposed(load_drafter(tmp_path, target, tree_paths=[list(path) for path in paths]), hidden)
+        assert sorted(found) == sorted(told)
+        assert len(found) == budget
+        num_checked += 1
+    assert num_checked == 4
+    assert likeliest_paths(drafter.accuracies.tolist(), 4) == [(0,), (1,), (0, 0), (0, 1)]
+
+
+def test_a_head_without_labels_was_never_right(target):
+    drafter = make(target)
+    measured = make_measured([[0.5], [0.5], [0.0]])
+    measured.counts[2] = 0
+    drafter.finish_training(measured)
+    assert drafter.accuracies[2].tolist() == [0.0] * HIT_RANKS
+
+
+@pytest.mark.parametrize("value", [-0.5, 1.5])
+def test_accuracies_that_cannot_be_are_refused(target, tmp_path, value):
+    drafter = make(target)
+    drafter.accuracies[1, 0] = value
+    save_drafter(drafter, tmp_path, target.identity)
+    with pytest.raises(ValueError, match="accuracies must be shares"):
+        load_drafter(tmp_path, target)
+
+
+def texts_of(target, drafter, rule, **options) -> list[list[int]]:
+    tokens: list[list[int]] = [[] for _ in PROMPTS]
+    for step in generate(target, drafter, rule, PROMPTS, max_new_tokens=20, **options):
+        for row, new in zip(step.rows, step.tokens, strict=True):
+            tokens[row] += new
+    return tokens
+
+
+@pytest.mark.parametrize("options", [*SHAPES, {"tree_paths": [[1], [1, 3], [0]]}, {"tree_nodes": 1}])
+def test_greedy_answers_are_plain_decodings_whatever_the_heads_and_the_tree(target, options):
+    plain = texts_of(target, NullDrafter(), GreedyAcceptance())
+    assert texts_of(target, make(target, noise=0.05, **options), GreedyAcceptance()) == plain
+
+
+@pytest.mark.parametrize("rule", [SpeculativeSampling, TypicalAcceptance])
+def test_a_replayed_drafter_proposes_what_a_plain_one_does(target, rule):
+    drafter, recorder = make(target, noise=0.05, tree_nodes=9).requires_grad_(False), ReplayingRecorder()
+    texts = [
+        texts_of(target, each, rule(sampling=Sampling()), generator=RowSeeds([1, 2, 3]))
+        for each in (drafter, GraphedDrafter(drafter, recorder))
+    ]
+    assert texts[0] == texts[1]
+    assert recorder.num_replays > 5
+
+
+# --- options
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"heads": "recurrent"}, "must be one of residual, ffn"),
+        ({"num_heads": 0}, "num_heads is 0; it must be at least 1"),
+        ({"num_layers": 0}, "num_layers is 0; it must be at least 1"),
+        ({"tree_nodes": 0}, "tree_nodes is 0; it must be at least 1"),
+        ({"tree_nodes": 10**9}, "is a mistake"),
+        ({"head_rank": 4, "share_head": True}, "drop one of them"),
+        ({"head_rank": 33}, "more than the target's width of 32"),
+        ({"head_decay": 0.0}, "must be above 0"),
+        ({"tree_paths": []}, "name a path, or null"),
+        ({"tree_paths": [[0], [1, 0]]}, r"has \[1, 0\] but not its parent \[1\]"),
+        ({"tree_paths": [[0], [1], [0]]}, r"has \[0\] twice"),
+        ({"tree_paths": [[0], []]}, r"the path \[\] .* must be 1 to 4 ranks"),
+        ({"tree_paths": [[-1]]}, r"the path \[-1\] .* must be 1 to 4 ranks"),
+        ({"num_heads": 1, "tree_paths": [[0], [0, 0]]}, "must be 1 to 1 ranks"),
+        ({"tree_paths": [[300]]}, "names rank 300, and the target has 300 tokens"),
+        ({"tree_paths": [["0"]]}, "expected a value of type int"),
+        ({"num_head": 4}, "no option num_head"),
+    ],
+)
+def test_options_that_cannot_be_are_named(target, options, message):
+    with pytest.raises(ValueError, match=message):
+        build_drafter({"kind": "medusa", **options}, target)
+
+
+def test_the_configurations_name_every_option(target):
+    folder = Path(conf.__file__).parent / "drafter"
+    medusa, blockwise = (OmegaConf.to_container(OmegaConf.load(folder / f"{name}.yaml")) for name in ("medusa", "blockwise"))
+    assert medusa == {"kind": "medusa", **asdict(MedusaConfig())}
+    assert blockwise.keys() == medusa.keys()
+    drafter = build_drafter(blockwise, target)
+    assert drafter.max_nodes == drafter.max_depth == 4
