@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import PreTrainedModel
@@ -115,6 +115,17 @@ def tree_attention_mask(
         key_position = torch.where(what <= 0, what - 1, depth.gather(1, (what - 1).clamp(0, num_nodes)))
         mask.masked_fill_(depth[:, :, None] - key_position[:, None] >= window, hidden)
     return mask[:, None]
+
+
+def visible_columns(
+    related: Bool[torch.Tensor, "batch query entry"], lengths: Int[torch.Tensor, " batch"], extent: int
+) -> Bool[torch.Tensor, "batch query key"]:
+    """What queries see of `extent` cache columns: the committed ones, and of the entries behind them those `related`."""
+    column = torch.arange(extent, device=lengths.device) - lengths[:, None]  # [batch, key]: negative where committed
+    num_entries = related.shape[2]
+    entry = column.clamp(0, num_entries - 1)[:, None].expand(-1, related.shape[1], -1)
+    visible = related.gather(2, entry) & (column < num_entries)[:, None]
+    return visible | (column < 0)[:, None]
 
 
 def masks_by_kind(

@@ -9,11 +9,15 @@ from ...data.files import parse_dataclass
 from ..hf_target import HFTarget
 from ..interfaces import TrainableDrafter
 from .draft_model import DraftModel
+from .eagle import Eagle
+from .eagle3 import Eagle3
 from .medusa import Medusa
 from .redrafter import Redrafter
 
 DRAFTERS: dict[str, type[TrainableDrafter]] = {
     "draft_model": DraftModel,
+    "eagle": Eagle,
+    "eagle3": Eagle3,
     "medusa": Medusa,
     "redrafter": Redrafter,
 }

@@ -33,6 +33,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "blockwise": {"kind": "medusa", "heads": "ffn", "share_head": True, "head_decay": 1.0},
     "draft_model": {"num_layers": 1},
     "draft_tree": {"kind": "draft_model", "num_layers": 1, "hidden_size": 16, "top_k": 3, "tree_nodes": 8},
+    "eagle": {"unroll": 4, "classification_weight": 1.0, "depth": 4, "top_k": 3, "tree_nodes": 8},
+    "eagle-static": {"kind": "eagle", "unroll": 4, "tree": "static", "depth": 4, "top_k": 3, "tree_nodes": 8},
+    "eagle3": {"depth": 4, "top_k": 3, "tree_nodes": 8},
     "medusa": {"tree_nodes": 8},
     "redrafter": {"beam_width": 3, "beam_length": 4, "tree_nodes": 8},
 }

@@ -1,0 +1,109 @@
+"""EAGLE-1 and EAGLE-2: one decoder layer that predicts the target's next last hidden state (arXiv 2401.15077, 2406.16858).
+
+    x = fc([e ; f]),   a = x + attention(x),   g = a + MLP(norm(a)),   logits = target's head(g)        (section 3.1)
+
+with e the target's own frozen embedding of the next token and f the target's last hidden state, or the layer's own output where
+that isn't known yet. The layer has no norm at its input and none at its output. The two papers differ in the draft tree alone
+(`tree: static` and `tree: dynamic`).
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import nn
+from torch.nn import functional as F
+
+from ...data.types import DrafterBatch
+from ..decoding.types import TargetOutput
+from ..hf_target import HFTarget
+from ..interfaces import Loss
+from .feature_drafter import FeatureDrafter, TreeOptions, start_from_target
+from .objective import Labels, Objective, score
+
+
+@dataclass(kw_only=True)
+class EagleConfig(TreeOptions):
+    """How an EAGLE-1 or EAGLE-2 drafter is trained, and how it drafts by default."""
+
+    bias: bool = True
+    """Whether `fc` has a bias."""
+    init: str = "target"
+    """`target`: the layer starts as the target's last one; `random`: from nothing, as in the paper."""
+    regression_weight: float = 1.0
+    """Weight of the smooth L1 distance to the target's next feature (EAGLE-1, section 3.2)."""
+    classification_weight: float = 0.1
+    """Weight of the objective on the tokens."""
+    feature_noise: float = 0.1
+    """In training, uniform noise of up to this size is added to the features (EAGLE-1, section 3.2)."""
+    unroll: int = 1
+    """Depths trained; the papers train the first only. Deeper ones are fed the drafter's own outputs, as in drafting."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("regression_weight", "classification_weight", "feature_noise"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"drafter.{name} is {getattr(self, name)}; it must be 0 or more")
+        if self.init not in ("random", "target"):
+            raise ValueError(f"drafter.init is {self.init!r}; it must be random or target")
+        if self.unroll < 1:
+            raise ValueError(f"drafter.unroll is {self.unroll}; it must be at least 1")
+
+
+class Eagle(FeatureDrafter):
+    """The drafter of features: what it feeds back is what the target's head reads."""
+
+    Config = EagleConfig
+    config: EagleConfig
+
+    def __init__(self, config: EagleConfig, target: HFTarget) -> None:
+        super().__init__(target, input_width=target.hidden_size)
+        self.config = config
+        self.fc = nn.Linear(2 * target.hidden_size, target.hidden_size, bias=config.bias)
+        self.layer.input_layernorm = nn.Identity()
+        # Read, not owned: in a tuple, it is neither saved nor trained with the drafter.
+        self._head = (target.head,)
+
+    @classmethod
+    def for_target(cls, config: EagleConfig, target: HFTarget) -> "Eagle":
+        drafter = cls(config, target)
+        with torch.device(target.device):  # sizes may be asked for without memory: the target is there all the same
+            target.require_plain_head()
+        if config.init == "target":
+            start_from_target(drafter.layer, drafter.fc, target)
+        return drafter
+
+    def target_features(self, source: TargetOutput | DrafterBatch) -> Float[torch.Tensor, "batch seq hidden"]:
+        if source.hidden_states is None:
+            raise ValueError("EAGLE reads the target's hidden states, and the batch has none; distil them or recompute them")
+        return source.hidden_states
+
+    def fuse(self, features: Float[torch.Tensor, "*batch hidden"]) -> Float[torch.Tensor, "*batch hidden"]:
+        return features.to(self.fc.weight.dtype)
+
+    def layer_inputs(
+        self, embeddings: Float[torch.Tensor, "batch seq hidden"], hidden: Float[torch.Tensor, "batch seq hidden"]
+    ) -> tuple[Float[torch.Tensor, "batch seq hidden"], Float[torch.Tensor, "batch seq hidden"]]:
+        pair = self.fc(torch.cat([embeddings, hidden], dim=-1))
+        return pair, pair
+
+    def logits(self, outputs: Float[torch.Tensor, "*batch hidden"]) -> Float[torch.Tensor, "*batch vocab"]:
+        head = self._head[0]
+        logits: torch.Tensor = head(outputs.to(head.weight.dtype))
+        return logits
+
+    def loss(self, batch: DrafterBatch, objective: Objective) -> Loss:
+        """Regression of the target's next feature, where the continuation keeps to the text, and the objective on the tokens
+        (EAGLE-1, section 3.2). Depths that aren't trained are there for the estimate of what decoding accepts.
+        """
+        labels = Labels.of(batch)
+        features = self.target_features(batch)
+        noise = self.config.feature_noise if self.training else 0.0
+        noisy = features + noise * (2 * torch.rand_like(features) - 1)
+        outputs = self.unroll(batch, labels, noisy, trained_depths=self.config.unroll)
+        loss = score(self.logits, (outputs[labels.known],), labels, batch, objective, vocabulary=self.vocabulary)
+        next_features = features.flatten(0, 1)[labels.text_index]  # [position, depth, hidden]
+        distance = F.smooth_l1_loss(outputs, next_features.to(outputs.dtype), reduction="none").mean(-1)
+        regression = (distance * (labels.on_text & labels.known)).sum(0)
+        sums = self.config.classification_weight * loss.sums + self.config.regression_weight * regression
+        return replace(loss, sums=sums)

@@ -1,0 +1,170 @@
+"""EAGLE-3: one decoder layer over fused features of three of the target's layers (arXiv 2503.01840).
+
+    h = fc([features of three layers])  at the first depth, the layer's own output at deeper ones       (section 3.1)
+    a = h + attention([norm(e) ; norm(h)]),   g = a + MLP(norm(a)),   logits = lm_head(norm(g))
+
+with e the target's own frozen embedding of the next token. There is no loss on features; training goes over its own outputs as
+drafting does (section 3.2).
+"""
+
+import copy
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float, Int
+from torch import nn
+
+from ...data.types import UNKNOWN, DrafterBatch
+from ..decoding.types import TargetOutput
+from ..hf_target import HFTarget, decoder_layers
+from ..interfaces import Loss
+from .feature_drafter import FeatureDrafter, TreeOptions, start_from_target
+from .objective import DraftVocabulary, Labels, Objective, score
+
+
+@dataclass(kw_only=True)
+class Eagle3Config(TreeOptions):
+    """Shape of an EAGLE-3 drafter, how it is trained, and how it drafts by default."""
+
+    feature_layers: list[int] | None = None
+    """Layers of the target whose inputs it reads; None is an early, a middle and a late one: 2, half and the last but two of
+    them (fewer where these coincide)."""
+    draft_vocab_size: int | None = None
+    """Draft only this many tokens, the commonest in the distilled data; None is the whole vocabulary."""
+    init: str = "target"
+    """`target`: layer, norm and head start as the target's last ones; `random`: from nothing, as in the paper."""
+    loss_decay: float = 0.8
+    """The loss at each depth counts this much of that at the depth before."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.draft_vocab_size is not None and self.draft_vocab_size < 1:
+            raise ValueError(f"drafter.draft_vocab_size is {self.draft_vocab_size}; it must be at least 1, or null")
+        if self.init not in ("random", "target"):
+            raise ValueError(f"drafter.init is {self.init!r}; it must be random or target")
+        if not 0 < self.loss_decay <= 1:
+            raise ValueError(f"drafter.loss_decay is {self.loss_decay}; it must be above 0 and at most 1")
+        if self.feature_layers is not None and len(set(self.feature_layers)) != max(1, len(self.feature_layers)):
+            raise ValueError(f"drafter.feature_layers is {self.feature_layers}; name one layer or several different ones")
+
+
+def default_feature_layers(num_layers: int) -> list[int]:
+    """An early, a middle and a late layer: those that EAGLE-3's release reads."""
+    return sorted({min(2, num_layers - 1), num_layers // 2, max(0, num_layers - 3)})
+
+
+class Eagle3(FeatureDrafter):
+    """The drafter with fused features. What it feeds back is its output before the final norm."""
+
+    Config = Eagle3Config
+    config: Eagle3Config
+    draft_tokens: torch.Tensor
+
+    def __init__(self, config: Eagle3Config, target: HFTarget) -> None:
+        hidden_size = target.hidden_size
+        super().__init__(target, input_width=2 * hidden_size)
+        if config.draft_vocab_size is not None and config.draft_vocab_size > target.vocab_size:
+            raise ValueError(
+                f"drafter.draft_vocab_size is {config.draft_vocab_size}, more than the target's {target.vocab_size} tokens; "
+                "make it smaller, or null for the whole vocabulary"
+            )
+        num_layers = len(decoder_layers(target.model))
+        layers = default_feature_layers(num_layers) if config.feature_layers is None else config.feature_layers
+        if not all(0 <= layer < num_layers for layer in layers):
+            raise ValueError(f"drafter.feature_layers is {layers}; the target has the layers 0 to {num_layers - 1}")
+        self.config = config
+        self._feature_layers = tuple(layers)
+        self.fc = nn.Linear(len(layers) * hidden_size, hidden_size, bias=False)
+        self.hidden_norm, self.norm = copy.deepcopy(self.layer.input_layernorm), copy.deepcopy(self.layer.input_layernorm)
+        num_outputs = config.draft_vocab_size or target.vocab_size
+        self.lm_head = nn.Linear(hidden_size, num_outputs, bias=False)
+        # Read, not owned: in a tuple, it is neither saved nor trained with the drafter.
+        self._target_head = (target.head,)
+        if config.draft_vocab_size is not None:
+            # Output o of the head is the target's token draft_tokens[o].
+            self.register_buffer("draft_tokens", torch.full((num_outputs,), UNKNOWN))
+
+    @classmethod
+    def for_target(cls, config: Eagle3Config, target: HFTarget) -> "Eagle3":
+        drafter = cls(config, target)
+        if config.init == "target":
+            start_from_target(drafter.layer, drafter.fc, target)
+            drafter._start_head(slice(None))
+            with torch.no_grad():
+                drafter.hidden_norm.weight.copy_(drafter.layer.input_layernorm.weight)
+                drafter.norm.weight.copy_(target.model.get_decoder().norm.weight)
+        return drafter
+
+    @torch.no_grad()
+    def _start_head(self, tokens: slice | Int[torch.Tensor, " draft_vocab"]) -> None:
+        """Begin with the target's head, once it is known for which tokens."""
+        rows = self._target_head[0].weight[tokens]
+        if self.config.init == "target" and len(rows) == len(self.lm_head.weight):
+            self.lm_head.weight.copy_(rows)
+
+    # --- the network
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return self._feature_layers
+
+    def target_features(self, source: TargetOutput | DrafterBatch) -> Float[torch.Tensor, "batch seq feature"]:
+        if source.features is None:
+            raise ValueError("EAGLE-3 reads features of the target's layers, and there are none; recompute them")
+        return source.features
+
+    def fuse(self, features: Float[torch.Tensor, "*batch feature"]) -> Float[torch.Tensor, "*batch hidden"]:
+        return self.fc(features.to(self.fc.weight.dtype))
+
+    def layer_inputs(
+        self, embeddings: Float[torch.Tensor, "batch seq hidden"], hidden: Float[torch.Tensor, "batch seq hidden"]
+    ) -> tuple[Float[torch.Tensor, "batch seq both"], Float[torch.Tensor, "batch seq hidden"]]:
+        return torch.cat([self.layer.input_layernorm(embeddings), self.hidden_norm(hidden)], dim=-1), hidden
+
+    def logits(self, outputs: Float[torch.Tensor, "*batch hidden"]) -> Float[torch.Tensor, "*batch draft_vocab"]:
+        logits: torch.Tensor = self.lm_head(self.norm(outputs))
+        return logits
+
+    # --- the vocabulary
+
+    @property
+    def wants_token_counts(self) -> bool:
+        return self.config.draft_vocab_size is not None
+
+    @property
+    def vocabulary(self) -> DraftVocabulary:
+        return DraftVocabulary(size=self.vocab_size, tokens=self.draft_tokens if self.wants_token_counts else None)
+
+    def choose_draft_vocabulary(self, token_counts: Int[torch.Tensor, " vocab"]) -> None:
+        """Take the `draft_vocab_size` commonest tokens of the distilled data, in order of their ids.
+
+        Raises ValueError where the counts are of another vocabulary. Without a reduced vocabulary there is nothing to choose.
+        """
+        if self.config.draft_vocab_size is None:
+            return
+        if token_counts.shape != (self.vocab_size,):
+            raise ValueError(f"token_counts is {tuple(token_counts.shape)}; the target has {self.vocab_size} tokens")
+        self.draft_tokens = token_counts.topk(self.config.draft_vocab_size).indices.sort().values.to(self.draft_tokens.device)
+        self._start_head(self.draft_tokens)
+
+    def check_weights(self) -> None:
+        """A reduced vocabulary must name different tokens of the target, in order."""
+        if self.config.draft_vocab_size is None:
+            return
+        tokens = self.draft_tokens
+        if tokens[0] < 0 or tokens[-1] >= self.vocab_size or not (tokens[1:] > tokens[:-1]).all():
+            raise ValueError(
+                f"the drafter's draft_tokens must be different tokens of the target's {self.vocab_size}, in order; "
+                "export the drafter again"
+            )
+
+    # --- training
+
+    def loss(self, batch: DrafterBatch, objective: Objective) -> Loss:
+        """The objective at all depths, each weighted by its power of `loss_decay` (section 3.2)."""
+        labels = Labels.of(batch)
+        num_depths = labels.tokens.shape[1]
+        outputs = self.unroll(batch, labels, self.target_features(batch), trained_depths=num_depths)
+        loss = score(self.logits, (outputs[labels.known],), labels, batch, objective, vocabulary=self.vocabulary)
+        weights = self.config.loss_decay ** torch.arange(num_depths, device=loss.sums.device)
+        return replace(loss, sums=loss.sums * weights)

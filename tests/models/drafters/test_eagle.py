@@ -1,0 +1,517 @@
+"""EAGLE-1, -2 and -3 against a slow and plain version: full attention over one branch at a time, no cache, no masks."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from outrider.data.manifest import TargetIdentity
+from outrider.data.types import UNKNOWN, DrafterBatch
+from outrider.models.decoding import GreedyAcceptance, Prompts, generate
+from outrider.models.decoding.acceptance import sibling_rank
+from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, save_drafter
+from outrider.models.drafters.eagle import Eagle
+from outrider.models.drafters.eagle3 import Eagle3, default_feature_layers
+from outrider.models.drafters.feature_drafter import STATIC_FIRST_HIT, FeatureDrafter
+from outrider.models.drafters.objective import Labels, Objective
+from outrider.models.hf_target import HFTarget
+
+VOCAB, HIDDEN, HORIZON = 90, 32, 4
+SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 48,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+# Biases in attention, norms of queries and keys, other rotary frequencies, all heads with keys of their own.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"rope_parameters": LLAMA3_ROPE, "num_key_value_heads": 4}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+}
+KINDS = ("eagle", "eagle3")
+PROMPTS = [[1, 70, 71, 72, 2], [9], [40, 41, 42, 43, 44, 45, 46, 47], [70, 71]]
+
+
+def make_target(architecture: str, tokenizer, **options) -> HFTarget:
+    config = getattr(transformers, f"{architecture}Config")(**{**SMALL, **options})
+    config.bos_token_id = config.eos_token_id = config.pad_token_id = None
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{architecture}ForCausalLM")(config).double().eval().requires_grad_(False)
+    return HFTarget(randomise(model), tokenizer, IDENTITY)
+
+
+IDENTITY = TargetIdentity(
+    name="tiny", revision=None, weights_sha256="0", tokenizer_sha256="0", hidden_size=HIDDEN, vocab_size=VOCAB
+)
+
+
+def randomise(module: torch.nn.Module) -> Any:
+    """Weights large enough that everything in it matters."""
+    for name, parameter in module.named_parameters():
+        torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name and "weight" in name else 0.0, std=0.2)
+    return module
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def family(request, tiny_tokenizer) -> HFTarget:
+    architecture, options = FAMILIES[request.param]
+    return make_target(architecture, tiny_tokenizer, **options)
+
+
+@pytest.fixture(scope="module")
+def llama(tiny_tokenizer) -> HFTarget:
+    return make_target("Llama", tiny_tokenizer)
+
+
+def make(kind: str, target: HFTarget, **options) -> Any:
+    torch.manual_seed(1)
+    return randomise(build_drafter({"kind": kind, **options}, target).double()).eval()
+
+
+def make_batch(target: HFTarget, feature_layers: tuple[int, ...] = ()) -> DrafterBatch:
+    """Texts of 12 and 8 tokens; continuations that keep to the text, leave it, and end early."""
+    input_ids = torch.randint(3, VOCAB, (2, 12), generator=torch.Generator().manual_seed(2))
+    input_ids[1, 8:] = 0
+    attention_mask = torch.arange(12) < torch.tensor([[12], [8]])
+    continuations = torch.full((2, 12, HORIZON), UNKNOWN)
+    continuations[0, 4] = torch.tensor([*input_ids[0, 5:7], 50, 51])
+    continuations[0, 0] = torch.tensor([52, 53, 54, 55])
+    continuations[0, 10] = torch.tensor([int(input_ids[0, 11]), 56, 57, UNKNOWN])
+    continuations[1, 3] = input_ids[1, 4:8]
+    hidden_states, features = target.hidden_states(input_ids, attention_mask, feature_layers)
+    return DrafterBatch(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        positions=continuations[:, :, 0] != UNKNOWN,
+        continuations=continuations,
+        hidden_states=hidden_states,
+        features=features,
+    )
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    left, right = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-right, left], dim=-1) * sin
+
+
+def slow_layer(drafter: FeatureDrafter, target: HFTarget, embeddings: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """The layer's outputs over one text, written out as in the papers: [entry, hidden] twice to [entry, hidden]."""
+    layer, attention = drafter.layer, drafter.layer.self_attn
+    if isinstance(drafter, Eagle):
+        x = residual = drafter.fc(torch.cat([embeddings, hidden], dim=-1))
+    else:
+        x, residual = torch.cat([layer.input_layernorm(embeddings), drafter.hidden_norm(hidden)], dim=-1), hidden
+    heads = (len(x), -1, attention.head_dim)
+    query, key, value = (getattr(attention, f"{name}_proj")(x).view(heads) for name in "qkv")
+    if isinstance(layer, transformers.models.qwen3.modeling_qwen3.Qwen3DecoderLayer):
+        query, key = attention.q_norm(query), attention.k_norm(key)
+    cos, sin = target.model.model.rotary_emb(x, torch.arange(len(x))[None])
+    query, key = (rotate(each, cos[0, :, None], sin[0, :, None]) for each in (query, key))
+    group = query.shape[1] // key.shape[1]
+    scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(group, 1)) / attention.head_dim**0.5
+    scores = scores.masked_fill(torch.ones(len(x), len(x)).triu(1).bool(), -torch.inf)
+    seen = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value.repeat_interleave(group, 1)).flatten(1)
+    between = residual + attention.o_proj(seen)
+    return between + layer.mlp(layer.post_attention_layernorm(between))
+
+
+def slow_log_probs(drafter: Any, target: HFTarget, text: Sequence[int], branch: Sequence[int]) -> torch.Tensor:
+    """After each token of `branch` behind `text`, the drafter's: the first was chosen by the target. [depth, output]"""
+    ids = torch.tensor([text])
+    hidden, features = target.hidden_states(ids, torch.ones_like(ids, dtype=torch.bool), drafter.feature_layers)
+    own = hidden[0] if features is None else drafter.fc(features[0])
+    embeddings = target.embed_tokens(torch.tensor([*text[1:], *branch]))
+    for _ in branch:  # each time anew from the start
+        outputs = slow_layer(drafter, target, embeddings[: len(own)], own)
+        own = torch.cat([own, outputs[-1:]])
+    outputs = outputs[len(text) - 1 :]
+    logits = target.head(outputs) if features is None else drafter.lm_head(drafter.norm(outputs))
+    return logits.log_softmax(-1)
+
+
+# --- training
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_sees_what_one_branch_at_a_time_sees(kind, family):
+    drafter = make(kind, family)
+    batch = make_batch(family, drafter.feature_layers)
+    labels = Labels.of(batch)
+    with torch.no_grad():
+        outputs = drafter.unroll(batch, labels, drafter.target_features(batch), trained_depths=HORIZON)
+        found = drafter.logits(outputs).log_softmax(-1)
+    num_checked = 0
+    for index, (row, column) in enumerate(batch.positions.nonzero().tolist()):
+        branch = batch.continuations[row, column].tolist()
+        branch = branch[: int(labels.known[index].sum())]  # the last known token is a label only
+        expected = slow_log_probs(drafter, family, batch.input_ids[row, : column + 1].tolist(), branch)
+        assert torch.allclose(found[index, : len(branch)], expected, atol=1e-9)
+        num_checked += len(branch)
+    assert num_checked == 3 + 3 + 2 + 3
+
+
+@torch.no_grad()
+def test_the_loss_of_eagle3_decays_with_depth_and_has_no_part_for_features(llama):
+    drafter = make("eagle3", llama, loss_decay=0.5)
+    batch = make_batch(llama, drafter.feature_layers)
+    sums = [0.0] * 3
+    for row, column in batch.positions.nonzero().tolist():
+        known = [token for token in batch.continuations[row, column].tolist() if token != UNKNOWN]
+        log_probs = slow_log_probs(drafter, llama, batch.input_ids[row, : column + 1].tolist(), known[:-1])
+        for depth, label in enumerate(known[1:]):
+            sums[depth] -= float(log_probs[depth, label]) * 0.5**depth
+    loss = drafter.loss(batch, Objective())
+    assert loss.sums.tolist() == pytest.approx(sums, rel=1e-5)
+    assert loss.counts.tolist() == [4, 4, 3]
+
+
+@torch.no_grad()
+def test_eagle_regresses_the_targets_next_feature_where_the_continuation_keeps_to_the_text(llama):
+    batch = make_batch(llama)
+    losses = [
+        make("eagle", llama, unroll=2, regression_weight=weights[0], classification_weight=weights[1]).loss(batch, Objective())
+        for weights in ((1.0, 0.0), (0.0, 1.0), (1.0, 0.1))
+    ]
+    regression, classification, both = (loss.sums for loss in losses)
+    assert torch.allclose(both, regression + 0.1 * classification)
+    drafter, labels = make("eagle", llama), Labels.of(batch)
+    outputs = drafter.unroll(batch, labels, batch.hidden_states, trained_depths=1)
+    expected, num_checked = [0.0] * 3, 0
+    for index, (row, column) in enumerate(batch.positions.nonzero().tolist()):
+        for depth in range(3):
+            said = batch.input_ids[row, column + 1 : column + 2 + depth].tolist()
+            if bool(labels.known[index, depth]) and said == batch.continuations[row, column, : depth + 1].tolist():
+                error = (outputs[index, depth] - batch.hidden_states[row, column + 1 + depth]).abs()
+                expected[depth] += float(torch.where(error < 1, error**2 / 2, error - 0.5).mean())
+                num_checked += 1
+    assert num_checked == 2 + 1 + 3
+    assert regression.tolist() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("unroll", [1, 2, 3])
+def test_depths_that_are_not_trained_change_no_gradient(unroll, llama):
+    batch = make_batch(llama)
+    gradients = []
+    for depth_sums in (slice(None), slice(unroll)):
+        drafter = make("eagle", llama, unroll=unroll)
+        drafter.loss(batch, Objective()).sums[depth_sums].sum().backward()
+        gradients.append(drafter.fc.weight.grad)
+    assert torch.equal(*gradients)
+    drafter = make("eagle", llama, unroll=3)
+    drafter.loss(batch, Objective()).sums[:unroll].sum().backward()
+    assert torch.allclose(gradients[0], drafter.fc.weight.grad)
+
+
+def test_features_are_noisy_in_training_only(llama):
+    batch = make_batch(llama)
+    drafter = make("eagle", llama)
+    quiet = drafter.loss(batch, Objective()).sums
+    assert torch.equal(drafter.loss(batch, Objective()).sums, quiet)
+    drafter.train()
+    assert not torch.allclose(drafter.loss(batch, Objective()).sums, quiet)
+    drafter.config.feature_noise = 0.0
+    assert torch.equal(drafter.loss(batch, Objective()).sums, quiet)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_without_the_features_is_refused(kind, llama):
+    batch = make_batch(llama)
+    bare = DrafterBatch(
+        **{name: getattr(batch, name) for name in ("input_ids", "attention_mask", "positions", "continuations")}
+    )
+    with pytest.raises(ValueError, match="recompute them"):
+        make(kind, llama).loss(bare, Objective())
+
+
+# --- decoding
+
+
+def answers(target: HFTarget, drafter: Any, prompts: list[list[int]], num_new: int = 20) -> tuple[list[list[int]], int]:
+    tokens: list[list[int]] = [[] for _ in prompts]
+    num_accepted = 0
+    rows = [torch.tensor(prompt) for prompt in prompts]
+    for step in generate(target, drafter, GreedyAcceptance(), rows, max_new_tokens=num_new, stop_ids=range(20)):
+        num_accepted += sum(step.num_accepted)
+        for row, new in zip(step.rows, step.tokens, strict=True):
+            tokens[row] += new
+    return tokens, num_accepted
+
+
+class Watched:
+    """A drafter whose searches are compared with the slow version, text by text."""
+
+    def __init__(self, drafter: FeatureDrafter, target: HFTarget, prompts: list[list[int]]) -> None:
+        self.drafter, self.target, self.texts = drafter, target, [list(prompt) for prompt in prompts]
+        self.max_nodes, self.feature_layers, self.init_state = drafter.max_nodes, drafter.feature_layers, drafter.init_state
+        self.num_checked = 0
+
+    def propose(self, state, last_token, *, generator=None):
+        search = self.drafter._search
+        found = []
+        self.drafter._search = lambda *arguments: found.append(search(*arguments)) or found[0]
+        tree = self.drafter.propose(state, last_token)
+        self.drafter._search = search
+        for row, last in enumerate(last_token.tolist()):
+            expected = slow_search(self.drafter, self.target, self.texts[row], last)
+            paths = row_paths(found[0].tokens[row], found[0].parents[row])
+            assert dict(zip(paths, found[0].scores[row].tolist(), strict=True)) == pytest.approx(expected, abs=1e-4)
+            likeliest = sorted(expected, key=lambda path: -expected[path])[: self.drafter.config.tree_nodes]
+            assert set(row_paths(tree.tokens[row], tree.parents[row])) == set(likeliest)
+            self.num_checked += 1
+        return tree
+
+    def advance(self, state, tree, acceptance, output, num_accepted):
+        for row, text in enumerate(self.texts):
+            text.append(self.last[row])
+            text += tree.tokens[row][acceptance.path[row, : num_accepted[row]]].tolist()
+        return self.drafter.advance(state, tree, acceptance, output, num_accepted)
+
+    def select(self, state, rows):
+        self.texts = [self.texts[row] for row in rows]
+        return self.drafter.select(state, rows)
+
+
+def row_paths(tokens: torch.Tensor, parents: torch.Tensor) -> list[tuple[int, ...]]:
+    paths: list[tuple[int, ...]] = []
+    for token, parent in zip(tokens.tolist(), parents.tolist(), strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    return paths
+
+
+def slow_search(drafter: Any, target: HFTarget, text: list[int], last: int) -> dict[tuple[int, ...], float]:
+    """Scores of all paths that the search meets."""
+    config = drafter.config
+    expand: dict[tuple[int, ...], float] = {(): 0.0}
+    met = {}
+    for _ in range(config.depth):
+        children = {}
+        for path, score in expand.items():
+            log_probs = slow_log_probs(drafter, target, text, [last, *path])[-1]
+            tokens = log_probs.topk(config.top_k).indices.tolist()
+            children.update({(*path, token): score + float(log_probs[token]) for token in tokens})
+        met.update(children)
+        expand = dict(sorted(children.items(), key=lambda item: -item[1])[: config.top_k])
+    return met
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_decoding_drafts_the_tree_of_a_slow_search_whatever_was_accepted_before(kind, family):
+    drafter = make(kind, family, depth=3, top_k=2, tree_nodes=5)
+    expected = [answers(family, NullDrafter(), [prompt])[0][0] for prompt in PROMPTS]
+    assert len({len(tokens) for tokens in expected}) > 1, "all rows end together"
+    watched = Watched(drafter, family, PROMPTS)
+    propose = watched.propose
+
+    def remember(state, last_token, **options):
+        watched.last = last_token.tolist()
+        return with_right_tokens(propose(state, last_token, **options))
+
+    def with_right_tokens(tree):
+        """The tree with the target's own next tokens on one path, so that something is accepted, in each row another number."""
+        tokens = tree.tokens.clone()
+        deepest = tree.depths.argmax(1)
+        for row, text in enumerate(watched.texts):
+            (index,) = [i for i, prompt in enumerate(PROMPTS) if text[: len(prompt)] == prompt]
+            answer = expected[index][len(text) + 1 - len(PROMPTS[index]) :]
+            nodes = tree.lineage[row, deepest[row]].flip(0)
+            for node, token in list(zip(nodes[nodes >= 0].tolist(), answer, strict=False))[: 1 + index % 3]:
+                tokens[row, node] = token
+        return type(tree)(tokens=tokens, parents=tree.parents, max_depth=tree.max_depth)
+
+    watched.propose = remember
+    with torch.no_grad():
+        found, num_accepted = answers(family, watched, PROMPTS)
+    assert found == expected
+    assert num_accepted > 0
+    assert watched.num_checked >= 8
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tree", ["dynamic", "static"])
+def test_greedy_answers_are_those_of_plain_decoding(kind, tree, family):
+    expected = [answers(family, NullDrafter(), [prompt])[0][0] for prompt in PROMPTS]
+    drafter = make(kind, family, tree=tree, depth=4, top_k=3, tree_nodes=10)
+    for order in ([0, 1, 2, 3], [3, 1], [2, 2, 0], [1]):
+        assert answers(family, drafter, [PROMPTS[row] for row in order])[0] == [expected[row] for row in order]
+
+
+@pytest.mark.parametrize("vocabulary", [None, 3])
+@pytest.mark.parametrize(
+    ("depth", "top_k", "tree_nodes"), [(1, 1, 1), (1, 4, 3), (4, 1, 9), (4, 5, 1), (3, 4, 12), (3, 8, 500)]
+)
+def test_no_tree_has_more_nodes_than_it_says_or_a_node_without_its_parent(vocabulary, depth, top_k, tree_nodes, llama):
+    drafter = make("eagle3", llama, depth=depth, top_k=top_k, tree_nodes=tree_nodes, draft_vocab_size=vocabulary)
+    drafter.choose_draft_vocabulary(torch.arange(VOCAB))
+    with torch.no_grad():
+        drafter.lm_head.weight *= 40  # so sure that many log-probabilities round to 0
+        drafter.lm_head.weight[-1] = drafter.lm_head.weight[0]  # and a tie
+        tree = first_draft(llama, drafter)
+    assert tree.num_nodes == drafter.max_nodes <= tree_nodes
+    num_checked = 0
+    for row in range(len(PROMPTS)):
+        paths = row_paths(tree.tokens[row], tree.parents[row])
+        assert len(set(paths)) == len(paths) == tree.num_nodes
+        assert all(parent < node for node, parent in enumerate(tree.parents[row].tolist()))
+        num_checked += 1
+    assert num_checked == len(PROMPTS)
+
+
+def first_draft(target: HFTarget, drafter: Any) -> Any:
+    prompts = Prompts.of([torch.tensor(prompt) for prompt in PROMPTS])
+    prefill = target.prefill(prompts, max_new_tokens=4, max_nodes=drafter.max_nodes, feature_layers=drafter.feature_layers)
+    return drafter.propose(drafter.init_state(prompts, prefill), prefill.logits[:, -1].argmax(-1))
+
+
+def test_a_static_tree_has_the_same_ranks_in_every_text(llama):
+    drafter = make("eagle", llama, tree="static", depth=5, top_k=4, tree_nodes=20)
+    with torch.no_grad():
+        tree = first_draft(llama, drafter)
+    assert (tree.parents == tree.parents[0]).all()
+    probability = {
+        ranks: STATIC_FIRST_HIT ** len(ranks) / torch.tensor([(rank + 1) ** 2 for rank in ranks]).prod().item()
+        for depth in range(1, 6)
+        for ranks in itertools.product(range(4), repeat=depth)
+    }
+    paths = node_ranks(tree)
+    assert paths <= probability.keys()
+    assert all(path[:-1] in {(), *paths} for path in paths)
+    expected = sorted(probability.values(), reverse=True)[:20]
+    assert sorted((probability[path] for path in paths), reverse=True) == pytest.approx(expected)
+    assert max(map(len, paths)) == 5
+
+
+def node_ranks(tree: Any) -> set[tuple[int, ...]]:
+    """Of the first row: how many siblings come before each node of a path."""
+    ranks = sibling_rank(tree)[0].tolist()
+    return {tuple(ranks[node] for node in reversed(path) if node >= 0) for path in tree.lineage[0].tolist()}
+
+
+def test_the_cache_grows_with_the_answer(llama, monkeypatch):
+    monkeypatch.setattr("outrider.models.drafters.feature_drafter.EXPECTED_NEW_TOKENS", 1)
+    drafter = make("eagle3", llama, depth=2, top_k=2, tree_nodes=3)
+    expected = answers(llama, NullDrafter(), PROMPTS, num_new=40)[0]
+    assert answers(llama, drafter, PROMPTS, num_new=40)[0] == expected
+
+
+# --- making, saving, refusing
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_saved_drafts_the_same(kind, llama, tmp_path):
+    drafter = make(kind, llama, depth=3, top_k=2, tree_nodes=6)
+    save_drafter(drafter, tmp_path, IDENTITY)
+    loaded = load_drafter(tmp_path, llama)
+    with torch.no_grad():
+        before, after = first_draft(llama, drafter), first_draft(llama, loaded)
+        assert torch.equal(before.tokens, after.tokens)
+        changed = load_drafter(tmp_path, llama, tree="static", depth=2, top_k=4, tree_nodes=7)
+        assert first_draft(llama, changed).num_nodes == 7
+    assert not any("embed" in name or "rotary" in name for name in drafter.state_dict())
+
+
+def test_labels_outside_the_reduced_vocabulary_are_misses_and_nothing_else_is_drafted(llama):
+    drafter = make("eagle3", llama, draft_vocab_size=40)
+    counts = torch.zeros(VOCAB, dtype=torch.long)
+    counts[45:85] = 1
+    drafter.choose_draft_vocabulary(counts)
+    assert drafter.draft_tokens.tolist() == list(range(45, 85))
+    assert torch.equal(drafter.lm_head.weight, llama.head.weight[45:85]), "the head begins as the target's"
+    batch = make_batch(llama, drafter.feature_layers)
+    loss = drafter.loss(batch, Objective())
+    labels = Labels.of(batch)
+    inside = ((labels.tokens >= 45) & (labels.tokens < 85) & labels.known).sum(0)
+    assert loss.counts.tolist() == labels.known.sum(0).tolist(), "accuracy is measured against the full vocabulary"
+    assert (inside < loss.counts).any()
+    assert (loss.hits[:, -1] <= inside).all()
+    with torch.no_grad():
+        tokens = first_draft(llama, drafter).tokens
+    assert tokens.min() >= 45
+    assert tokens.max() < 85
+    with pytest.raises(ValueError, match="the target has 90 tokens"):
+        drafter.choose_draft_vocabulary(counts[:5])
+
+
+@torch.no_grad()
+def test_a_drafter_begins_as_the_targets_last_layer(family):
+    drafter = build_drafter({"kind": "eagle3", "feature_layers": [2, 6]}, family).double()
+    drafter.layer.self_attn.q_proj.weight[:, :HIDDEN] = 0  # of the pairs, let the attention read the features only
+    drafter.layer.self_attn.k_proj.weight[:, :HIDDEN] = 0
+    drafter.layer.self_attn.v_proj.weight[:, :HIDDEN] = 0
+    ids = torch.tensor([PROMPTS[2]])
+    _, features = family.hidden_states(ids, torch.ones_like(ids, dtype=torch.bool), drafter.feature_layers)
+    outputs = slow_layer(drafter, family, family.embed_tokens(ids[0]), drafter.fuse(features)[0])
+    assert torch.allclose(drafter.logits(outputs), family.model(ids).logits[0], atol=1e-5)  # fresh weights are float32
+    random = build_drafter({"kind": "eagle3", "init": "random"}, family)
+    assert not torch.allclose(random.lm_head.weight.double(), family.head.weight, atol=0.01)
+
+
+@pytest.mark.parametrize(("num_layers", "expected"), [(1, [0]), (2, [0, 1]), (4, [1, 2]), (8, [2, 4, 5]), (32, [2, 16, 29])])
+def test_the_default_features_are_an_early_a_middle_and_a_late_layers(num_layers, expected):
+    assert default_feature_layers(num_layers) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("architecture", "options", "message"),
+    [
+        ("Olmo2", {}, "aren't built of attention"),
+        ("Phi3", {}, "aren't built of attention"),
+        ("GPTNeoX", {"num_key_value_heads": None}, "aren't built of attention"),
+        (
+            "Qwen3Moe",
+            {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+            "aren't built of attention",
+        ),
+    ],
+)
+def test_targets_of_other_layers_are_refused(kind, architecture, options, message, tiny_tokenizer):
+    with pytest.raises(ValueError, match=message):
+        build_drafter({"kind": kind}, make_target(architecture, tiny_tokenizer, **options))
+
+
+def test_eagle_refuses_a_target_that_scales_its_logits(tiny_tokenizer):
+    target = make_target("Granite", tiny_tokenizer, logits_scaling=2.0)
+    with pytest.raises(ValueError, match="caps or scales its logits"):
+        build_drafter({"kind": "eagle"}, target)
+    assert isinstance(build_drafter({"kind": "eagle3"}, target), Eagle3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("eagle", {"tree": "bushy"}, "must be dynamic or static"),
+        ("eagle", {"unroll": 0}, "drafter.unroll is 0"),
+        ("eagle", {"feature_noise": -0.1}, "must be 0 or more"),
+        ("eagle3", {"top_k": 0}, "must be at least 1"),
+        ("eagle3", {"top_k": 1000}, "is a mistake"),
+        ("eagle3", {"loss_decay": 0.0}, "drafter.loss_decay"),
+        ("eagle", {"init": "mine"}, "must be random or target"),
+        ("eagle3", {"init": "mine"}, "must be random or target"),
+        ("eagle3", {"draft_vocab_size": 91}, "more than the target's 90 tokens"),
+        ("eagle3", {"feature_layers": [1, 1]}, "different ones"),
+        ("eagle3", {"feature_layers": []}, "different ones"),
+        ("eagle3", {"feature_layers": [7]}, "the layers 0 to 6"),
+    ],
+)
+def test_impossible_options_are_named(kind, options, message, llama):
+    with pytest.raises(ValueError, match=message):
+        build_drafter({"kind": kind, **options}, llama)
