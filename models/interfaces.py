@@ -146,5 +146,8 @@ class TrainableDrafter(nn.Module, ABC):
     def loss(self, batch: DrafterBatch, objective: "Objective") -> Loss:
         """What `objective` says of one batch. Raises ValueError where the batch lacks what this drafter needs."""
 
-    def finish_training(self, measured: Loss) -> None:
-        """Take in what the last part of training measured, over all processes, before it is saved. By default nothing."""
+    def calibrate(self, measured: Loss) -> None:
+        """Take in how often the drafter is right, over all processes, before it decodes. By default nothing.
+
+        Called when training ends, and before each measurement of what decoding accepts.
+        """

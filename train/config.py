@@ -49,6 +49,14 @@ class TrainConfig:
     max_grad_norm: float | None = 1.0
     """Gradients of a larger norm are scaled down to it; None leaves them as they are."""
 
+    validation_texts: int = 0
+    """Texts left out of training, whose prompts the target answers with the drafter: so many tokens does decoding really accept
+    per step. 0 measures nothing."""
+    validation_tokens: int = 128
+    """Tokens of each such answer, at most."""
+    validate_every: int | None = None
+    """Steps between two such measurements; None makes one, at the end."""
+
     seed: int = 0
     """Draws the first weights, the order of the texts and the positions trained on."""
     shuffle_shards: int = 16
@@ -88,6 +96,8 @@ class TrainConfig:
         ]
         if self.warmup_steps >= self.steps > 0:
             problems.append(f"warmup_steps is {self.warmup_steps}, not less than steps, which is {self.steps}")
+        if self.validate_every is not None and not self.validation_texts:
+            problems.append("validate_every is set, but validation_texts is 0; set that too")
         if problems:
             raise ValueError("training configuration: " + "; ".join(problems))
 
@@ -98,6 +108,9 @@ LEAST = {
     "gradient_accumulation": 1,
     "max_positions": 1,
     "warmup_steps": 0,
+    "validation_texts": 0,
+    "validation_tokens": 1,
+    "validate_every": 1,
     "seed": 0,
     "weight_decay": 0,
     "shuffle_shards": 1,

@@ -5,6 +5,7 @@ Texts are numbered through all epochs: position p is text p % n of epoch p // n.
 texts make a step however they are divided into processes and micro batches.
 """
 
+from collections.abc import Collection
 from dataclasses import fields, replace
 from functools import lru_cache
 from pathlib import Path
@@ -17,16 +18,32 @@ from ..data.collate import collate
 from ..data.manifest import Manifest
 from ..data.shards import read_shard
 from ..data.types import UNKNOWN, DistilledExample, DrafterBatch
+from ..models.hf_target import HFTarget
 from .config import TrainConfig
 
 # Any token will do: the attention mask hides the padding.
 PAD_ID = 0
 
+TextPlace = tuple[int, int]
+"""Where a text lies: its shard, and its row there."""
+
 
 class BatchStream:
-    """The batches of one process, step by step. Reads a shard when its first text is due, never what was skipped."""
+    """The batches of one process, step by step. Reads a shard when its first text is due, never what was skipped.
 
-    def __init__(self, shards_dir: Path, manifest: Manifest, config: TrainConfig, *, rank: int, num_processes: int) -> None:
+    Texts that are `held_out` are in no batch.
+    """
+
+    def __init__(
+        self,
+        shards_dir: Path,
+        manifest: Manifest,
+        config: TrainConfig,
+        *,
+        rank: int,
+        num_processes: int,
+        held_out: Collection[TextPlace] = (),
+    ) -> None:
         if not manifest.num_labels:
             raise ValueError(
                 f"the shards in {shards_dir} hold no labelled position, so there is nothing to train on; check the data of the "
@@ -37,6 +54,7 @@ class BatchStream:
         self.rank = rank
         self.num_processes = num_processes
         self._sizes = tuple(len(entry.ids) for entry in manifest.shards)
+        self._held_out = frozenset(held_out)
         # Every shard of the window that is being read, and no more: texts of a window come in one run.
         self._read = lru_cache(maxsize=config.shuffle_shards)(lambda index: read_shard(shards_dir, self.entries[index]))
 
@@ -56,7 +74,7 @@ class BatchStream:
     def _batch(self, step: int, micro: int) -> DrafterBatch:
         start = ((step * self.config.gradient_accumulation + micro) * self.num_processes + self.rank) * self.config.batch_size
         examples: list[DistilledExample] = [self._read(shard)[row] for shard, row in self._rows(start, self.config.batch_size)]
-        generator = torch.Generator().manual_seed(_derived_seed(self.config.seed, "positions", step, micro, self.rank))
+        generator = torch.Generator().manual_seed(derived_seed(self.config.seed, "positions", step, micro, self.rank))
         return collate(
             examples,
             max_positions=self.config.max_positions,
@@ -67,23 +85,27 @@ class BatchStream:
 
     def _rows(self, start: int, count: int) -> list[tuple[int, int]]:
         """Shard and row of the texts at `count` positions from `start` on."""
-        num_texts = sum(self._sizes)
+        num_texts = sum(self._sizes) - len(self._held_out)
         rows = []
         for position in range(start, start + count):
-            order = epoch_order(self._sizes, self.config.seed, position // num_texts, self.config.shuffle_shards)
+            epoch = position // num_texts
+            order = epoch_order(self._sizes, self.config.seed, epoch, self.config.shuffle_shards, self._held_out)
             shard, row = order[position % num_texts].tolist()
             rows.append((shard, row))
         return rows
 
 
 @lru_cache(maxsize=2)  # a batch may reach from one epoch into the next
-def epoch_order(sizes: tuple[int, ...], seed: int, epoch: int, window: int) -> Int[torch.Tensor, "text 2"]:
+def epoch_order(
+    sizes: tuple[int, ...], seed: int, epoch: int, window: int, held_out: frozenset[TextPlace] = frozenset()
+) -> Int[torch.Tensor, "text 2"]:
     """Shard and row of every text of an epoch: shards are shuffled, then the texts of each `window` shards with each other."""
-    generator = torch.Generator().manual_seed(_derived_seed(seed, "order", epoch))
+    generator = torch.Generator().manual_seed(derived_seed(seed, "order", epoch))
     shards = torch.randperm(len(sizes), generator=generator).tolist()
     parts = []
     for start in range(0, len(shards), window):
-        texts = torch.tensor([(shard, row) for shard in shards[start : start + window] for row in range(sizes[shard])])
+        places = [(shard, row) for shard in shards[start : start + window] for row in range(sizes[shard])]
+        texts = torch.tensor([place for place in places if place not in held_out]).view(-1, 2)
         parts.append(texts[torch.randperm(len(texts), generator=generator)])
     return torch.cat(parts)
 
@@ -113,6 +135,17 @@ def to_device(batch: DrafterBatch, device: torch.device) -> DrafterBatch:
     return replace(batch, **{name: value.to(device) for name, value in values.items() if value is not None})
 
 
-def _derived_seed(*parts: object) -> int:
+def with_hidden_states(batch: DrafterBatch, target: HFTarget, feature_layers: tuple[int, ...]) -> DrafterBatch:
+    """The batch on the target's device, with the target's hidden states: the shards', unless they lack what is needed."""
+    batch = to_device(batch, target.device)
+    hidden_states, features = batch.hidden_states, None
+    if hidden_states is None or feature_layers:
+        hidden_states, features = target.hidden_states(batch.input_ids, batch.attention_mask, feature_layers)
+    # Drafters train in float32 whatever the target's type is; autocast, where it is on, goes down again itself.
+    return replace(batch, hidden_states=hidden_states.float(), features=None if features is None else features.float())
+
+
+def derived_seed(*parts: object) -> int:
+    """A seed of its own for each purpose."""
     # A string is hashed, the same on every machine: neighbouring seeds, steps and ranks get unrelated streams.
     return Random("/".join(map(str, parts))).getrandbits(63)

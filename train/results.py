@@ -77,6 +77,7 @@ def save_results(
     target: TargetIdentity,
     run: Mapping[str, Any],
     seconds: float,
+    validation: Mapping[str, Any] | None = None,
 ) -> None:
     """The drafter's files, and then the summary, which says that the drafter is complete. Raises ValueError where the records
     of the training are gone."""
@@ -86,7 +87,7 @@ def save_results(
             f"{output_dir / METRICS_FILE} holds no record of the training, so there is nothing to sum up; delete {output_dir} "
             "and train again"
         )
-    metrics = records[-1]
+    metrics = next(record for record in reversed(records) if "loss" in record)
     partial = drafter_dir.with_name(f".{drafter_dir.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     save_drafter(drafter, partial, target)
@@ -101,6 +102,7 @@ def save_results(
         "tokens_seen": metrics["tokens_seen"],
         "parameters": sum(parameter.numel() for parameter in drafter.parameters()),
         "metrics": metrics,
+        "validation": validation,
         "drafter_sha256": _digests(drafter_dir),
         "run": run,
     }

@@ -25,16 +25,17 @@ from ..models.hf_target import HFTarget
 from ..models.interfaces import Loss, TrainableDrafter
 from .checkpoint import latest_checkpoint, load_checkpoint, remove_incomplete, save_checkpoint
 from .config import SCHEDULES, TrainConfig
-from .data import BatchStream, count_label_tokens, label_counts, to_device
+from .data import BatchStream, count_label_tokens, label_counts, with_hidden_states
 from .metrics import LOSS_FIELDS, Meter, add_losses
 from .processes import SIGTERM_EXIT_CODE, catching_sigterm, require_supported_launch, stop_agreed
 from .results import CHECKPOINTS_DIR, describe_run, is_trained, save_results
 from .tracking import Tracker
+from .validation import Validator, hold_out
 
 logger = logging.getLogger(__name__)
 
 MEASURED_SHARE = 0.1
-"""Share of the steps, the last ones, over which `TrainableDrafter.finish_training` is told how the drafter did."""
+"""Share of the steps, the last ones, that `TrainableDrafter.calibrate` is told of where no texts are held out for that."""
 
 
 class LossModule(nn.Module):
@@ -62,12 +63,18 @@ class Training:
     optimizer: torch.optim.Optimizer
     scheduler: LRScheduler
     meter: Meter
+    validator: Validator | None
     feature_layers: tuple[int, ...]
     output_dir: Path
 
     @property
     def checkpoints_dir(self) -> Path:
         return self.output_dir / CHECKPOINTS_DIR
+
+    @property
+    def drafter(self) -> TrainableDrafter:
+        model: LossModule = self.accelerator.unwrap_model(self.model)
+        return model.drafter
 
 
 def train(
@@ -95,13 +102,24 @@ def train(
     verify_shards(shards_dir, manifest)
     training = _set_up(config, drafter_config, target, shards_dir, manifest, run, output_dir, accelerator)
     _fit(training, start=_resume(training))
-    model: LossModule = accelerator.unwrap_model(training.model)
-    assert training.meter.measured is not None, "the last step is always measured"
-    model.drafter.finish_training(training.meter.measured)
+    seconds = training.meter.seconds
+    validation = None if training.validator is None else training.validator(training.drafter)
+    if validation is None:
+        assert training.meter.measured is not None, "the last step is always measured"
+        training.drafter.calibrate(training.meter.measured)
     if accelerator.is_main_process:
-        seconds = training.meter.seconds
-        save_results(model.drafter, drafter_dir, output_dir, target=target.identity, run=run, seconds=seconds)
+        save_results(
+            training.drafter,
+            drafter_dir,
+            output_dir,
+            target=target.identity,
+            run=run,
+            seconds=seconds,
+            validation=None if validation is None else validation.record(),
+        )
         logger.info("trained %s in %.0f s", drafter_dir, seconds)
+        if validation is not None:
+            logger.info("%.2f tokens per step on %d held-out prompts", validation.tokens_per_step, config.validation_texts)
     accelerator.wait_for_everyone()
     accelerator.free_memory()
 
@@ -118,7 +136,7 @@ def _fit(training: Training, *, start: int) -> None:
             total: Loss | None = None
             for index, batch in enumerate(batches):
                 with nullcontext() if index == len(batches) - 1 else accelerator.no_sync(model):
-                    loss: Loss = model(_with_hidden_states(batch, training.target, training.feature_layers))
+                    loss: Loss = model(with_hidden_states(batch, training.target, training.feature_layers))
                     # A sum over the labels of the whole step, whichever process and micro batch has them; times the
                     # number of processes because data parallelism takes the gradients' mean.
                     scale = accelerator.num_processes / num_labels[: len(loss.sums)].sum().clamp(min=1)
@@ -136,8 +154,12 @@ def _fit(training: Training, *, start: int) -> None:
             log = done % config.log_every == 0 or done == config.steps
             stop = stop_agreed(sigterm, accelerator, host_waits=log)
             checkpoint = done % config.checkpoint_every == 0 or done == config.steps or stop
-            if log or checkpoint:
+            # The measurement at the end belongs to the result, which may have to be made without a step.
+            validate = config.validate_every is not None and done % config.validate_every == 0 and done < config.steps
+            if log or checkpoint or validate:
                 _require_finite(training)
+            if validate and training.validator is not None:
+                tracker.log({"step": done, **training.validator(training.drafter).record()})
             if log:
                 record = {"step": done, **meter.record(), "learning_rate": learning_rate, "grad_norm": float(grad_norm)}
                 tracker.log(record)
@@ -162,7 +184,16 @@ def _set_up(
 ) -> Training:
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    stream = BatchStream(shards_dir, manifest, config, rank=accelerator.process_index, num_processes=accelerator.num_processes)
+    room = target.context_length - config.validation_tokens
+    held_out = hold_out(shards_dir, manifest, config.validation_texts, seed=config.seed, max_prompt_tokens=room)
+    stream = BatchStream(
+        shards_dir,
+        manifest,
+        config,
+        rank=accelerator.process_index,
+        num_processes=accelerator.num_processes,
+        held_out=[text.place for text in held_out],
+    )
     set_seed(config.seed)
     drafter = build_drafter(drafter_config, target).train()
     if drafter.wants_token_counts:
@@ -181,6 +212,17 @@ def _set_up(
     if config.loss != "cross_entropy":
         target.require_plain_head()
         objective = replace(objective, head=target.head)
+    validator = None
+    if held_out:
+        validator = Validator(
+            held_out,
+            target=target,
+            objective=objective,
+            horizon=manifest.horizon,
+            max_new_tokens=config.validation_tokens,
+            batch_size=config.batch_size,
+            accelerator=accelerator,
+        )
     # The scheduler stays ours: accelerate would step a prepared one once per process.
     accelerator.free_memory()
     model, optimizer = accelerator.prepare(LossModule(drafter, objective), optimizer)
@@ -194,6 +236,7 @@ def _set_up(
         optimizer=optimizer,
         scheduler=scheduler,
         meter=Meter(accelerator.device, measure_from=config.steps - math.ceil(config.steps * MEASURED_SHARE)),
+        validator=validator,
         feature_layers=drafter.feature_layers,
         output_dir=output_dir,
     )
@@ -205,16 +248,6 @@ def _count(batches: list[DrafterBatch], device: torch.device) -> list[torch.Tens
     positions = sum(int(batch.positions.sum()) for batch in batches)
     tokens = sum(int(batch.attention_mask.sum()) for batch in batches)
     return [labels.to(device), torch.tensor([positions, tokens], device=device)]
-
-
-def _with_hidden_states(batch: DrafterBatch, target: HFTarget, feature_layers: tuple[int, ...]) -> DrafterBatch:
-    """The batch on the target's device, with the target's hidden states: the shards', unless they lack what is needed."""
-    batch = to_device(batch, target.device)
-    hidden_states, features = batch.hidden_states, None
-    if hidden_states is None or feature_layers:
-        hidden_states, features = target.hidden_states(batch.input_ids, batch.attention_mask, feature_layers)
-    # Drafters train in float32 whatever the target's type is; autocast, where it is on, goes down again itself.
-    return replace(batch, hidden_states=hidden_states.float(), features=None if features is None else features.float())
 
 
 def _sum_over_processes(loss: Loss | None, accelerator: Accelerator) -> Loss:

@@ -156,7 +156,7 @@ class Medusa(TrainableDrafter):
             raise ValueError("accuracies must be shares of all labels, at most 1 in sum; copy or export the drafter again")
         self._plant(self.accuracies.tolist())
 
-    def finish_training(self, measured: Loss) -> None:
+    def calibrate(self, measured: Loss) -> None:
         """Keep how often each head's label was of each rank, and choose the tree with that."""
         up_to_rank = measured.hits / measured.counts.clamp(min=1)[:, None]
         self.accuracies = up_to_rank.diff(dim=1, prepend=torch.zeros_like(up_to_rank[:, :1])).to(self.accuracies)

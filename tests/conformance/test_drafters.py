@@ -153,7 +153,7 @@ def trained(kind, target, batch, tmp_path_factory) -> Trained:
     drafter.eval()
     with torch.no_grad():
         loss = drafter.loss(batch, Objective())
-    drafter.finish_training(loss)
+    drafter.calibrate(loss)
     folder = tmp_path_factory.mktemp(kind)
     save_drafter(drafter, folder, target.identity)
     return Trained(drafter.to(target.dtype), folder, loss)

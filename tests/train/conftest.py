@@ -92,12 +92,20 @@ class Run:
 
 @pytest.fixture
 def run_train(accelerator: Accelerator, target: HFTarget, shards_dir: Path, tmp_path: Path) -> Callable[..., Run]:
-    """Train into `tmp_path / name`; keywords change TRAIN, `drafter` changes DRAFTER."""
+    """Train into `tmp_path / name`; keywords change TRAIN, `drafter` changes DRAFTER, `replace_drafter` takes its place."""
 
-    def run(name: str = "run", *, drafter: dict[str, Any] | None = None, shards: Path = shards_dir, **changes: Any) -> Run:
+    def run(
+        name: str = "run",
+        *,
+        drafter: dict[str, Any] | None = None,
+        replace_drafter: dict[str, Any] | None = None,
+        shards: Path = shards_dir,
+        **changes: Any,
+    ) -> Run:
         folders = Run(tmp_path / name / "train", tmp_path / name / "drafter")
         config = TrainConfig(**{**TRAIN, **changes})
-        train(config, {**DRAFTER, **(drafter or {})}, target, shards, folders.train_dir, folders.drafter_dir, accelerator)
+        options = replace_drafter or {**DRAFTER, **(drafter or {})}
+        train(config, options, target, shards, folders.train_dir, folders.drafter_dir, accelerator)
         return folders
 
     return run

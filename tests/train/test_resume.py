@@ -74,11 +74,12 @@ def test_a_run_killed_at_any_moment_ends_with_the_bits_of_an_unbroken_one(
 def test_two_processes_train_as_one_with_the_same_texts_per_step(
     tiny_target_dir: Path, shards_dir: Path, tmp_path: Path, run_train: Callable[..., Run]
 ) -> None:
-    config = {**TRAIN, "batch_size": 2, "gradient_accumulation": 2}
+    validation = {"validation_texts": 5, "validation_tokens": 8}
+    config = {**TRAIN, **validation, "batch_size": 2, "gradient_accumulation": 2}
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     folders = [str(tiny_target_dir), str(shards_dir), str(tmp_path / "two")]
     launch([*torchrun, str(SCRIPTS / "launched_train.py"), *folders, json.dumps(config), json.dumps(DRAFTER)])
-    one = run_train("one", batch_size=8)
+    one = run_train("one", batch_size=8, **validation)
     ours, theirs = load_file(tmp_path / "two/drafter/model.safetensors"), load_file(one.drafter_dir / "model.safetensors")
     assert len(ours) >= 4
     for name in ours:
@@ -90,3 +91,6 @@ def test_two_processes_train_as_one_with_the_same_texts_per_step(
         assert two_record["grad_norm"] == pytest.approx(one_record["grad_norm"], rel=1e-3)
         assert two_record["positions_seen"] == one_record["positions_seen"]
         assert two_record["tokens_seen"] == one_record["tokens_seen"]
+    summaries = [json.loads((tmp_path / name / "train/summary.json").read_text())["validation"] for name in ("two", "one")]
+    assert summaries[0]["validation_tokens_per_step"] == pytest.approx(summaries[1]["validation_tokens_per_step"])
+    assert summaries[0]["validation_loss"] == pytest.approx(summaries[1]["validation_loss"], rel=1e-3)

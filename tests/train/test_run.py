@@ -209,7 +209,7 @@ def test_sigterm_ends_the_step_writes_a_checkpoint_and_exits(run_train: RunTrain
 
 def test_a_drafter_is_told_of_the_last_tenth_whatever_was_logged_and_interrupted(run_train: RunTrain, spy: Any) -> None:
     told: list[Loss] = []
-    spy.finish_training = lambda self, measured: told.append(measured)
+    spy.calibrate = lambda self, measured: told.append(measured)
     run_train("unbroken", drafter={"kind": "spy"}, steps=20, log_every=20)
     spy.calls = 0
     spy.on_loss = staticmethod(lambda call, batch: os.kill(os.getpid(), signal.SIGTERM) or 0.0 if call == 19 else 0.0)

@@ -247,7 +247,7 @@ def make_measured(shares: list[list[float]]) -> Loss:
 def test_training_measures_the_heads_and_the_tree_is_chosen_anew_for_any_budget(target, tmp_path):
     shares = [[0.5, 0.2, 0.08], [0.3, 0.2], [0.01]]
     drafter = make(target, tree_nodes=4)
-    drafter.finish_training(make_measured(shares))
+    drafter.calibrate(make_measured(shares))
     assert drafter.accuracies[:, 0].tolist() == pytest.approx([0.5, 0.3, 0.01])
     assert drafter.accuracies[:, 1].tolist() == pytest.approx([0.2, 0.2, 0.0])
     assert drafter.max_nodes == 4
@@ -269,7 +269,7 @@ def test_a_head_without_labels_was_never_right(target):
     drafter = make(target)
     measured = make_measured([[0.5], [0.5], [0.0]])
     measured.counts[2] = 0
-    drafter.finish_training(measured)
+    drafter.calibrate(measured)
     assert drafter.accuracies[2].tolist() == [0.0] * HIT_RANKS
 
 

@@ -1,0 +1,149 @@
+"""What decoding accepts, measured while training."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
+
+from outrider.data.manifest import load_manifest
+from outrider.data.types import UNKNOWN
+from outrider.models.decoding import GreedyAcceptance, generate
+from outrider.models.drafters import NullDrafter, build_drafter, load_drafter
+from outrider.models.drafters.objective import Objective
+from outrider.models.hf_target import HFTarget
+from outrider.train.config import TrainConfig
+from outrider.train.data import BatchStream
+from outrider.train.tracking import read_records
+from outrider.train.validation import HeldOut, Validator, hold_out
+
+from .conftest import HORIZON, Run
+
+RunTrain = Callable[..., Run]
+KINDS = [
+    {"kind": "redrafter", "exit_width": 16, "num_blocks": 1},
+    {"kind": "medusa", "num_heads": 3},
+    {"kind": "eagle3", "depth": 3},
+]
+ROOM = 32
+
+
+@pytest.fixture
+def held_out(shards_dir: Path) -> list[HeldOut]:
+    return hold_out(shards_dir, load_manifest(shards_dir), 5, seed=0, max_prompt_tokens=ROOM)
+
+
+@pytest.fixture
+def validator(held_out: list[HeldOut], target: HFTarget, accelerator: Accelerator) -> Validator:
+    return Validator(
+        held_out,
+        target=target,
+        objective=Objective(),
+        horizon=HORIZON,
+        max_new_tokens=12,
+        batch_size=2,
+        accelerator=accelerator,
+    )
+
+
+def test_held_out_texts_are_in_no_batch_and_all_others_are(shards_dir: Path, held_out: list[HeldOut]) -> None:
+    manifest = load_manifest(shards_dir)
+    places = [text.place for text in held_out]
+    assert len(set(places)) == 5
+    assert len({shard for shard, _ in places}) >= 3, "not all of one shard"
+    ids = {manifest.shards[shard].ids[row] for shard, row in places}
+    stream = BatchStream(shards_dir, manifest, TrainConfig(steps=1, batch_size=17), rank=0, num_processes=1, held_out=places)
+    for epoch in range(3):
+        assert set(stream.ids(epoch)) == {f"text-{index}" for index in range(22)} - ids
+
+
+def test_what_is_held_out_depends_on_the_seed_alone(shards_dir: Path, held_out: list[HeldOut]) -> None:
+    manifest = load_manifest(shards_dir)
+    again = hold_out(shards_dir, manifest, 5, seed=0, max_prompt_tokens=ROOM)
+    assert [text.place for text in again] == [text.place for text in held_out]
+    other = hold_out(shards_dir, manifest, 5, seed=1, max_prompt_tokens=ROOM)
+    assert [text.place for text in other] != [text.place for text in held_out]
+
+
+def test_a_prompt_is_what_stands_before_the_answer(shards_dir: Path, held_out: list[HeldOut]) -> None:
+    assert {len(text.prompt) for text in held_out} == {4}, "the texts of the fixture answer from token 4 on"
+
+
+def test_the_figure_is_that_of_decoding_each_prompt_alone(
+    validator: Validator, held_out: list[HeldOut], target: HFTarget
+) -> None:
+    drafter = build_drafter({"kind": "redrafter", "exit_width": 32, "head_init": "target"}, target)
+    measured = validator(drafter)
+    num_tokens = num_steps = 0
+    for text in held_out:
+        prompt = text.prompt[None]
+        first, *steps = generate(target, drafter, GreedyAcceptance(), prompt, max_new_tokens=12, stop_ids=target.stop_ids)
+        assert first.is_prefill
+        num_tokens += sum(len(step.tokens[0]) for step in steps)
+        num_steps += len(steps)
+    assert measured.tokens_per_step == num_tokens / num_steps > 1
+    assert measured.record()["validation_tokens_per_step"] == measured.tokens_per_step
+    assert drafter.training, "a drafter comes back in the mode it was in"
+
+
+def test_labels_are_the_targets_own_answers(validator: Validator, held_out: list[HeldOut], target: HFTarget) -> None:
+    validator(build_drafter({"kind": "redrafter", "exit_width": 16}, target))
+    batch = validator._batch(range(5))
+    assert int(batch.positions.sum()) > 20
+    for row, text in enumerate(held_out):
+        steps = generate(
+            target, NullDrafter(), GreedyAcceptance(), text.prompt[None], max_new_tokens=12, stop_ids=target.stop_ids
+        )
+        answer = [token for step in steps for token in step.tokens[0]]
+        start = len(text.prompt)
+        assert batch.input_ids[row, start : start + len(answer)].tolist() == answer
+        for offset in range(len(answer)):
+            own = (answer + [UNKNOWN] * HORIZON)[offset : offset + HORIZON]
+            assert batch.continuations[row, start - 1 + offset].tolist() == own
+
+
+@pytest.mark.parametrize("options", KINDS, ids=[str(options["kind"]) for options in KINDS])
+def test_measuring_changes_nothing_that_is_learned(run_train: RunTrain, options: dict[str, object]) -> None:
+    base = {"validation_texts": 4, "validation_tokens": 8, "replace_drafter": options}
+    often, once = run_train("often", **base, validate_every=2), run_train("once", **base)
+    weights = [load_file(run.drafter_dir / "model.safetensors") for run in (often, once)]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    lines = [line for line in read_records(often.train_dir / "metrics.jsonl") if "validation_tokens_per_step" in line]
+    assert [line["step"] for line in lines] == [2, 4], "the last one is in the summary"
+    summaries = [json.loads((run.train_dir / "summary.json").read_text())["validation"] for run in (often, once)]
+    assert summaries[0] == summaries[1]
+    assert summaries[0]["validation_tokens_per_step"] >= 1
+
+
+def test_medusa_takes_its_tree_from_the_held_out_answers(run_train: RunTrain, target: HFTarget) -> None:
+    run = run_train(validation_texts=4, validation_tokens=8, replace_drafter={"kind": "medusa", "num_heads": 3})
+    measured = json.loads((run.train_dir / "summary.json").read_text())["validation"]["validation_accuracy_by_depth"]
+    accuracies = load_drafter(run.drafter_dir, target).accuracies
+    torch.testing.assert_close(accuracies.cumsum(1), torch.tensor(measured))
+
+
+def test_a_run_that_was_killed_measures_the_same(run_train: RunTrain, tmp_path: Path) -> None:
+    options = {"validation_texts": 4, "validation_tokens": 8, "validate_every": 2}
+    whole = run_train("whole", **options)
+    killed = run_train("killed", **options)
+    (killed.train_dir / "summary.json").unlink()  # as if killed after the last step, before its result was written
+    run_train("killed", **options)
+    first, second = (json.loads((run.train_dir / "summary.json").read_text())["validation"] for run in (whole, killed))
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"validation_texts": 22}, "22, and the shards hold 22 texts"),
+        ({"validation_texts": 3, "validation_tokens": 10_000}, "only 0 texts have a prompt"),
+        ({"validate_every": 2}, "validation_texts is 0"),
+    ],
+)
+def test_what_cannot_be_held_out_is_told_before_training(run_train: RunTrain, options: dict[str, int], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        run_train(**options)

@@ -1,0 +1,184 @@
+"""How many tokens decoding accepts, measured while training: the target answers held-out prompts with the drafter as it is.
+
+The estimate over training batches (`estimate_tokens_per_step`) can't tell. It counts every position of a text alike, though
+decoding begins a step only where the last one ended, which is mostly where drafting is hard; it is of texts that the target
+didn't write; and of a chain, though the drafter proposes a tree.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any, cast
+
+import torch
+from accelerate import Accelerator
+from jaxtyping import Int
+
+from ..data.collate import collate, text_continuations
+from ..data.manifest import Manifest
+from ..data.shards import read_shard
+from ..data.types import DistilledExample, DrafterBatch, Example
+from ..models.decoding import GreedyAcceptance, generate
+from ..models.drafters.objective import Objective
+from ..models.hf_target import HFTarget
+from ..models.interfaces import Drafter, Loss, TrainableDrafter
+from .data import PAD_ID, TextPlace, derived_seed, with_hidden_states
+from .metrics import LOSS_FIELDS, add_losses, summarize
+
+SHARDS_READ = 4
+"""Shards that held-out texts are taken from, at least."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOut:
+    """A text that isn't trained on: where it lies, and the prompt that it begins with."""
+
+    place: TextPlace
+    prompt: Int[torch.Tensor, " seq"]
+
+
+def hold_out(shards_dir: Path, manifest: Manifest, count: int, *, seed: int, max_prompt_tokens: int) -> list[HeldOut]:
+    """`count` texts drawn by the seed, each with a prompt of at most `max_prompt_tokens` and an answer after it.
+
+    A prompt is what stands before the first answer. Raises ValueError where there are too few such texts, or none would be
+    left to train on.
+    """
+    if not count:
+        return []
+    num_texts = sum(len(entry.ids) for entry in manifest.shards)
+    if count >= num_texts:
+        raise ValueError(
+            f"train.validation_texts is {count}, and the shards hold {num_texts} texts: nothing would be left to train on; "
+            "lower it, or distil more"
+        )
+    random = Random(derived_seed(seed, "validation"))
+    # From a few shards, drawn: reading one may take a while.
+    per_shard = math.ceil(count / min(SHARDS_READ, len(manifest.shards)))
+    found: list[HeldOut] = []
+    for shard in random.sample(range(len(manifest.shards)), len(manifest.shards)):
+        usable = []
+        for row, distilled in enumerate(read_shard(shards_dir, manifest.shards[shard])):
+            wanted = distilled.example.wanted.nonzero()
+            if len(wanted) and int(wanted[0]) < max_prompt_tokens:
+                prompt = distilled.example.input_ids[: int(wanted[0]) + 1]
+                usable.append(HeldOut(place=(shard, row), prompt=prompt))
+        found += random.sample(usable, min(per_shard, count - len(found), len(usable)))
+        if len(found) == count:
+            return found
+    raise ValueError(
+        f"train.validation_texts is {count}, and only {len(found)} texts have a prompt of at most {max_prompt_tokens} tokens "
+        f"with an answer after it (and at most {per_shard} are taken of a shard); lower it, or train.validation_tokens"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validation:
+    """What was measured, over all processes. `loss` is at every position of the target's own answers."""
+
+    tokens_per_step: float
+    """Of decoding, greedily, with the drafter's own tree; bonus tokens included, prefills excluded."""
+    loss: Loss
+
+    def record(self) -> dict[str, Any]:
+        """As one line of the training's records."""
+        means = summarize(self.loss)
+        return {
+            "validation_tokens_per_step": self.tokens_per_step,
+            "validation_loss": means["loss"],
+            "validation_accuracy_by_depth": means["accuracy_by_depth"],
+        }
+
+
+class Validator:
+    """Measures a drafter on held-out prompts, each process a share of them. Nothing of it depends on chance."""
+
+    def __init__(
+        self,
+        held_out: Sequence[HeldOut],
+        *,
+        target: HFTarget,
+        objective: Objective,
+        horizon: int,
+        max_new_tokens: int,
+        batch_size: int,
+        accelerator: Accelerator,
+    ) -> None:
+        if len(held_out) < accelerator.num_processes:
+            raise ValueError(
+                f"train.validation_texts is {len(held_out)}, fewer than the {accelerator.num_processes} processes; raise it"
+            )
+        self._prompts = [text.prompt.to(target.device) for text in held_out]
+        self._mine = range(accelerator.process_index, len(held_out), accelerator.num_processes)
+        self._target = target
+        self._objective = objective
+        self._horizon = horizon
+        self._max_new_tokens = max_new_tokens
+        self._batch_size = batch_size
+        self._accelerator = accelerator
+        # The target's own answers: the same with every drafter, so they are kept from the first decoding.
+        self._answers: dict[int, list[int]] = {}
+
+    def __call__(self, drafter: TrainableDrafter) -> Validation:
+        """Measure the drafter, and let it take in how often it is right (`TrainableDrafter.calibrate`) before it decodes."""
+        was_training = drafter.training
+        drafter.eval()
+        try:
+            if not self._answers:
+                self._decode(drafter)
+            loss = self._loss(drafter)
+            drafter.calibrate(loss)
+            num_tokens, num_steps = self._decode(drafter)
+        finally:
+            drafter.train(was_training)
+        counts = torch.tensor([num_tokens, num_steps], device=self._target.device)
+        num_tokens, num_steps = self._accelerator.reduce(counts, "sum").tolist()
+        return Validation(tokens_per_step=num_tokens / max(num_steps, 1), loss=loss)
+
+    def _decode(self, drafter: TrainableDrafter) -> tuple[int, int]:
+        """Answer this process's prompts; returns the tokens of all verify steps, and how many steps they took, row by row."""
+        num_tokens = num_steps = 0
+        for start in range(0, len(self._mine), self._batch_size):
+            rows = self._mine[start : start + self._batch_size]
+            answers: list[list[int]] = [[] for _ in rows]
+            for step in generate(
+                self._target,
+                cast("Drafter[Any]", drafter),
+                GreedyAcceptance(),
+                [self._prompts[row] for row in rows],
+                max_new_tokens=self._max_new_tokens,
+                stop_ids=self._target.stop_ids,
+            ):
+                for row, tokens in zip(step.rows, step.tokens, strict=True):
+                    answers[row] += tokens
+                if not step.is_prefill:
+                    num_tokens += sum(map(len, step.tokens))
+                    num_steps += len(step.rows)
+            self._answers |= dict(zip(rows, answers, strict=True))
+        return num_tokens, num_steps
+
+    @torch.no_grad()
+    def _loss(self, drafter: TrainableDrafter) -> Loss:
+        """The objective, in sums over all processes."""
+        total: Loss | None = None
+        for start in range(0, len(self._mine), self._batch_size):
+            batch = self._batch(self._mine[start : start + self._batch_size])
+            loss = drafter.loss(with_hidden_states(batch, self._target, drafter.feature_layers), self._objective)
+            total = add_losses(total, loss)
+        assert total is not None, "every process has a prompt"
+        return Loss(**self._accelerator.reduce({name: getattr(total, name) for name in LOSS_FIELDS}, "sum"))
+
+    def _batch(self, rows: Sequence[int]) -> DrafterBatch:
+        """Prompts and the target's answers to them, whose own next tokens are what it would say."""
+        examples = []
+        for row in rows:
+            prompt = self._prompts[row].cpu()
+            input_ids = torch.cat([prompt, torch.tensor(self._answers[row])])
+            example = Example(
+                id=f"validation-{row}", input_ids=input_ids, loss_mask=torch.arange(len(input_ids)) >= len(prompt)
+            )
+            continuations = text_continuations(example.input_ids, example.loss_mask, self._horizon)
+            examples.append(DistilledExample(example=example, continuations=continuations))
+        # Every position counts, so nothing is drawn.
+        return collate(examples, max_positions=None, generator=torch.Generator(), labels="distilled", pad_id=PAD_ID)
