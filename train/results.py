@@ -104,7 +104,7 @@ def save_results(
         os.replace(path, drafter_dir / path.name)  # a user's own files beside them stay
     partial.rmdir()
     summary = {
-        **{name: value for name, value in asdict(facts).items() if name != "tokens_per_step_estimate"},  # metrics have that
+        **asdict(facts),
         "metrics": metrics,
         "drafter_sha256": _digests(drafter_dir),
         "run": run,
