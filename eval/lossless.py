@@ -6,7 +6,7 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
 from ..models.decoding.prompts import Prompts
 from ..models.decoding.sampling import MIN_PRECISION, seeded_clocks
@@ -27,6 +27,8 @@ class Mismatch:
 
 MAX_NOISE = 0.25
 """Of the logits' standard deviation: rounding in bfloat16 makes a tenth of that."""
+ROUNDING = 8
+"""Units of the sampler's precision: what softmax and the division by the clocks add to the noise of sampled scores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +38,9 @@ class Audit:
     Greedy, a score is a logit; sampling with a seed, it is logit / temperature - log(clock), with the clocks that the seed
     gives to this token of the answer (see `RowSeeds`). `deficit`: over all tokens, the largest distance between the plain
     model's best score and that of the token emitted. `noise`: the largest difference between a score computed token by token
-    and the same one computed by the bare model over the whole text at once; the clocks are the same, so it is that of
-    logits / temperature. Two scores that are each off by `noise` may change order while they are `2 * noise` apart:
-    `within_noise`. Noise of more than `MAX_NOISE` of the logits' spread explains nothing: then something is broken.
+    and the same one computed by the bare model over the whole text at once (the clocks are the same, so it is that of
+    logits / temperature), and the sampler's own `ROUNDING`. Two scores that are each off by `noise` may change order while
+    they are `2 * noise` apart: `within_noise`. Noise of more than `MAX_NOISE` of the logits' spread explains nothing: then something is broken.
     """
 
     deficit: float
@@ -134,22 +136,20 @@ def audit(
         plain.append(target.verify(tokens[:, index], nothing).logits[:, -1])
         keep = Acceptance(path=nothing.parents, num_accepted=tokens.new_zeros(1), bonus_token=tokens[:, index + 1])
         target.commit(nothing, keep, [0])
-    stepwise = _over_temperature(torch.cat(plain), temperature)  # [token, vocab]
+    stepwise = torch.cat(plain)
+    stepwise = stepwise.to(torch.promote_types(stepwise.dtype, MIN_PRECISION))  # [token, vocab], as `warp` takes them
 
     # The model itself, without cache, mask or tree: what is audited has no part in its own yardstick.
     text = torch.cat([prompt, tokens[:, :-1]], dim=1)
-    at_once = _over_temperature(target.model(text, use_cache=False, logits_to_keep=num_tokens).logits[0], temperature)
-    scores = stepwise
+    at_once = target.model(text, use_cache=False, logits_to_keep=num_tokens).logits[0].to(stepwise.dtype)
+    logit_noise = float((stepwise - at_once).abs().max())
+    noise, deficit = logit_noise, 0.0
     if temperature > 0:
-        scores = torch.stack([row - seeded_clocks(row, seed, position).log() for position, row in enumerate(stepwise)])
-    emitted = scores.gather(1, tokens[0, :, None])[:, 0]
-    deficit = float((scores.max(-1).values - emitted).max())
-    noise = float((stepwise - at_once).abs().max())
-    explained = deficit <= 2 * noise and noise <= MAX_NOISE * float(stepwise.std(-1).max())
+        noise = logit_noise / temperature + ROUNDING * torch.finfo(stepwise.dtype).eps
+    for position, (logits, token) in enumerate(zip(stepwise, token_ids, strict=True)):
+        scores = logits.cpu().double()  # which adds no rounding of its own
+        if temperature > 0:
+            scores = scores / temperature - seeded_clocks(logits, seed, position).cpu().double().log()
+        deficit = max(deficit, float(scores.max() - scores[token]))
+    explained = deficit <= 2 * noise and logit_noise <= MAX_NOISE * float(stepwise.std(-1).max())
     return Audit(deficit=deficit, noise=noise, within_noise=explained)
-
-
-def _over_temperature(logits: Float[torch.Tensor, "token vocab"], temperature: float) -> Float[torch.Tensor, "token vocab"]:
-    """Of the type in which `warp` takes them, which decides the bits of the clocks; greedy decoding takes them as they are."""
-    logits = logits.to(torch.promote_types(logits.dtype, MIN_PRECISION))
-    return logits / temperature if temperature > 0 else logits

@@ -44,7 +44,7 @@ def cells(row: Row) -> dict[str, str]:
         "Ceiling*": _number(row["ceiling"], ".2f", "x"),
         "Lossless": row["lossless_label"],
         "Params": "-" if row["parameters"] is None else _count(row["parameters"]),
-        "Trained s": _number(training and training["seconds"], ".0f"),
+        "Trained s": _number(training["seconds"] if training else None, ".0f"),
         "Draft ms": _number(None if draft_seconds is None else 1e3 * draft_seconds, ".2f"),
         **{phase.capitalize(): _number(split.get(phase), ".0%") for phase in ("draft", "verify", "accept", "rest")},
         "Of roofline": _number(row["roofline_fraction"], ".0%"),
