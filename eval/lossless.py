@@ -40,7 +40,8 @@ class Audit:
     model's best score and that of the token emitted. `noise`: the largest difference between a score computed token by token
     and the same one computed by the bare model over the whole text at once (the clocks are the same, so it is that of
     logits / temperature), and the sampler's own `ROUNDING`. Two scores that are each off by `noise` may change order while
-    they are `2 * noise` apart: `within_noise`. Noise of more than `MAX_NOISE` of the logits' spread explains nothing: then something is broken.
+    they are `2 * noise` apart: `within_noise`. Noise of more than `MAX_NOISE` of the logits' spread explains nothing: then
+    something is broken.
     """
 
     deficit: float
