@@ -19,6 +19,7 @@ def eval_command(
     beam_width: Annotated[list[int] | None, typer.Option(help="Beams of a ReDrafter. Repeat to compare widths.")] = None,
     beam_length: Annotated[int | None, typer.Option(help="Draft tokens per beam of a ReDrafter.")] = None,
     tree_nodes: Annotated[int | None, typer.Option(help="Nodes of a ReDrafter's tree, the likeliest its search met.")] = None,
+    temperature: Annotated[list[float] | None, typer.Option(help="0, the default, is greedy. Repeat for several.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per answer, at most.")] = 128,
     repeat: Annotated[int, typer.Option(help="Measure every answer so many times.")] = 1,
     profile_prompts: Annotated[int, typer.Option(help="Prompts per suite decoded once more for the time split.")] = 3,
@@ -34,7 +35,7 @@ def eval_command(
     cuda_graphs: Annotated[bool, typer.Option(help="Replay target and drafter as CUDA graphs.")] = False,
     threads: Annotated[int | None, typer.Option(help="CPU threads; torch's choice unless given.")] = None,
     pack_weights: Annotated[bool, typer.Option(help="On a CPU, pack linear layers for few rows (more memory).")] = True,
-    seed: Annotated[int, typer.Option(help="Of the prompts that --limit draws, and of the bootstrap.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the prompts that --limit draws, of samples, and of the bootstrap.")] = 0,
 ) -> None:
     """Measure drafters against plain decoding, on the same prompts and through the same loop.
 
@@ -52,6 +53,7 @@ def eval_command(
     config = EvalConfig(
         suites=_suites(suite, suite_path or [], limit),
         settings=_settings(beam_width or [], beam_length=beam_length, tree_nodes=tree_nodes),
+        temperatures=temperature or [0.0],
         max_new_tokens=max_new_tokens,
         repeats=repeat,
         profile_prompts=profile_prompts,

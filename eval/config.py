@@ -33,8 +33,8 @@ class EvalConfig:
     """Run-time options of the drafter, such as {beam_width: 4, beam_length: 5}; each one is a method of the table."""
     max_new_tokens: int = 128
     """Tokens per answer, at most; a stop token ends it earlier."""
-    temperature: float = 0.0
-    """0 is greedy decoding, the only kind so far."""
+    temperatures: list[float] = field(default_factory=lambda: [0.0])
+    """All methods decode at each of them: 0 is greedy decoding, above it the target's distribution is sampled."""
     batch_size: int = 1
     """Prompts decoded together; only 1 so far."""
     warmup_prompts: int = 1
@@ -48,7 +48,7 @@ class EvalConfig:
     memory_bandwidth_gbs: float | None = None
     """Gigabytes per second that the roofline assumes; None measures it."""
     seed: int = 0
-    """Of the prompts that a limit draws, and of the bootstrap."""
+    """Of the prompts that a limit draws, of what is sampled, and of the bootstrap."""
     num_threads: int | None = None
     """CPU threads while measuring; None leaves torch's choice."""
     pack_weights: bool = True
@@ -65,7 +65,11 @@ class EvalConfig:
                 f"{name} is {getattr(self, name)}; it must be at least {low}": getattr(self, name) < low
                 for name, low in least.items()
             },
-            f"temperature is {self.temperature}; only greedy decoding (0.0) can be evaluated so far": self.temperature != 0.0,
+            "temperatures is empty; use [0.0] for greedy decoding": not self.temperatures,
+            f"temperatures is {self.temperatures}; each must be 0 (greedy) or a positive number": not all(
+                0 <= temperature < math.inf for temperature in self.temperatures
+            ),
+            f"temperatures is {self.temperatures}; give each once": len(set(self.temperatures)) < len(self.temperatures),
             f"batch_size is {self.batch_size}; only 1 can be evaluated so far": self.batch_size != 1,
             f"too_long is {self.too_long!r}; it must be one of {', '.join(TOO_LONG_POLICIES)}": self.too_long
             not in TOO_LONG_POLICIES,

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Int
 
 from ..models.decoding.prompts import Prompts
+from ..models.decoding.sampling import MIN_PRECISION, seeded_clocks
 from ..models.decoding.tree import empty_tree
 from ..models.decoding.types import Acceptance
 from ..models.hf_target import HFTarget
@@ -26,16 +27,21 @@ class Mismatch:
 
 MAX_NOISE = 0.25
 """Of the logits' standard deviation: rounding in bfloat16 makes a tenth of that."""
+ROUNDING = 8
+"""Units of the sampler's precision: what softmax and the division by the clocks add to the noise of sampled scores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
-    """How far an answer strays from greedy decoding, in logits.
+    """How far an answer strays from plain decoding, in scores, of which plain decoding emits the best.
 
-    `deficit`: over all its tokens, the largest distance between the plain model's best logit and that of the token emitted.
-    `noise`: the largest difference between a logit computed token by token and the same one computed by the bare model over
-    the whole text at once. Two logits that are each off by `noise` may change order while they are `2 * noise` apart:
-    `within_noise`. Noise of more than `MAX_NOISE` of the logits' spread explains nothing: then something is broken.
+    Greedy, a score is a logit; sampling with a seed, it is logit / temperature - log(clock), with the clocks that the seed
+    gives to this token of the answer (see `RowSeeds`). `deficit`: over all tokens, the largest distance between the plain
+    model's best score and that of the token emitted. `noise`: the largest difference between a score computed token by token
+    and the same one computed by the bare model over the whole text at once (the clocks are the same, so it is that of
+    logits / temperature), and the sampler's own `ROUNDING`. Two scores that are each off by `noise` may change order while
+    they are `2 * noise` apart: `within_noise`. Noise of more than `MAX_NOISE` of the logits' spread explains nothing: then
+    something is broken.
     """
 
     deficit: float
@@ -44,17 +50,18 @@ class Audit:
 
 
 def find_mismatches(records: Iterable[EvalRecord]) -> list[Mismatch]:
-    """Compare every record with the baseline's first answer to the same turn (the baseline's repeats and profiles too).
+    """Compare every record with the baseline's first answer to the same turn at the same temperature (the baseline's repeats
+    and profiles too), but for those that are other samples by design.
 
     Raises ValueError where the prompts of the two differ or the baseline has no answer: such records prove nothing.
     """
     by_key: dict[RecordKey, EvalRecord] = {record.key: record for record in records}
     mismatches = []
     for record in by_key.values():
-        reference = by_key.get((record.suite, record.prompt_id, record.turn, BASELINE, 0, False))
+        reference = by_key.get((record.suite, record.prompt_id, record.turn, record.temperature, BASELINE, 0, False))
         if reference is None or reference.prompt_sha256 != record.prompt_sha256:
             raise ValueError(f"{record.key} has no baseline record of the same prompt; delete the records and measure again")
-        if record.token_ids != reference.token_ids:
+        if not record.is_other_sample and record.token_ids != reference.token_ids:
             pairs = zip_longest(record.token_ids, reference.token_ids)
             position = next(index for index, (token, expected) in enumerate(pairs) if token != expected)
             mismatches.append(Mismatch(record=record, position=position))
@@ -63,11 +70,16 @@ def find_mismatches(records: Iterable[EvalRecord]) -> list[Mismatch]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """A method's mismatches on a suite, counted in prompts. `first` says where to look: an unexplained one if there is any."""
+    """A method's mismatches on a suite at a temperature, counted in prompts.
+
+    `by_rule`: it samples with drafts that are drawn at random, so that its answers can't be compared, and it is only the
+    acceptance rule that says it is lossless. `first` says where to look: an unexplained mismatch if there is any.
+    """
 
     num_prompts: int
     num_mismatched: int
     num_within_noise: int
+    by_rule: bool
     first: dict[str, Any] | None
 
     @property
@@ -78,11 +90,13 @@ class Verdict:
     def label(self) -> str:
         if self.broken:
             return f"NO ({self.num_mismatched - self.num_within_noise} of {self.num_prompts} prompts)"
-        return f"within noise ({self.num_within_noise})" if self.num_within_noise else "yes"
+        if self.num_within_noise:
+            return f"within noise ({self.num_within_noise})"
+        return "by rule" if self.by_rule else "yes"
 
 
-def judge(mismatches: Sequence[Mismatch], num_prompts: int) -> Verdict:
-    """Sum up the mismatches of one method on one suite of `num_prompts`."""
+def judge(records: Sequence[EvalRecord], mismatches: Sequence[Mismatch]) -> Verdict:
+    """Sum up the mismatches among the records of one method on one suite at one temperature."""
     mismatched = {mismatch.record.prompt_id for mismatch in mismatches}
     unexplained = [mismatch for mismatch in mismatches if not mismatch.within_noise]
     examples = [
@@ -90,21 +104,30 @@ def judge(mismatches: Sequence[Mismatch], num_prompts: int) -> Verdict:
         for mismatch in [*unexplained, *mismatches]
     ]
     return Verdict(
-        num_prompts=num_prompts,
+        num_prompts=len({record.prompt_id for record in records}),
         num_mismatched=len(mismatched),
         num_within_noise=len(mismatched - {mismatch.record.prompt_id for mismatch in unexplained}),
+        by_rule=any(record.is_other_sample for record in records),
         first=examples[0] if examples else None,
     )
 
 
-def is_exact(dtype: torch.dtype) -> bool:
-    """Whether greedy decoding in `dtype` is held to the baseline's very tokens."""
-    return dtype in (torch.float32, torch.float64)
+def is_exact(dtype: torch.dtype, temperature: float = 0.0) -> bool:
+    """Whether decoding in `dtype` is held to the baseline's very tokens.
+
+    Sampling never is: whatever the precision, some token's clocks leave its two best candidates as close as its rounding.
+    """
+    return dtype in (torch.float32, torch.float64) and temperature == 0
 
 
 @torch.inference_mode()
-def audit(target: HFTarget, prompt: Int[torch.Tensor, "1 seq"], token_ids: list[int]) -> Audit:
-    """Force an answer through the plain model, token by token as plain decoding reads it, and all at once."""
+def audit(
+    target: HFTarget, prompt: Int[torch.Tensor, "1 seq"], token_ids: list[int], *, temperature: float = 0.0, seed: int = 0
+) -> Audit:
+    """Force an answer through the plain model, token by token as plain decoding reads it, and all at once.
+
+    The answer is a greedy one, or, at a `temperature` above 0, one sampled with `RowSeeds([seed])`.
+    """
     num_tokens = len(token_ids)
     tokens = torch.tensor([token_ids], device=prompt.device)
     prompts = Prompts.of(prompt)
@@ -114,13 +137,20 @@ def audit(target: HFTarget, prompt: Int[torch.Tensor, "1 seq"], token_ids: list[
         plain.append(target.verify(tokens[:, index], nothing).logits[:, -1])
         keep = Acceptance(path=nothing.parents, num_accepted=tokens.new_zeros(1), bonus_token=tokens[:, index + 1])
         target.commit(nothing, keep, [0])
-    stepwise = torch.cat(plain).float()  # [token, vocab]
+    stepwise = torch.cat(plain)
+    stepwise = stepwise.to(torch.promote_types(stepwise.dtype, MIN_PRECISION))  # [token, vocab], as `warp` takes them
 
     # The model itself, without cache, mask or tree: what is audited has no part in its own yardstick.
     text = torch.cat([prompt, tokens[:, :-1]], dim=1)
-    at_once = target.model(text, use_cache=False, logits_to_keep=num_tokens).logits[0].float()
-    emitted = stepwise.gather(1, tokens[0, :, None])[:, 0]
-    deficit = float((stepwise.max(-1).values - emitted).max())
-    noise = float((stepwise - at_once).abs().max())
-    explained = deficit <= 2 * noise and noise <= MAX_NOISE * float(stepwise.std(-1).max())
+    at_once = target.model(text, use_cache=False, logits_to_keep=num_tokens).logits[0].to(stepwise.dtype)
+    logit_noise = float((stepwise - at_once).abs().max())
+    noise, deficit = logit_noise, 0.0
+    if temperature > 0:
+        noise = logit_noise / temperature + ROUNDING * torch.finfo(stepwise.dtype).eps
+    for position, (logits, token) in enumerate(zip(stepwise, token_ids, strict=True)):
+        scores = logits.cpu().double()  # which adds no rounding of its own
+        if temperature > 0:
+            scores = scores / temperature - seeded_clocks(logits, seed, position).cpu().double().log()
+        deficit = max(deficit, float(scores.max() - scores[token]))
+    explained = deficit <= 2 * noise and logit_noise <= MAX_NOISE * float(stepwise.std(-1).max())
     return Audit(deficit=deficit, noise=noise, within_noise=explained)

@@ -3,7 +3,7 @@
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any, TypeVar
@@ -17,11 +17,12 @@ from ..data.chat import encode_prompt
 from ..data.prompts import Prompt, PromptSet
 from ..data.types import Turn
 from ..models.decoding.loop import generate
+from ..models.decoding.sampling import RowSeeds
 from ..models.decoding.types import PhaseSeconds, Step
 from ..models.hf_target import HFTarget
 from ..models.interfaces import AcceptanceRule, Drafter, Target
 from .config import EvalConfig
-from .environment import Environment, differences
+from .environment import Environment, differences, digest_of
 from .records import BASELINE, EvalRecord, RecordFile
 
 WARMUP_NEW_TOKENS = 32
@@ -78,12 +79,17 @@ def time_generation(
     *,
     max_new_tokens: int,
     stop_ids: Collection[int],
+    seed: int = 0,
     timed: bool = False,
 ) -> Generation:
-    """Decode one prompt and take its wall time. `timed` takes the phases too, which slows an accelerator down."""
+    """Decode one prompt and take its wall time. What a rule leaves to chance is decided by `seed`.
+
+    `timed` takes the phases too, which slows an accelerator down.
+    """
     _synchronize(prompt.device)
     start = time.perf_counter()
-    stream = generate(target, drafter, rule, prompt, max_new_tokens=max_new_tokens, stop_ids=stop_ids, timed=timed)
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stop_ids": stop_ids, "timed": timed}
+    stream = generate(target, drafter, rule, prompt, generator=RowSeeds([seed]), **options)
     first_step = next(stream)  # its token has been read by the host, so an accelerator has finished
     first_token = time.perf_counter()
     steps = [first_step, *stream]
@@ -94,7 +100,7 @@ def time_generation(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptTurn:
-    """A turn of a prompt as the target reads it, earlier turns and answers included.
+    """A turn of a prompt as the target reads it, earlier turns and their answers at the temperature included.
 
     `input_ids` is None where it, or an earlier turn, leaves no room for an answer in the target's context window.
     """
@@ -102,6 +108,7 @@ class PromptTurn:
     suite: PromptSet
     prompt: Prompt
     turn: int
+    temperature: float
     input_ids: Int[torch.Tensor, "1 seq"] | None
 
 
@@ -109,13 +116,13 @@ class PromptTurn:
 class Bench:
     """What stays the same while a run measures, and the file that its records go to.
 
-    `methods` includes the baseline, whose first answer to a turn is part of the next turn's prompt for every method: so a lossy
-    method can't change what it is asked.
+    `rules` by temperature. `methods` includes the baseline, whose first answer to a turn at a temperature is part of the next
+    turn's prompt for every method there: so a lossy method can't change what it is asked.
     """
 
     target: HFTarget
     tokenizer: PreTrainedTokenizerBase
-    rule: AcceptanceRule
+    rules: Mapping[float, AcceptanceRule]
     methods: Sequence[Method]
     config: EvalConfig
     file: RecordFile
@@ -124,49 +131,52 @@ class Bench:
     recorded_environment: Environment
     """Where the run was begun; new records are made nowhere else."""
 
-    def measure(self, suites: Sequence[PromptSet]) -> Counter[str]:
-        """Measure whatever the records lack; returns, by suite, how many turns were skipped as too long."""
+    def measure(self, suites: Sequence[PromptSet]) -> Counter[tuple[str, float]]:
+        """Measure whatever the records lack; returns, by suite and temperature, how many turns were skipped as too long."""
         passes: list[Pass] = [
             (suite, suite.prompts, repeat, False) for repeat in range(self.config.repeats) for suite in suites
         ]
         passes += [(suite, evenly_spaced(suite.prompts, self.config.profile_prompts), 0, True) for suite in suites]
         num_turns = sum(len(prompt.turns) for _, prompts, _, _ in passes for prompt in prompts)
-        skipped: set[tuple[str, str, int]] = set()
+        skipped: set[tuple[str, str, int, float]] = set()
         warm = False
-        with tqdm(total=num_turns * len(self.methods), desc="eval", unit="answer") as progress:
+        with tqdm(total=num_turns * len(self.rules) * len(self.methods), desc="eval", unit="answer") as progress:
             for turn, method, repeat, profiled in self._plan(passes):
-                place = (turn.suite.name, turn.prompt.id, turn.turn)
+                place = (turn.suite.name, turn.prompt.id, turn.turn, turn.temperature)
                 if turn.input_ids is None:
                     skipped.add(place)
                 elif (*place, method.name, repeat, profiled) not in self.file.records:
                     warm = warm or self._prepare(turn.suite)
                     self.file.append(self._record(turn, turn.input_ids, method, repeat, profiled))
                 progress.update()
-        return Counter(suite for suite, _, _ in skipped)
+        return Counter((suite, temperature) for suite, _, _, temperature in skipped)
 
     def _plan(self, passes: Iterable[Pass]) -> Iterator[tuple[PromptTurn, Method, int, bool]]:
-        """Every turn with every method, interleaved; the order of the methods moves on by one from prompt to prompt.
+        """Every turn at every temperature with every method, interleaved; the order of the methods moves on by one from prompt
+        to prompt.
 
         Lazy: a second turn is built when the baseline has answered the first.
         """
         for suite, prompts, repeat, profiled in passes:
             for index, prompt in enumerate(prompts):
                 first = (index + repeat) % len(self.methods)
-                for turn in self.prompt_turns(suite, prompt):
+                turns = (turn for temperature in self.rules for turn in self.prompt_turns(suite, prompt, temperature))
+                for turn in turns:
                     for method in (*self.methods[first:], *self.methods[:first]):
                         yield turn, method, repeat, profiled
 
-    def prompt_turns(self, suite: PromptSet, prompt: Prompt) -> Iterator[PromptTurn]:
-        """The turns of a prompt. The baseline must have answered one before the next is asked for."""
+    def prompt_turns(self, suite: PromptSet, prompt: Prompt, temperature: float) -> Iterator[PromptTurn]:
+        """The turns of a prompt. The baseline must have answered one at this temperature before the next is asked for."""
         messages: list[Turn] = []
         fits = True
         for index, text in enumerate(prompt.turns):
             messages.append(Turn(role="user", content=text))
             input_ids = encode_prompt(messages, self.tokenizer).to(self.target.device) if fits else None
             fits = input_ids is not None and self._has_room(input_ids, suite, prompt)
-            yield PromptTurn(suite=suite, prompt=prompt, turn=index, input_ids=input_ids if fits else None)
+            input_ids = input_ids if fits else None
+            yield PromptTurn(suite=suite, prompt=prompt, turn=index, temperature=temperature, input_ids=input_ids)
             if fits and index + 1 < len(prompt.turns):
-                answer = self.file.records[(suite.name, prompt.id, index, BASELINE, 0, False)].token_ids
+                answer = self.file.records[(suite.name, prompt.id, index, temperature, BASELINE, 0, False)].token_ids
                 messages.append(Turn(role="assistant", content=self._text(answer)))
 
     def _text(self, token_ids: list[int]) -> str:
@@ -195,30 +205,38 @@ class Bench:
                 f"{self.file.path} was begun in another environment, which differs in {'; '.join(changes)}. Times of both "
                 "can't be compared: finish the run where it was begun, or give another output directory"
             )
-        first_turns = (next(self.prompt_turns(suite, prompt)).input_ids for prompt in suite.prompts)
-        fitting = (input_ids for input_ids in first_turns if input_ids is not None)
-        for input_ids in islice(fitting, self.config.warmup_prompts):
-            for method in self.methods:
-                self._time(input_ids, method, min(self.config.max_new_tokens, WARMUP_NEW_TOKENS))
+        num_tokens = min(self.config.max_new_tokens, WARMUP_NEW_TOKENS)
+        for temperature in self.rules:
+            first_turns = (next(self.prompt_turns(suite, prompt, temperature)) for prompt in suite.prompts)
+            fitting = ((turn, turn.input_ids) for turn in first_turns if turn.input_ids is not None)
+            for turn, input_ids in islice(fitting, self.config.warmup_prompts):
+                for method in self.methods:
+                    self._time(turn, input_ids, method, num_tokens)
         return True
 
     def _time(
-        self, input_ids: Int[torch.Tensor, "1 seq"], method: Method, max_new_tokens: int, timed: bool = False
+        self,
+        turn: PromptTurn,
+        input_ids: Int[torch.Tensor, "1 seq"],
+        method: Method,
+        max_new_tokens: int,
+        timed: bool = False,
     ) -> Generation:
         return time_generation(
             self.target,
             method.drafter,
-            self.rule,
+            self.rules[turn.temperature],
             input_ids,
             max_new_tokens=max_new_tokens,
             stop_ids=self.target.stop_ids,
+            seed=answer_seed(self.config.seed, turn.suite.name, turn.prompt.id, turn.turn),
             timed=timed,
         )
 
     def _record(
         self, turn: PromptTurn, input_ids: Int[torch.Tensor, "1 seq"], method: Method, repeat: int, profiled: bool
     ) -> EvalRecord:
-        generation = self._time(input_ids, method, self.config.max_new_tokens, timed=profiled)
+        generation = self._time(turn, input_ids, method, self.config.max_new_tokens, timed=profiled)
         token_ids = generation.token_ids
         return EvalRecord(
             suite=turn.suite.name,
@@ -226,6 +244,7 @@ class Bench:
             prompt_id=turn.prompt.id,
             category=turn.prompt.category,
             turn=turn.turn,
+            temperature=turn.temperature,
             method=method.name,
             repeat=repeat,
             profiled=profiled,
@@ -236,6 +255,7 @@ class Bench:
             accepted_histogram=generation.accepted_histogram,
             num_verify_tokens=len(token_ids) - 1,
             num_draft_tokens=sum(step.num_nodes for step in generation.steps),
+            drawn=any(step.drawn for step in generation.steps),
             truncated=token_ids[-1] not in self.target.stop_ids,
             prefill_seconds=generation.prefill_seconds,
             decode_seconds=generation.decode_seconds,
@@ -244,6 +264,15 @@ class Bench:
             config_digest=self.config_digest,
             seed=self.config.seed,
         )
+
+
+def answer_seed(seed: int, suite: str, prompt_id: str, turn: int) -> int:
+    """The seed of an answer: the same for every method, repeat and temperature.
+
+    So methods whose trees are functions of the text must sample the very tokens of the baseline (see `RowSeeds`), and
+    temperatures differ by what they do, not by luck.
+    """
+    return int(digest_of([seed, suite, prompt_id, turn]), 16)
 
 
 def evenly_spaced(items: Sequence[T], num: int) -> list[T]:

@@ -1,22 +1,29 @@
-"""Speedup and tokens per step by category, as a picture."""
+"""Speedup and tokens per step as pictures: of one temperature by category, and of all drafters side by side."""
 
+import textwrap
 from collections.abc import Callable, Sequence
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
 from ..data.files import replacing
 from .records import BASELINE
-from .rows import Row
+from .rows import Row, decoding_name, is_broken
 
 COLORS = ("#1b6ca8", "#d1603d", "#3b8f5a", "#8e5ea2", "#b8860b", "#5f6a72")
-"""One per method; a seventh takes the first again."""
+"""One per method, or per temperature; a seventh takes the first again."""
 OVERALL = "all"
 PARITY_TEXT: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 8, "color": "0.35"}
 ROW_INCHES, BAR_SHARE = 0.34, 0.8
+LINE_INCHES, DOT_INCHES = 0.2, 0.2
+NAME_WIDTH = 34
+"""Characters of a method's name in a line."""
+PARITY_LINE: dict[str, Any] = {"color": "0.35", "linewidth": 0.8, "linestyle": (0, (4, 3))}
 
 
 def plot_suite(rows: Sequence[Row], path: Path) -> None:
-    """Write a PNG of one suite's rows: a bar per category and method, labelled with its number; whiskers are 95 % intervals.
+    """Write a PNG of the rows of one suite and temperature: a bar per category and method, labelled with its number; whiskers
+    are 95 % intervals.
 
     "-" stands for a number that doesn't exist or must not be shown (see `Row`). Nothing is written where only the baseline was
     measured.
@@ -39,13 +46,103 @@ def plot_suite(rows: Sequence[Row], path: Path) -> None:
         left.set_yticks(range(len(categories)), [_category_label(rows[0], name) for name in categories])
         left.get_yticklabels()[-1].set_fontweight("bold")
         left.set_ylim(len(categories) - 0.4, -0.6)  # the first category at the top
-        right.axvline(1.0, color="0.35", linewidth=0.8, linestyle=(0, (4, 3)), zorder=3)
+        right.axvline(1.0, zorder=3, **PARITY_LINE)
         right.annotate("plain decoding", (1.0, 0), xycoords=("data", "axes fraction"), xytext=(0, -9), **PARITY_TEXT)
         figure.suptitle(_title(rows[0]), x=0.01, ha="left", fontsize=11)
         # Two columns, since the name of a method can be long.
         figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", ncols=2, frameon=False)
         with replacing(path) as temporary:
             figure.savefig(temporary, format="png", dpi=150)
+
+
+def plot_comparison(rows: Sequence[Row], path: Path) -> None:
+    """Write a PNG that compares the drafters of one suite: a line per method, and on it a dot per temperature.
+
+    The methods are sorted by their tokens per step at the first temperature. A number that doesn't exist has no dot. Nothing is
+    written for fewer than two methods.
+    """
+    rows = [row for row in rows if row["method"] != BASELINE]
+    temperatures = list(dict.fromkeys(row["temperature"] for row in rows))
+    first = sorted(
+        (row for row in rows if row["temperature"] == temperatures[0]),
+        key=lambda row: row["tokens_per_step"] or 0.0,
+        reverse=True,
+    )
+    if len(first) < 2:
+        return
+    import matplotlib as mpl  # heavy, and only plots need it
+    from matplotlib.figure import Figure
+
+    places = {row["method"]: place for place, row in enumerate(first)}
+    names = [_wrapped(name) for name in places]
+    inches = max(LINE_INCHES * (2 + max(name.count("\n") for name in names)), DOT_INCHES * (len(temperatures) + 1))
+    with mpl.rc_context({"font.family": "DejaVu Sans", "font.size": 9, "axes.titlesize": 10}):
+        figure = Figure(figsize=(10, inches * len(first) + 1.8), layout="constrained")
+        left, right = figure.subplots(1, 2, sharey=True)
+        for row in rows:
+            index = temperatures.index(row["temperature"])
+            offset = (index - (len(temperatures) - 1) / 2) * DOT_INCHES / inches
+            _dots(left, right, row, places[row["method"]] + offset, COLORS[index % len(COLORS)])
+        for axes in (left, right):
+            axes.axvline(1.0, zorder=1, **PARITY_LINE)
+            axes.grid(axis="x", color="0.92", linewidth=0.6)
+            axes.set_axisbelow(True)
+            axes.margins(x=0.1)
+            axes.spines[["top", "right", "left"]].set_visible(False)
+            axes.tick_params(left=False)
+            for place in range(1, len(first), 2):  # every other method on grey, so that the eye stays in its line
+                axes.axhspan(place - 0.5, place + 0.5, color="0.965", linewidth=0, zorder=0)
+        left.set_title("Tokens per step", loc="left", fontweight="bold")
+        right.set_title("Speedup, with 95 % interval over prompts", loc="left", fontweight="bold")
+        left.set_yticks(range(len(first)), names)
+        left.set_ylim(len(first) - 0.5, -0.5)  # the best at the top
+        setting = f"batch size {first[0]['batch_size']}, {first[0]['dtype']}"
+        figure.suptitle(f"{first[0]['suite']}, {first[0]['num_prompts']} prompts; {setting}", x=0.01, ha="left", fontsize=11)
+        figure.legend(handles=_legend(rows), loc="outside lower left", ncols=4, frameon=False)
+        with replacing(path) as temporary:
+            figure.savefig(temporary, format="png", dpi=150)
+
+
+def _dots(left: Any, right: Any, row: Row, place: float, color: str) -> None:
+    """One method at one temperature: its dots, labelled with their numbers, its interval, and its ceiling as a tick."""
+    from matplotlib.patheffects import withStroke
+
+    style: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 7}
+    style["path_effects"] = [withStroke(linewidth=2, foreground="white")]  # readable across lines
+    for axes, value, spec in ((left, row["tokens_per_step"], "{:.2f}"), (right, row["speedup"], "{:.2f}x")):
+        if value is not None:
+            axes.plot(value, place, "o", color=color, markersize=5)
+            axes.annotate(spec.format(value), (value, place), (0, 4.5), **style)
+    if is_broken(row):
+        right.annotate("not lossless", (1.0, place), (0, -3), color=color, **style)
+        return
+    if row["speedup_ci95"]:
+        right.plot(row["speedup_ci95"], [place] * 2, color=color, linewidth=1.2, solid_capstyle="butt")
+    if row["ceiling"] is not None:
+        right.plot(row["ceiling"], place, "|", color=color, markersize=7, markeredgewidth=1.8)
+
+
+def _wrapped(method: str) -> str:
+    """A method's name in short lines, its settings below its kind and place."""
+    words = method.split()
+    name = list(takewhile(lambda word: "=" not in word, words))
+    parts = (" ".join(name), " ".join(words[len(name) :]))
+    lines = [textwrap.wrap(part, NAME_WIDTH, break_long_words=False, break_on_hyphens=False) for part in parts]
+    return "\n".join(chain(*lines))
+
+
+def _legend(rows: Sequence[Row]) -> list[Any]:
+    from matplotlib.lines import Line2D
+
+    names = dict.fromkeys(decoding_name(row) for row in rows)
+    handles = [
+        Line2D([], [], color=COLORS[index % len(COLORS)], marker="o", markersize=5, linewidth=1.2, label=name)
+        for index, name in enumerate(names)
+    ]
+    ceiling = Line2D(
+        [], [], color="0.35", marker="|", markersize=7, markeredgewidth=1.8, linestyle="", label="ceiling (computed)"
+    )
+    return [*handles, ceiling, Line2D([], [], label="plain decoding", **PARITY_LINE)]
 
 
 def _bars(
@@ -93,4 +190,6 @@ def _category_label(row: Row, category: str) -> str:
 
 
 def _title(row: Row) -> str:
-    return f"{row['suite']} by category (number of prompts); greedy, batch size {row['batch_size']}, {row['dtype']}"
+    return (
+        f"{row['suite']} by category (number of prompts); {decoding_name(row)}, batch size {row['batch_size']}, {row['dtype']}"
+    )

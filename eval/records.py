@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import json
 import logging
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +18,8 @@ logger = logging.getLogger(__name__)
 BASELINE = "baseline"
 """Method name of plain decoding."""
 
-RecordKey = tuple[str, str, int, str, int, bool]
-"""Suite, prompt id, turn, method, repeat, profiled: one generation of a run."""
+RecordKey = tuple[str, str, int, float, str, int, bool]
+"""Suite, prompt id, turn, temperature, method, repeat, profiled: one generation of a run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +37,14 @@ class EvalRecord:
     category: str
     turn: int
     """0 for a prompt's first turn."""
+    temperature: float
+    """0 is greedy decoding."""
     method: str
     repeat: int
     profiled: bool
     """Whether the phase timers were on. Such a record never counts for speed."""
     context_from: str | None
-    """The method whose answers to the earlier turns stand in this prompt; None for a first turn."""
+    """The method whose answers to the earlier turns, at the same temperature, stand in this prompt; None for a first turn."""
     prompt_sha256: str
     """Digest of the prompt's token ids."""
     num_prompt_tokens: int
@@ -51,6 +54,8 @@ class EvalRecord:
     num_verify_tokens: int
     num_draft_tokens: int
     """Draft tokens that the target read, over all steps."""
+    drawn: bool
+    """Whether the drafter drew them at random."""
     truncated: bool
     """Ended by the token limit, not by a stop token."""
     prefill_seconds: float
@@ -68,6 +73,8 @@ class EvalRecord:
             raise ValueError(
                 f"{len(self.token_ids)} tokens, of which {self.num_verify_tokens} by verify steps; the prefill emits one"
             )
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature is {self.temperature}; it must be 0 or a positive number")
         if min((self.turn, self.repeat, self.num_draft_tokens, *self.accepted_histogram, *self.token_ids)) < 0:
             raise ValueError("a count, an index or a token id is negative")
         if self.num_steps > self.num_verify_tokens:
@@ -79,7 +86,12 @@ class EvalRecord:
 
     @property
     def key(self) -> RecordKey:
-        return (self.suite, self.prompt_id, self.turn, self.method, self.repeat, self.profiled)
+        return (self.suite, self.prompt_id, self.turn, self.temperature, self.method, self.repeat, self.profiled)
+
+    @property
+    def is_other_sample(self) -> bool:
+        """Whether it is another sample than the baseline's by design: random drafts decide with other coins what is emitted."""
+        return self.drawn and self.temperature > 0
 
     @property
     def num_steps(self) -> int:

@@ -1,8 +1,10 @@
 """The rows of `summary.json`: what each method achieved on each suite."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, TypedDict
 
+from ..models.drafters.checkpoint import TrainingFacts
 from . import stats
 from .config import EvalConfig
 from .lossless import Mismatch, judge
@@ -10,8 +12,17 @@ from .records import BASELINE, EvalRecord
 from .roofline import Roofline
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterFacts:
+    """What a method's drafter took to make; `training` is None where nobody wrote it down."""
+
+    parameters: int
+    """Its own; those of the target are not counted."""
+    training: TrainingFacts | None
+
+
 class Row(TypedDict):
-    """A method on a suite. None stands for a number that doesn't exist, or that must not be shown."""
+    """A method on a suite at a temperature. None stands for a number that doesn't exist, or that must not be shown."""
 
     method: str
     suite: str
@@ -41,16 +52,21 @@ class Row(TypedDict):
     rho: float | None
     ceiling: float | None
     """tau / (1 + rho): computed, not measured."""
+    draft_seconds_per_step: float | None
+    parameters: int | None
+    """The drafter's own; those of the target are not counted."""
+    training: dict[str, Any] | None
+    """What the drafter's training took (TrainingFacts)."""
     time_split: dict[str, float] | None
     roofline: dict[str, Any]
     roofline_fraction: float | None
     """Decode tokens per second over the roofline of plain decoding."""
-    lossless: bool
-    """Every answer is the baseline's, token for token."""
+    lossless: bool | None
+    """Every answer is the baseline's, token for token; None where drafts drawn at random make it another sample by design."""
     lossless_label: str
     num_mismatched_prompts: int
     num_within_noise: int
-    """Mismatched prompts that the audit of a low-precision run explains by arithmetic noise."""
+    """Mismatched prompts that the audit, of low precision or of samples, explains by arithmetic noise."""
     first_mismatch: dict[str, Any] | None
     by_category: dict[str, dict[str, Any]]
 
@@ -62,19 +78,31 @@ def build_rows(
     config: EvalConfig,
     dtype: str,
     roofline: Roofline,
-    num_skipped: Mapping[str, int],
+    num_skipped: Mapping[tuple[str, float], int],
+    drafters: Mapping[str, DrafterFacts],
 ) -> list[Row]:
-    """One row per suite and method, in the order of the records, the baseline first in each suite."""
+    """One row per suite, temperature and method, in the order of the records, the baseline first in each group.
+
+    `num_skipped` is by suite and temperature, `drafters` by method.
+    """
     rows = []
-    for suite in dict.fromkeys(record.suite for record in records):
-        of_suite = [record for record in records if record.suite == suite]
-        names = dict.fromkeys(record.method for record in of_suite)
+    suites = dict.fromkeys(record.suite for record in records)
+    for suite, temperature in ((suite, temperature) for suite in suites for temperature in config.temperatures):
+        group = [record for record in records if (record.suite, record.temperature) == (suite, temperature)]
+        names = dict.fromkeys(record.method for record in group)
         for method in sorted(names, key=lambda name: name != BASELINE):
-            own = [record for record in of_suite if record.method == method]
-            plain = [record for record in of_suite if record.method == BASELINE]
-            wrong = [item for item in mismatches if item.record.suite == suite and item.record.method == method]
-            rows.append(_row(plain, own, wrong, config, dtype, roofline, num_skipped.get(suite, 0)))
+            own = [record for record in group if record.method == method]
+            plain = [record for record in group if record.method == BASELINE]
+            keys = {record.key for record in own}
+            wrong = [item for item in mismatches if item.record.key in keys]
+            skipped = num_skipped.get((suite, temperature), 0)
+            rows.append(_row(plain, own, wrong, config, dtype, roofline, skipped, drafters.get(method)))
     return rows
+
+
+def decoding_name(row: Row) -> str:
+    """How the row's answers were decoded, in a reader's words."""
+    return f"temperature {row['temperature']:g}" if row["temperature"] > 0 else "greedy"
 
 
 def is_broken(row: Row) -> bool:
@@ -90,12 +118,13 @@ def _row(
     dtype: str,
     roofline: Roofline,
     num_skipped: int,
+    drafter: DrafterFacts | None,
 ) -> Row:
     plain, own = ([record for record in records if not record.profiled] for records in (plain_records, own_records))
     profiled_plain, profiled = ([record for record in records if record.profiled] for records in (plain_records, own_records))
     first = own[0]
     is_baseline = first.method == BASELINE
-    lossless = judge(mismatches, stats.num_prompts(own))
+    lossless = judge(own_records, mismatches)
     ratio, interval = (1.0, None) if is_baseline else stats.speedup(plain, own, seed=config.seed)
     categories = stats.by_category(plain, own, seed=config.seed)
     if lossless.broken:
@@ -110,7 +139,7 @@ def _row(
         suite=first.suite,
         prompt_set_revision=first.prompt_set_revision,
         dtype=dtype,
-        temperature=config.temperature,
+        temperature=first.temperature,
         batch_size=config.batch_size,
         max_new_tokens=config.max_new_tokens,
         num_prompts=stats.num_prompts(own),
@@ -129,10 +158,13 @@ def _row(
         speedup_ci95=None if lossless.broken else interval,
         rho=rho,
         ceiling=stats.ceiling(tau, rho),
+        draft_seconds_per_step=None if is_baseline else stats.draft_seconds_per_step(profiled),
+        parameters=drafter.parameters if drafter else None,
+        training=asdict(drafter.training) if drafter and drafter.training else None,
         time_split=stats.time_split(profiled),
         roofline=roofline.to_json(),
         roofline_fraction=None if decode_speed is None else decode_speed / roofline.tokens_per_second,
-        lossless=not mismatches,
+        lossless=None if lossless.by_rule and not mismatches else not mismatches,
         lossless_label=lossless.label,
         num_mismatched_prompts=lossless.num_mismatched,
         num_within_noise=lossless.num_within_noise,

@@ -13,22 +13,23 @@ from transformers import PreTrainedTokenizerBase
 
 from ..data.files import atomic_write_text, parse_dataclass, read_json, sha256_file, write_json
 from ..data.prompts import PromptSet, load_suite
-from ..models.decoding.acceptance import GreedyAcceptance
+from ..models.decoding.acceptance import GreedyAcceptance, SpeculativeSampling
+from ..models.decoding.sampling import Sampling
 from ..models.drafters import NullDrafter, load_drafter
-from ..models.drafters.checkpoint import WEIGHTS_FILE, read_drafter_config
+from ..models.drafters.checkpoint import WEIGHTS_FILE, read_drafter_config, read_training_facts
 from ..models.drafters.registry import parse_drafter_config
 from ..models.graphs import GraphedDrafter
 from ..models.hf_target import HFTarget
-from ..models.interfaces import Drafter
+from ..models.interfaces import AcceptanceRule, Drafter, TrainableDrafter
 from ..models.packing import packed_linears
 from .config import EvalConfig
 from .environment import Environment, describe_environment, differences, digest_of
 from .lossless import Mismatch, audit, find_mismatches, is_exact
-from .measure import Bench, Method
-from .plots import plot_suite
+from .measure import Bench, Method, answer_seed
+from .plots import plot_comparison, plot_suite
 from .records import BASELINE, RecordFile
 from .roofline import Roofline, measure_roofline
-from .rows import Row, build_rows
+from .rows import DrafterFacts, Row, build_rows
 from .tables import markdown
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ Settings = Mapping[Path, Sequence[dict[str, Any]]]
 
 RECORDED_OPTIONS = (
     "max_new_tokens",
-    "temperature",
+    "temperatures",
     "batch_size",
     "warmup_prompts",
     "repeats",
@@ -78,6 +79,7 @@ def evaluate(
     with ExitStack() as stack:
         stack.enter_context(cpu_threads(config.num_threads))
         drafters = {name: load_drafter(path, target, **setting) for name, (path, setting) in labels.items()}
+        facts = {name: drafter_facts(drafters[name], path) for name, (path, _) in labels.items()}
         if config.pack_weights:
             stack.enter_context(packed_linears(target.model, *drafters.values()))
         methods = [Method(name=BASELINE, drafter=NullDrafter())]
@@ -94,7 +96,7 @@ def evaluate(
             bench = Bench(
                 target=target,
                 tokenizer=tokenizer,
-                rule=GreedyAcceptance(),
+                rules={temperature: acceptance_rule(temperature) for temperature in config.temperatures},
                 methods=methods,
                 config=config,
                 file=file,
@@ -120,6 +122,7 @@ def evaluate(
         dtype=str(target.dtype).removeprefix("torch."),
         roofline=info.roofline,
         num_skipped=num_skipped,
+        drafters=facts,
     )
     write_results(rows, output_dir)
     return rows
@@ -128,7 +131,19 @@ def evaluate(
 def check_inputs(config: EvalConfig, drafter_dirs: Sequence[Path], settings: Settings | None = None) -> None:
     """Raise ValueError for all that is wrong without looking at a target: the suites, the drafters and their options."""
     load_suites(config)
-    method_labels(config, drafter_dirs, settings)
+    for path, _ in method_labels(config, drafter_dirs, settings).values():
+        read_training_facts(path)
+
+
+def drafter_facts(drafter: TrainableDrafter, directory: Path) -> DrafterFacts:
+    """What the tables say of a drafter as such."""
+    parameters = sum(parameter.numel() for parameter in drafter.parameters())
+    return DrafterFacts(parameters=parameters, training=read_training_facts(directory))
+
+
+def acceptance_rule(temperature: float) -> AcceptanceRule:
+    """The lossless rule of a temperature."""
+    return SpeculativeSampling(sampling=Sampling(temperature=temperature)) if temperature > 0 else GreedyAcceptance()
 
 
 def load_suites(config: EvalConfig) -> list[PromptSet]:
@@ -210,29 +225,35 @@ def open_run(
 
 
 def check_lossless(bench: Bench, suites: Sequence[PromptSet]) -> list[Mismatch]:
-    """Every generation that differs from the baseline's; in low precision each is audited."""
-    mismatches = find_mismatches(bench.file.records.values())
-    if is_exact(bench.target.dtype):
-        return mismatches
+    """Every generation that differs from the baseline's; in low precision and where it was sampled, each is audited."""
     prompts = {(suite.name, prompt.id): (suite, prompt) for suite in suites for prompt in suite.prompts}
-    audited = []
-    for mismatch in mismatches:
+    checked = []
+    for mismatch in find_mismatches(bench.file.records.values()):
         record = mismatch.record
-        turns = bench.prompt_turns(*prompts[record.suite, record.prompt_id])
+        if is_exact(bench.target.dtype, record.temperature):
+            checked.append(mismatch)
+            continue
+        turns = bench.prompt_turns(*prompts[record.suite, record.prompt_id], record.temperature)
         input_ids = next(turn.input_ids for turn in turns if turn.turn == record.turn)
         assert input_ids is not None  # it had room when it was measured
-        result = audit(bench.target, input_ids, record.token_ids)
+        seed = answer_seed(record.seed, record.suite, record.prompt_id, record.turn)
+        result = audit(bench.target, input_ids, record.token_ids, temperature=record.temperature, seed=seed)
         logger.info("%s: deficit %.4g, noise %.4g", record.key, result.deficit, result.noise)
-        audited.append(dataclasses.replace(mismatch, within_noise=result.within_noise))
-    return audited
+        checked.append(dataclasses.replace(mismatch, within_noise=result.within_noise))
+    return checked
 
 
 def write_results(rows: Sequence[Row], output_dir: Path) -> None:
-    """Summary, Markdown table, and one plot per suite."""
+    """Summary, Markdown table, and per suite a plot of each temperature and a comparison of its drafters."""
     write_json(output_dir / SUMMARY_FILE, rows)
     atomic_write_text(output_dir / TABLE_FILE, markdown(rows))
+    first = rows[0]["temperature"]
     for suite in dict.fromkeys(row["suite"] for row in rows):
-        plot_suite([row for row in rows if row["suite"] == suite], output_dir / f"{suite}.png")
+        of_suite = [row for row in rows if row["suite"] == suite]
+        for temperature in dict.fromkeys(row["temperature"] for row in of_suite):
+            name = suite if temperature == first else f"{suite}-t{temperature:g}"
+            plot_suite([row for row in of_suite if row["temperature"] == temperature], output_dir / f"{name}.png")
+        plot_comparison(of_suite, output_dir / f"{suite}-comparison.png")
 
 
 @contextmanager

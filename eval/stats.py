@@ -76,15 +76,20 @@ def time_split(profiled: Sequence[EvalRecord]) -> dict[str, float] | None:
     return {**shares, "rest": 1 - sum(shares.values())}
 
 
+def draft_seconds_per_step(profiled: Sequence[EvalRecord]) -> float | None:
+    """The drafter's seconds per verify step, in profiled records; None without any step."""
+    num_steps = sum(record.num_steps for record in profiled)
+    seconds = sum(record.phase_seconds.draft for record in profiled if record.phase_seconds is not None)
+    return seconds / num_steps if num_steps else None
+
+
 def relative_draft_cost(profiled_baseline: Sequence[EvalRecord], profiled: Sequence[EvalRecord]) -> float | None:
     """rho: the drafter's seconds per step over the seconds of one plain decode step, both with the phase timers on."""
     plain_steps = sum(record.num_steps for record in profiled_baseline)
-    num_steps = sum(record.num_steps for record in profiled)
-    if not plain_steps or not num_steps:
+    draft_seconds = draft_seconds_per_step(profiled)
+    if not plain_steps or draft_seconds is None:
         return None
-    plain_step_seconds = sum(record.decode_seconds for record in profiled_baseline) / plain_steps
-    draft_seconds = sum(record.phase_seconds.draft for record in profiled if record.phase_seconds is not None)
-    return draft_seconds / num_steps / plain_step_seconds
+    return draft_seconds / (sum(record.decode_seconds for record in profiled_baseline) / plain_steps)
 
 
 def ceiling(tau: float | None, rho: float | None) -> float | None:

@@ -8,10 +8,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from .rows import Row, is_broken
+from .rows import Row, decoding_name, is_broken
 
 RESULT_COLUMNS = ("Tok/step", "Tok/s", "Speedup [95 %]", "Ceiling*", "Lossless")
-TIME_COLUMNS = ("Draft", "Verify", "Accept", "Rest", "Of roofline")
+COST_COLUMNS = ("Params", "Trained s", "Draft ms", "Draft", "Verify", "Accept", "Rest", "Of roofline")
 METHOD_WIDTH = 14
 """Characters for the name of a method on the narrowest terminal."""
 TOKENS_NOTE = (
@@ -20,19 +20,32 @@ TOKENS_NOTE = (
 )
 CEILING_NOTE = (
     "* tau / (1 + rho), with rho the drafter's time over that of one plain step: the speedup if verifying a tree cost no more "
-    "than a plain step. Computed, not measured. It and the time split come from a separate pass with phase timers on."
+    "than a plain step. Computed, not measured. It, the time split and Draft ms, the drafter's time per step, come from a "
+    "separate pass with phase timers on."
+)
+SAMPLING_NOTE = (
+    "Answers at temperatures above 0 are sampled, by all methods with the same seeds: so drafts that aren't drawn at random "
+    "must lead to the very tokens of plain decoding, and each answer is compared."
+)
+BY_RULE_NOTE = (
+    "by rule: a method that draws its drafts at random gives another sample than plain decoding by design. That it is "
+    "lossless is claimed by its acceptance rule, which `outrider certify` tests."
 )
 
 
 def cells(row: Row) -> dict[str, str]:
     """A row's texts by column; "-" where there is no number."""
-    interval, split = row["speedup_ci95"], row["time_split"] or {}
+    interval, split, training = row["speedup_ci95"], row["time_split"] or {}, row["training"]
+    draft_seconds = row["draft_seconds_per_step"]
     texts = {
         "Tok/step": _number(row["tokens_per_step"], ".2f"),
         "Tok/s": _number(row["tokens_per_second"], ".1f"),
         "Speedup [95 %]": _number(row["speedup"], ".2f", "x"),
         "Ceiling*": _number(row["ceiling"], ".2f", "x"),
         "Lossless": row["lossless_label"],
+        "Params": "-" if row["parameters"] is None else _count(row["parameters"]),
+        "Trained s": _number(training["seconds"] if training else None, ".0f"),
+        "Draft ms": _number(None if draft_seconds is None else 1e3 * draft_seconds, ".2f"),
         **{phase.capitalize(): _number(split.get(phase), ".0%") for phase in ("draft", "verify", "accept", "rest")},
         "Of roofline": _number(row["roofline_fraction"], ".0%"),
     }
@@ -48,13 +61,14 @@ def footnotes(rows: Sequence[Row]) -> list[str]:
         TOKENS_NOTE,
         CEILING_NOTE,
         _roofline_note(first),
-        f"Greedy decoding in {first['dtype']}, batch size {first['batch_size']}, up to {first['max_new_tokens']} new tokens.",
+        f"Decoding in {first['dtype']}, batch size {first['batch_size']}, up to {first['max_new_tokens']} new tokens.",
     ]
-    for suite in dict.fromkeys(row["suite"] for row in rows):
-        row = next(row for row in rows if row["suite"] == suite)
+    notes += [SAMPLING_NOTE] if any(row["temperature"] > 0 for row in rows) else []
+    notes += [BY_RULE_NOTE] if any(row["lossless"] is None for row in rows) else []
+    for group, (row, *_) in _groups(rows).items():
         num_answers = row["num_turns"] * row["num_repeats"]
         note = (
-            f"{suite} (prompts {row['prompt_set_revision'][:12]}): {row['num_prompts']} prompts, {row['num_turns']} turns, "
+            f"{group} (prompts {row['prompt_set_revision'][:12]}): {row['num_prompts']} prompts, {row['num_turns']} turns, "
             f"each answered {row['num_repeats']} time(s); {row['num_truncated']} of {num_answers} answers ended at the limit."
         )
         if row["num_skipped"]:
@@ -66,33 +80,51 @@ def footnotes(rows: Sequence[Row]) -> list[str]:
 
 def markdown(rows: Sequence[Row]) -> str:
     """The table and its notes as a Markdown page."""
-    columns = (*RESULT_COLUMNS, *TIME_COLUMNS)
-    lines = [("Suite", "Method", *columns), ("---", "---", *["---:"] * len(columns))]
+    columns = (*RESULT_COLUMNS, *COST_COLUMNS)
+    lines = [("Suite", "Temperature", "Method", *columns), ("---", "---:", "---", *["---:"] * len(columns))]
     for row in rows:
         texts = cells(row)
-        lines.append((row["suite"], row["method"], *(texts[column] for column in columns)))
+        lines.append((row["suite"], f"{row['temperature']:g}", row["method"], *(texts[column] for column in columns)))
     table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     notes = "\n".join(f"- {note}" for note in footnotes(rows))
     return f"{table}\n\n{notes}\n".replace("*", "\\*")
 
 
 def print_table(rows: Sequence[Row], console: Console | None = None) -> None:
-    """The results, the time split and the notes on the terminal; a method that isn't lossless in red."""
+    """The results, their costs and the notes on the terminal; a method that isn't lossless in red."""
     console = console or Console()
-    for columns in (RESULT_COLUMNS, TIME_COLUMNS):
-        table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    for columns in (RESULT_COLUMNS, COST_COLUMNS):
+        table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, collapse_padding=True)
         table.add_column("Method", min_width=METHOD_WIDTH)
         for column in columns:
-            table.add_column(column, justify="right", no_wrap=True)
-        for suite in dict.fromkeys(row["suite"] for row in rows):
-            table.add_row(suite, style="bold")
-            for row in (row for row in rows if row["suite"] == suite):
+            # The heads of costs are wider than what they stand over.
+            head = column.replace(" ", "\n") if columns is COST_COLUMNS else column
+            table.add_column(head, justify="right", no_wrap=True)
+        for group, of_group in _groups(rows).items():
+            table.add_row(group, style="bold")
+            for row in of_group:
                 texts = cells(row)
                 table.add_row(row["method"], *(texts[column] for column in columns), style="red" if is_broken(row) else None)
             table.add_section()
         console.print(table)
     for note in footnotes(rows):
         console.print(Padding(Text(note), (0, 0, 0, 2)), style="dim")
+
+
+def _groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The rows by suite and temperature, under the names that a reader sees."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(f"{row['suite']}, {decoding_name(row)}", []).append(row)
+    return groups
+
+
+def _count(number: int) -> str:
+    """Three digits or so: 850, 1.4M, 12.3B."""
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.1f}{unit}"
+    return str(number)
 
 
 def _number(value: float | None, spec: str, unit: str = "") -> str:
@@ -117,13 +149,15 @@ def _roofline_note(row: Row) -> str:
 def _mismatch_note(row: Row) -> str:
     first = row["first_mismatch"]
     assert first is not None
+    where = f"{row['method']} on {row['suite']} ({decoding_name(row)})"
     place = f"prompt {first['prompt_id']}, turn {first['turn'] + 1}, token {first['position']}"
     if is_broken(row):
         return (
-            f"{row['method']} on {row['suite']} is NOT LOSSLESS, so it has no speedup: {row['num_mismatched_prompts']} prompts "
+            f"{where} is NOT LOSSLESS, so it has no speedup: {row['num_mismatched_prompts']} prompts "
             f"got other tokens than plain decoding gives, the first at {place} (counted from 0)."
         )
     return (
-        f"{row['method']} on {row['suite']}: {row['num_mismatched_prompts']} prompts differ from plain decoding, the first at "
-        f"{place} (counted from 0); an audit of them found every token to be the arg-max within this precision's own noise."
+        f"{where}: {row['num_mismatched_prompts']} prompts differ from plain decoding, the first at "
+        f"{place} (counted from 0); an audit of them found every token to be the target's choice within this precision's own "
+        "noise."
     )

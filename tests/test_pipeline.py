@@ -95,6 +95,7 @@ def test_one_command_distils_trains_and_evaluates(finished: tuple[Path, str]) ->
         "train/metrics.jsonl",
         "drafter/config.json",
         "drafter/model.safetensors",
+        "drafter/training.json",
         "eval/records.jsonl",
         "eval/summary.json",
         "eval/table.md",
@@ -108,6 +109,8 @@ def test_one_command_distils_trains_and_evaluates(finished: tuple[Path, str]) ->
     assert baseline["tokens_per_step"] == 1.0
     assert drafter["lossless"] is True
     assert drafter["num_prompts"] == 2
+    assert drafter["training"]["steps"] == 3
+    assert drafter["training"]["parameters"] == drafter["parameters"]
     assert f"the results lie in {folder}" in printed
     assert "redrafter" in printed
 

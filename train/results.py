@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from ..data.files import read_json, sha256_file, write_json
 from ..data.manifest import Manifest, TargetIdentity
 from ..models.drafters import save_drafter
-from ..models.drafters.checkpoint import CONFIG_FILE, WEIGHTS_FILE
+from ..models.drafters.checkpoint import CONFIG_FILE, TRAINING_FILE, WEIGHTS_FILE, TrainingFacts
 from ..models.drafters.registry import parse_drafter_config
 from ..models.interfaces import TrainableDrafter
 from .checkpoint import latest_checkpoint, read_marker
@@ -91,16 +91,21 @@ def save_results(
     partial = drafter_dir.with_name(f".{drafter_dir.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     save_drafter(drafter, partial, target)
+    facts = TrainingFacts(
+        steps=metrics["step"],
+        seconds=seconds,
+        positions_seen=metrics["positions_seen"],
+        tokens_seen=metrics["tokens_seen"],
+        parameters=sum(parameter.numel() for parameter in drafter.parameters()),
+        tokens_per_step_estimate=metrics["tokens_per_step_estimate"],
+    )
+    write_json(partial / TRAINING_FILE, asdict(facts))
     drafter_dir.mkdir(parents=True, exist_ok=True)
     for path in sorted(partial.iterdir(), reverse=True):  # weights before config: it says that they are there
         os.replace(path, drafter_dir / path.name)  # a user's own files beside them stay
     partial.rmdir()
     summary = {
-        "steps": metrics["step"],
-        "seconds": seconds,
-        "positions_seen": metrics["positions_seen"],
-        "tokens_seen": metrics["tokens_seen"],
-        "parameters": sum(parameter.numel() for parameter in drafter.parameters()),
+        **asdict(facts),
         "metrics": metrics,
         "validation": validation,
         "drafter_sha256": _digests(drafter_dir),

@@ -127,6 +127,7 @@ def make_step(
         finishes=tuple(finish for _, finish in kept),
         num_accepted=tuple(len(new) - 1 for new in tokens),
         num_nodes=tree.num_nodes,
+        drawn=tree.child_probs is not None,
         is_prefill=is_prefill,
         seconds=seconds,
     )

@@ -70,5 +70,7 @@ class Step:
     """Draft tokens that the target accepted, before any cut."""
     num_nodes: int
     """Draft tokens per row that the target read."""
+    drawn: bool
+    """Whether its draft tokens were drawn at random (the tree had `child_probs`)."""
     is_prefill: bool
     seconds: PhaseSeconds | None = None

@@ -1,5 +1,6 @@
-"""Drafter checkpoints: a directory with `config.json` and `model.safetensors`, read strictly."""
+"""Drafter checkpoints: a directory with `config.json` and `model.safetensors`, read strictly, and maybe `training.json`."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from ..interfaces import TrainableDrafter
 from .registry import DRAFTERS, kind_of, parse_drafter_config
 
 FORMAT_VERSION = 1
-CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
+CONFIG_FILE, WEIGHTS_FILE, TRAINING_FILE = "config.json", "model.safetensors", "training.json"
 MOST_PROBLEMS = 5
 """Named in one message."""
 
@@ -29,6 +30,34 @@ class DrafterFile:
     kind: str
     drafter: dict[str, Any]
     target: TargetIdentity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingFacts:
+    """What `training.json` holds: what a drafter's training took. It travels with the drafter, for tables; drafting needs none
+    of it.
+    """
+
+    steps: int
+    seconds: float
+    """Over all resumes."""
+    positions_seen: int
+    tokens_seen: int
+    parameters: int
+    """The drafter's own; those of the target are not counted."""
+    tokens_per_step_estimate: float
+    """Of the last record of the training."""
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name} is {value}; it must be a finite number and not negative")
+
+
+def read_training_facts(directory: Path) -> TrainingFacts | None:
+    """What is known of a drafter's training; None where its directory doesn't say. Raises ValueError for a malformed file."""
+    path = directory / TRAINING_FILE
+    return parse_dataclass(TrainingFacts, read_json(path), path) if path.is_file() else None
 
 
 def save_drafter(drafter: TrainableDrafter, directory: Path, target: TargetIdentity) -> None:

@@ -38,6 +38,15 @@ def test_widths_become_methods_and_the_table_is_printed(command: list[str], tmp_
     assert str(tmp_path / "out") in result.output.replace("\n", "")
 
 
+def test_temperatures_reach_the_stage(command: list[str], tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, [*command, "--temperature", "0", "--temperature", "0.7"])
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert [(row["temperature"], row["method"]) for row in rows] == [
+        (temperature, method) for temperature in (0.0, 0.7) for method in ("baseline", "redrafter")
+    ]
+
+
 def test_another_chat_template_reaches_the_prompts_and_is_not_mixed_with_the_first(command: list[str], tmp_path: Path) -> None:
     prompts = []
     for name, options in {"own": [], "other": ["--chat-template", "vicuna_v1.1"]}.items():
@@ -77,12 +86,13 @@ def test_mistakes_show_before_the_target_is_loaded(command: list[str], tmp_path:
         "empty": ["--suite-path", f"mt_bench={tmp_path / 'empty.jsonl'}"],
         "does not exist": ["--suite-path", f"mt_bench={tmp_path / 'nowhere.jsonl'}"],
         "beam_width is 0": ["--beam-width", "0"],
+        "temperatures is [-1.0]": ["--temperature", "-1"],
     }
     for message, arguments in mistakes.items():
         result = CliRunner().invoke(app, [*command, *arguments])
         assert isinstance(result.exception, ValueError), (message, result.output, result.exception)
         assert any(part in str(result.exception) for part in message.split("|")), result.exception
-    assert len(mistakes) == 8
+    assert len(mistakes) == 9
 
 
 def test_a_half_exported_drafter_is_refused_before_the_target_is_loaded(

@@ -7,8 +7,10 @@ from outrider.eval.config import EvalConfig, SuiteConfig
 
 
 def test_every_problem_is_named_at_once() -> None:
-    with pytest.raises(ValueError, match=r"suites is empty.*repeats is 0.*temperature is 0\.7.*too_long is 'cut'") as caught:
-        EvalConfig(suites=[], repeats=0, temperature=0.7, too_long="cut")
+    with pytest.raises(
+        ValueError, match=r"suites is empty.*repeats is 0.*temperatures is \[-1\.0\].*too_long is 'cut'"
+    ) as caught:
+        EvalConfig(suites=[], repeats=0, temperatures=[-1.0], too_long="cut")
     assert "max_new_tokens" not in str(caught.value)
 
 
@@ -17,14 +19,34 @@ def test_a_suite_named_twice_is_refused_since_its_records_would_collide() -> Non
         EvalConfig(suites=[SuiteConfig(name="mt_bench"), SuiteConfig(name="mt_bench", limit=3)])
 
 
+@pytest.mark.parametrize(
+    ("temperatures", "message"),
+    [
+        ([], "temperatures is empty"),
+        ([0.0, -0.5], "must be 0 .greedy. or a positive number"),
+        ([float("nan")], "must be 0 .greedy. or a positive number"),
+        ([float("inf")], "must be 0 .greedy. or a positive number"),
+        ([0.7, 0.0, 0.7], "give each once"),
+    ],
+)
+def test_temperatures_that_cannot_be_measured_are_refused(temperatures: list[float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EvalConfig(suites=[SuiteConfig(name="x")], temperatures=temperatures)
+
+
 def test_a_limit_of_zero_is_refused() -> None:
     with pytest.raises(ValueError, match="limit of suite 'mt_bench' is 0"):
         SuiteConfig(name="mt_bench", limit=0)
 
 
 def test_hydra_can_build_it_from_plain_values() -> None:
-    plain = {"suites": [{"name": "stdlib", "limit": 4}], "settings": [{"beam_width": 4, "beam_length": 5}]}
+    plain = {
+        "suites": [{"name": "stdlib", "limit": 4}],
+        "settings": [{"beam_width": 4, "beam_length": 5}],
+        "temperatures": [0, 0.7],
+    }
     config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(EvalConfig(suites=[SuiteConfig(name="x")])), plain))
     assert isinstance(config, EvalConfig)
     assert config.suites == [SuiteConfig(name="stdlib", limit=4)]
     assert config.settings == [{"beam_width": 4, "beam_length": 5}]
+    assert config.temperatures == [0.0, 0.7]

@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.eval.lossless import audit, find_mismatches, is_exact
+from outrider.eval import lossless
+from outrider.eval.lossless import audit, find_mismatches, is_exact, judge
 from outrider.models.config import TargetConfig
-from outrider.models.decoding import GreedyAcceptance, generate
+from outrider.models.decoding import GreedyAcceptance, RowSeeds, Sampling, SpeculativeSampling, generate
+from outrider.models.decoding.sampling import seeded_clocks
 from outrider.models.drafters import NullDrafter
 from outrider.models.hf_target import HFTarget
 from outrider.models.target import load_target
@@ -38,6 +40,29 @@ def test_answers_to_different_prompts_are_never_compared(make_record: MakeRecord
 
 def test_only_full_precision_is_held_to_the_very_tokens() -> None:
     assert [is_exact(dtype) for dtype in (torch.float32, torch.float64, torch.bfloat16)] == [True, True, False]
+    assert not any(is_exact(dtype, temperature=0.7) for dtype in (torch.float32, torch.float64, torch.bfloat16))
+
+
+def test_answers_are_compared_within_their_temperature(make_record: MakeRecord) -> None:
+    records = [
+        make_record(token_ids=[4, 5, 6]),
+        make_record(token_ids=[7, 8, 9], temperature=0.7),
+        make_record(token_ids=[7, 8, 9], temperature=0.7, method="same"),
+        make_record(token_ids=[4, 5, 6], temperature=0.7, method="the greedy answer"),
+    ]
+    assert [mismatch.record.method for mismatch in find_mismatches(records)] == ["the greedy answer"]
+    with pytest.raises(ValueError, match="no baseline record of the same prompt"):
+        find_mismatches([make_record(), make_record(method="d", temperature=0.7)])
+
+
+def test_drawn_drafts_are_compared_when_greedy_and_not_when_sampling(make_record: MakeRecord) -> None:
+    for temperature, num_found in ((0.0, 1), (0.7, 0)):
+        plain = make_record(token_ids=[4, 5, 6], temperature=temperature)
+        drawn = make_record(token_ids=[4, 5, 7], temperature=temperature, method="d", drawn=True)
+        assert len(find_mismatches([plain, drawn])) == num_found
+        verdict = judge([drawn], find_mismatches([plain, drawn]))
+        assert verdict.by_rule == (temperature > 0)
+        assert verdict.label == ("by rule" if temperature else "NO (1 of 1 prompts)")
 
 
 def test_the_audit_passes_greedy_answers_and_fails_wrong_ones(tiny_target: HFTarget) -> None:
@@ -60,3 +85,42 @@ def test_the_audit_measures_noise_where_there_is_some(tiny_target_dir: Path) -> 
     result = audit(target, prompt, tokens)
     assert result.deficit == 0.0  # token by token is how plain decoding read it
     assert 0.0 < result.noise < 0.5
+
+
+PROMPT = torch.tensor([[5, 6, 7, 8]])
+
+
+def sampled(target: HFTarget, temperature: float, seed: int) -> list[int]:
+    rule = SpeculativeSampling(sampling=Sampling(temperature=temperature))
+    steps = generate(target, NullDrafter(), rule, PROMPT, max_new_tokens=32, generator=RowSeeds([seed]))
+    return [token for step in steps for token in step.tokens[0]]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_the_audit_knows_the_clocks_of_a_sampled_answer(tiny_target_dir: Path, dtype: str) -> None:
+    target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype=dtype, device="cpu"))
+    for temperature in (0.5, 1.0, 2.0):
+        tokens = sampled(target, temperature, seed=3)
+        result = audit(target, PROMPT, tokens, temperature=temperature, seed=3)
+        assert result.deficit < 1e-6  # the division by the clocks rounds otherwise than the difference of logarithms
+        assert result.within_noise
+        assert not audit(target, PROMPT, tokens, temperature=temperature, seed=4).within_noise
+        assert not audit(target, PROMPT, sampled(target, 2 * temperature, 3), temperature=temperature, seed=3).within_noise
+        assert not audit(target, PROMPT, tokens).within_noise
+
+
+def test_two_candidates_that_tie_within_the_noise_explain_a_sampled_token(
+    tiny_target: HFTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock of the runner-up is moved until its score lies a millionth, or a thousandth, below the best one's."""
+    tokens = sampled(tiny_target, 1.0, seed=3)
+    logits = tiny_target.model(PROMPT).logits[0, -1]
+    clocks = seeded_clocks(logits, 3, 0)
+    best, second = (logits - clocks.log()).topk(2).indices.tolist()
+    assert best == tokens[0]
+    for gap, explained in ((1e-6, True), (1e-3, False)):
+        tied = clocks.clone()
+        tied[second] = clocks[best] * (logits[second] - logits[best] + gap).exp()
+        monkeypatch.setattr(lossless, "seeded_clocks", lambda like, seed, position, tied=tied: tied)
+        assert audit(tiny_target, PROMPT, [best], temperature=1.0, seed=3).within_noise
+        assert audit(tiny_target, PROMPT, [second], temperature=1.0, seed=3).within_noise == explained

@@ -73,6 +73,7 @@ def test_an_altered_line_is_named_and_refused(tmp_path: Path, make_record: MakeR
         "the prefill emits one": altered(good, num_verify_tokens=3),
         "each emits at least one": altered(good, accepted_histogram=[3]),
         "is negative": altered(good, token_ids=[-1, 2, 3]),
+        "temperature is -1.0": altered(good, temperature=-1.0),
         "seconds are positive": altered(good, prefill_seconds=0.0),
         "exactly when profiled": altered(good, profiled=True),
         "the same generation": good.to_json(),
@@ -81,7 +82,7 @@ def test_an_altered_line_is_named_and_refused(tmp_path: Path, make_record: MakeR
         path.write_text(good.to_json() + "\n" + line + "\n")
         with pytest.raises(ValueError, match=f"(?s)records.jsonl, line 2: .*({message}|Expecting value)"):
             RecordFile(path)
-    assert len(bad_lines) == 11
+    assert len(bad_lines) == 12
 
 
 def test_number_of_steps_is_the_histogram_and_seconds_include_the_prefill(make_record: MakeRecord) -> None:

@@ -1,6 +1,8 @@
 """The whole stage on a tiny random target: it measures fairly, resumes, refuses to mix, and catches a wrong decoder."""
 
+import hashlib
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,14 +15,14 @@ from outrider.data.chat import encode_prompt
 from outrider.data.types import Turn
 from outrider.eval import measure, run
 from outrider.eval.config import EvalConfig, SuiteConfig
-from outrider.eval.measure import Generation, evenly_spaced
+from outrider.eval.measure import Generation, answer_seed, evenly_spaced
 from outrider.eval.records import EvalRecord, RecordFile
 from outrider.eval.rows import Row, is_broken
-from outrider.eval.run import evaluate
+from outrider.eval.run import check_inputs, evaluate
 from outrider.models.config import TargetConfig
-from outrider.models.decoding import Acceptance, DraftTree, GreedyAcceptance, TargetOutput
+from outrider.models.decoding import Acceptance, DraftTree, GreedyAcceptance, Sampling, SpeculativeSampling, TargetOutput
 from outrider.models.decoding.sampling import Randomness
-from outrider.models.drafters import build_drafter, save_drafter
+from outrider.models.drafters import build_drafter, load_drafter, save_drafter
 from outrider.models.hf_target import HFTarget
 from outrider.models.target import load_target
 
@@ -165,6 +167,105 @@ def test_an_incomplete_run_is_not_finished_in_another_environment(run_tiny: Eval
         run_tiny(tmp_path)
 
 
+TWO_TEMPERATURES = [0.0, 0.8]
+
+
+def answers(output_dir: Path) -> dict[tuple[str, int, float], dict[str, list[int]]]:
+    """What each method answered, by prompt, turn and temperature."""
+    found: dict[tuple[str, int, float], dict[str, list[int]]] = {}
+    for record in read(output_dir):
+        found.setdefault((record.prompt_id, record.turn, record.temperature), {})[record.method] = record.token_ids
+    return found
+
+
+def test_sampled_answers_of_a_drafter_are_the_baselines_very_tokens(run_tiny: Evaluate, tmp_path: Path) -> None:
+    rows = run_tiny(tmp_path, temperatures=TWO_TEMPERATURES, repeats=2)
+    methods = ["baseline", "redrafter", "redrafter beam_width=1"]
+    assert [(row["temperature"], row["method"]) for row in rows] == [(t, name) for t in TWO_TEMPERATURES for name in methods]
+    assert [row["lossless_label"] for row in rows] == ["yes"] * 6
+    assert [row["num_turns"] for row in rows] == [NUM_TURNS] * 6
+    assert [row["num_skipped"] for row in rows] == [2] * 6
+    found = answers(tmp_path)
+    assert len(found) == 2 * NUM_TURNS
+    assert all(len(by_method) == 3 and len({*map(tuple, by_method.values())}) == 1 for by_method in found.values())
+    greedy, sampled = ([found[prompt, turn, t]["baseline"] for prompt in "02" for turn in (0, 1)] for t in TWO_TEMPERATURES)
+    assert all(ours != theirs for ours, theirs in zip(greedy, sampled, strict=True))
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == [
+        "mt_bench-comparison.png",
+        "mt_bench-t0.8.png",
+        "mt_bench.png",
+    ]
+    assert not any(record.drawn for record in read(tmp_path))
+
+
+def test_a_second_turn_holds_the_baselines_answer_at_its_own_temperature(
+    run_tiny: Evaluate, tiny_target: HFTarget, tmp_path: Path
+) -> None:
+    run_tiny(tmp_path, temperatures=TWO_TEMPERATURES, settings=[{}], profile_prompts=0)
+    found = answers(tmp_path)
+    for temperature in TWO_TEMPERATURES:
+        answer = tiny_target.tokenizer.decode(found["2", 0, temperature]["baseline"], skip_special_tokens=True)
+        messages = [
+            Turn(role="user", content="xyz"),
+            Turn(role="assistant", content=answer),
+            Turn(role="user", content="more"),
+        ]
+        tokens = encode_prompt(messages, tiny_target.tokenizer)[0].tolist()
+        seconds = [r for r in read(tmp_path) if (r.prompt_id, r.turn, r.temperature) == ("2", 1, temperature)]
+        assert len(seconds) == 2
+        assert {record.prompt_sha256 for record in seconds} == {hashlib.sha256(str(tokens).encode()).hexdigest()}
+
+
+def test_a_run_of_two_temperatures_goes_on_where_it_was_killed(
+    run_tiny: Evaluate, generated: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"temperatures": TWO_TEMPERATURES, "settings": [{}]}
+    rows = run_tiny(tmp_path, **options)
+    whole = (tmp_path / "records.jsonl").read_bytes().splitlines(keepends=True)
+    tokens = [record.token_ids for record in read(tmp_path)]
+    assert len(whole) == 2 * 2 * (NUM_TURNS + NUM_PROFILED)
+    for num_kept in (3, len(whole) // 2):
+        (tmp_path / "records.jsonl").write_bytes(b"".join(whole[:num_kept]))
+        generated.clear()
+        again = run_tiny(tmp_path, **options)
+        assert len(generated) == 2 * 2 + len(whole) - num_kept  # each method is warmed up at each temperature
+        assert [record.token_ids for record in read(tmp_path)] == tokens
+        assert [row["tokens_per_step"] for row in again] == [row["tokens_per_step"] for row in rows]
+    with pytest.raises(ValueError, match=r"differs in temperatures \(was \[0\.0, 0\.8\], is \[0\.0\]\)"):
+        run_tiny(tmp_path, **{**options, "temperatures": [0.0]})
+
+
+class SamplesHotter(SpeculativeSampling):
+    """Broken on purpose: draft trees are verified at another temperature than plain decoding samples at."""
+
+    def __call__(self, tree: DraftTree, output: TargetOutput, *, generator: Randomness = None) -> Acceptance:
+        right = SpeculativeSampling(sampling=self.sampling)
+        wrong = SpeculativeSampling(sampling=Sampling(temperature=2 * self.sampling.temperature))
+        return (wrong if tree.num_nodes else right)(tree, output, generator=generator)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_sampler_of_a_wrong_distribution_is_caught(
+    run_tiny: Evaluate, tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype=dtype, device="cpu"))
+    options: dict[str, Any] = {"temperatures": TWO_TEMPERATURES, "settings": [{}], "max_new_tokens": 24}
+    assert not any(is_broken(row) for row in run_tiny(tmp_path / "right", target, **options))
+    monkeypatch.setattr(run, "SpeculativeSampling", SamplesHotter)
+    rows = run_tiny(tmp_path / "wrong", target, **options)
+    assert [is_broken(row) for row in rows] == [False, False, False, True]
+    table = (tmp_path / "wrong" / "table.md").read_text()
+    assert "redrafter on mt_bench (temperature 0.8) is NOT LOSSLESS" in table
+
+
+def test_every_answer_has_a_seed_of_its_own_which_is_nobodys_method() -> None:
+    places = [
+        (seed, suite, prompt, turn) for seed in (0, 1) for suite in ("a", "b") for prompt in ("1", "2") for turn in (0, 1)
+    ]
+    assert len({answer_seed(*place) for place in places}) == len(places) == 16
+    assert answer_seed(0, "a", "1", 0) == answer_seed(0, "a", "1", 0)
+
+
 class AcceptsAnything(GreedyAcceptance):
     """Broken on purpose: takes the first node of a tree whatever the target says."""
 
@@ -231,6 +332,30 @@ def test_several_drafters_are_told_apart_by_their_directories(
         evaluate(config, tiny_target, tiny_target.tokenizer, [copies[0]] * 2, tmp_path / "twice")
 
 
+def test_what_is_known_of_a_drafters_training_is_told(
+    tiny_target: HFTarget, tiny_drafter_dir: Path, config: EvalConfig, tmp_path: Path
+) -> None:
+    directory = tmp_path / "drafter"
+    shutil.copytree(tiny_drafter_dir, directory)
+    parameters = sum(parameter.numel() for parameter in load_drafter(directory, tiny_target).parameters())
+    facts = {"steps": 3, "seconds": 1.5, "positions_seen": 9, "tokens_seen": 20, "parameters": parameters}
+    config = replace(config, settings=[{}])
+
+    def evaluate_here() -> list[Row]:
+        return evaluate(config, tiny_target, tiny_target.tokenizer, [directory], tmp_path / "eval")
+
+    _, unknown = evaluate_here()
+    assert (unknown["parameters"], unknown["training"]) == (parameters, None)
+    (directory / "training.json").write_text(json.dumps({**facts, "tokens_per_step_estimate": 1.2}))
+    plain, known = evaluate_here()
+    assert known["training"] == {**facts, "tokens_per_step_estimate": 1.2}
+    assert (plain["parameters"], plain["training"]) == (None, None)
+    for text, message in (("{", "not a JSON file"), (json.dumps(facts), "missing keys tokens_per_step_estimate")):
+        (directory / "training.json").write_text(text)
+        with pytest.raises(ValueError, match=f"training.json.*{message}"):
+            check_inputs(config, [directory])
+
+
 def test_threads_are_set_for_the_measurement_and_given_back(run_tiny: Evaluate, tmp_path: Path) -> None:
     before = torch.get_num_threads()
     run_tiny(tmp_path, num_threads=before + 1, settings=[{}], profile_prompts=0)
@@ -271,9 +396,13 @@ def test_a_draft_model_is_evaluated_as_chain_tree_and_sampler(
     drafter = build_drafter({"kind": "draft_model", "init": "target_layers", "num_layers": 1}, tiny_target)
     save_drafter(drafter, tmp_path / "drafter", tiny_target.identity)
     settings: list[dict[str, Any]] = [{}, {"length": 3, "top_k": 2, "tree_nodes": 5}, {"length": 2, "temperature": 1.0}]
-    config = replace(config, settings=settings)
+    config = replace(config, settings=settings, temperatures=[0.0, 1.0])
     rows = evaluate(config, tiny_target, tiny_target.tokenizer, [tmp_path / "drafter"], tmp_path / "eval")
-    assert all(row["lossless"] for row in rows)
+    assert [row["lossless_label"] for row in rows] == ["yes"] * 7 + ["by rule"]
+    assert [row["lossless"] for row in rows] == [True] * 7 + [None]
+    assert all(row["speedup"] is not None for row in rows)
+    drawn = {record.method for record in read(tmp_path / "eval") if record.drawn}
+    assert drawn == {"draft_model length=2 temperature=1.0"}
     assert drafts_per_step(tmp_path / "eval") == {
         "baseline": {0},
         "draft_model": {4},

@@ -1,5 +1,6 @@
 """What a reader is told: rows, table, notes and plot."""
 
+import dataclasses
 import json
 from io import StringIO
 from pathlib import Path
@@ -10,15 +11,19 @@ from rich.console import Console
 
 from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.lossless import Mismatch
-from outrider.eval.plots import plot_suite
+from outrider.eval.plots import plot_comparison, plot_suite
 from outrider.eval.records import EvalRecord
 from outrider.eval.roofline import Roofline
-from outrider.eval.rows import Row, build_rows, is_broken
+from outrider.eval.rows import DrafterFacts, Row, build_rows, is_broken
 from outrider.eval.tables import cells, footnotes, markdown, print_table
 from outrider.models.decoding.types import PhaseSeconds
+from outrider.models.drafters.checkpoint import TrainingFacts
 
 from .conftest import MakeRecord
 
+TRAINING = TrainingFacts(
+    steps=500, seconds=160.4, positions_seen=512_000, tokens_seen=900_000, parameters=1_440_000, tokens_per_step_estimate=1.9
+)
 ROOFLINE = Roofline(weight_bytes=10**9, bandwidth_gbs=20.0, given=True, cache_bytes=None)
 
 
@@ -40,7 +45,8 @@ def records(make_record: MakeRecord) -> list[EvalRecord]:
 
 def rows_of(records: list[EvalRecord], mismatches: list[Mismatch], **changes: Any) -> list[Row]:
     config = EvalConfig(suites=[SuiteConfig(name="mt_bench")])
-    options: dict[str, Any] = {"config": config, "dtype": "float32", "roofline": ROOFLINE, "num_skipped": {"mt_bench": 0}}
+    options: dict[str, Any] = {"config": config, "dtype": "float32", "roofline": ROOFLINE, "num_skipped": {}}
+    options["drafters"] = {"redrafter": DrafterFacts(parameters=1_440_000, training=TRAINING)}
     return build_rows(records, mismatches, **{**options, **changes})
 
 
@@ -58,6 +64,11 @@ def test_rows_hold_the_timed_records_numbers_and_split_the_profiled_ones(records
     assert drafted["rho"] == pytest.approx(2 / 3)
     assert drafted["ceiling"] == pytest.approx(2.0 / (1 + 2 / 3))
     assert drafted["time_split"] == pytest.approx({"draft": 0.5, "verify": 0.25, "accept": 0.2, "rest": 0.05})
+    assert drafted["draft_seconds_per_step"] == pytest.approx(0.25)
+    assert (plain["draft_seconds_per_step"], plain["parameters"], plain["training"]) == (None, None, None)
+    assert drafted["parameters"] == 1_440_000
+    assert drafted["training"] is not None
+    assert drafted["training"]["seconds"] == 160.4
     # 20 GB/s over 1 GB are 20 tokens/s; plain decoding makes 2 tokens in 0.75 s.
     assert plain["roofline_fraction"] == pytest.approx(2 / 0.75 / 20)
     assert (drafted["num_prompts"], drafted["num_turns"], drafted["num_truncated"]) == (2, 2, 2)
@@ -99,7 +110,7 @@ def test_one_unexplained_answer_outweighs_the_explained_ones_of_its_prompt(recor
 
 
 def test_skipped_turns_are_told(records: list[EvalRecord]) -> None:
-    rows = rows_of(records, [], num_skipped={"mt_bench": 3})
+    rows = rows_of(records, [], num_skipped={("mt_bench", 0.0): 3})
     assert rows[0]["num_skipped"] == 3
     assert any("3 turns were SKIPPED" in note for note in footnotes(rows))
 
@@ -107,8 +118,69 @@ def test_skipped_turns_are_told(records: list[EvalRecord]) -> None:
 def test_markdown_has_one_line_per_row_of_as_many_cells_as_the_head(records: list[EvalRecord]) -> None:
     lines = [line for line in markdown(rows_of(records, [])).splitlines() if line.startswith("|")]
     assert len(lines) == 2 + 2
-    assert {line.count("|") for line in lines} == {13}
-    assert lines[3].startswith("| mt_bench | redrafter | 2.00 | 6.0 | 2.00x [2.00, 2.00] | 1.20x | yes | 50% |")
+    assert {line.count("|") for line in lines} == {17}
+    assert lines[0].startswith("| Suite | Temperature | Method | Tok/step |")
+    assert lines[2].startswith("| mt_bench | 0 | baseline |")
+    assert lines[3].startswith(
+        "| mt_bench | 0 | redrafter | 2.00 | 6.0 | 2.00x [2.00, 2.00] | 1.20x | yes | 1.4M | 160 | 250.00 | 50% |"
+    )
+
+
+def test_parameters_are_counted_in_three_digits_or_so(records: list[EvalRecord]) -> None:
+    shown = []
+    for number in (850, 1_440_000, 33_500, 2_000_000_000):
+        facts = DrafterFacts(parameters=number, training=None)
+        shown.append(cells(rows_of(records, [], drafters={"redrafter": facts})[1]))
+    assert [texts["Params"] for texts in shown] == ["850", "1.4M", "33.5k", "2.0B"]
+    assert {texts["Trained s"] for texts in shown} == {"-"}
+    assert {name: cells(rows_of(records, [])[0])[name] for name in ("Params", "Trained s", "Draft ms")} == dict.fromkeys(
+        ("Params", "Trained s", "Draft ms"), "-"
+    )
+
+
+@pytest.fixture
+def sampled(records: list[EvalRecord]) -> list[EvalRecord]:
+    """The same at temperature 0.7, where the drafter's drafts are drawn at random and its answers are others."""
+    return [
+        dataclasses.replace(record, temperature=0.7, drawn=record.method != "baseline", token_ids=record.token_ids[::-1])
+        for record in records
+    ]
+
+
+TWO_TEMPERATURES = EvalConfig(suites=[SuiteConfig(name="mt_bench")], temperatures=[0.7, 0.0])
+
+
+def test_each_temperature_has_rows_of_its_own_in_the_order_of_the_configuration(
+    records: list[EvalRecord], sampled: list[EvalRecord]
+) -> None:
+    rows = rows_of([*records, *sampled], [], config=TWO_TEMPERATURES, num_skipped={("mt_bench", 0.7): 1})
+    assert [(row["temperature"], row["method"]) for row in rows] == [
+        (0.7, "baseline"),
+        (0.7, "redrafter"),
+        (0.0, "baseline"),
+        (0.0, "redrafter"),
+    ]
+    assert [row["num_turns"] for row in rows] == [2] * 4
+    assert [row["num_skipped"] for row in rows] == [1, 1, 0, 0]
+    notes = footnotes(rows)
+    assert sum("1 turns were SKIPPED" in note for note in notes) == 1
+    assert any(note.startswith("mt_bench, temperature 0.7 ") for note in notes)
+    screen = StringIO()
+    print_table(rows, Console(width=110, file=screen))
+    shown = [line.strip() for line in screen.getvalue().splitlines()]
+    assert [shown.count(f"mt_bench, {name}") for name in ("greedy", "temperature 0.7")] == [2, 2]
+
+
+def test_a_sampler_of_drawn_drafts_is_lossless_by_its_rule_and_not_by_comparison(
+    records: list[EvalRecord], sampled: list[EvalRecord]
+) -> None:
+    plain, drafted = rows_of([*sampled, *records], [], config=TWO_TEMPERATURES)[:2]
+    assert (plain["lossless"], plain["lossless_label"]) == (True, "yes")
+    assert (drafted["lossless"], drafted["lossless_label"]) == (None, "by rule")
+    assert drafted["speedup"] == pytest.approx(2.0)
+    assert not is_broken(drafted)
+    assert any("outrider certify" in note for note in footnotes([plain, drafted]))
+    assert not any("outrider certify" in note for note in footnotes([plain]))
 
 
 def test_the_terminal_table_fits_eighty_columns_and_shows_brackets(records: list[EvalRecord]) -> None:
@@ -134,4 +206,17 @@ def test_a_plot_is_a_png_and_the_baseline_alone_makes_none(records: list[EvalRec
     plot_suite(rows, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     plot_suite(rows[:1], tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()
+
+
+def test_drafters_are_compared_where_there_are_two_of_them(
+    records: list[EvalRecord], sampled: list[EvalRecord], tmp_path: Path
+) -> None:
+    other = [dataclasses.replace(record, method="medusa tree_nodes=5") for record in records if record.method != "baseline"]
+    wrong = Mismatch(record=other[0], position=1)
+    rows = rows_of([*records, *other, *sampled], [wrong], config=TWO_TEMPERATURES)
+    assert len(rows) == 5
+    plot_comparison(rows[2:], tmp_path / "one.png")
+    assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
+    plot_comparison(rows[:2], tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()

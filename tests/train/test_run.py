@@ -5,7 +5,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from outrider.data.manifest import load_manifest, save_manifest
 from outrider.data.types import DistilledExample, DrafterBatch
 from outrider.models.drafters import DRAFTERS, load_drafter
+from outrider.models.drafters.checkpoint import read_training_facts
 from outrider.models.drafters.objective import Objective
 from outrider.models.drafters.redrafter import Redrafter
 from outrider.models.hf_target import HFTarget
@@ -79,6 +80,10 @@ def test_a_drafter_learns_and_its_folder_can_be_loaded(run_train: RunTrain, targ
     assert summary["positions_seen"] < summary["tokens_seen"]
     drafter = load_drafter(run.drafter_dir, target)
     assert sum(parameter.numel() for parameter in drafter.parameters()) == summary["parameters"]
+    facts = read_training_facts(run.drafter_dir)
+    assert facts is not None
+    assert asdict(facts).items() <= {**summary, **summary["metrics"], "seconds": summary["seconds"]}.items()
+    assert facts.tokens_per_step_estimate == lines[-1]["tokens_per_step_estimate"]
     assert not list(run.drafter_dir.parent.glob(".*"))
 
 
