@@ -31,6 +31,7 @@ from ..host_reads import HostReads, ScalarReads
 # kind's says its kind.
 OPTIONS: dict[str, dict[str, Any]] = {
     "blockwise": {"kind": "medusa", "heads": "ffn", "share_head": True, "head_decay": 1.0},
+    "draft_drawn": {"kind": "draft_model", "num_layers": 1, "temperature": 1.0},
     "draft_model": {"num_layers": 1},
     "draft_tree": {"kind": "draft_model", "num_layers": 1, "hidden_size": 16, "top_k": 3, "tree_nodes": 8},
     "eagle": {"unroll": 4, "classification_weight": 1.0, "depth": 4, "top_k": 3, "tree_nodes": 8},
@@ -190,10 +191,13 @@ def test_rows_leave_and_the_others_go_on(either, target, plain):
 
 
 def test_a_row_drafts_in_a_batch_what_it_drafts_alone(drafter, target):
-    alone = [answer(target, drafter, [prompt]).num_accepted[0] for prompt in PROMPTS]
+    def drafted(rows: list[int]) -> list[list[int]]:
+        return answer(target, drafter, [PROMPTS[row] for row in rows], generator=RowSeeds(rows)).num_accepted
+
+    alone = [drafted([row])[0] for row in range(len(PROMPTS))]
     assert any(map(any, alone))
     for order in ([0, 1, 2, 3, 4], [3, 2, 2, 0]):
-        assert answer(target, drafter, [PROMPTS[row] for row in order]).num_accepted == [alone[row] for row in order]
+        assert drafted(order) == [alone[row] for row in order]
 
 
 def test_sampling_at_temperature_zero_is_greedy_decoding(drafter, target, plain):
