@@ -1,5 +1,6 @@
 """Recipes, and what becomes of mistakes in them."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,13 @@ from hydra.errors import ConfigCompositionException, HydraException, MissingConf
 from omegaconf import DictConfig, OmegaConf
 
 from outrider.cli.config import DEMO_TARGET, RunConfig, register, to_run_config
+from outrider.eval.config import EvalConfig, SuiteConfig
+from outrider.models.drafters.registry import parse_drafter_config
+from outrider.train.config import TrainConfig
 
-RECIPES = sorted(path.stem for path in (Path(__file__).parents[2] / "conf" / "conf").glob("*.yaml"))
+CONF = Path(__file__).parents[2] / "conf"
+RECIPES = sorted(path.stem for path in (CONF / "conf").glob("*.yaml"))
+DRAFTERS = sorted(path.stem for path in (CONF / "drafter").glob("*.yaml"))
 
 
 def composed(*overrides: str) -> DictConfig:
@@ -43,6 +49,82 @@ def test_the_written_config_is_a_recipe_again(recipe: str) -> None:
 def test_without_a_recipe_the_demo_runs() -> None:
     assert run_config() == run_config("conf=demo")
     assert run_config().target.name_or_path == str(DEMO_TARGET)
+
+
+def test_the_demo_is_what_its_figures_were_measured_with() -> None:
+    config = run_config("conf=demo")
+    assert config.drafter == {
+        "kind": "redrafter",
+        "rnn": True,
+        "initial_state": "zero",
+        "num_blocks": 2,
+        "exit_width": 256,
+        "head_rank": None,
+        "head_init": "target",
+        "draft_vocab_size": None,
+        "beam_width": 4,
+        "beam_length": 5,
+        "tree_nodes": None,
+    }
+    assert config.train == TrainConfig(
+        steps=500,
+        batch_size=16,
+        max_positions=1024,
+        learning_rate=8e-3,
+        warmup_steps=15,
+        weight_decay=0.1,
+        checkpoint_every=1,
+    )
+    assert config.eval == EvalConfig(
+        suites=[SuiteConfig(name="stdlib", limit=30)],
+        settings=[
+            {"beam_width": 4, "beam_length": 3, "tree_nodes": 5},
+            {"beam_width": 16, "beam_length": 5},
+            {"beam_width": 16, "beam_length": 5, "tree_nodes": 40},
+        ],
+        max_new_tokens=128,
+    )
+
+
+@pytest.mark.parametrize("recipe", ["ablation_demo", "compare_demo"])
+def test_recipes_built_on_the_demo_train_its_redrafter(recipe: str) -> None:
+    demo, config = run_config("conf=demo"), run_config(f"conf={recipe}")
+    assert config.drafter == demo.drafter
+    assert config.train == replace(demo.train, steps=250)
+    first = config.drafter_runs()[0]
+    assert first.drafter == demo.drafter
+    assert first.train.learning_rate == demo.train.learning_rate
+    assert first.settings == [demo.eval.settings[0], demo.eval.settings[2]]
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_the_demo_composes_with_every_drafter_of_the_command_line(name: str) -> None:
+    config, plain = run_config("conf=demo", f"drafter={name}"), run_config("conf=demo", f"drafter={name.removesuffix('_demo')}")
+    assert config.drafter["kind"] == plain.drafter["kind"]
+    assert config.name == "demo"
+    assert replace(config.train, learning_rate=8e-3) == run_config("conf=demo").train
+    if name.endswith("_demo"):
+        assert len(config.eval.settings) > 1
+        assert config.drafter.keys() == plain.drafter.keys()
+    else:
+        assert config.eval.settings == [{}]
+
+
+def test_every_drafter_has_a_demo() -> None:
+    assert {name for name in DRAFTERS if not name.endswith("_demo")} == {
+        name.removesuffix("_demo") for name in DRAFTERS if name.endswith("_demo")
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "learning_rate"), [("medusa", 8e-3), ("eagle", 2e-3), ("eagle3", 2e-3), ("draft_model", 1e-3)]
+)
+def test_a_kinds_demo_trains_and_decodes_as_in_the_comparison(kind: str, learning_rate: float) -> None:
+    (demo,) = run_config("conf=demo", f"drafter={kind}_demo").drafter_runs()
+    compared = run_config("conf=compare_demo").drafter_run(kind)
+    assert demo.train.learning_rate == compared.train.learning_rate == learning_rate
+    assert demo.settings == compared.settings
+    assert parse_drafter_config(demo.drafter) == parse_drafter_config(compared.drafter)
 
 
 def test_one_seed_reaches_every_section() -> None:
