@@ -29,7 +29,8 @@ def run_config(*overrides: str) -> RunConfig:
 
 
 def test_recipes_exist() -> None:
-    assert {"demo", "ablation_demo", "redrafter_llama3_8b", "redrafter_vicuna7b"} <= set(RECIPES)
+    published = {"medusa_vicuna7b", "eagle_vicuna7b", "eagle3_llama3_8b", "redrafter_llama3_8b", "redrafter_vicuna7b"}
+    assert {"demo", "ablation_demo", "compare_demo", *published} <= set(RECIPES)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
