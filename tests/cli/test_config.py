@@ -185,12 +185,24 @@ def test_a_mistyped_beam_setting_is_told_before_the_training_not_after_it() -> N
         ("eval.memory_bandwidth_gbs=nan", "memory_bandwidth_gbs is nan"),
         ("eval.settings=[{beam_width: 4}, {beam_width: 4}]", "same setting twice"),
         ("distill.horizon=1", "labels of at least 2 tokens"),
+        ("+variants.more.drafter={kind: medusa, num_heads: 6}", "variants.more: drafter.num_heads is 6 and distill.horizon 5"),
         ("drafter.num_blocks=two", "expected a value of type int"),
     ],
 )
 def test_what_would_fail_after_hours_is_told_at_once(override: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         run_config(override)
+
+
+@pytest.mark.parametrize("stages", ["[distill]", "[distill,train,eval]"])
+def test_more_medusa_heads_than_labels_are_told_before_the_distillation(stages: str) -> None:
+    with pytest.raises(ValueError, match=r"num_heads is 5 and distill.horizon 5.* to that, or .*distill.horizon of at least 6"):
+        run_config("conf=medusa_vicuna7b", "drafter.num_heads=5", f"stages={stages}")
+    run_config("conf=medusa_vicuna7b", "drafter.num_heads=5", "distill.horizon=6", f"stages={stages}")
+
+
+def test_what_is_distilled_already_may_have_longer_labels_than_the_recipe_says() -> None:
+    run_config("conf=medusa_vicuna7b", "drafter.num_heads=5", "stages=[train]")
 
 
 def test_all_problems_are_told_at_once() -> None:
