@@ -54,7 +54,7 @@ def main() -> None:
     records = [case | run_case(case, args) for case in tqdm(cases, unit="case")]
     report = {
         "cases": records,
-        "settings": {**vars(args), "output": str(args.output)},
+        "settings": {name: value for name, value in vars(args).items() if name not in ("case", "output")},
         "environment": asdict(describe_environment(torch.device(args.device))),
     }
     write_json(args.output, report)
