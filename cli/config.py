@@ -13,7 +13,7 @@ from ..data.config import DataConfig
 from ..distill.config import DistillConfig
 from ..eval.config import EvalConfig
 from ..models.config import TargetConfig
-from ..models.drafters.registry import parse_drafter_config
+from ..models.drafters.registry import parse_drafter_config, require_horizon
 from ..train.config import TrainConfig
 
 STAGES = ("distill", "train", "eval")
@@ -64,10 +64,6 @@ class RunConfig:
             problems.append(
                 f"mixed_precision is {self.mixed_precision!r}; it must be bf16 or no, or null for the launcher's choice"
             )
-        if "train" in self.stages and self.distill.horizon < 2:
-            problems.append(
-                f"distill.horizon is {self.distill.horizon}; a drafter needs labels of at least 2 tokens to learn from"
-            )
         for name in self.variants or [""]:
             problems += self._drafter_problems(name)
         _raise(problems)
@@ -76,6 +72,8 @@ class RunConfig:
         try:
             drafter = self.drafter_run(variant)
             _, config = parse_drafter_config(drafter.drafter)
+            if "distill" in self.stages:
+                require_horizon(drafter.drafter, self.distill.horizon)
             for index, setting in enumerate(drafter.settings):
                 parse_drafter_config({**drafter.drafter, **setting})
                 if fixed := sorted(set(setting) - config.RUNTIME_FIELDS):

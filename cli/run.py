@@ -20,6 +20,7 @@ from ..eval.rows import Row, is_broken
 from ..eval.run import check_inputs, evaluate
 from ..eval.tables import print_table
 from ..models.drafters import build_drafter
+from ..models.drafters.registry import require_horizon
 from ..models.target import load_target
 from ..train.run import train
 from .config import RunConfig, register, to_run_config
@@ -102,7 +103,9 @@ def _as_run(config: RunConfig, path: Path) -> dict[str, Any]:
 def _check_inputs(config: RunConfig) -> None:
     """The evaluation's prompts, and what earlier stages left: a mistake shows before the target is loaded."""
     if "train" in config.stages and "distill" not in config.stages:
-        load_manifest(Path(config.output_dir) / "distill")
+        manifest = load_manifest(Path(config.output_dir) / "distill")
+        for drafter in config.drafter_runs():
+            require_horizon(drafter.drafter, manifest.horizon)
     if "eval" in config.stages:
         settings = {drafter.drafter_dir: drafter.settings for drafter in config.drafter_runs()}
         check_inputs(config.eval, [] if "train" in config.stages else list(settings), settings)

@@ -126,6 +126,17 @@ class TrainableDrafter(nn.Module, ABC):
     def for_target(cls, config: Any, target: "HFTarget") -> "TrainableDrafter":
         """A drafter with fresh weights that reads the target's frozen ones where it needs them."""
 
+    @classmethod
+    def require_horizon(cls, config: Any, horizon: int) -> None:
+        """Raise ValueError where labels of `horizon` tokens are too short for a drafter with this config to learn from."""
+        if horizon < 2:
+            raise ValueError(f"distill.horizon is {horizon}; a drafter needs labels of at least 2 tokens to learn from")
+
+    @classmethod
+    def starting_weights(cls, config: Any) -> str | None:
+        """Digest of the weights that training starts from, where those are a model's other than the target."""
+        return None
+
     @property
     def feature_layers(self) -> tuple[int, ...]:
         """Layers of the target whose inputs it reads besides the last hidden states: batches then have `features`."""

@@ -46,7 +46,7 @@ def load_target(config: TargetConfig | str, device: torch.device | None = None, 
     identity = TargetIdentity(
         name=_public_name(config.name_or_path),
         revision=config.revision,
-        weights_sha256=_weights_digest(config, model),
+        weights_sha256=weights_digest(config.name_or_path, getattr(model.config, "_commit_hash", None)),
         tokenizer_sha256=tokenizer_digest(tokenizer),
         hidden_size=model.config.get_text_config().hidden_size,
         vocab_size=vocab_size,
@@ -158,12 +158,11 @@ def _public_name(name_or_path: str) -> str:
     return path.resolve().name if path.is_dir() else name_or_path
 
 
-def _weights_digest(config: TargetConfig, model: PreTrainedModel) -> str:
+def weights_digest(name_or_path: str, commit: str | None) -> str:
     """SHA-256 of the weight files of a directory; of name and commit for the Hub, which never changes a commit's files."""
-    directory = Path(config.name_or_path)
+    directory = Path(name_or_path)
     if not directory.is_dir():
-        commit = getattr(model.config, "_commit_hash", None)
-        return hashlib.sha256(f"{config.name_or_path}@{commit}".encode()).hexdigest()
+        return hashlib.sha256(f"{name_or_path}@{commit}".encode()).hexdigest()
     digest = hashlib.sha256()
     for path in sorted(path for pattern in WEIGHT_PATTERNS for path in directory.glob(pattern)):
         digest.update(f"{path.name}:{sha256_file(path)}\n".encode())

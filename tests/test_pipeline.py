@@ -175,6 +175,17 @@ def test_a_stage_without_its_input_says_what_is_missing(overrides: list[str], tm
     assert not (tmp_path / "empty").exists()
 
 
+def test_more_medusa_heads_than_the_distilled_labels_train_are_told_at_once(
+    finished: tuple[Path, str], overrides: list[str]
+) -> None:
+    folder, _ = finished
+    before = digests(folder)
+    medusa = "+variants.heads.drafter={kind: medusa, num_heads: 4}"
+    with pytest.raises(ValueError, match=r"num_heads is 4 and distill\.horizon 3"):
+        run_here("conf=demo", *overrides, "stages=[train]", "distill.horizon=5", medusa)
+    assert digests(folder) == before
+
+
 def test_the_ablation_compares_both_labels_in_one_table(overrides: list[str], tmp_path: Path) -> None:
     run_here("conf=ablation_demo", *overrides[1:], f"output_dir={tmp_path}")
     methods = [row["method"] for row in summary(tmp_path)]

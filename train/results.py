@@ -15,7 +15,7 @@ from ..data.files import read_json, sha256_file, write_json
 from ..data.manifest import Manifest, TargetIdentity
 from ..models.drafters import save_drafter
 from ..models.drafters.checkpoint import CONFIG_FILE, TRAINING_FILE, WEIGHTS_FILE, TrainingFacts
-from ..models.drafters.registry import parse_drafter_config
+from ..models.drafters.registry import parse_drafter_config, starting_weights
 from ..models.interfaces import TrainableDrafter
 from .checkpoint import latest_checkpoint, read_marker
 from .config import MAY_CHANGE_ON_RESUME, TrainConfig
@@ -34,6 +34,7 @@ def describe_run(
     """All that decides what is learned, as JSON values: two runs with equal descriptions learn the same."""
     kind, drafter = parse_drafter_config(drafter_config)
     shards = "\n".join(shard.sha256 for shard in manifest.shards)
+    started_from = starting_weights(drafter_config)
     return {
         "train": {key: value for key, value in asdict(config).items() if key not in MAY_CHANGE_ON_RESUME},
         "drafter": {
@@ -47,6 +48,7 @@ def describe_run(
             "sha256": hashlib.sha256(shards.encode()).hexdigest(),
         },
         "target": {"weights_sha256": manifest.target.weights_sha256},
+        **({} if started_from is None else {"started_from": {"weights_sha256": started_from}}),
         "num_processes": accelerator.num_processes,
         "mixed_precision": accelerator.mixed_precision,
     }

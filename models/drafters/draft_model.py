@@ -33,7 +33,7 @@ from ..tree_attention import attention_kinds, require_tree_attention
 from .beams import SearchTree, likeliest_nodes, likeliest_successors, pack
 from .branches import Branches
 from .objective import DraftVocabulary, Labels, Objective, score
-from .small_models import architecture_of, build_model, first_layers, pretrained, smaller_architecture
+from .small_models import architecture_of, build_model, first_layers, pretrained, smaller_architecture, weights_digest_at
 
 EXPECTED_NEW_TOKENS = 256
 """Room that the draft model's cache has behind a prompt at first; it grows."""
@@ -159,6 +159,10 @@ class DraftModel(TrainableDrafter):
         # No path of this machine belongs into a published checkpoint.
         return cls(replace(config, architecture=architecture_of(reader.model), path=None), reader)
 
+    @classmethod
+    def starting_weights(cls, config: DraftModelConfig) -> str | None:
+        return None if config.path is None or config.architecture is not None else weights_digest_at(config.path)
+
     @property
     def max_nodes(self) -> int:
         most = self.config.length * self.config.top_k
@@ -167,6 +171,11 @@ class DraftModel(TrainableDrafter):
     # --- decoding
 
     def init_state(self, prompts: Prompts, prefill: TargetOutput) -> Int[torch.Tensor, " batch"]:
+        if max(prompts.lengths) >= self.reader.context_length:
+            raise ValueError(
+                f"a prompt of {max(prompts.lengths)} tokens leaves no room for an answer in the draft model's context window "
+                f"of {self.reader.context_length} tokens; shorten the prompt, or choose a draft model with a longer one"
+            )
         room = self.config.length * self.config.top_k
         self.reader.prefill(prompts, max_new_tokens=EXPECTED_NEW_TOKENS, max_nodes=room)
         self._own_prefill = self.reader.num_prefills

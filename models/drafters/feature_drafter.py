@@ -354,15 +354,17 @@ def make_layer(target: HFTarget, input_width: int) -> Any:
 
 @torch.no_grad()
 def start_from_target(layer: Any, fc: nn.Linear, target: HFTarget) -> None:
-    """Let the layer begin as the target's last one, and `fc` let through the last of its inputs as it is.
+    """Let the layer begin as the target's last one, but add nothing yet, and `fc` let through the last of its inputs as it is.
 
-    Where the attention reads a pair, both halves begin with the target's weights: either is a vector of its residual stream.
+    So the first outputs are the features themselves, at every depth: EAGLE-1's layer, which has no norm at its input, would
+    blow them up otherwise. Where the attention reads a pair, both halves begin with the target's weights: either is a vector of
+    its residual stream.
     """
     source = dict(decoder_layers(target.model)[-1].named_parameters())
     for name, parameter in layer.named_parameters():
         weight = source[name]
         parameter.copy_(weight if weight.shape == parameter.shape else torch.cat([weight, weight], dim=1))
-    for parameter in fc.parameters():
+    for parameter in (*layer.self_attn.o_proj.parameters(), *layer.mlp.down_proj.parameters(), *fc.parameters()):
         parameter.zero_()
     fc.weight[:, -fc.out_features :].fill_diagonal_(1.0)
 

@@ -150,6 +150,16 @@ class Medusa(TrainableDrafter):
     def for_target(cls, config: MedusaConfig, target: HFTarget) -> "Medusa":
         return cls(config, target.head)
 
+    @classmethod
+    def require_horizon(cls, config: MedusaConfig, horizon: int) -> None:
+        super().require_horizon(config, horizon)
+        if horizon <= config.num_heads:
+            raise ValueError(
+                f"drafter.num_heads is {config.num_heads} and distill.horizon {horizon}, and labels of {horizon} tokens train "
+                f"only {horizon - 1} heads; lower num_heads to that, or distil with distill.horizon of at least "
+                f"{config.num_heads + 1}"
+            )
+
     def check_weights(self) -> None:
         """The accuracies must be shares. With them the tree is chosen."""
         if (self.accuracies < 0).any() or (self.accuracies.sum(1) > 1.01).any():
@@ -258,11 +268,7 @@ class Medusa(TrainableDrafter):
         if batch.hidden_states is None:
             raise ValueError("Medusa reads the target's hidden states, and the batch has none; distil them or recompute them")
         labels, num_heads = Labels.of(batch), self.config.num_heads
-        if labels.tokens.shape[1] < num_heads:
-            raise ValueError(
-                f"drafter.num_heads is {num_heads}, and labels of {labels.tokens.shape[1] + 1} tokens train only "
-                f"{labels.tokens.shape[1]}; lower it, or distil with distill.horizon of at least {num_heads + 1}"
-            )
+        self.require_horizon(self.config, labels.tokens.shape[1] + 1)
         labels = labels.first(num_heads)
         states = self.states(batch.hidden_states[batch.positions])
         index = torch.arange(num_heads, device=states.device).expand_as(labels.tokens)

@@ -19,12 +19,14 @@ HIT_RANKS = 10
 """Training reports how often the label is among the 1..HIT_RANKS likeliest tokens."""
 
 MAX_CHUNK = 2**26
-"""Logits held at a time: 256 MiB in float32, and a few times that while their loss is computed."""
+"""Logits held at a time: 256 MiB in float32, and a few times that while their loss is computed. Less would cost time: for every
+chunk a trained head's whole gradient is added up once more (scripts/bench_loss_memory.py)."""
 
 TINY = 1e-12
 """Keeps logarithms and quotients of probabilities finite."""
 
-LOSSES = ("cross_entropy", "kl", "reverse_kl", "tv", "acceptance", "kl_tv", "kl_acceptance")
+DIVERGENCES = ("cross_entropy", "kl", "reverse_kl")
+LOSSES = (*DIVERGENCES, "tv", "acceptance", "kl_tv", "kl_acceptance")
 WEIGHTS = ("uniform", "reached")
 
 
@@ -139,13 +141,14 @@ def score(
         overlap = divergence.neg().exp() * inside
         if teacher is not None:
             p = teacher(index)
-            inside_p = p / p.sum(1, keepdim=True).clamp(min=TINY)
+            inside_p = p if vocabulary.tokens is None else p / p.sum(1, keepdim=True).clamp(min=TINY)
             if objective.loss == "reverse_kl":
                 of_text = (log_q.exp() * (log_q - inside_p.clamp(min=TINY).log())).sum(1)
             else:
                 of_text = F.kl_div(log_q, inside_p, reduction="none").sum(1)
             divergence = torch.where(on_text, of_text, divergence)
-            overlap = torch.where(on_text, torch.minimum(p, log_q.exp()).sum(1), overlap)
+            if objective.loss not in DIVERGENCES:  # two more tensors of all logits, and what their gradient keeps
+                overlap = torch.where(on_text, torch.minimum(p, log_q.exp()).sum(1), overlap)
         return torch.stack([divergence, overlap, rank.to(divergence.dtype)], dim=1)
 
     rows = (output, inside, labels.text_index[known], labels.on_text[known], *inputs)
@@ -205,7 +208,7 @@ def _combine(
     depth: Int[torch.Tensor, " label"],
     loss: str,
 ) -> Float[torch.Tensor, " label"]:
-    if loss in ("cross_entropy", "kl", "reverse_kl"):
+    if loss in DIVERGENCES:
         return divergence
     direct = 1 - overlap if loss.endswith("tv") else -overlap.clamp(min=TINY).log()
     if loss in ("tv", "acceptance"):

@@ -46,6 +46,18 @@ def parse_drafter_config(config: Mapping[str, Any]) -> tuple[str, Any]:
     return kind, parse_dataclass(config_class, options, Path(f"drafter {kind}"))
 
 
+def require_horizon(config: Mapping[str, Any], horizon: int) -> None:
+    """Raise ValueError where labels of `horizon` tokens are too short to train this drafter."""
+    kind, drafter_config = parse_drafter_config(config)
+    DRAFTERS[kind].require_horizon(drafter_config, horizon)
+
+
+def starting_weights(config: Mapping[str, Any]) -> str | None:
+    """Digest of the weights that training starts from, where those are a model's other than the target."""
+    kind, drafter_config = parse_drafter_config(config)
+    return DRAFTERS[kind].starting_weights(drafter_config)
+
+
 def kind_of(drafter: TrainableDrafter) -> str:
     """The registry's name of a drafter."""
     return next(kind for kind, drafter_class in DRAFTERS.items() if type(drafter) is drafter_class)

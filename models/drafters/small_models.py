@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ..config import TargetConfig
 from ..hf_target import HFTarget
-from ..target import load_target
+from ..target import load_target, weights_digest
 
 if TYPE_CHECKING:
     from .draft_model import DraftModelConfig
@@ -83,6 +83,14 @@ def first_layers(model: PreTrainedModel, target: HFTarget) -> None:
         raise ValueError(f"the target has no {missing[0]}, so the draft model can't begin with its layers; set init=random")
     for name, weight in weights.items():
         weight.copy_(theirs[name])
+
+
+def weights_digest_at(path: str) -> str:
+    """Digest of an existing model's weights, not read into memory. Raises ValueError where there is none."""
+    try:
+        return weights_digest(path, getattr(AutoConfig.from_pretrained(path), "_commit_hash", None))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"drafter.path is {path}, and no model is there: {error}") from error
 
 
 def pretrained(path: str, tokenizer_options: dict[str, Any], target: HFTarget) -> HFTarget:

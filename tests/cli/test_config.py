@@ -1,5 +1,7 @@
 """Recipes, and what becomes of mistakes in them."""
 
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,8 +10,14 @@ from hydra.errors import ConfigCompositionException, HydraException, MissingConf
 from omegaconf import DictConfig, OmegaConf
 
 from outrider.cli.config import DEMO_TARGET, RunConfig, register, to_run_config
+from outrider.eval.config import EvalConfig, SuiteConfig
+from outrider.models.drafters.objective import LOSSES
+from outrider.models.drafters.registry import parse_drafter_config
+from outrider.train.config import TrainConfig
 
-RECIPES = sorted(path.stem for path in (Path(__file__).parents[2] / "conf" / "conf").glob("*.yaml"))
+CONF = Path(__file__).parents[2] / "conf"
+RECIPES = sorted(path.stem for path in (CONF / "conf").glob("*.yaml"))
+DRAFTERS = sorted(path.stem for path in (CONF / "drafter").glob("*.yaml"))
 
 
 def composed(*overrides: str) -> DictConfig:
@@ -23,7 +31,8 @@ def run_config(*overrides: str) -> RunConfig:
 
 
 def test_recipes_exist() -> None:
-    assert {"demo", "ablation_demo", "redrafter_llama3_8b", "redrafter_vicuna7b"} <= set(RECIPES)
+    published = {"medusa_vicuna7b", "eagle_vicuna7b", "eagle3_llama3_8b", "redrafter_llama3_8b", "redrafter_vicuna7b"}
+    assert {"demo", "ablation_demo", "compare_demo", *published} <= set(RECIPES)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -43,6 +52,93 @@ def test_the_written_config_is_a_recipe_again(recipe: str) -> None:
 def test_without_a_recipe_the_demo_runs() -> None:
     assert run_config() == run_config("conf=demo")
     assert run_config().target.name_or_path == str(DEMO_TARGET)
+
+
+def test_the_demo_is_what_its_figures_were_measured_with() -> None:
+    config = run_config("conf=demo")
+    assert config.drafter == {
+        "kind": "redrafter",
+        "rnn": True,
+        "initial_state": "zero",
+        "num_blocks": 2,
+        "exit_width": 256,
+        "head_rank": None,
+        "head_init": "target",
+        "draft_vocab_size": None,
+        "beam_width": 4,
+        "beam_length": 5,
+        "tree_nodes": None,
+    }
+    assert config.train == TrainConfig(
+        steps=500,
+        batch_size=16,
+        max_positions=1024,
+        learning_rate=8e-3,
+        warmup_steps=15,
+        weight_decay=0.1,
+        checkpoint_every=1,
+    )
+    assert config.eval == EvalConfig(
+        suites=[SuiteConfig(name="stdlib", limit=30)],
+        settings=[
+            {"beam_width": 4, "beam_length": 3, "tree_nodes": 5},
+            {"beam_width": 16, "beam_length": 5},
+            {"beam_width": 16, "beam_length": 5, "tree_nodes": 40},
+        ],
+        max_new_tokens=128,
+    )
+
+
+@pytest.mark.parametrize(("recipe", "steps"), [("ablation_demo", 250), ("compare_demo", 300), ("loss_study_demo", 150)])
+def test_recipes_built_on_the_demo_train_as_it_does(recipe: str, steps: int) -> None:
+    demo, config = run_config("conf=demo"), run_config(f"conf={recipe}")
+    first = config.drafter_runs()[0]
+    fixed = {"beam_width": 4, "tree_nodes": None}  # what decoding may change
+    assert {**first.drafter, **fixed} == {**demo.drafter, **fixed}
+    own = ("steps", "checkpoint_every", "validation_texts")
+    assert replace(first.train, **{name: getattr(demo.train, name) for name in own}) == demo.train
+    assert config.train.steps == steps
+    assert demo.eval.settings[2] in first.settings
+
+
+def test_the_loss_study_gives_every_loss_the_same_seeds() -> None:
+    runs = run_config("conf=loss_study_demo").drafter_runs()
+    counts = Counter((run.train.loss, run.train.label_weights) for run in runs)
+    assert {loss for loss, _ in counts} == set(LOSSES)
+    assert set(counts.values()) == {3}
+    for loss, weights in counts:
+        own = [run.train.seed for run in runs if (run.train.loss, run.train.label_weights) == (loss, weights)]
+        assert own == [0, 1, 2]
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_the_demo_composes_with_every_drafter_of_the_command_line(name: str) -> None:
+    config, plain = run_config("conf=demo", f"drafter={name}"), run_config("conf=demo", f"drafter={name.removesuffix('_demo')}")
+    assert config.drafter["kind"] == plain.drafter["kind"]
+    assert config.name == "demo"
+    assert replace(config.train, learning_rate=8e-3) == run_config("conf=demo").train
+    if name.endswith("_demo"):
+        assert len(config.eval.settings) > 1
+        assert config.drafter.keys() == plain.drafter.keys()
+    else:
+        assert config.eval.settings == [{}]
+
+
+def test_every_drafter_has_a_demo() -> None:
+    assert {name for name in DRAFTERS if not name.endswith("_demo")} == {
+        name.removesuffix("_demo") for name in DRAFTERS if name.endswith("_demo")
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "learning_rate"), [("medusa", 8e-3), ("eagle", 5e-3), ("eagle3", 8e-3), ("draft_model", 4e-3)]
+)
+def test_a_kinds_demo_trains_and_decodes_as_in_the_comparison(kind: str, learning_rate: float) -> None:
+    (demo,) = run_config("conf=demo", f"drafter={kind}_demo").drafter_runs()
+    compared = run_config("conf=compare_demo").drafter_run(kind)
+    assert demo.train.learning_rate == compared.train.learning_rate == learning_rate
+    assert demo.settings == compared.settings
+    assert parse_drafter_config(demo.drafter) == parse_drafter_config(compared.drafter)
 
 
 def test_one_seed_reaches_every_section() -> None:
@@ -102,12 +198,24 @@ def test_a_mistyped_beam_setting_is_told_before_the_training_not_after_it() -> N
         ("eval.memory_bandwidth_gbs=nan", "memory_bandwidth_gbs is nan"),
         ("eval.settings=[{beam_width: 4}, {beam_width: 4}]", "same setting twice"),
         ("distill.horizon=1", "labels of at least 2 tokens"),
+        ("+variants.more.drafter={kind: medusa, num_heads: 6}", "variants.more: drafter.num_heads is 6 and distill.horizon 5"),
         ("drafter.num_blocks=two", "expected a value of type int"),
     ],
 )
 def test_what_would_fail_after_hours_is_told_at_once(override: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         run_config(override)
+
+
+@pytest.mark.parametrize("stages", ["[distill]", "[distill,train,eval]"])
+def test_more_medusa_heads_than_labels_are_told_before_the_distillation(stages: str) -> None:
+    with pytest.raises(ValueError, match=r"num_heads is 5 and distill.horizon 5.* to that, or .*distill.horizon of at least 6"):
+        run_config("conf=medusa_vicuna7b", "drafter.num_heads=5", f"stages={stages}")
+    run_config("conf=medusa_vicuna7b", "drafter.num_heads=5", "distill.horizon=6", f"stages={stages}")
+
+
+def test_what_is_distilled_already_may_have_longer_labels_than_the_recipe_says() -> None:
+    run_config("conf=medusa_vicuna7b", "drafter.num_heads=5", "stages=[train]")
 
 
 def test_all_problems_are_told_at_once() -> None:

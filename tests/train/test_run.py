@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.data.manifest import load_manifest, save_manifest
 from outrider.data.types import DistilledExample, DrafterBatch
@@ -22,9 +24,11 @@ from outrider.models.drafters.redrafter import Redrafter
 from outrider.models.hf_target import HFTarget
 from outrider.models.interfaces import Loss
 from outrider.train.checkpoint import complete_checkpoints
+from outrider.train.config import TrainConfig
+from outrider.train.run import train
 from outrider.train.tracking import read_records
 
-from .conftest import Run, no_file_above, write_shards
+from .conftest import TRAIN, Run, no_file_above, write_shards
 
 RunTrain = Callable[..., Run]
 TIMING = {"seconds", "positions_per_second"}
@@ -291,3 +295,31 @@ def test_processes_that_do_not_join_are_refused(run_train: RunTrain, monkeypatch
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=r"2 processes were launched, but accelerate sees 1.*ACCELERATE_USE_CPU"):
         run_train()
+
+
+def test_a_draft_model_goes_on_only_from_the_weights_that_it_started_with(
+    accelerator: Accelerator, target: HFTarget, shards_dir: Path, tmp_path: Path
+) -> None:
+    start, drafter_dir = tmp_path / "start", tmp_path / "drafter"
+    sizes = LlamaConfig(**{**target.model.config.to_dict(), "num_hidden_layers": 1, "dtype": "float32"})
+    LlamaForCausalLM(sizes).save_pretrained(start)
+    target.tokenizer.save_pretrained(start)
+    config = TrainConfig(**{**TRAIN, "steps": 2, "max_positions": 8})
+
+    def run() -> int:
+        """When the drafter was written."""
+        train(
+            config,
+            {"kind": "draft_model", "path": str(start)},
+            target,
+            shards_dir,
+            tmp_path / "train",
+            drafter_dir,
+            accelerator,
+        )
+        return (drafter_dir / "model.safetensors").stat().st_mtime_ns
+
+    assert run() == run(), "the second time it is there"
+    LlamaForCausalLM(sizes).save_pretrained(start)  # others, drawn anew
+    with pytest.raises(ValueError, match=r"started_from\.weights_sha256 was"):
+        run()

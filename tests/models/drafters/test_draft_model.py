@@ -452,3 +452,12 @@ def test_a_model_of_another_tokenizer_or_vocabulary_and_pickles_are_refused(targ
     torch.save(LlamaForCausalLM(LlamaConfig.from_pretrained(pickled)).state_dict(), pickled / "pytorch_model.bin")
     with pytest.raises(ValueError, match="can't be loaded"):
         build(pickled)
+
+
+def test_a_prompt_too_long_for_the_draft_model_alone_is_told_of_it_not_of_the_target(target):
+    config = LlamaConfig(**{**target.model.config.to_dict(), "max_position_embeddings": 8, "dtype": "float32"})
+    small = HFTarget(LlamaForCausalLM(config).eval(), target.tokenizer, target.identity)
+    drafter = DraftModel(DraftModelConfig(length=2), small)
+    prompt = torch.tensor([[5] * 8])
+    with pytest.raises(ValueError, match="a prompt of 8 tokens leaves no room .* the draft model's context window of 8 tokens"):
+        list(generate(target, drafter, GreedyAcceptance(), prompt, max_new_tokens=2))

@@ -161,7 +161,7 @@ def test_one_head_per_step_has_the_gradient_of_all_heads_on_average(target):
 
 
 def test_heads_that_no_label_reaches_are_refused(target):
-    with pytest.raises(ValueError, match=r"is 3, and labels of 3 tokens train only 2.*distill\.horizon of at least 4"):
+    with pytest.raises(ValueError, match=r"is 3 and distill\.horizon 3, .* train only 2 heads.*distill\.horizon of at least 4"):
         make(target).loss(make_batch(target, [[7, 8, 9]]), Objective())
 
 

@@ -1,0 +1,87 @@
+"""Recipes for real targets and the demos of every kind, through all stages on tiny stand-ins for target, data and prompts."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_module
+
+from outrider.cli.config import register, to_run_config
+from outrider.cli.run import run
+
+CONF = Path(__file__).parents[1] / "conf"
+RECIPES = sorted(path.stem for path in (CONF / "conf").glob("*.yaml") if not path.stem.endswith("demo"))
+DEMOS = sorted(path.stem for path in (CONF / "drafter").glob("*_demo.yaml"))
+
+# Sizes alone: what a recipe says of objectives, labels and trees stays as it is.
+SMALL_RUN = [
+    "num_threads=1",
+    "mixed_precision=null",
+    "train.steps=2",
+    "train.warmup_steps=1",
+    "train.gradient_accumulation=1",
+    "train.batch_size=2",
+    "train.max_positions=16",
+    "eval.max_new_tokens=8",
+    "eval.profile_prompts=0",
+    "eval.memory_bandwidth_gbs=10.0",
+]
+SMALL_DRAFTERS = {
+    "redrafter": ["drafter.exit_width=16", "drafter.num_blocks=1"],
+    "eagle3": ["drafter.draft_vocab_size=128"],
+}
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("questions") / "question.jsonl"
+    path.write_text(json.dumps({"question_id": 1, "category": "math", "turns": ["What is 2 + 2?", "And 3 + 3?"]}) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four conversations in the form of ShareGPT."""
+    path = tmp_path_factory.mktemp("sharegpt") / "sharegpt.json"
+    turns = [{"from": "human", "value": "Count, please."}, {"from": "gpt", "value": "1 2 3 4 5 6 7 8"}]
+    path.write_text(json.dumps([{"id": f"c{index}", "conversations": turns} for index in range(4)]))
+    return path
+
+
+def run_here(tmp_path: Path, target: Path, questions: Path, *overrides: str) -> list[str]:
+    """The methods of the table, plain decoding first. That each is lossless is checked by the run itself."""
+    register()
+    small = [f"output_dir={tmp_path}", f"target.name_or_path={target}", f"eval.suites=[{{name: mt_bench, path: {questions}}}]"]
+    with initialize_config_module("outrider.conf", version_base="1.3"):
+        composed = compose("config", overrides=[*small, *SMALL_RUN, *overrides])
+    config = to_run_config(composed)
+    run(config)
+    rows = json.loads((tmp_path / "eval" / "summary.json").read_text())
+    assert len(rows) == 1 + len(config.eval.settings)
+    return [row["method"] for row in rows]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_runs_through_all_stages(
+    tiny_target_dir: Path, conversations: Path, questions: Path, tmp_path: Path, recipe: str
+) -> None:
+    kind = recipe.split("_")[0]
+    sizes = SMALL_DRAFTERS.get(kind, [])
+    if recipe == "redrafter_llama3_8b":
+        sizes = [*sizes, "drafter.draft_vocab_size=128"]
+    data = [f"data.path={conversations}", "data.file=null", "target.dtype=float32"]
+    methods = run_here(tmp_path, tiny_target_dir, questions, f"conf={recipe}", *data, *sizes)
+    assert all(method.startswith(kind) for method in methods[1:])
+
+
+@pytest.mark.parametrize("demo", DEMOS)
+def test_the_demo_runs_with_every_kind(tiny_target_dir: Path, questions: Path, tmp_path: Path, demo: str) -> None:
+    data = "data={limit: 4, max_length: 64, prompt_chars_min: 20, prompt_chars_max: 40}"
+    sizes = ["drafter={exit_width: 16, head_init: random}"] if demo == "redrafter_demo" else []
+    methods = run_here(tmp_path, tiny_target_dir, questions, "conf=demo", f"drafter={demo}", data, *sizes)
+    assert len(methods) > 2
+
+
+def test_recipes_and_demos_are_there() -> None:
+    assert len(RECIPES) >= 5
+    assert len(DEMOS) >= 6
