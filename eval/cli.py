@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import yaml
 from rich.console import Console
 
 from .config import EvalConfig, SuiteConfig
@@ -18,7 +19,10 @@ def eval_command(
     limit: Annotated[int | None, typer.Option(help="Draw at most so many prompts of each suite.")] = None,
     beam_width: Annotated[list[int] | None, typer.Option(help="Beams of a ReDrafter. Repeat to compare widths.")] = None,
     beam_length: Annotated[int | None, typer.Option(help="Draft tokens per beam of a ReDrafter.")] = None,
-    tree_nodes: Annotated[int | None, typer.Option(help="Nodes of a ReDrafter's tree, the likeliest its search met.")] = None,
+    tree_nodes: Annotated[int | None, typer.Option(help="Nodes of the draft tree, whatever the kind.")] = None,
+    setting: Annotated[
+        list[str] | None, typer.Option(help="Options of any drafter: '{depth: 5, top_k: 8}'. Repeat to compare.")
+    ] = None,
     temperature: Annotated[list[float] | None, typer.Option(help="0, the default, is greedy. Repeat for several.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per answer, at most.")] = 128,
     repeat: Annotated[int, typer.Option(help="Measure every answer so many times.")] = 1,
@@ -52,7 +56,7 @@ def eval_command(
 
     config = EvalConfig(
         suites=_suites(suite, suite_path or [], limit),
-        settings=_settings(beam_width or [], beam_length=beam_length, tree_nodes=tree_nodes),
+        settings=_settings(setting or [], beam_width or [], beam_length=beam_length, tree_nodes=tree_nodes),
         temperatures=temperature or [0.0],
         max_new_tokens=max_new_tokens,
         repeats=repeat,
@@ -112,7 +116,21 @@ def _suites(names: list[str], paths: list[str], limit: int | None) -> list[Suite
     return [SuiteConfig(name=name, path=by_name.get(name), limit=limit) for name in names]
 
 
-def _settings(widths: list[int], **options: int | None) -> list[dict[str, Any]]:
-    """One setting per width; what isn't given stays as the drafter has it."""
+def _settings(texts: list[str], widths: list[int], **options: int | None) -> list[dict[str, Any]]:
+    """One setting per text, or one per width; what isn't given stays as the drafter has it."""
     common = {name: value for name, value in options.items() if value is not None}
+    if texts and (widths or common):
+        raise ValueError("--setting says all that a method changes; leave out --beam-width, --beam-length and --tree-nodes")
+    if texts:
+        return [_setting(text) for text in texts]
     return [{"beam_width": width, **common} for width in widths] or [common]
+
+
+def _setting(text: str) -> dict[str, Any]:
+    try:
+        setting = yaml.safe_load(text)
+    except yaml.YAMLError:
+        setting = None
+    if not isinstance(setting, dict):
+        raise ValueError(f"--setting is {text!r}; give options as in a configuration: '{{depth: 5, top_k: 8}}'")
+    return setting

@@ -38,6 +38,32 @@ def test_widths_become_methods_and_the_table_is_printed(command: list[str], tmp_
     assert str(tmp_path / "out") in result.output.replace("\n", "")
 
 
+def test_settings_are_given_as_in_a_configuration(command: list[str], tmp_path: Path) -> None:
+    settings = ["--setting", "{beam_width: 1, beam_length: 2}", "--setting", "{tree_nodes: null}"]
+    result = CliRunner().invoke(app, [*command, *settings])
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert [row["method"] for row in rows] == [
+        "baseline",
+        "redrafter beam_width=1 beam_length=2",
+        "redrafter tree_nodes=None",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--setting", "beam_width"], "'{depth: 5, top_k: 8}'"),
+        (["--setting", "{beam_width: 1"], "'{depth: 5, top_k: 8}'"),
+        (["--setting", "{depth: 5}"], "no option depth"),
+        (["--setting", "{beam_width: 1}", "--beam-length", "2"], "leave out --beam-width"),
+    ],
+)
+def test_a_setting_that_is_none_is_told(command: list[str], options: list[str], words: str) -> None:
+    result = CliRunner().invoke(app, [*command, *options])
+    assert words in str(result.exception)
+
+
 def test_temperatures_reach_the_stage(command: list[str], tmp_path: Path) -> None:
     result = CliRunner().invoke(app, [*command, "--temperature", "0", "--temperature", "0.7"])
     assert result.exit_code == 0, result.output
