@@ -58,6 +58,8 @@ def run(config: RunConfig) -> None:
     if "train" in config.stages:
         for drafter in config.drafter_runs():
             build_drafter(drafter.drafter, target)  # sizes that don't fit the target show before the distillation
+            if drafter.train.loss != "cross_entropy":
+                target.require_plain_head()
     tokenizer = target.tokenizer
     use_chat_template(tokenizer, config.data.chat_template)
     if "distill" in config.stages:

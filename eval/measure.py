@@ -125,6 +125,8 @@ class Bench:
     rules: Mapping[float, AcceptanceRule]
     methods: Sequence[Method]
     config: EvalConfig
+    context_length: int
+    """Tokens, prompt and answer together, that the target and all drafters can read."""
     file: RecordFile
     config_digest: str
     environment: Environment
@@ -186,12 +188,12 @@ class Bench:
 
     def _has_room(self, input_ids: Int[torch.Tensor, "1 seq"], suite: PromptSet, prompt: Prompt) -> bool:
         num_tokens = input_ids.shape[1] + self.config.max_new_tokens
-        fits = num_tokens <= self.target.context_length
+        fits = num_tokens <= self.context_length
         if not fits and self.config.too_long == "error":
             raise ValueError(
                 f"prompt {prompt.id!r} of {suite.name} leaves no room: {input_ids.shape[1]} tokens and "
-                f"{self.config.max_new_tokens} new ones exceed the target's context window of "
-                f"{self.target.context_length}; lower max_new_tokens, or set too_long to skip"
+                f"{self.config.max_new_tokens} new ones exceed the context window of "
+                f"{self.context_length} tokens; lower max_new_tokens, or set too_long to skip"
             )
         return fits
 

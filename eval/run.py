@@ -80,6 +80,8 @@ def evaluate(
         stack.enter_context(cpu_threads(config.num_threads))
         drafters = {name: load_drafter(path, target, **setting) for name, (path, setting) in labels.items()}
         facts = {name: drafter_facts(drafters[name], path) for name, (path, _) in labels.items()}
+        limits = [drafter.context_length for drafter in drafters.values() if drafter.context_length is not None]
+        context_length = min([target.context_length, *limits])
         if config.pack_weights:
             stack.enter_context(packed_linears(target.model, *drafters.values()))
         methods = [Method(name=BASELINE, drafter=NullDrafter())]
@@ -99,6 +101,7 @@ def evaluate(
                 rules={temperature: acceptance_rule(temperature) for temperature in config.temperatures},
                 methods=methods,
                 config=config,
+                context_length=context_length,
                 file=file,
                 config_digest=digest_of(info.config),
                 environment=environment,
@@ -108,13 +111,13 @@ def evaluate(
             mismatches = check_lossless(bench, suites)
     if not file.records:
         raise ValueError(
-            f"no prompt of {', '.join(suite.name for suite in suites)} fits the target's context window of "
-            f"{target.context_length} tokens together with {config.max_new_tokens} new ones; lower max_new_tokens"
+            f"no prompt of {', '.join(suite.name for suite in suites)} fits the context window of "
+            f"{context_length} tokens together with {config.max_new_tokens} new ones; lower max_new_tokens"
         )
     measured = {record.suite for record in file.records.values()}
     for suite in suites:
         if suite.name not in measured:
-            logger.warning("no prompt of %s fits the target's context window: the table has no row for it", suite.name)
+            logger.warning("no prompt of %s fits the context window: the table has no row for it", suite.name)
     rows = build_rows(
         list(file.records.values()),
         mismatches,

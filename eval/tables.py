@@ -72,7 +72,7 @@ def footnotes(rows: Sequence[Row]) -> list[str]:
             f"each answered {row['num_repeats']} time(s); {row['num_truncated']} of {num_answers} answers ended at the limit."
         )
         if row["num_skipped"]:
-            note += f" {row['num_skipped']} turns were SKIPPED: too long for the target's context window."
+            note += f" {row['num_skipped']} turns were SKIPPED: too long for the target's context window, or a drafter's."
         notes.append(note)
     notes.extend(_mismatch_note(row) for row in rows if row["first_mismatch"])
     return notes

@@ -243,6 +243,10 @@ class HFTarget:
         """Keep these rows of the batch only."""
         self._require_cache().select(rows)
 
+    def release_cache(self) -> None:
+        """Give back the memory of keys and values. The next prefill takes it again."""
+        self._cache = None
+
     def _require_cache(self) -> TreeCache:
         assert self._cache is not None, "prefill comes before verify and commit"
         return self._cache

@@ -143,6 +143,11 @@ class TrainableDrafter(nn.Module, ABC):
         return ()
 
     @property
+    def context_length(self) -> int | None:
+        """Tokens, prompt and answer together, that the drafter can read; None where the target's own limit is enough."""
+        return None
+
+    @property
     def wants_token_counts(self) -> bool:
         """Whether the drafter has a reduced vocabulary, which `choose_draft_vocabulary` fills before training."""
         return False

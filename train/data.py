@@ -105,7 +105,7 @@ def epoch_order(
     parts = []
     for start in range(0, len(shards), window):
         places = [(shard, row) for shard in shards[start : start + window] for row in range(sizes[shard])]
-        texts = torch.tensor([place for place in places if place not in held_out]).view(-1, 2)
+        texts = torch.tensor([place for place in places if place not in held_out], dtype=torch.long).view(-1, 2)
         parts.append(texts[torch.randperm(len(texts), generator=generator)])
     return torch.cat(parts)
 

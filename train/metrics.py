@@ -1,6 +1,8 @@
 """What training reports: means by depth, and how long accepted drafts would be."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -73,6 +75,15 @@ class Meter:
     def seconds(self) -> float:
         """Seconds spent training, over all resumes."""
         return self._seconds + time.perf_counter() - self._started
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time that isn't the training's."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._started += time.perf_counter() - started
 
     def add_step(self, step: int, loss: Loss, grad_norm: torch.Tensor, seen: Int[torch.Tensor, " 2"]) -> None:
         """Take in one optimizer step: its loss, and the positions and tokens it saw, all over all processes."""

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from ..data.files import read_json, sha256_file, write_json
 from ..data.manifest import Manifest, TargetIdentity
 from ..models.drafters import save_drafter
-from ..models.drafters.checkpoint import CONFIG_FILE, TRAINING_FILE, WEIGHTS_FILE, TrainingFacts
+from ..models.drafters.checkpoint import CONFIG_FILE, TRAINING_FILE, WEIGHTS_FILE, TrainingFacts, change_options
 from ..models.drafters.registry import parse_drafter_config, starting_weights
 from ..models.interfaces import TrainableDrafter
 from .checkpoint import latest_checkpoint, read_marker
@@ -69,6 +69,14 @@ def is_trained(run: Mapping[str, Any], output_dir: Path, drafter_dir: Path) -> b
         return False
     _require_same_run(summary["run"], run, summary_path, remedy)
     return bool(summary["drafter_sha256"] == _digests(drafter_dir))
+
+
+def take_over_options(drafter_config: Mapping[str, Any], output_dir: Path, drafter_dir: Path) -> None:
+    """Let a finished drafter draft as the configuration says now: those options don't depend on training."""
+    _, config = parse_drafter_config(drafter_config)
+    if change_options(drafter_dir, {name: getattr(config, name) for name in config.RUNTIME_FIELDS}):
+        summary = read_json(output_dir / SUMMARY_FILE)
+        write_json(output_dir / SUMMARY_FILE, {**summary, "drafter_sha256": _digests(drafter_dir)})
 
 
 def save_results(

@@ -28,9 +28,9 @@ from .config import SCHEDULES, TrainConfig
 from .data import BatchStream, count_label_tokens, label_counts, with_hidden_states
 from .metrics import LOSS_FIELDS, Meter, add_losses
 from .processes import SIGTERM_EXIT_CODE, catching_sigterm, require_supported_launch, stop_agreed
-from .results import CHECKPOINTS_DIR, describe_run, is_trained, save_results
+from .results import CHECKPOINTS_DIR, describe_run, is_trained, save_results, take_over_options
 from .tracking import Tracker
-from .validation import Validator, hold_out
+from .validation import Validation, Validator, hold_out
 
 logger = logging.getLogger(__name__)
 
@@ -97,13 +97,12 @@ def train(
     manifest.require_target(target.identity)
     run = describe_run(config, drafter_config, manifest, accelerator)
     if is_trained(run, output_dir, drafter_dir):
+        take_over_options(drafter_config, output_dir, drafter_dir)
         logger.info("the drafter in %s is already trained", drafter_dir)
         return
     verify_shards(shards_dir, manifest)
     training = _set_up(config, drafter_config, target, shards_dir, manifest, run, output_dir, accelerator)
-    _fit(training, start=_resume(training))
-    seconds = training.meter.seconds
-    validation = None if training.validator is None else training.validator(training.drafter)
+    validation = _fit(training, start=_resume(training))
     if validation is None:
         assert training.meter.measured is not None, "the last step is always measured"
         training.drafter.calibrate(training.meter.measured)
@@ -114,18 +113,17 @@ def train(
             output_dir,
             target=target.identity,
             run=run,
-            seconds=seconds,
+            seconds=training.meter.seconds,
             validation=None if validation is None else validation.record(),
         )
-        logger.info("trained %s in %.0f s", drafter_dir, seconds)
-        if validation is not None:
-            logger.info("%.2f tokens per step on %d held-out prompts", validation.tokens_per_step, config.validation_texts)
+        logger.info("trained %s in %.0f s", drafter_dir, training.meter.seconds)
     accelerator.wait_for_everyone()
     accelerator.free_memory()
 
 
-def _fit(training: Training, *, start: int) -> None:
-    """The training loop: steps `start`.. of the run, counted from 0."""
+def _fit(training: Training, *, start: int) -> Validation | None:
+    """The training loop: steps `start`.. of the run, counted from 0. Returns the measurement at its end, where texts are held
+    out."""
     config, accelerator, model, meter = training.config, training.accelerator, training.model, training.meter
     progress = tqdm(total=config.steps, initial=start, desc="train", unit="step", disable=not accelerator.is_main_process)
     tracker = Tracker(training.output_dir, config, training.run, step=start, active=accelerator.is_main_process)
@@ -154,12 +152,11 @@ def _fit(training: Training, *, start: int) -> None:
             log = done % config.log_every == 0 or done == config.steps
             stop = stop_agreed(sigterm, accelerator, host_waits=log)
             checkpoint = done % config.checkpoint_every == 0 or done == config.steps or stop
-            # The measurement at the end belongs to the result, which may have to be made without a step.
             validate = config.validate_every is not None and done % config.validate_every == 0 and done < config.steps
             if log or checkpoint or validate:
                 _require_finite(training)
-            if validate and training.validator is not None:
-                tracker.log({"step": done, **training.validator(training.drafter).record()})
+            if validate:
+                _validate(training, tracker, done)
             if log:
                 record = {"step": done, **meter.record(), "learning_rate": learning_rate, "grad_norm": float(grad_norm)}
                 tracker.log(record)
@@ -170,6 +167,21 @@ def _fit(training: Training, *, start: int) -> None:
             if stop:
                 logger.warning("stopped by SIGTERM after step %d; the same command goes on from there", done)
                 raise SystemExit(SIGTERM_EXIT_CODE)
+        # Outside of the loop, since a run that was killed after its last step has none left.
+        return _validate(training, tracker, config.steps)
+
+
+def _validate(training: Training, tracker: Tracker, step: int) -> Validation | None:
+    """What decoding accepts now, in the records."""
+    if training.validator is None:
+        return None
+    with training.meter.paused():
+        validation = training.validator(training.drafter)
+    tracker.log({"step": step, **validation.record()})
+    if validation.tokens_per_step is not None:
+        num_texts = training.config.validation_texts
+        logger.info("step %d: %.2f tokens per step on %d held-out prompts", step, validation.tokens_per_step, num_texts)
+    return validation
 
 
 def _set_up(
@@ -184,7 +196,10 @@ def _set_up(
 ) -> Training:
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    room = target.context_length - config.validation_tokens
+    set_seed(config.seed)
+    drafter = build_drafter(drafter_config, target).train()
+    context_length = min(target.context_length, drafter.context_length or target.context_length)
+    room = context_length - config.validation_tokens
     held_out = hold_out(shards_dir, manifest, config.validation_texts, seed=config.seed, max_prompt_tokens=room)
     stream = BatchStream(
         shards_dir,
@@ -194,17 +209,10 @@ def _set_up(
         num_processes=accelerator.num_processes,
         held_out=[text.place for text in held_out],
     )
-    set_seed(config.seed)
-    drafter = build_drafter(drafter_config, target).train()
     if drafter.wants_token_counts:
         drafter.choose_draft_vocabulary(count_label_tokens(shards_dir, manifest, target.vocab_size))
     set_seed(config.seed + accelerator.process_index)  # dropout and the like differ by process, the first weights don't
-    parameters = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [parameter for parameter in parameters if parameter.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, fused=True)
+    optimizer = _make_optimizer(drafter, config)
     scheduler = get_scheduler(
         SCHEDULES[config.schedule], optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=config.steps
     )
@@ -240,6 +248,15 @@ def _set_up(
         feature_layers=drafter.feature_layers,
         output_dir=output_dir,
     )
+
+
+def _make_optimizer(drafter: TrainableDrafter, config: TrainConfig) -> torch.optim.Optimizer:
+    parameters = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [parameter for parameter in parameters if parameter.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.learning_rate, fused=True)
 
 
 def _count(batches: list[DrafterBatch], device: torch.device) -> list[torch.Tensor]:

@@ -20,7 +20,8 @@ from ..data.collate import collate, text_continuations
 from ..data.manifest import Manifest
 from ..data.shards import read_shard
 from ..data.types import DistilledExample, DrafterBatch, Example
-from ..models.decoding import GreedyAcceptance, generate
+from ..models.decoding import GreedyAcceptance, RowSeeds, generate
+from ..models.drafters import NullDrafter
 from ..models.drafters.objective import Objective
 from ..models.hf_target import HFTarget
 from ..models.interfaces import Drafter, Loss, TrainableDrafter
@@ -77,8 +78,9 @@ def hold_out(shards_dir: Path, manifest: Manifest, count: int, *, seed: int, max
 class Validation:
     """What was measured, over all processes. `loss` is at every position of the target's own answers."""
 
-    tokens_per_step: float
-    """Of decoding, greedily, with the drafter's own tree; bonus tokens included, prefills excluded."""
+    tokens_per_step: float | None
+    """Of decoding, greedily, with the drafter's own tree; bonus tokens included, prefills excluded. None where every answer
+    ended with its first token."""
     loss: Loss
 
     def record(self) -> dict[str, Any]:
@@ -117,8 +119,7 @@ class Validator:
         self._max_new_tokens = max_new_tokens
         self._batch_size = batch_size
         self._accelerator = accelerator
-        # The target's own answers: the same with every drafter, so they are kept from the first decoding.
-        self._answers: dict[int, list[int]] = {}
+        self._answers: dict[int, list[int]] = {}  # the target's own, by plain decoding, when they are first needed
 
     def __call__(self, drafter: TrainableDrafter) -> Validation:
         """Measure the drafter, and let it take in how often it is right (`TrainableDrafter.calibrate`) before it decodes."""
@@ -126,37 +127,37 @@ class Validator:
         drafter.eval()
         try:
             if not self._answers:
-                self._decode(drafter)
+                self._answers, _ = self._decode(NullDrafter())
             loss = self._loss(drafter)
             drafter.calibrate(loss)
-            num_tokens, num_steps = self._decode(drafter)
+            answers, num_steps = self._decode(cast("Drafter[Any]", drafter))
         finally:
             drafter.train(was_training)
+            self._target.release_cache()
+        num_tokens = sum(len(answer) - 1 for answer in answers.values())  # the prefill's token is no step's
         counts = torch.tensor([num_tokens, num_steps], device=self._target.device)
         num_tokens, num_steps = self._accelerator.reduce(counts, "sum").tolist()
-        return Validation(tokens_per_step=num_tokens / max(num_steps, 1), loss=loss)
+        return Validation(tokens_per_step=num_tokens / num_steps if num_steps else None, loss=loss)
 
-    def _decode(self, drafter: TrainableDrafter) -> tuple[int, int]:
-        """Answer this process's prompts; returns the tokens of all verify steps, and how many steps they took, row by row."""
-        num_tokens = num_steps = 0
+    def _decode(self, drafter: Drafter[Any]) -> tuple[dict[int, list[int]], int]:
+        """The answers to this process's prompts, and in how many verify steps of a row they were made."""
+        answers: dict[int, list[int]] = {row: [] for row in self._mine}
+        num_steps = 0
         for start in range(0, len(self._mine), self._batch_size):
             rows = self._mine[start : start + self._batch_size]
-            answers: list[list[int]] = [[] for _ in rows]
             for step in generate(
                 self._target,
-                cast("Drafter[Any]", drafter),
+                drafter,
                 GreedyAcceptance(),
                 [self._prompts[row] for row in rows],
                 max_new_tokens=self._max_new_tokens,
                 stop_ids=self._target.stop_ids,
+                generator=RowSeeds(rows),  # for drafts that are drawn
             ):
                 for row, tokens in zip(step.rows, step.tokens, strict=True):
-                    answers[row] += tokens
-                if not step.is_prefill:
-                    num_tokens += sum(map(len, step.tokens))
-                    num_steps += len(step.rows)
-            self._answers |= dict(zip(rows, answers, strict=True))
-        return num_tokens, num_steps
+                    answers[rows[row]] += tokens
+                num_steps += 0 if step.is_prefill else len(step.rows)
+        return answers, num_steps
 
     @torch.no_grad()
     def _loss(self, drafter: TrainableDrafter) -> Loss:

@@ -9,6 +9,9 @@ from jaxtyping import Bool, Float, Int
 from ..decoding.tree import DraftTree
 from ..decoding.types import NO_NODE
 
+MAX_SEARCH_NODES = 2**14
+"""Nodes that a search may meet: far above what any target gains from, and far below what memory holds."""
+
 
 @runtime_checkable
 class RecurrentDrafter(Protocol):
@@ -25,7 +28,7 @@ class RecurrentDrafter(Protocol):
 class SearchTree:
     """All beams that a search held at any depth. Beams share their prefixes, so together they are a tree.
 
-    Nodes are ordered by depth, and within a depth from the likeliest beam on; `level_sizes` counts the nodes of each depth.
+    Nodes are ordered by depth, parents before their children; `level_sizes` counts the nodes of each depth.
     `scores` are log-probabilities of the whole path, which never exceed the parent's.
     """
 

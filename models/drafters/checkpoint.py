@@ -1,8 +1,9 @@
 """Drafter checkpoints: a directory with `config.json` and `model.safetensors`, read strictly, and maybe `training.json`."""
 
+import logging
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from ...data.manifest import TargetIdentity
 from ..hf_target import HFTarget
 from ..interfaces import TrainableDrafter
 from .registry import DRAFTERS, kind_of, parse_drafter_config
+
+logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 CONFIG_FILE, WEIGHTS_FILE, TRAINING_FILE = "config.json", "model.safetensors", "training.json"
@@ -67,6 +70,17 @@ def save_drafter(drafter: TrainableDrafter, directory: Path, target: TargetIdent
     atomic_write_bytes(directory / WEIGHTS_FILE, safetensors.torch.save(tensors))
     config = DrafterFile(format_version=FORMAT_VERSION, kind=kind_of(drafter), drafter=asdict(drafter.config), target=target)
     write_json(directory / CONFIG_FILE, asdict(config))
+
+
+def change_options(directory: Path, options: Mapping[str, Any]) -> bool:
+    """Change how a saved drafter drafts by default. False where it does so already."""
+    saved = read_drafter_config(directory)
+    drafter = {**saved.drafter, **options}
+    if drafter == saved.drafter:
+        return False
+    write_json(directory / CONFIG_FILE, asdict(replace(saved, drafter=drafter)))
+    logger.info("%s now drafts with %s", directory, ", ".join(f"{name} {value}" for name, value in sorted(options.items())))
+    return True
 
 
 def read_drafter_config(directory: Path) -> DrafterFile:

@@ -30,7 +30,7 @@ from ..decoding.types import NO_NODE, Acceptance, TargetOutput
 from ..hf_target import HFTarget
 from ..interfaces import Loss, TrainableDrafter
 from ..tree_attention import attention_kinds, require_tree_attention
-from .beams import SearchTree, likeliest_nodes, likeliest_successors, pack
+from .beams import MAX_SEARCH_NODES, SearchTree, likeliest_nodes, likeliest_successors, pack
 from .branches import Branches
 from .objective import DraftVocabulary, Labels, Objective, score
 from .small_models import architecture_of, build_model, first_layers, pretrained, smaller_architecture, weights_digest_at
@@ -107,6 +107,11 @@ class DraftModelConfig:
                 f"drafter.temperature is {self.temperature} and drafter.top_k {self.top_k}; what is drawn is a chain: set one "
                 "of them to 0 or 1. A tree that isn't drawn serves every temperature of the target"
             )
+        if self.length * self.top_k**2 > MAX_SEARCH_NODES:
+            problems.append(
+                f"drafter.length is {self.length} and drafter.top_k {self.top_k}; a search of more than {MAX_SEARCH_NODES} "
+                "nodes is a mistake: lower one of them"
+            )
         if problems:
             raise ValueError("; ".join(problems))
 
@@ -162,6 +167,10 @@ class DraftModel(TrainableDrafter):
     @classmethod
     def starting_weights(cls, config: DraftModelConfig) -> str | None:
         return None if config.path is None or config.architecture is not None else weights_digest_at(config.path)
+
+    @property
+    def context_length(self) -> int:
+        return self.reader.context_length
 
     @property
     def max_nodes(self) -> int:

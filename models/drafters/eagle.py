@@ -7,6 +7,7 @@ that isn't known yet. The layer has no norm at its input and none at its output.
 (`tree: static` and `tree: dynamic`).
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,7 +30,8 @@ class EagleConfig(TreeOptions):
     bias: bool = True
     """Whether `fc` has a bias."""
     init: str = "target"
-    """`target`: the layer starts as the target's last one; `random`: from nothing, as in the paper."""
+    """`target`: the layer starts as the target's last one, but adds nothing yet, so that it lets the feature through; `random`:
+    from nothing, as in the paper."""
     regression_weight: float = 1.0
     """Weight of the smooth L1 distance to the target's next feature (EAGLE-1, section 3.2)."""
     classification_weight: float = 0.1
@@ -42,8 +44,10 @@ class EagleConfig(TreeOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("regression_weight", "classification_weight", "feature_noise"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"drafter.{name} is {getattr(self, name)}; it must be 0 or more")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"drafter.{name} is {getattr(self, name)}; it must be a number, 0 or more")
+        if not self.regression_weight and not self.classification_weight:
+            raise ValueError("drafter.regression_weight and drafter.classification_weight are both 0; nothing would be learned")
         if self.init not in ("random", "target"):
             raise ValueError(f"drafter.init is {self.init!r}; it must be random or target")
         if self.unroll < 1:
@@ -94,16 +98,25 @@ class Eagle(FeatureDrafter):
 
     def loss(self, batch: DrafterBatch, objective: Objective) -> Loss:
         """Regression of the target's next feature, where the continuation keeps to the text, and the objective on the tokens
-        (EAGLE-1, section 3.2). Depths that aren't trained are there for the estimate of what decoding accepts.
+        (EAGLE-1, section 3.2). Depths that aren't trained add nothing to the sums: they are there for the estimate of what
+        decoding accepts.
         """
-        labels = Labels.of(batch)
+        labels, unroll = Labels.of(batch), self.config.unroll
         features = self.target_features(batch)
         noise = self.config.feature_noise if self.training else 0.0
         noisy = features + noise * (2 * torch.rand_like(features) - 1)
-        outputs = self.unroll(batch, labels, noisy, trained_depths=self.config.unroll)
-        loss = score(self.logits, (outputs[labels.known],), labels, batch, objective, vocabulary=self.vocabulary)
-        next_features = features.flatten(0, 1)[labels.text_index]  # [position, depth, hidden]
-        distance = F.smooth_l1_loss(outputs, next_features.to(outputs.dtype), reduction="none").mean(-1)
-        regression = (distance * (labels.on_text & labels.known)).sum(0)
+        outputs = self.unroll(batch, labels, noisy, trained_depths=unroll)
+        trained, trained_outputs = labels.first(unroll), outputs[:, :unroll]
+        loss = self._score(trained, trained_outputs, batch, objective)
+        next_features = features.flatten(0, 1)[trained.text_index]  # [position, depth, hidden]
+        distance = F.smooth_l1_loss(trained_outputs, next_features.to(outputs.dtype), reduction="none").mean(-1)
+        regression = (distance * (trained.on_text & trained.known)).sum(0)
         sums = self.config.classification_weight * loss.sums + self.config.regression_weight * regression
-        return replace(loss, sums=sums)
+        with torch.no_grad():
+            measured = self._score(labels, outputs, batch, objective) if unroll < outputs.shape[1] else loss
+        return replace(measured, sums=F.pad(sums, (0, outputs.shape[1] - len(sums))))
+
+    def _score(
+        self, labels: Labels, outputs: Float[torch.Tensor, "position depth hidden"], batch: DrafterBatch, objective: Objective
+    ) -> Loss:
+        return score(self.logits, (outputs[labels.known],), labels, batch, objective, vocabulary=self.vocabulary)

@@ -32,7 +32,8 @@ class Eagle3Config(TreeOptions):
     draft_vocab_size: int | None = None
     """Draft only this many tokens, the commonest in the distilled data; None is the whole vocabulary."""
     init: str = "target"
-    """`target`: layer, norm and head start as the target's last ones; `random`: from nothing, as in the paper."""
+    """`target`: layer, norm and head start as the target's last ones, but the layer adds nothing yet, so that the latest of its
+    features goes through; `random`: from nothing, as in the paper."""
     loss_decay: float = 0.8
     """The loss at each depth counts this much of that at the depth before."""
 

@@ -30,15 +30,12 @@ from ..interfaces import TrainableDrafter
 from ..tree_attention import IMPLEMENTATION as GROUPED_HEADS
 from ..tree_attention import visible_columns
 from ..tree_cache import TreeCache
-from .beams import SearchTree, pack_likeliest
+from .beams import MAX_SEARCH_NODES, SearchTree, pack_likeliest
 from .branches import Branches
 from .objective import DraftVocabulary, Labels
 
 EXPECTED_NEW_TOKENS = 256
 """Room that the layer's cache has behind a prompt at first; it grows."""
-
-MAX_SEARCH_NODES = 2**14
-"""Nodes that a search may meet: far above what any target gains from, and far below what memory holds."""
 
 STATIC_FIRST_HIT = 0.6
 """Static trees take the r-th likeliest child (from 0) to be right with probability STATIC_FIRST_HIT / (r + 1)^2. With four
@@ -336,6 +333,14 @@ def make_layer(target: HFTarget, input_width: int) -> Any:
         raise ValueError(
             f"the decoder layers of {type(target.model).__name__} aren't built of attention (q, k, v and o projections), a "
             "gated MLP and a norm before each, so this drafter can't take over their form; choose the drafter redrafter"
+        )
+    norms_have_weights = {"input_layernorm.weight", "post_attention_layernorm.weight"} <= {
+        name for name, _ in layers[0].named_parameters()
+    }
+    if not norms_have_weights or getattr(target.model.config.get_text_config(), "residual_multiplier", 1.0) != 1.0:
+        raise ValueError(
+            f"the decoder layers of {type(target.model).__name__} scale their residual stream, or have norms without weights, "
+            "which this drafter's layer doesn't; choose the drafter redrafter"
         )
     if "rotary_emb" not in dict(target.model.get_decoder().named_children()):
         raise ValueError(

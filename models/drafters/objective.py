@@ -37,7 +37,8 @@ class Objective:
     `cross_entropy`: -log q(label). `kl`: KL(p || q). `reverse_kl`: KL(q || p), which would rather miss some of p than offer
     what p doesn't (arXiv 2306.08543, section 2). `tv`: 1 - sum min(p, q), the probability that speculative sampling refuses
     the draft token (arXiv 2211.17192, section 3.3). `acceptance`: -log sum min(p, q). `kl_tv` and `kl_acceptance`: the mean of
-    KL and the other, weighted by the share that is accepted at that depth now: KL leads while the drafter is weak.
+    KL and the other, weighted by the label's own sum min(p, q) of the moment: KL leads where the drafter is weak. (No mean over
+    a batch has a part in it, so a loss is the same however a step is divided.)
 
     p is known where a continuation keeps to the text, since the target has read that. Elsewhere it is taken to be one-hot at
     the label, where `reverse_kl`, which would be infinite, is -log q(label) too.
@@ -79,7 +80,8 @@ class Labels:
         index = column[:, None] + depth  # [position, depth]: where token `given` stands, if the text says it
         text_index = row[:, None] * seq + index.clamp(max=seq - 1)
         given = continuations[:, :-1]
-        says_so = (batch.input_ids.flatten()[text_index] == given) & (index < seq)
+        in_text = batch.attention_mask.flatten()[text_index] & (index < seq)
+        says_so = (batch.input_ids.flatten()[text_index] == given) & in_text
         return cls(
             given=given,
             tokens=continuations[:, 1:],
@@ -133,9 +135,14 @@ def score(
     def evaluate(
         output: torch.Tensor, inside: torch.Tensor, index: torch.Tensor, on_text: torch.Tensor, *rows: torch.Tensor
     ) -> torch.Tensor:
-        logits = predict(*rows).float()
+        logits = predict(*rows)
+        before = torch.zeros_like(output)
+        if logits.dtype != torch.float32:  # in 16 bits many are equal, and of equals the first one is the arg-max
+            first = torch.arange(logits.shape[1], device=logits.device) < output[:, None]
+            before = ((logits == logits.gather(1, output[:, None])) & first).sum(1)
+        logits = logits.float()
         label_logit = logits.gather(1, output[:, None])
-        rank = torch.where(inside, (logits > label_logit).sum(1), HIT_RANKS).detach()
+        rank = torch.where(inside, before + (logits > label_logit).sum(1), HIT_RANKS).detach()
         log_q = logits.log_softmax(1)
         divergence = -log_q.gather(1, output[:, None])[:, 0] * inside
         overlap = divergence.neg().exp() * inside
@@ -152,9 +159,10 @@ def score(
         return torch.stack([divergence, overlap, rank.to(divergence.dtype)], dim=1)
 
     rows = (output, inside, labels.text_index[known], labels.on_text[known], *inputs)
-    divergence, overlap, rank = _in_chunks(evaluate, rows, max(1, MAX_CHUNK // vocabulary.num_outputs)).unbind(1)
+    width = vocabulary.num_outputs if teacher is None else vocabulary.size
+    divergence, overlap, rank = _in_chunks(evaluate, rows, max(1, MAX_CHUNK // width)).unbind(1)
     depth = torch.arange(known.shape[1], device=known.device).expand_as(known)[known]
-    loss = _combine(divergence, overlap, depth, objective.loss)
+    loss = _combine(divergence, overlap, objective.loss)
     ranks = torch.full(known.shape, float(HIT_RANKS), device=known.device).masked_scatter(known, rank.float())
     if objective.weights == "reached":
         loss = loss * F.pad((ranks == 0).cumprod(1)[:, :-1], (1, 0), value=1)[known]
@@ -203,18 +211,12 @@ def _in_chunks(
 
 
 def _combine(
-    divergence: Float[torch.Tensor, " label"],
-    overlap: Float[torch.Tensor, " label"],
-    depth: Int[torch.Tensor, " label"],
-    loss: str,
+    divergence: Float[torch.Tensor, " label"], overlap: Float[torch.Tensor, " label"], loss: str
 ) -> Float[torch.Tensor, " label"]:
     if loss in DIVERGENCES:
         return divergence
     direct = 1 - overlap if loss.endswith("tv") else -overlap.clamp(min=TINY).log()
     if loss in ("tv", "acceptance"):
         return direct
-    num_depths = int(depth.max()) + 1 if len(depth) else 1
-    count = torch.zeros(num_depths, device=depth.device).index_add(0, depth, torch.ones_like(overlap))
-    accepted = torch.zeros(num_depths, device=depth.device).index_add(0, depth, overlap.detach()) / count.clamp(min=1)
-    share = accepted[depth]
+    share = overlap.detach()
     return share * direct + (1 - share) * divergence

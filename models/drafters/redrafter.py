@@ -29,11 +29,8 @@ from ..decoding.tree import DraftTree
 from ..decoding.types import Acceptance, TargetOutput
 from ..hf_target import HFTarget
 from ..interfaces import Loss, TrainableDrafter
-from .beams import beam_search, pack_likeliest, pack_survivors
+from .beams import MAX_SEARCH_NODES, beam_search, pack_likeliest, pack_survivors
 from .objective import DraftVocabulary, Labels, Objective, score
-
-MAX_SEARCH_NODES = 2**14
-"""Beams times length of a search: far above what any target gains from, and far below what memory holds."""
 
 
 @dataclass(kw_only=True)

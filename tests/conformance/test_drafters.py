@@ -227,6 +227,14 @@ def test_a_row_samples_in_a_batch_what_it_samples_alone(drafter, target):
         assert sampled(order) == [alone[row] for row in order]
 
 
+def test_with_the_same_seeds_plain_decoding_samples_the_same(either, target, kind):
+    rule, seeds = SpeculativeSampling(sampling=Sampling(temperature=1.3, top_p=0.95)), range(10, 15)
+    plain = answer(target, NullDrafter(), PROMPTS, rule, generator=RowSeeds(seeds))
+    found = answer(target, either, PROMPTS, rule, generator=RowSeeds(seeds))
+    drawn = OPTIONS[kind].get("temperature", 0.0) > 0
+    assert (found.tokens == plain.tokens) != drawn, "only drafts that are drawn make another sample"
+
+
 def test_typical_acceptance_answers_in_full(drafter, target):
     rule = TypicalAcceptance(sampling=Sampling(temperature=0.7))
     found = answer(target, drafter, PROMPTS, rule, generator=torch.Generator().manual_seed(0))

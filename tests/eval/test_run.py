@@ -306,7 +306,7 @@ def test_a_prompt_that_does_not_fit_is_an_error_where_asked_for(run_tiny: Evalua
 
 
 def test_a_suite_of_which_nothing_fits_is_an_error_and_not_an_empty_table(run_tiny: Evaluate, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no prompt of mt_bench fits the target's context window of 1024"):
+    with pytest.raises(ValueError, match="no prompt of mt_bench fits the context window of 1024"):
         run_tiny(tmp_path, max_new_tokens=1023)
 
 

@@ -47,6 +47,11 @@ def test_each_epoch_reads_every_text_once_in_another_order() -> None:
     assert epoch_order(sizes, 1, 0, 2).tolist() != epoch_order(sizes, 0, 0, 2).tolist()
 
 
+def test_a_window_of_shards_may_be_held_out_altogether() -> None:
+    order = epoch_order((3, 1), 0, 0, 1, frozenset({(1, 0)}))
+    assert sorted(order.tolist()) == [[0, 0], [0, 1], [0, 2]]
+
+
 def test_texts_are_mixed_within_a_window_of_shards_only() -> None:
     order = epoch_order((8,) * 6, 3, 0, 2)[:, 0].tolist()
     windows = [set(order[start : start + 16]) for start in (0, 16, 32)]

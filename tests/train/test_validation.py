@@ -8,6 +8,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outrider.data.manifest import load_manifest
 from outrider.data.types import UNKNOWN
@@ -113,7 +114,7 @@ def test_measuring_changes_nothing_that_is_learned(run_train: RunTrain, options:
     assert weights[0].keys() == weights[1].keys()
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     lines = [line for line in read_records(often.train_dir / "metrics.jsonl") if "validation_tokens_per_step" in line]
-    assert [line["step"] for line in lines] == [2, 4], "the last one is in the summary"
+    assert [line["step"] for line in lines] == [2, 4, 6]
     summaries = [json.loads((run.train_dir / "summary.json").read_text())["validation"] for run in (often, once)]
     assert summaries[0] == summaries[1]
     assert summaries[0]["validation_tokens_per_step"] >= 1
@@ -134,6 +135,42 @@ def test_a_run_that_was_killed_measures_the_same(run_train: RunTrain, tmp_path: 
     run_train("killed", **options)
     first, second = (json.loads((run.train_dir / "summary.json").read_text())["validation"] for run in (whole, killed))
     assert first == second
+
+
+def test_drafts_that_are_drawn_are_drawn_by_seed(run_train: RunTrain) -> None:
+    drafter = {"kind": "draft_model", "num_layers": 1, "temperature": 1.0}
+    base = {"validation_texts": 4, "validation_tokens": 8, "replace_drafter": drafter}
+    runs = run_train("often", **base, validate_every=1), run_train("once", **base)
+    summaries = [json.loads((run.train_dir / "summary.json").read_text())["validation"] for run in runs]
+    assert summaries[0] == summaries[1]
+
+
+def test_a_finished_drafter_takes_over_how_it_is_to_draft_now(run_train: RunTrain, target: HFTarget) -> None:
+    run = run_train(replace_drafter={"kind": "medusa", "num_heads": 3, "tree_nodes": 5})
+    before = load_file(run.drafter_dir / "model.safetensors")
+    for _ in range(2):
+        run_train(replace_drafter={"kind": "medusa", "num_heads": 3, "tree_nodes": 9})
+        assert load_drafter(run.drafter_dir, target).max_nodes == 9
+    assert read_records(run.train_dir / "metrics.jsonl")[-1]["step"] == 6
+    after = load_file(run.drafter_dir / "model.safetensors")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_the_targets_cache_is_given_back(validator: Validator, target: HFTarget) -> None:
+    validator(build_drafter({"kind": "redrafter", "exit_width": 16}, target))
+    assert target._cache is None
+
+
+def test_prompts_fit_a_draft_model_of_a_shorter_context(run_train: RunTrain, tiny_target_dir: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_target_dir, max_position_embeddings=16)
+    model.save_pretrained(tmp_path / "short")
+    AutoTokenizer.from_pretrained(tiny_target_dir).save_pretrained(tmp_path / "short")
+    drafter = {"kind": "draft_model", "path": str(tmp_path / "short")}
+    options = {"validation_texts": 3, "replace_drafter": drafter}
+    with pytest.raises(ValueError, match="only 0 texts have a prompt of at most 3 tokens"):
+        run_train("no_room", **options, validation_tokens=13)
+    run = run_train("room", **options, validation_tokens=8)
+    assert json.loads((run.train_dir / "summary.json").read_text())["validation"]["validation_tokens_per_step"] >= 1
 
 
 @pytest.mark.parametrize(
