@@ -1,43 +1,67 @@
-"""Tokens per step by loss, over the seeds: what `accelerate launch train.py conf=loss_study_demo` was made for.
+"""Tokens per step by loss, over the seeds: what `accelerate launch train.py conf=loss_study_demo` is made for.
 
-python scripts/loss_study_table.py outputs/loss_study_demo/eval/summary.json
+    python scripts/loss_study_table.py outputs/loss_study_demo --output benchmarks/loss_study.json
+
+The prompts are the same for all losses of a seed.
 """
 
 import argparse
-import json
-import re
 from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-VARIANT = re.compile(r"(?P<loss>\w+)_(?P<seed>\d+)/drafter")
-REACHED = "_reached"
+import torch
+
+from outrider.data.files import read_json, write_json
+from outrider.eval.environment import describe_environment
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("summary", type=Path, help="summary.json of the evaluation")
-    print(table(json.loads(parser.parse_args().summary.read_text(encoding="utf-8"))))
+    parser.add_argument("folder", type=Path, help="the run's folder")
+    parser.add_argument("--output", type=Path, default=None, help="write a record of the figures")
+    args = parser.parse_args()
+    figures = read_figures(args.folder)
+    print(table(figures))
+    if args.output is not None:
+        write_json(args.output, {"figures": figures, "environment": asdict(describe_environment(torch.device("cpu")))})
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """A Markdown table, the best mean first. Raises ValueError where no row is a variant of the study."""
-    figures: dict[str, list[float]] = defaultdict(list)
-    for row in rows:
-        if variant := VARIANT.search(row["method"]):
-            figures[variant["loss"]].append(row["tokens_per_step"])
+def read_figures(folder: Path) -> list[dict[str, Any]]:
+    """Loss, weights, seed and tokens per step of each finished variant. Raises ValueError where there is none."""
+    figures = []
+    for path in sorted(folder.glob("variants/*/train/summary.json")):
+        summary = read_json(path)
+        train = summary["run"]["train"]
+        figures.append(
+            {
+                "loss": train["loss"],
+                "label_weights": train["label_weights"],
+                "seed": train["seed"],
+                "steps": summary["steps"],
+                "tokens_per_step": summary["validation"]["validation_tokens_per_step"],
+                "seconds": summary["seconds"],
+            }
+        )
     if not figures:
-        raise ValueError("the summary has no row of a variant such as kl_0; give that of conf=loss_study_demo")
-    lines = [
-        "| loss | labels count | seeds | tokens per step, mean | standard deviation | least | most |",
-        "|---|---|" + "---:|" * 5,
-    ]
-    for name, values in sorted(figures.items(), key=lambda item: -mean(item[1])):
-        weights = "where reached" if name.endswith(REACHED) else "all"
+        raise ValueError(f"{folder} holds no finished variant; give the folder of conf=loss_study_demo")
+    return figures
+
+
+def table(figures: Iterable[dict[str, Any]]) -> str:
+    """A Markdown table, the best mean first."""
+    by_loss: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for figure in figures:
+        by_loss[figure["loss"], figure["label_weights"]].append(figure["tokens_per_step"])
+    columns = ("loss", "labels that count", "seeds", "tokens per step, mean", "standard deviation", "least", "most")
+    lines = [f"| {' | '.join(columns)} |", "|---|---|" + "---:|" * 5]
+    for (loss, weights), values in sorted(by_loss.items(), key=lambda item: -mean(item[1])):
         spread = f"{stdev(values):.3f}" if len(values) > 1 else "-"
         lines.append(
-            f"| {name.removesuffix(REACHED)} | {weights} | {len(values)} | {mean(values):.3f} | {spread} "
+            f"| {loss} | {'all' if weights == 'uniform' else 'those reached'} | {len(values)} | {mean(values):.3f} | {spread} "
             f"| {min(values):.3f} | {max(values):.3f} |"
         )
     return "\n".join(lines)

@@ -98,7 +98,8 @@ def test_recipes_built_on_the_demo_train_as_it_does(recipe: str, steps: int) -> 
     own = ("steps", "checkpoint_every", "validation_texts")
     assert replace(first.train, **{name: getattr(demo.train, name) for name in own}) == demo.train
     assert config.train.steps == steps
-    assert demo.eval.settings[2] in first.settings
+    if recipe != "loss_study_demo":  # measures while training
+        assert demo.eval.settings[2] in first.settings
 
 
 def test_the_loss_study_gives_every_loss_the_same_seeds() -> None:
