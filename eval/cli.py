@@ -24,6 +24,7 @@ def eval_command(
         list[str] | None, typer.Option(help="Options of any drafter: '{depth: 5, top_k: 8}'. Repeat to compare.")
     ] = None,
     temperature: Annotated[list[float] | None, typer.Option(help="0, the default, is greedy. Repeat for several.")] = None,
+    acceptance: Annotated[str, typer.Option(help="exact, or typical: faster above temperature 0, and not lossless.")] = "exact",
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per answer, at most.")] = 128,
     repeat: Annotated[int, typer.Option(help="Measure every answer so many times.")] = 1,
     profile_prompts: Annotated[int, typer.Option(help="Prompts per suite decoded once more for the time split.")] = 3,
@@ -58,6 +59,7 @@ def eval_command(
         suites=_suites(suite, suite_path or [], limit),
         settings=_settings(setting or [], beam_width or [], beam_length=beam_length, tree_nodes=tree_nodes),
         temperatures=temperature or [0.0],
+        acceptance=acceptance,
         max_new_tokens=max_new_tokens,
         repeats=repeat,
         profile_prompts=profile_prompts,

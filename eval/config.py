@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+ACCEPTANCES = ("exact", "typical")
 TOO_LONG_POLICIES = ("skip", "error")
 
 
@@ -35,6 +36,9 @@ class EvalConfig:
     """Tokens per answer, at most; a stop token ends it earlier."""
     temperatures: list[float] = field(default_factory=lambda: [0.0])
     """All methods decode at each of them: 0 is greedy decoding, above it the target's distribution is sampled."""
+    acceptance: str = "exact"
+    """`exact`: greedy acceptance, or speculative sampling, which change nothing. `typical`: above temperature 0 keep what the
+    target finds typical (arXiv 2401.10774, section 2.3.1), which is faster and NOT lossless."""
     batch_size: int = 1
     """Prompts decoded together; only 1 so far."""
     warmup_prompts: int = 1
@@ -70,6 +74,11 @@ class EvalConfig:
                 0 <= temperature < math.inf for temperature in self.temperatures
             ),
             f"temperatures is {self.temperatures}; give each once": len(set(self.temperatures)) < len(self.temperatures),
+            f"acceptance is {self.acceptance!r}; it must be one of {', '.join(ACCEPTANCES)}": self.acceptance
+            not in ACCEPTANCES,
+            "acceptance is typical, which needs a temperature above 0; raise temperatures, or set exact": (
+                self.acceptance == "typical" and not any(temperature > 0 for temperature in self.temperatures)
+            ),
             f"batch_size is {self.batch_size}; only 1 can be evaluated so far": self.batch_size != 1,
             f"too_long is {self.too_long!r}; it must be one of {', '.join(TOO_LONG_POLICIES)}": self.too_long
             not in TOO_LONG_POLICIES,

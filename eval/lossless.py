@@ -68,18 +68,24 @@ def find_mismatches(records: Iterable[EvalRecord]) -> list[Mismatch]:
     return mismatches
 
 
+LOSSY = "no, by rule"
+"""What tables say of a rule that doesn't claim to be lossless."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """A method's mismatches on a suite at a temperature, counted in prompts.
 
-    `by_rule`: it samples with drafts that are drawn at random, so that its answers can't be compared, and it is only the
-    acceptance rule that says it is lossless. `first` says where to look: an unexplained mismatch if there is any.
+    `lossy`: its acceptance rule doesn't even claim to be lossless. `by_rule`: it samples with drafts that are drawn at random, or
+    by such a rule, so that its answers can't be compared, and only the rule says what it is. `first` says where to look: an
+    unexplained mismatch if there is any.
     """
 
     num_prompts: int
     num_mismatched: int
     num_within_noise: int
     by_rule: bool
+    lossy: bool
     first: dict[str, Any] | None
 
     @property
@@ -90,6 +96,8 @@ class Verdict:
     def label(self) -> str:
         if self.broken:
             return f"NO ({self.num_mismatched - self.num_within_noise} of {self.num_prompts} prompts)"
+        if self.lossy:
+            return LOSSY
         if self.num_within_noise:
             return f"within noise ({self.num_within_noise})"
         return "by rule" if self.by_rule else "yes"
@@ -108,6 +116,7 @@ def judge(records: Sequence[EvalRecord], mismatches: Sequence[Mismatch]) -> Verd
         num_mismatched=len(mismatched),
         num_within_noise=len(mismatched - {mismatch.record.prompt_id for mismatch in unexplained}),
         by_rule=any(record.is_other_sample for record in records),
+        lossy=not all(record.lossless_rule for record in records),
         first=examples[0] if examples else None,
     )
 

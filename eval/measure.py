@@ -258,6 +258,8 @@ class Bench:
             num_verify_tokens=len(token_ids) - 1,
             num_draft_tokens=sum(step.num_nodes for step in generation.steps),
             drawn=any(step.drawn for step in generation.steps),
+            # Where nothing is drafted, every rule draws from the target's distribution.
+            lossless_rule=method.name == BASELINE or self.rules[turn.temperature].lossless,
             truncated=token_ids[-1] not in self.target.stop_ids,
             prefill_seconds=generation.prefill_seconds,
             decode_seconds=generation.decode_seconds,

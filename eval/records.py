@@ -56,6 +56,8 @@ class EvalRecord:
     """Draft tokens that the target read, over all steps."""
     drawn: bool
     """Whether the drafter drew them at random."""
+    lossless_rule: bool
+    """Whether the rule that accepts them leaves the target's distribution as it is."""
     truncated: bool
     """Ended by the token limit, not by a stop token."""
     prefill_seconds: float
@@ -90,8 +92,11 @@ class EvalRecord:
 
     @property
     def is_other_sample(self) -> bool:
-        """Whether it is another sample than the baseline's by design: random drafts decide with other coins what is emitted."""
-        return self.drawn and self.temperature > 0
+        """Whether it is another sample than the baseline's by design.
+
+        Random drafts decide with other coins what is emitted, and a rule that isn't lossless emits something else.
+        """
+        return self.temperature > 0 and (self.drawn or not self.lossless_rule)
 
     @property
     def num_steps(self) -> int:

@@ -164,7 +164,7 @@ def _row(
         time_split=stats.time_split(profiled),
         roofline=roofline.to_json(),
         roofline_fraction=None if decode_speed is None else decode_speed / roofline.tokens_per_second,
-        lossless=None if lossless.by_rule and not mismatches else not mismatches,
+        lossless=False if lossless.lossy else None if lossless.by_rule and not mismatches else not mismatches,
         lossless_label=lossless.label,
         num_mismatched_prompts=lossless.num_mismatched,
         num_within_noise=lossless.num_within_noise,

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..data.files import atomic_write_text, parse_dataclass, read_json, sha256_file, write_json
 from ..data.prompts import PromptSet, load_suite
-from ..models.decoding.acceptance import GreedyAcceptance, SpeculativeSampling
+from ..models.decoding.acceptance import GreedyAcceptance, SpeculativeSampling, TypicalAcceptance
 from ..models.decoding.sampling import Sampling
 from ..models.drafters import NullDrafter, load_drafter
 from ..models.drafters.checkpoint import WEIGHTS_FILE, read_drafter_config, read_training_facts
@@ -41,6 +41,7 @@ Settings = Mapping[Path, Sequence[dict[str, Any]]]
 RECORDED_OPTIONS = (
     "max_new_tokens",
     "temperatures",
+    "acceptance",
     "batch_size",
     "warmup_prompts",
     "repeats",
@@ -98,7 +99,7 @@ def evaluate(
             bench = Bench(
                 target=target,
                 tokenizer=tokenizer,
-                rules={temperature: acceptance_rule(temperature) for temperature in config.temperatures},
+                rules={temperature: acceptance_rule(config.acceptance, temperature) for temperature in config.temperatures},
                 methods=methods,
                 config=config,
                 context_length=context_length,
@@ -144,9 +145,12 @@ def drafter_facts(drafter: TrainableDrafter, directory: Path) -> DrafterFacts:
     return DrafterFacts(parameters=parameters, training=read_training_facts(directory))
 
 
-def acceptance_rule(temperature: float) -> AcceptanceRule:
-    """The lossless rule of a temperature."""
-    return SpeculativeSampling(sampling=Sampling(temperature=temperature)) if temperature > 0 else GreedyAcceptance()
+def acceptance_rule(acceptance: str, temperature: float) -> AcceptanceRule:
+    """How drafts are accepted at a temperature (see `EvalConfig.acceptance`)."""
+    if temperature == 0:
+        return GreedyAcceptance()
+    sampling = Sampling(temperature=temperature)
+    return TypicalAcceptance(sampling=sampling) if acceptance == "typical" else SpeculativeSampling(sampling=sampling)
 
 
 def load_suites(config: EvalConfig) -> list[PromptSet]:

@@ -8,6 +8,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from .lossless import LOSSY
 from .rows import Row, decoding_name, is_broken
 
 RESULT_COLUMNS = ("Tok/step", "Tok/s", "Speedup [95 %]", "Ceiling*", "Lossless")
@@ -30,6 +31,11 @@ SAMPLING_NOTE = (
 BY_RULE_NOTE = (
     "by rule: a method that draws its drafts at random gives another sample than plain decoding by design. That it is "
     "lossless is claimed by its acceptance rule, which `outrider certify` tests."
+)
+
+TYPICAL_NOTE = (
+    "no, by rule: typical acceptance (arXiv 2401.10774, section 2.3.1) keeps what the target finds typical. Its answers "
+    "are not samples of the target's distribution, so its speedup is not that of a lossless method."
 )
 
 
@@ -65,6 +71,7 @@ def footnotes(rows: Sequence[Row]) -> list[str]:
     ]
     notes += [SAMPLING_NOTE] if any(row["temperature"] > 0 for row in rows) else []
     notes += [BY_RULE_NOTE] if any(row["lossless"] is None for row in rows) else []
+    notes += [TYPICAL_NOTE] if any(row["lossless_label"] == LOSSY for row in rows) else []
     for group, (row, *_) in _groups(rows).items():
         num_answers = row["num_turns"] * row["num_repeats"]
         note = (

@@ -41,6 +41,7 @@ def make_record() -> MakeRecord:
             "num_verify_tokens": num_tokens,
             "num_draft_tokens": 0,
             "drawn": False,
+            "lossless_rule": True,
             "truncated": False,
             "prefill_seconds": 0.25,
             "decode_seconds": 0.75,

@@ -20,6 +20,14 @@ def test_a_suite_named_twice_is_refused_since_its_records_would_collide() -> Non
 
 
 @pytest.mark.parametrize(
+    ("acceptance", "message"), [("roughly", "must be one of exact, typical"), ("typical", "needs a temperature above 0")]
+)
+def test_a_rule_that_cannot_be_used_is_refused(acceptance: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EvalConfig(suites=[SuiteConfig(name="stdlib")], acceptance=acceptance)
+
+
+@pytest.mark.parametrize(
     ("temperatures", "message"),
     [
         ([], "temperatures is empty"),

@@ -389,6 +389,22 @@ def test_beams_are_chosen_when_a_drafter_is_evaluated(run_tiny: Evaluate, tmp_pa
     }
 
 
+def test_typical_acceptance_is_told_to_be_lossy(tiny_target: HFTarget, config: EvalConfig, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    drafter = build_drafter({"kind": "draft_model", "init": "target_layers", "num_layers": 1}, tiny_target)
+    save_drafter(drafter, tmp_path / "drafter", tiny_target.identity)
+    config = replace(config, settings=[{}], temperatures=[0.0, 1.0], acceptance="typical")
+    rows = evaluate(config, tiny_target, tiny_target.tokenizer, [tmp_path / "drafter"], tmp_path / "eval")
+    assert [row["lossless_label"] for row in rows] == ["yes", "yes", "yes", "no, by rule"]
+    assert [row["lossless"] for row in rows] == [True, True, True, False]
+    assert rows[3]["speedup"] is not None
+    assert "typical acceptance (arXiv 2401.10774" in (tmp_path / "eval" / "table.md").read_text()
+    with pytest.raises(ValueError, match="differs in acceptance"):
+        evaluate(
+            replace(config, acceptance="exact"), tiny_target, tiny_target.tokenizer, [tmp_path / "drafter"], tmp_path / "eval"
+        )
+
+
 def test_a_draft_model_is_evaluated_as_chain_tree_and_sampler(
     tiny_target: HFTarget, config: EvalConfig, tmp_path: Path
 ) -> None:
