@@ -76,8 +76,8 @@ LOSSY = "no, by rule"
 class Verdict:
     """A method's mismatches on a suite at a temperature, counted in prompts.
 
-    `lossy`: its acceptance rule doesn't even claim to be lossless. `by_rule`: it samples with drafts that are drawn at random, or
-    by such a rule, so that its answers can't be compared, and only the rule says what it is. `first` says where to look: an
+    `lossy`: its acceptance rule doesn't even claim to be lossless. `by_rule`: it samples with drafts that are drawn at random,
+    or by such a rule, so that its answers can't be compared, and only the rule says what it is. `first` says where to look: an
     unexplained mismatch if there is any.
     """
 

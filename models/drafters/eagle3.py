@@ -19,7 +19,7 @@ from ..decoding.types import TargetOutput
 from ..hf_target import HFTarget, decoder_layers
 from ..interfaces import Loss
 from .feature_drafter import FeatureDrafter, TreeOptions, start_from_target
-from .objective import DraftVocabulary, Labels, Objective, score
+from .objective import DraftVocabulary, Labels, Objective, commonest_tokens, require_draft_tokens, score
 
 
 @dataclass(kw_only=True)
@@ -137,27 +137,17 @@ class Eagle3(FeatureDrafter):
         return DraftVocabulary(size=self.vocab_size, tokens=self.draft_tokens if self.wants_token_counts else None)
 
     def choose_draft_vocabulary(self, token_counts: Int[torch.Tensor, " vocab"]) -> None:
-        """Take the `draft_vocab_size` commonest tokens of the distilled data, in order of their ids.
-
-        Raises ValueError where the counts are of another vocabulary. Without a reduced vocabulary there is nothing to choose.
-        """
+        """Take the commonest tokens (see `commonest_tokens`). Without a reduced vocabulary there is nothing to choose."""
         if self.config.draft_vocab_size is None:
             return
-        if token_counts.shape != (self.vocab_size,):
-            raise ValueError(f"token_counts is {tuple(token_counts.shape)}; the target has {self.vocab_size} tokens")
-        self.draft_tokens = token_counts.topk(self.config.draft_vocab_size).indices.sort().values.to(self.draft_tokens.device)
+        tokens = commonest_tokens(token_counts, self.config.draft_vocab_size, self.vocab_size)
+        self.draft_tokens = tokens.to(self.draft_tokens.device)
         self._start_head(self.draft_tokens)
 
     def check_weights(self) -> None:
         """A reduced vocabulary must name different tokens of the target, in order."""
-        if self.config.draft_vocab_size is None:
-            return
-        tokens = self.draft_tokens
-        if tokens[0] < 0 or tokens[-1] >= self.vocab_size or not (tokens[1:] > tokens[:-1]).all():
-            raise ValueError(
-                f"the drafter's draft_tokens must be different tokens of the target's {self.vocab_size}, in order; "
-                "export the drafter again"
-            )
+        if self.config.draft_vocab_size is not None:
+            require_draft_tokens(self.draft_tokens, self.vocab_size)
 
     # --- training
 

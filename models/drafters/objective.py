@@ -115,6 +115,24 @@ class DraftVocabulary:
         return torch.where(found, output, 0), found
 
 
+def commonest_tokens(token_counts: Int[torch.Tensor, " vocab"], count: int, vocab_size: int) -> Int[torch.Tensor, " output"]:
+    """The `count` commonest tokens of the distilled data, in order of their ids: a reduced vocabulary.
+
+    Raises ValueError where the counts are of another vocabulary.
+    """
+    if token_counts.shape != (vocab_size,):
+        raise ValueError(f"token_counts is {tuple(token_counts.shape)}; the target has {vocab_size} tokens")
+    return token_counts.topk(count).indices.sort().values
+
+
+def require_draft_tokens(tokens: Int[torch.Tensor, " output"], vocab_size: int) -> None:
+    """Raise ValueError unless a reduced vocabulary names different tokens of the target, in order."""
+    if tokens[0] < 0 or tokens[-1] >= vocab_size or not (tokens[1:] > tokens[:-1]).all():
+        raise ValueError(
+            f"the drafter's draft_tokens must be different tokens of the target's {vocab_size}, in order; export it again"
+        )
+
+
 def score(
     predict: Callable[..., Float[torch.Tensor, "label output"]],
     inputs: tuple[Shaped[torch.Tensor, "label *_"], ...],
