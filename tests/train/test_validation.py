@@ -12,12 +12,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outrider.data.manifest import load_manifest
 from outrider.data.types import UNKNOWN
+from outrider.models.config import TargetConfig
 from outrider.models.decoding import GreedyAcceptance, generate
 from outrider.models.drafters import NullDrafter, build_drafter, load_drafter
 from outrider.models.drafters.objective import Objective
 from outrider.models.hf_target import HFTarget
+from outrider.models.target import load_target
 from outrider.train.config import TrainConfig
 from outrider.train.data import BatchStream
+from outrider.train.run import train
 from outrider.train.tracking import read_records
 from outrider.train.validation import HeldOut, Validator, hold_out
 
@@ -118,6 +121,21 @@ def test_measuring_changes_nothing_that_is_learned(run_train: RunTrain, options:
     summaries = [json.loads((run.train_dir / "summary.json").read_text())["validation"] for run in (often, once)]
     assert summaries[0] == summaries[1]
     assert summaries[0]["validation_tokens_per_step"] >= 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [*KINDS, {"kind": "eagle", "depth": 3}, {"kind": "draft_model", "num_layers": 1}],
+    ids=["redrafter", "medusa", "eagle3", "eagle", "draft_model"],
+)
+def test_drafters_in_float32_decode_with_a_target_in_bfloat16(
+    options: dict[str, object], tiny_target_dir: Path, shards_dir: Path, accelerator: Accelerator, tmp_path: Path
+) -> None:
+    target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="bfloat16"), torch.device("cpu"))
+    config = TrainConfig(steps=2, batch_size=2, validation_texts=3, validation_tokens=8, num_threads=1)
+    train(config, options, target, shards_dir, tmp_path / "train", tmp_path / "drafter", accelerator)
+    summary = json.loads((tmp_path / "train/summary.json").read_text())
+    assert summary["validation"]["validation_tokens_per_step"] >= 1
 
 
 def test_medusa_takes_its_tree_from_the_held_out_answers(run_train: RunTrain, target: HFTarget) -> None:
