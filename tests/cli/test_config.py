@@ -95,7 +95,7 @@ def test_recipes_built_on_the_demo_train_as_it_does(recipe: str, steps: int) -> 
     first = config.drafter_runs()[0]
     fixed = {"beam_width": 4, "tree_nodes": None}  # what decoding may change
     assert {**first.drafter, **fixed} == {**demo.drafter, **fixed}
-    own = ("steps", "checkpoint_every", "validation_texts")
+    own = ("steps", "checkpoint_every", "validation_texts", "max_positions")
     assert replace(first.train, **{name: getattr(demo.train, name) for name in own}) == demo.train
     assert config.train.steps == steps
     if recipe != "loss_study_demo":  # measures while training
