@@ -167,25 +167,40 @@ def method_labels(
 ) -> dict[str, tuple[Path, dict[str, Any]]]:
     """Directory and setting of each drafter's rows, by the name that the table shows.
 
-    The name is the drafter's kind and the setting, and between them what tells its directory from the others'. Raises
+    The name is the drafter's kind and the setting, and between them what tells its directory from the others', unless that is
+    its kind. Raises
     ValueError for a directory without a drafter, an option that it doesn't have, and for a drafter named twice.
     """
     labels: dict[str, tuple[Path, dict[str, Any]]] = {}
     paths = [directory.resolve() for directory in drafter_dirs]
-    for path, directory in zip(paths, drafter_dirs, strict=True):
+    places = _distinct_parts(paths)
+    for path, directory, place in zip(paths, drafter_dirs, places, strict=True):
         saved = read_drafter_config(path)
         if not (path / WEIGHTS_FILE).is_file():
             raise ValueError(f"{path / WEIGHTS_FILE} is missing; its export is incomplete: copy or export it again")
-        place = path.relative_to(os.path.commonpath(paths)).as_posix()
         for setting in (settings or {}).get(directory, config.settings):
             parse_drafter_config({"kind": saved.kind, **saved.drafter, **setting})
             name = " ".join(
-                [saved.kind, *([place] if len(paths) > 1 else []), *(f"{key}={value}" for key, value in setting.items())]
+                [
+                    saved.kind,
+                    *([place] if place not in ("", saved.kind) else []),
+                    *(f"{key}={value}" for key, value in setting.items()),
+                ]
             )
             if name in labels:
                 raise ValueError(f"{name} is to be evaluated twice; give each drafter and each setting once")
             labels[name] = (path, setting)
     return labels
+
+
+def _distinct_parts(paths: Sequence[Path]) -> list[str]:
+    """What tells each path from the others: without the folders above all of them, and without a last one that they share."""
+    if len(paths) == 1:
+        return [""]
+    parts = [path.relative_to(os.path.commonpath(paths)).parts for path in paths]
+    if all(len(each) > 1 and each[-1] == parts[0][-1] for each in parts):
+        parts = [each[:-1] for each in parts]
+    return ["/".join(each) for each in parts]
 
 
 def recorded_config(

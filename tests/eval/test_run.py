@@ -327,7 +327,7 @@ def test_several_drafters_are_told_apart_by_their_directories(
             (copy / file.name).write_bytes(file.read_bytes())
     config = replace(config, settings=[{}])
     rows = evaluate(config, tiny_target, tiny_target.tokenizer, copies, tmp_path / "eval")
-    assert [row["method"] for row in rows] == ["baseline", "redrafter one/drafter", "redrafter two/drafter"]
+    assert [row["method"] for row in rows] == ["baseline", "redrafter one", "redrafter two"]
     with pytest.raises(ValueError, match="to be evaluated twice"):
         evaluate(config, tiny_target, tiny_target.tokenizer, [copies[0]] * 2, tmp_path / "twice")
 
