@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -47,7 +48,7 @@ def overrides(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -
         "data={limit: 5, max_length: 96, prompt_chars_min: 20, prompt_chars_max: 40}",
         "distill={horizon: 3, shard_examples: 2}",
         "drafter={exit_width: 16, num_blocks: 1, head_init: random}",
-        "train={steps: 3, warmup_steps: 1, batch_size: 2, max_positions: 32}",
+        "train={steps: 3, warmup_steps: 1, batch_size: 2, max_positions: 32, validation_texts: 2, validation_tokens: 8}",
         f"eval.suites=[{{name: mt_bench, path: {questions}}}]",
         "eval={max_new_tokens: 12, profile_prompts: 1, memory_bandwidth_gbs: 10.0}",
         "eval.settings=[{beam_width: 2, beam_length: 3}]",
@@ -113,6 +114,20 @@ def test_one_command_distils_trains_and_evaluates(finished: tuple[Path, str]) ->
     assert drafter["training"]["parameters"] == drafter["parameters"]
     assert f"the results lie in {folder}" in printed
     assert "redrafter" in printed
+
+
+def test_what_training_measured_can_be_checked_on_other_prompts(
+    finished: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _ = finished
+    script, record = REPOSITORY / "scripts" / "check_estimates.py", tmp_path / "estimates.json"
+    monkeypatch.setattr(sys, "argv", [str(script), str(folder), "--prompts", "3", "--output", str(record)])
+    runpy.run_path(str(script), run_name="__main__")
+    (figure,) = json.loads(record.read_text())["figures"]
+    training = json.loads((folder / "train" / "summary.json").read_text())["validation"]["validation_tokens_per_step"]
+    assert figure["training"] == training
+    assert figure["interval"][0] <= figure["decoding"] <= figure["interval"][1]
+    assert f"| {training:.2f} | {figure['decoding']:.2f} [" in capsys.readouterr().out
 
 
 def test_a_second_run_repeats_nothing(finished: tuple[Path, str], overrides: list[str]) -> None:
