@@ -362,7 +362,7 @@ class HFTarget:
 
 class CapturedHiddenStates:
     """Catches what the decoder hands to the head, for every position, without asking for all layers' states; and what goes into
-    the layers named in `layers`, of which the one after the last is the head: transformers' numbers of hidden states.
+    the layers named in `layers`.
 
     The hooks stay on the model, since a compiled model would be compiled anew for every other one.
     """
@@ -371,7 +371,6 @@ class CapturedHiddenStates:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.layers: tuple[int, ...] = ()
-        self._num_layers = len(decoder_layers(model))
         self._hidden_states: torch.Tensor | None = None
         self._inputs: dict[int, torch.Tensor] = {}
         decoder = model.get_decoder()  # some models call it past their base model
@@ -395,8 +394,8 @@ class CapturedHiddenStates:
         """The last pass's, once: nobody keeps them alive."""
         hidden_states, self._hidden_states = self._hidden_states, None
         assert hidden_states is not None, "the model has not been run"
-        inputs = [hidden_states if index == self._num_layers else self._inputs.pop(index) for index in self.layers]
-        return hidden_states, torch.cat(inputs, dim=-1) if inputs else None
+        features = torch.cat([self._inputs.pop(index) for index in self.layers], dim=-1) if self.layers else None
+        return hidden_states, features
 
 
 def decoder_layers(model: PreTrainedModel) -> Sequence[nn.Module]:

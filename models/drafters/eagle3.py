@@ -27,8 +27,8 @@ class Eagle3Config(TreeOptions):
     """Shape of an EAGLE-3 drafter, how it is trained, and how it drafts by default."""
 
     feature_layers: list[int] | None = None
-    """Layers of the target whose inputs it reads, where the number of layers stands for the head; None is an early, a middle
-    and a late one: 2, half and the last but two of them (fewer where these coincide)."""
+    """Layers of the target whose inputs it reads; None is an early, a middle and a late one: 2, half and the last but two of
+    them (fewer where these coincide)."""
     draft_vocab_size: int | None = None
     """Draft only this many tokens, the commonest in the distilled data; None is the whole vocabulary."""
     init: str = "target"
@@ -71,11 +71,8 @@ class Eagle3(FeatureDrafter):
             )
         num_layers = len(decoder_layers(target.model))
         layers = default_feature_layers(num_layers) if config.feature_layers is None else config.feature_layers
-        if not all(0 <= layer <= num_layers for layer in layers):
-            raise ValueError(
-                f"drafter.feature_layers is {layers}; the target has the layers 0 to {num_layers - 1}, "
-                f"and {num_layers} is its head"
-            )
+        if not all(0 <= layer < num_layers for layer in layers):
+            raise ValueError(f"drafter.feature_layers is {layers}; the target has the layers 0 to {num_layers - 1}")
         self.config = config
         self._feature_layers = tuple(layers)
         self.fc = nn.Linear(len(layers) * hidden_size, hidden_size, bias=False)
