@@ -18,6 +18,8 @@ import torch
 from outrider.data.files import read_json, write_json
 from outrider.eval.environment import describe_environment
 
+REFERENCE = ("cross_entropy", "uniform")
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -52,17 +54,27 @@ def read_figures(folder: Path) -> list[dict[str, Any]]:
 
 
 def table(figures: Iterable[dict[str, Any]]) -> str:
-    """A Markdown table, the best mean first."""
-    by_loss: dict[tuple[str, str], list[float]] = defaultdict(list)
+    """A Markdown table, the best mean first. Differences are taken seed by seed, since a seed's prompts are the same for all."""
+    by_loss: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
     for figure in figures:
-        by_loss[figure["loss"], figure["label_weights"]].append(figure["tokens_per_step"])
-    columns = ("loss", "labels that count", "seeds", "tokens per step, mean", "standard deviation", "least", "most")
+        by_loss[figure["loss"], figure["label_weights"]][figure["seed"]] = figure["tokens_per_step"]
+    reference = by_loss.get(REFERENCE, {})
+    columns = (
+        "loss",
+        "labels that count",
+        "seeds",
+        "tokens per step, mean",
+        "least",
+        "most",
+        "over cross-entropy, mean (deviation)",
+    )
     lines = [f"| {' | '.join(columns)} |", "|---|---|" + "---:|" * 5]
-    for (loss, weights), values in sorted(by_loss.items(), key=lambda item: -mean(item[1])):
-        spread = f"{stdev(values):.3f}" if len(values) > 1 else "-"
+    for (loss, weights), values in sorted(by_loss.items(), key=lambda item: -mean(item[1].values())):
+        over = [value - reference[seed] for seed, value in values.items() if seed in reference]
+        difference = f"{mean(over):+.3f} ({stdev(over):.3f})" if len(over) > 1 else "-"
         lines.append(
-            f"| {loss} | {'all' if weights == 'uniform' else 'those reached'} | {len(values)} | {mean(values):.3f} | {spread} "
-            f"| {min(values):.3f} | {max(values):.3f} |"
+            f"| {loss} | {'all' if weights == 'uniform' else 'those reached'} | {len(values)} | {mean(values.values()):.3f} "
+            f"| {min(values.values()):.3f} | {max(values.values()):.3f} | {difference} |"
         )
     return "\n".join(lines)
 
