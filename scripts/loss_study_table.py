@@ -59,15 +59,8 @@ def table(figures: Iterable[dict[str, Any]]) -> str:
     for figure in figures:
         by_loss[figure["loss"], figure["label_weights"]][figure["seed"]] = figure["tokens_per_step"]
     reference = by_loss.get(REFERENCE, {})
-    columns = (
-        "loss",
-        "labels that count",
-        "seeds",
-        "tokens per step, mean",
-        "least",
-        "most",
-        "over cross-entropy, mean (deviation)",
-    )
+    over_reference = "over cross-entropy, mean (deviation)"
+    columns = ("loss", "labels that count", "seeds", "tokens per step, mean", "least", "most", over_reference)
     lines = [f"| {' | '.join(columns)} |", "|---|---|" + "---:|" * 5]
     for (loss, weights), values in sorted(by_loss.items(), key=lambda item: -mean(item[1].values())):
         over = [value - reference[seed] for seed, value in values.items() if seed in reference]
