@@ -54,7 +54,7 @@ def read_figures(folder: Path) -> list[dict[str, Any]]:
 
 
 def table(figures: Iterable[dict[str, Any]]) -> str:
-    """A Markdown table, the best mean first. Differences are taken seed by seed, since a seed's prompts are the same for all."""
+    """A Markdown table, the best mean first. Differences are seed by seed: a seed's prompts are the same for all."""
     by_loss: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
     for figure in figures:
         by_loss[figure["loss"], figure["label_weights"]][figure["seed"]] = figure["tokens_per_step"]
