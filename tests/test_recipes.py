@@ -32,6 +32,12 @@ SMALL_DRAFTERS = {
 }
 
 
+SMALL_DEMOS = {
+    "redrafter_demo": ["drafter={exit_width: 16, head_init: random}"],
+    "eagle3_demo": ["drafter.feature_layers=[0, 1]"],  # the stand-in has no more
+}
+
+
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("questions") / "question.jsonl"
@@ -77,7 +83,7 @@ def test_a_recipe_runs_through_all_stages(
 @pytest.mark.parametrize("demo", DEMOS)
 def test_the_demo_runs_with_every_kind(tiny_target_dir: Path, questions: Path, tmp_path: Path, demo: str) -> None:
     data = "data={limit: 4, max_length: 64, prompt_chars_min: 20, prompt_chars_max: 40}"
-    sizes = ["drafter={exit_width: 16, head_init: random}"] if demo == "redrafter_demo" else []
+    sizes = SMALL_DEMOS.get(demo, [])
     methods = run_here(tmp_path, tiny_target_dir, questions, "conf=demo", f"drafter={demo}", data, *sizes)
     assert len(methods) > 2
 
