@@ -97,7 +97,10 @@ def train(
     manifest.require_target(target.identity)
     run = describe_run(config, drafter_config, manifest, accelerator)
     if is_trained(run, output_dir, drafter_dir):
-        take_over_options(drafter_config, output_dir, drafter_dir)
+        accelerator.wait_for_everyone()  # all have looked at the files before one changes them
+        if accelerator.is_main_process:
+            take_over_options(drafter_config, output_dir, drafter_dir)
+        accelerator.wait_for_everyone()
         logger.info("the drafter in %s is already trained", drafter_dir)
         return
     verify_shards(shards_dir, manifest)
