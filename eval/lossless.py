@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Int
 
 from ..models.decoding.prompts import Prompts
-from ..models.decoding.sampling import MIN_PRECISION, seeded_clocks
+from ..models.decoding.sampling import MIN_PRECISION, wind_clocks
 from ..models.decoding.tree import empty_tree
 from ..models.decoding.types import Acceptance
 from ..models.hf_target import HFTarget
@@ -159,7 +159,7 @@ def audit(
     for position, (logits, token) in enumerate(zip(stepwise, token_ids, strict=True)):
         scores = logits.cpu().double()  # which adds no rounding of its own
         if temperature > 0:
-            scores = scores / temperature - seeded_clocks(logits, seed, position).cpu().double().log()
+            scores = scores / temperature - wind_clocks(torch.empty_like(logits), seed, position).cpu().double().log()
         deficit = max(deficit, float(scores.max() - scores[token]))
     explained = deficit <= 2 * noise and logit_noise <= MAX_NOISE * float(stepwise.std(-1).max())
     return Audit(deficit=deficit, noise=noise, within_noise=explained)

@@ -135,12 +135,11 @@ class RowSeeds:
         self, probs: Float[torch.Tensor, "batch entry vocab"], depths: Int[torch.Tensor, "batch entry"], max_depth: int
     ) -> Int[torch.Tensor, "batch entry"]:
         self._require_rows(probs)
-        like = probs[0, 0]
-        clocks = [
-            torch.stack([seeded_clocks(like, seed, position + depth) for depth in range(max_depth + 1)])
-            for seed, position in zip(self.seeds, self._positions, strict=True)
-        ]
-        return _first_to_ring(probs, torch.stack(clocks).gather(1, depths[:, :, None].expand_as(probs)))
+        clocks = torch.empty(len(probs), max_depth + 1, probs.shape[-1], dtype=probs.dtype, device=probs.device)
+        for row, seed, position in zip(clocks, self.seeds, self._positions, strict=True):
+            for depth, clock in enumerate(row):
+                wind_clocks(clock, seed, position + depth)
+        return _first_to_ring(probs, clocks.gather(1, depths[:, :, None].expand_as(probs)))
 
     def draw(self, probs: Float[torch.Tensor, "batch *entry vocab"]) -> Int[torch.Tensor, "batch *entry"]:
         return _first_to_ring(probs, self._fill(probs, torch.Tensor.exponential_))
@@ -166,13 +165,13 @@ class RowSeeds:
             raise ValueError(f"there are {len(self.seeds)} seeds for {len(values)} rows; give one per row")
 
 
-def seeded_clocks(like: Float[torch.Tensor, " vocab"], seed: int, position: int) -> Float[torch.Tensor, " vocab"]:
-    """The clocks by which `RowSeeds.choose` picks token `position` of a row's answer, in the type and place of `like`.
+def wind_clocks(clocks: Float[torch.Tensor, " vocab"], seed: int, position: int) -> Float[torch.Tensor, " vocab"]:
+    """Set the clocks by which `RowSeeds.choose` picks token `position` of a row's answer, in place.
 
     The token is the arg-max of probs / clocks, and so of logits / temperature - log(clocks): whoever has the logits can say how
     narrow a choice was.
     """
-    return torch.empty_like(like).exponential_(generator=_generator(like.device, seed, position))
+    return clocks.exponential_(generator=_generator(clocks.device, seed, position))
 
 
 def _generator(device: torch.device, *parts: int) -> torch.Generator:

@@ -9,7 +9,7 @@ from outrider.eval import lossless
 from outrider.eval.lossless import audit, find_mismatches, is_exact, judge
 from outrider.models.config import TargetConfig
 from outrider.models.decoding import GreedyAcceptance, RowSeeds, Sampling, SpeculativeSampling, generate
-from outrider.models.decoding.sampling import seeded_clocks
+from outrider.models.decoding.sampling import wind_clocks
 from outrider.models.drafters import NullDrafter
 from outrider.models.hf_target import HFTarget
 from outrider.models.target import load_target
@@ -115,12 +115,12 @@ def test_two_candidates_that_tie_within_the_noise_explain_a_sampled_token(
     """The clock of the runner-up is moved until its score lies a millionth, or a thousandth, below the best one's."""
     tokens = sampled(tiny_target, 1.0, seed=3)
     logits = tiny_target.model(PROMPT).logits[0, -1]
-    clocks = seeded_clocks(logits, 3, 0)
+    clocks = wind_clocks(torch.empty_like(logits), 3, 0)
     best, second = (logits - clocks.log()).topk(2).indices.tolist()
     assert best == tokens[0]
     for gap, explained in ((1e-6, True), (1e-3, False)):
         tied = clocks.clone()
         tied[second] = clocks[best] * (logits[second] - logits[best] + gap).exp()
-        monkeypatch.setattr(lossless, "seeded_clocks", lambda like, seed, position, tied=tied: tied)
+        monkeypatch.setattr(lossless, "wind_clocks", lambda clocks, seed, position, tied=tied: tied)
         assert audit(tiny_target, PROMPT, [best], temperature=1.0, seed=3).within_noise
         assert audit(tiny_target, PROMPT, [second], temperature=1.0, seed=3).within_noise == explained
