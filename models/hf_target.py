@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -16,6 +15,7 @@ from .decoding.prompts import Prompts
 from .decoding.tree import DraftTree, chain_tree, depths
 from .decoding.types import Acceptance, TargetOutput
 from .graphs import GraphedFunction, Recorder
+from .hidden_states import CapturedHiddenStates
 from .tree_attention import attention_kinds, grouped_heads, masks_by_kind, require_tree_attention
 from .tree_cache import TreeCache
 
@@ -244,8 +244,9 @@ class HFTarget:
         self._require_cache().select(rows)
 
     def release_cache(self) -> None:
-        """Give back the memory of keys and values. The next prefill takes it again."""
+        """Give back the memory of keys and values, and of what was recorded for it. The next prefill takes it again."""
         self._cache = None
+        self._forget_graphs()
 
     def _require_cache(self) -> TreeCache:
         assert self._cache is not None, "prefill comes before verify and commit"
@@ -358,48 +359,3 @@ class HFTarget:
         """`hidden_states` of whatever the model takes, with gradients where they are on."""
         self.model.base_model(**inputs, use_cache=False)
         return self._captured.take()
-
-
-class CapturedHiddenStates:
-    """Catches what the decoder hands to the head, for every position, without asking for all layers' states; and what goes into
-    the layers named in `layers`.
-
-    The hooks stay on the model, since a compiled model would be compiled anew for every other one.
-    """
-
-    _of_models: ClassVar[WeakKeyDictionary[PreTrainedModel, "CapturedHiddenStates"]] = WeakKeyDictionary()
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.layers: tuple[int, ...] = ()
-        self._hidden_states: torch.Tensor | None = None
-        self._inputs: dict[int, torch.Tensor] = {}
-        decoder = model.get_decoder()  # some models call it past their base model
-        decoder.register_forward_hook(self._capture)
-        for index, layer in enumerate(decoder_layers(model)):
-            layer.register_forward_pre_hook(partial(self._capture_input, index), with_kwargs=True)
-
-    @classmethod
-    def of(cls, model: PreTrainedModel) -> "CapturedHiddenStates":
-        """The model's own: all targets around a model share one."""
-        return cls._of_models.get(model) or cls._of_models.setdefault(model, cls(model))
-
-    def _capture(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._hidden_states = output[0]
-
-    def _capture_input(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if index in self.layers:
-            self._inputs[index] = args[0] if args else kwargs["hidden_states"]
-
-    def take(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The last pass's, once: nobody keeps them alive."""
-        hidden_states, self._hidden_states = self._hidden_states, None
-        assert hidden_states is not None, "the model has not been run"
-        features = torch.cat([self._inputs.pop(index) for index in self.layers], dim=-1) if self.layers else None
-        return hidden_states, features
-
-
-def decoder_layers(model: PreTrainedModel) -> Sequence[nn.Module]:
-    """The model's layers, in order; none where its decoder has no such list."""
-    num_layers = model.config.get_text_config().num_hidden_layers
-    lists = (module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList))
-    return next((list(each) for each in lists if len(each) == num_layers), [])

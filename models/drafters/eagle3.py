@@ -16,7 +16,8 @@ from torch import nn
 
 from ...data.types import UNKNOWN, DrafterBatch
 from ..decoding.types import TargetOutput
-from ..hf_target import HFTarget, decoder_layers
+from ..hf_target import HFTarget
+from ..hidden_states import decoder_layers
 from ..interfaces import Loss
 from .feature_drafter import FeatureDrafter, TreeOptions, start_from_target
 from .objective import DraftVocabulary, Labels, Objective, commonest_tokens, require_draft_tokens, score

@@ -25,7 +25,8 @@ from ..decoding.prompts import Prompts
 from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree
 from ..decoding.types import NO_NODE, Acceptance, TargetOutput
-from ..hf_target import HFTarget, decoder_layers
+from ..hf_target import HFTarget
+from ..hidden_states import decoder_layers
 from ..interfaces import TrainableDrafter
 from ..tree_attention import IMPLEMENTATION as GROUPED_HEADS
 from ..tree_attention import visible_columns

@@ -96,6 +96,15 @@ def test_a_cache_that_moves_drops_the_recordings(target, graphed):
     assert long == answers(target, NullDrafter(), max_new_tokens=30)
 
 
+def test_recordings_go_with_a_cache_that_is_given_back(target, graphed, redrafter):
+    expected = answers(target, redrafter)
+    assert answers(graphed, redrafter) == expected
+    assert len(graphed._graphs) > 0
+    graphed.release_cache()
+    assert len(graphed._graphs) == 0, "they would keep its memory"
+    assert answers(graphed, redrafter) == expected
+
+
 def test_recordings_are_dropped_when_the_cache_grows_in_the_middle_of_an_answer(target, graphed):
     prompt = torch.tensor([PROMPTS[0]])
     tokens = torch.tensor(answers(target, NullDrafter(), PROMPTS[:1], max_new_tokens=30)[0])[None]

@@ -18,7 +18,8 @@ from outrider.models.drafters.eagle import Eagle
 from outrider.models.drafters.eagle3 import Eagle3, default_feature_layers
 from outrider.models.drafters.feature_drafter import STATIC_FIRST_HIT, FeatureDrafter
 from outrider.models.drafters.objective import Labels, Objective
-from outrider.models.hf_target import HFTarget, decoder_layers
+from outrider.models.hf_target import HFTarget
+from outrider.models.hidden_states import decoder_layers
 
 VOCAB, HIDDEN, HORIZON = 90, 32, 4
 SMALL = {
