@@ -1,0 +1,39 @@
+"""What answers prompts with the target: the seam between regeneration and whatever runs the model."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from jaxtyping import Int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A prompt that the target is to answer, once."""
+
+    id: str
+    prompt_ids: Int[torch.Tensor, " seq"]
+    seed: int
+    """Of this answer's draws, where it is sampled: they depend on nothing else."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The target's answer to the request of the same id."""
+
+    id: str
+    tokens: Int[torch.Tensor, " answer"]
+    """Never empty; the stop token, where it stopped, is the last."""
+    cut: bool
+    """Whether the length limit ended it, and not the target."""
+
+
+class Engine(Protocol):
+    """Runs the target. Sampling, the stop tokens and the length limit are its own, given when it is made."""
+
+    def answer(self, requests: Sequence[Request]) -> Iterator[Answer]:
+        """An answer to every request, in whatever order they come to an end.
+
+        Where the engine is deterministic, the same requests get the same answers, whatever was asked before.
+        """
