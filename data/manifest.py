@@ -10,7 +10,7 @@ import torch
 from .files import parse_dataclass, read_json, write_json
 from .types import Example
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST_FILE = "manifest.json"
 FEATURES = ("none", "last_hidden")
 
@@ -60,8 +60,8 @@ class Manifest:
     """All shards of one distillation.
 
     `horizon` is the number of tokens labelled after a position; `features` says which hidden states lie beside the tokens
-    (`none` or `last_hidden`); `data_sha256` is `examples_sha256` of all examples, in order; `complete` is False until every
-    shard is there.
+    (`none` or `last_hidden`); `data_sha256` is `examples_sha256` of all examples, in order; `plan_sha256` is a digest of which
+    of them go into which shard; `complete` is False until every shard is there.
     """
 
     format_version: int = FORMAT_VERSION
@@ -69,6 +69,7 @@ class Manifest:
     horizon: int
     features: str
     data_sha256: str
+    plan_sha256: str
     max_length: int
     shards: list[ShardEntry]
     complete: bool

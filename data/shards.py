@@ -66,6 +66,16 @@ def read_entry(directory: Path, index: int) -> ShardEntry | None:
         raise ValueError(f"{error}. Delete {path}, then run the stage distill again: it makes just this shard anew") from error
 
 
+def is_written(directory: Path, index: int) -> bool:
+    """Whether shard `index` was finished: its sidecar, which is written last, is there."""
+    return _sidecar(directory, index).exists()
+
+
+def forget(directory: Path, index: int) -> None:
+    """Let shard `index` count as not written."""
+    _sidecar(directory, index).unlink()
+
+
 def verify_shard(directory: Path, entry: ShardEntry) -> None:
     """Raise ValueError, with what is wrong and the remedy, where the shard's file is missing, cut or altered."""
     path = directory / entry.file

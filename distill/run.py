@@ -18,12 +18,13 @@ from ..data.chat import encode_conversations
 from ..data.config import DataConfig
 from ..data.files import parse_dataclass, read_json, write_json
 from ..data.manifest import MANIFEST_FILE, Manifest, ShardEntry, examples_sha256, load_manifest, save_manifest
-from ..data.shards import read_entry, verify_shard, write_shard
+from ..data.shards import forget, is_written, read_entry, verify_shard, write_shard
 from ..data.sources import describe_drops, load_conversations
 from ..data.types import DistilledExample, Example
 from ..models.hf_target import HFTarget
 from .config import DistillConfig
 from .continuations import label_continuations, require_branch_attention
+from .plan import deal, plan_sha256, plan_shards
 
 logger = logging.getLogger(__name__)
 
@@ -54,33 +55,49 @@ def distill(
 ) -> Manifest:
     """Label all examples of `data` with the target's own continuations and return the manifest of the shards in `output_dir`.
 
-    Shard k is the work of process k modulo their number. Complete shards are kept, so an interrupted run loses at most the
-    shard that each process was at. Raises ValueError before any long work where the target can't be distilled, the folder
+    Complete shards are kept, and the others dealt out among the processes (see `plan`): an interrupted run loses at most the
+    shard that each process was at, and may go on with another number of processes. Raises ValueError before any long work where the target can't be distilled, the folder
     holds another run's shards, or one of its shards is damaged.
     """
     examples = load_examples(data, tokenizer)
     longest = max(len(example.input_ids) for example in examples)
     require_branch_attention(target, longest + max(config.horizon - 2, 0))
-    plan = [examples[start : start + config.shard_examples] for start in range(0, len(examples), config.shard_examples)]
+    plan, data_sha256 = plan_shards(examples, config.shard_examples), examples_sha256(examples)
     manifest = Manifest(
         target=target.identity,
         horizon=config.horizon,
         features=config.features,
-        data_sha256=examples_sha256(examples),
+        data_sha256=data_sha256,
+        plan_sha256=plan_sha256(plan, data_sha256),
         max_length=data.max_length,
         shards=[],
         complete=False,
     )
     require_same_run(output_dir, manifest)
-    own = range(accelerator.process_index, len(plan), accelerator.num_processes)
-    pending = [index for index in own if not _is_complete(output_dir, index, plan[index])]
+    rank, num_processes = accelerator.process_index, accelerator.num_processes
+    for index in range(rank, len(plan), num_processes):
+        _check_shard(output_dir, index, plan[index])
+    accelerator.wait_for_everyone()  # what was damaged is told, or gone
+    pending = [index for index in range(len(plan)) if not is_written(output_dir, index)]
     accelerator.wait_for_everyone()  # all have looked before anybody writes
     if accelerator.is_main_process and not _is_manifest_complete(output_dir, len(plan)):
         _remove_leftovers(output_dir)
         save_manifest(output_dir, manifest)
     accelerator.wait_for_everyone()
-    if pending:
-        _label_shards(config, target, plan, own, pending, output_dir, show_progress=accelerator.is_main_process)
+    if own := deal(pending, rank, num_processes):
+        logger.info("%d of %d shards are to be labelled, %d by this process", len(pending), len(plan), len(own))
+        finished = sum(_num_tokens(plan[index]) for index in set(range(len(plan))).difference(pending))
+        with tqdm(
+            # The whole run's progress, as far as this process can tell: its share of what there was, and its own.
+            total=finished // num_processes + sum(_num_tokens(plan[index]) for index in own),
+            initial=finished // num_processes,
+            unit="tok",
+            unit_scale=True,
+            desc="distill",
+            disable=not accelerator.is_main_process,
+        ) as progress:
+            for index in own:
+                _make_shard(config, target, plan[index], output_dir, index, progress)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         if _is_manifest_complete(output_dir, len(plan)):
@@ -117,9 +134,11 @@ def require_same_run(output_dir: Path, manifest: Manifest) -> None:
     differences = [f"target.{difference}" for difference in found.target.differences(manifest.target)]
     differences += [
         f"{name}: {getattr(found, name)}, {getattr(manifest, name)}"
-        for name in ("horizon", "features", "data_sha256", "max_length")
+        for name in ("horizon", "features", "data_sha256", "plan_sha256", "max_length")
         if getattr(found, name) != getattr(manifest, name)
     ]
+    if found.data_sha256 == manifest.data_sha256 and found.plan_sha256 != manifest.plan_sha256:
+        differences.append("the same examples in shards of another size: set distill.shard_examples back")
     if differences:
         raise ValueError(
             f"{output_dir} holds the distillation of another run. Differing (there, here): {'; '.join(differences)}. {remedy}"
@@ -174,30 +193,17 @@ def label_shard(
     return [labelled[index] for index in range(len(examples))], shard_stats
 
 
-def _label_shards(
-    config: DistillConfig,
-    target: HFTarget,
-    plan: Sequence[Sequence[Example]],
-    own: Sequence[int],
-    pending: Sequence[int],
-    output_dir: Path,
-    *,
-    show_progress: bool,
+def _make_shard(
+    config: DistillConfig, target: HFTarget, examples: Sequence[Example], output_dir: Path, index: int, progress: tqdm
 ) -> None:
-    """Label and write this process's pending shards. The progress bar counts the tokens of all its shards, finished ones
-    too."""
-    num_tokens = {index: sum(len(example.input_ids) for example in plan[index]) for index in own}
-    total = sum(num_tokens.values())
-    finished = total - sum(num_tokens[index] for index in pending)
-    logger.info("%d of %d shards of this process are to be labelled, %d tokens", len(pending), len(own), total - finished)
-    with tqdm(
-        total=total, initial=finished, unit="tok", unit_scale=True, desc="distill", disable=not show_progress
-    ) as progress:
-        for index in pending:
-            labelled, stats = label_shard(config, target, plan[index], progress)
-            # Before the shard, whose sidecar then vouches for both.
-            write_json(_stats_path(output_dir, index), asdict(stats))
-            write_shard(output_dir, index, labelled)
+    labelled, stats = label_shard(config, target, examples, progress)
+    # Before the shard, whose sidecar then vouches for both.
+    write_json(_stats_path(output_dir, index), asdict(stats))
+    write_shard(output_dir, index, labelled)
+
+
+def _num_tokens(examples: Sequence[Example]) -> int:
+    return sum(len(example.input_ids) for example in examples)
 
 
 def _finish(output_dir: Path, manifest: Manifest, num_shards: int) -> None:
@@ -232,23 +238,25 @@ def _finish(output_dir: Path, manifest: Manifest, num_shards: int) -> None:
         )
 
 
-def _is_complete(output_dir: Path, index: int, examples: Sequence[Example]) -> bool:
-    """Whether shard `index` is there. Raises ValueError where it is damaged or holds other examples than planned."""
+def _check_shard(output_dir: Path, index: int, examples: Sequence[Example]) -> None:
+    """Raise ValueError where shard `index` is there, and damaged or of other examples than planned.
+
+    Where only its statistics are lost, it is forgotten, so that it is made anew.
+    """
     entry: ShardEntry | None = read_entry(output_dir, index)
     if entry is None:
-        return False
+        return
     if entry.ids != [example.id for example in examples]:
         raise ValueError(
-            f"{output_dir / entry.file} holds {len(entry.ids)} examples, and this run plans others for it ({len(examples)}): "
-            "distill.shard_examples was changed. Set it back, choose another output directory, or delete this one"
+            f"{output_dir / entry.file} holds {len(entry.ids)} examples, and this run plans others for it ({len(examples)}). "
+            "Choose another output directory, or delete this one to distil anew"
         )
     verify_shard(output_dir, entry)
     try:
         _read_stats(output_dir, index)
     except (ValueError, OSError):
         logger.warning("%s is missing or damaged: the shard is made anew", _stats_path(output_dir, index))
-        return False
-    return True
+        forget(output_dir, index)
 
 
 def _is_manifest_complete(output_dir: Path, num_shards: int) -> bool:

@@ -43,7 +43,14 @@ def make_examples(hidden: torch.dtype | None = None, prefix: str = "example") ->
 
 def make_manifest(shards: list[ShardEntry], complete: bool = True) -> Manifest:
     return Manifest(
-        target=IDENTITY, horizon=5, features="none", data_sha256="cc", max_length=64, shards=shards, complete=complete
+        target=IDENTITY,
+        horizon=5,
+        features="none",
+        data_sha256="cc",
+        plan_sha256="dd",
+        max_length=64,
+        shards=shards,
+        complete=complete,
     )
 
 

@@ -53,6 +53,7 @@ def write_shards(directory: Path, identity: TargetIdentity, examples: list[Disti
         horizon=HORIZON,
         features="last_hidden" if has_hidden else "none",
         data_sha256="0" * 64,
+        plan_sha256="1" * 64,
         max_length=64,
         shards=entries,
         complete=True,

@@ -1,0 +1,32 @@
+"""Who labels what: fixed by the data and the configuration alone, before anything runs.
+
+Shard k holds the k-th portion of the examples, whoever makes it and whenever. Shards that are missing are dealt out to the
+processes of the moment like cards, so a run may go on with another number of them, and none is idle after one has died.
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+from ..data.types import Example
+
+Shards = list[list[Example]]
+
+
+def plan_shards(examples: Sequence[Example], shard_examples: int) -> Shards:
+    """The examples in their order, `shard_examples` to a shard; the last one has what is left."""
+    return [list(examples[start : start + shard_examples]) for start in range(0, len(examples), shard_examples)]
+
+
+def plan_sha256(shards: Shards, data_sha256: str) -> str:
+    """A digest of which examples go into which shard; `data_sha256` is the examples' own."""
+    digest = hashlib.sha256(data_sha256.encode())
+    for shard in shards:
+        digest.update(f"\0{len(shard)}".encode())
+        for example in shard:
+            digest.update(f"\0{example.id}".encode())
+    return digest.hexdigest()
+
+
+def deal(pending: Sequence[int], rank: int, num_processes: int) -> list[int]:
+    """The shards among the pending ones that process `rank` makes. For example, 3 4 7 9 11 among two: 3 7 11 and 4 9."""
+    return list(pending[rank::num_processes])

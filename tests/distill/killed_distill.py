@@ -1,0 +1,105 @@
+"""Distils with several processes that are killed again and again; run by test_faults.py, since it forks.
+
+python killed_distill.py TARGET DATA FOLDER NUM_KILLS SEED
+
+Every attempt has one to three processes of its own, forked from this one, so that none pays for the imports. At a random moment one
+of them, or all, get SIGKILL; the others are then killed too, as a launcher does. Prints JSON: the attempts, and the run's end.
+"""
+
+import json
+import os
+import random
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+from accelerate import Accelerator
+
+from outrider.data.config import DataConfig
+from outrider.distill.config import DistillConfig
+from outrider.distill.run import distill
+from outrider.models.config import TargetConfig
+from outrider.models.hf_target import HFTarget
+from outrider.models.target import load_target
+
+CONFIG = DistillConfig(horizon=4, features="last_hidden", shard_examples=3, batch_tokens=128)
+LONGEST_SECONDS = 120.0
+
+
+def start(rank: int, num_processes: int, port: int, target: HFTarget, data: DataConfig, folder: Path) -> int:
+    """Fork a process that distils as one of several; its id."""
+    if child := os.fork():
+        return child
+    status = 1
+    try:
+        os.environ |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(num_processes),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "ACCELERATE_USE_CPU": "true",
+        }
+        accelerator = Accelerator(cpu=True)
+        assert accelerator.num_processes == num_processes
+        distill(CONFIG, data, target, target.tokenizer, folder, accelerator)
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def attempt(num_processes: int, target: HFTarget, data: DataConfig, folder: Path) -> list[int]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return [start(rank, num_processes, port, target, data, folder) for rank in range(num_processes)]
+
+
+def wait(children: list[int]) -> list[int]:
+    """Their exit codes, once all have ended."""
+    deadline, codes = time.monotonic() + LONGEST_SECONDS, {}
+    while len(codes) < len(children):
+        for child in children:
+            ended, status = os.waitpid(child, os.WNOHANG) if child not in codes else (0, 0)
+            if ended:
+                codes[child] = os.waitstatus_to_exitcode(status)
+        assert time.monotonic() < deadline, "a process hangs"
+        time.sleep(0.002)
+    return list(codes.values())
+
+
+def finished(folder: Path) -> dict[str, int]:
+    """The finished shards, and when they were."""
+    return {path.name: path.stat().st_mtime_ns for path in folder.glob("shard-*[0-9].json")}
+
+
+def main() -> None:
+    target_dir, data_path, folder, num_kills, seed = sys.argv[1:]
+    target = load_target(TargetConfig(name_or_path=target_dir, device="cpu"))
+    data, rng = DataConfig(source="messages", path=data_path, max_length=60), random.Random(int(seed))
+    attempts = []
+    for _ in range(int(num_kills)):
+        before, num_processes = finished(Path(folder)), rng.choice([1, 2, 2, 3])
+        children = attempt(num_processes, target, data, Path(folder))
+        deadline = time.monotonic() + LONGEST_SECONDS
+        # Mostly in the midst of labelling, sometimes before it has begun.
+        while rng.random() < 0.999 and finished(Path(folder)).keys() == before.keys():
+            assert time.monotonic() < deadline, "an attempt makes no shard"
+            time.sleep(0.002)
+        time.sleep(rng.uniform(0, 0.05))
+        victims = rng.sample(children, rng.choice([1, len(children)]))
+        for child in [*victims, *(child for child in children if child not in victims)]:
+            os.kill(child, signal.SIGKILL)
+            time.sleep(rng.uniform(0, 0.02))
+        assert -signal.SIGKILL in wait(children), "no process was killed"
+        after = finished(Path(folder))
+        kept = all(after.get(name) == moment for name, moment in before.items())
+        attempts.append({"num_processes": num_processes, "num_finished": len(after), "kept": kept})
+    assert wait(attempt(2, target, data, Path(folder))) == [0, 0]
+    print(json.dumps(attempts))
+
+
+if __name__ == "__main__":
+    main()
