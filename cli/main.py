@@ -8,6 +8,7 @@ import typer
 
 from ..eval.certify_cli import certify_command
 from ..eval.cli import eval_command
+from .data import app as data_app
 from .errors import user_errors
 
 app = typer.Typer(
@@ -18,6 +19,7 @@ app = typer.Typer(
 )
 app.command("eval")(eval_command)
 app.command("certify")(certify_command)
+app.add_typer(data_app, name="data")
 
 
 @app.command("run", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

@@ -1,9 +1,11 @@
 """What a folder of shards holds and which target made it: `manifest.json`, written last."""
 
 import hashlib
+import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,6 +14,7 @@ from .types import Example
 
 FORMAT_VERSION = 2
 MANIFEST_FILE = "manifest.json"
+DIGEST_KEY = "sha256"
 FEATURES = ("none", "last_hidden")
 
 
@@ -107,18 +110,30 @@ class Manifest:
 
 
 def save_manifest(directory: Path, manifest: Manifest) -> None:
-    """Write `manifest.json`, whole or not at all."""
-    write_json(directory / MANIFEST_FILE, asdict(manifest))
+    """Write `manifest.json`, whole or not at all, with a digest of what it says."""
+    content = asdict(manifest)
+    write_json(directory / MANIFEST_FILE, {**content, DIGEST_KEY: _content_sha256(content)})
 
 
 def load_manifest(directory: Path) -> Manifest:
-    """Read `manifest.json`. Raises ValueError where it is missing, malformed, or has unknown or missing keys."""
+    """Read `manifest.json`. Raises ValueError where it is missing, malformed or altered, or has unknown or missing keys."""
     path = directory / MANIFEST_FILE
     if not path.exists():
         raise ValueError(
             f"{path} does not exist: the distillation into this folder is not complete. Run the stage distill first"
         )
-    return parse_dataclass(Manifest, read_json(path), path)
+    content = read_json(path)
+    recorded = content.pop(DIGEST_KEY, None) if isinstance(content, dict) else None
+    manifest = parse_dataclass(Manifest, content, path)
+    if recorded != _content_sha256(content):
+        raise ValueError(
+            f"{path} was altered: its SHA-256 digest is not the recorded one. Delete it and distil again into an empty folder"
+        )
+    return manifest
+
+
+def _content_sha256(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def examples_sha256(examples: Iterable[Example]) -> str:

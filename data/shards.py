@@ -51,13 +51,13 @@ def write_shard(directory: Path, index: int, examples: list[DistilledExample]) -
         num_tokens=len(tensors["input_ids"]),
         num_labels=int((tensors["continuations"][:, 0] != UNKNOWN).sum()),
     )
-    write_json(_sidecar(directory, index), asdict(entry))
+    write_json(sidecar_path(directory, index), asdict(entry))
     return entry
 
 
 def read_entry(directory: Path, index: int) -> ShardEntry | None:
     """The sidecar of shard `index`, or None where there is none yet. A malformed sidecar is a ValueError."""
-    path = _sidecar(directory, index)
+    path = sidecar_path(directory, index)
     if not path.exists():
         return None
     try:
@@ -68,12 +68,12 @@ def read_entry(directory: Path, index: int) -> ShardEntry | None:
 
 def is_written(directory: Path, index: int) -> bool:
     """Whether shard `index` was finished: its sidecar, which is written last, is there."""
-    return _sidecar(directory, index).exists()
+    return sidecar_path(directory, index).exists()
 
 
 def forget(directory: Path, index: int) -> None:
     """Let shard `index` count as not written."""
-    _sidecar(directory, index).unlink()
+    sidecar_path(directory, index).unlink()
 
 
 def verify_shard(directory: Path, entry: ShardEntry) -> None:
@@ -88,8 +88,8 @@ def verify_shard(directory: Path, entry: ShardEntry) -> None:
     else:
         return
     raise ValueError(
-        f"the shard {path} {problem}. Delete it and {_sidecar(directory, entry.index).name}, then run the stage distill again: "
-        "it makes just this shard anew"
+        f"the shard {path} {problem}. Delete it and {sidecar_path(directory, entry.index).name}, then run the stage distill "
+        "again: it makes just this shard anew"
     )
 
 
@@ -132,5 +132,6 @@ def _stem(index: int) -> str:
     return f"shard-{index:05d}"
 
 
-def _sidecar(directory: Path, index: int) -> Path:
+def sidecar_path(directory: Path, index: int) -> Path:
+    """The file that says that shard `index` is complete."""
     return directory / f"{_stem(index)}.json"

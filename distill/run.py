@@ -56,8 +56,8 @@ def distill(
     """Label all examples of `data` with the target's own continuations and return the manifest of the shards in `output_dir`.
 
     Complete shards are kept, and the others dealt out among the processes (see `plan`): an interrupted run loses at most the
-    shard that each process was at, and may go on with another number of processes. Raises ValueError before any long work where the target can't be distilled, the folder
-    holds another run's shards, or one of its shards is damaged.
+    shard that each process was at, and may go on with another number of processes. Raises ValueError before any long work where
+    the target can't be distilled, the folder holds another run's shards, or one of its shards is damaged.
     """
     examples = load_examples(data, tokenizer)
     longest = max(len(example.input_ids) for example in examples)

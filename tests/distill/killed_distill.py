@@ -2,8 +2,8 @@
 
 python killed_distill.py TARGET DATA FOLDER NUM_KILLS SEED
 
-Every attempt has one to three processes of its own, forked from this one, so that none pays for the imports. At a random moment one
-of them, or all, get SIGKILL; the others are then killed too, as a launcher does. Prints JSON: the attempts, and the run's end.
+Every attempt has one to three processes of its own, forked from this one, so that none pays for the imports. At a random moment
+one of them, or all, get SIGKILL; the others are then killed too, as a launcher does. Prints the attempts as JSON.
 """
 
 import json
@@ -98,7 +98,7 @@ def main() -> None:
         kept = all(after.get(name) == moment for name, moment in before.items())
         attempts.append({"num_processes": num_processes, "num_finished": len(after), "kept": kept})
     assert wait(attempt(2, target, data, Path(folder))) == [0, 0]
-    print(json.dumps(attempts))
+    sys.stdout.write(json.dumps(attempts))
 
 
 if __name__ == "__main__":

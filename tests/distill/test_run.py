@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from accelerate import Accelerator
 
 from outrider.data.config import DataConfig
 from outrider.data.files import read_json
-from outrider.data.manifest import Manifest, load_manifest
+from outrider.data.manifest import Manifest, load_manifest, save_manifest
 from outrider.data.shards import read_shard, verify_shards
 from outrider.data.types import UNKNOWN
 from outrider.distill import run as run_module
@@ -135,9 +136,7 @@ def test_lost_statistics_cost_their_shard_and_not_the_run(target: HFTarget, data
     with pytest.raises(ValueError, match="holds shards but no manifest"):
         run(CONFIG, data, target, folder)
     shutil.rmtree(folder)
-    run(CONFIG, data, target, folder)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps({**manifest, "shards": [], "complete": False}))
+    save_manifest(folder, replace(run(CONFIG, data, target, folder), shards=[], complete=False))
     (folder / "shard-00001.stats.json").unlink()
     (folder / "shard-00002.stats.json").write_text("{")
     assert run(CONFIG, data, target, folder).complete
