@@ -13,8 +13,10 @@ from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
 from ..data.chat import use_chat_template
+from ..data.decontamination import PromptOverlap
 from ..data.files import atomic_write_text
 from ..data.manifest import load_manifest
+from ..data.prompts import load_suite
 from ..distill.run import distill
 from ..eval.rows import Row, is_broken
 from ..eval.run import check_inputs, evaluate
@@ -63,7 +65,8 @@ def run(config: RunConfig) -> None:
     tokenizer = target.tokenizer
     use_chat_template(tokenizer, config.data.chat_template)
     if "distill" in config.stages:
-        distill(config.distill, config.data, target, tokenizer, folder / "distill", accelerator)
+        overlap = prompt_overlap(config)
+        distill(config.distill, config.data, target, tokenizer, folder / "distill", accelerator, overlap=overlap)
         accelerator.wait_for_everyone()
     if "train" in config.stages:
         for drafter in config.drafter_runs():
@@ -84,6 +87,13 @@ def run(config: RunConfig) -> None:
     log.info("the results lie in %s", folder)
     if any(map(is_broken, rows)):
         raise SystemExit(NOT_LOSSLESS)
+
+
+def prompt_overlap(config: RunConfig) -> PromptOverlap | None:
+    """What finds the evaluation's prompts in the data, whichever of them are drawn; None where they may stay."""
+    num_words = config.data.overlap_words
+    suites = (load_suite(suite.name, suite.path) for suite in config.eval.suites)
+    return None if num_words is None else PromptOverlap(suites, num_words)
 
 
 def _as_run(config: RunConfig, path: Path) -> dict[str, Any]:

@@ -40,6 +40,10 @@ class DataConfig:
     seed: int = 0
     """Draws the conversations of `limit` and the cuts of `text` and `stdlib`."""
 
+    overlap_words: int | None = 13
+    """Leave out conversations one of whose prompts shares so many words in a row with a prompt of the suites that the run
+    evaluates on (arXiv 2005.14165, appendix C); None keeps them."""
+
     chat_template: str | None = None
     """Chat template in place of the tokenizer's own: a .jinja file, or the name of a template that ships with outrider."""
 
@@ -65,8 +69,9 @@ class DataConfig:
                 problems.append(f"split is {self.split!r}; the splits of stdlib are {', '.join(get_args(Split))}")
         elif self.path is None:
             problems.append(f"path is missing; the source {self.source} needs a local file or a data set id of the Hub")
-        if self.limit is not None and self.limit < 1:
-            problems.append(f"limit is {self.limit}; it must be at least 1, or null for all conversations")
+        for name, off in (("limit", "all conversations"), ("overlap_words", "keeping every prompt")):
+            if (value := getattr(self, name)) is not None and value < 1:
+                problems.append(f"{name} is {value}; it must be at least 1, or null for {off}")
         if self.seed < 0:
             problems.append(f"seed is {self.seed}; it must be at least 0")
         if self.max_length < 2:

@@ -8,6 +8,7 @@ from typing import Any
 
 from .config import DataConfig
 from .cuts import cut_text
+from .decontamination import PromptOverlap, without_overlap
 from .records import SUFFIXES, is_local, load_records
 from .stdlib import TASK, Split, code_conversations
 from .types import Conversation, Role, Turn
@@ -31,11 +32,12 @@ Parsed = tuple[Turn, ...] | str
 """A record's turns, or the reason why it is dropped."""
 
 
-def load_conversations(config: DataConfig) -> tuple[list[Conversation], Counter[str]]:
+def load_conversations(config: DataConfig, overlap: PromptOverlap | None = None) -> tuple[list[Conversation], Counter[str]]:
     """The sound conversations of a data set, and how many records were dropped by reason.
 
-    They come in the data set's order; `config.limit` draws that many of them by `config.seed`. Ids are unique and stay the same
-    from run to run. Raises ValueError where the data cannot be read, or where nothing is left.
+    They come in the data set's order; `config.limit` draws that many of them by `config.seed`, and of those the ones are left
+    out that have an `overlap` with the evaluation. Ids are unique and stay the same from run to run. Raises ValueError where
+    the data cannot be read, or where nothing is left.
     """
     dropped: Counter[str] = Counter()
     conversations = list(_conversations(config, dropped))
@@ -48,6 +50,13 @@ def load_conversations(config: DataConfig) -> tuple[list[Conversation], Counter[
     if config.limit is not None and config.limit < len(conversations):
         chosen = Random(config.seed).sample(range(len(conversations)), config.limit)
         conversations = [conversations[index] for index in sorted(chosen)]
+    if overlap is not None:
+        conversations = without_overlap(conversations, overlap, dropped)
+        if not conversations:
+            raise ValueError(
+                f"every prompt of {where} is one of the evaluation's; dropped: {describe_drops(dropped)}. Train on other data, "
+                "evaluate on other suites (eval.suites), or set data.overlap_words=null, and don't trust the figures then"
+            )
     return conversations, dropped
 
 

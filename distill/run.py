@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..data.chat import encode_conversations
 from ..data.config import DataConfig
+from ..data.decontamination import PromptOverlap
 from ..data.files import parse_dataclass, read_json, write_json
 from ..data.manifest import MANIFEST_FILE, Manifest, ShardEntry, examples_sha256, load_manifest, save_manifest
 from ..data.shards import forget, is_written, read_entry, verify_shard, write_shard
@@ -52,14 +53,17 @@ def distill(
     tokenizer: PreTrainedTokenizerBase,
     output_dir: Path,
     accelerator: Accelerator,
+    *,
+    overlap: PromptOverlap | None = None,
 ) -> Manifest:
     """Label all examples of `data` with the target's own continuations and return the manifest of the shards in `output_dir`.
 
+    Conversations with an `overlap` are left out, and counted: the evaluation asks their prompts too.
     Complete shards are kept, and the others dealt out among the processes (see `plan`): an interrupted run loses at most the
     shard that each process was at, and may go on with another number of processes. Raises ValueError before any long work where
     the target can't be distilled, the folder holds another run's shards, or one of its shards is damaged.
     """
-    examples = load_examples(data, tokenizer)
+    examples, dropped = load_examples(data, tokenizer, overlap)
     longest = max(len(example.input_ids) for example in examples)
     require_branch_attention(target, longest + max(config.horizon - 2, 0))
     plan, data_sha256 = plan_shards(examples, config.shard_examples), examples_sha256(examples)
@@ -103,14 +107,17 @@ def distill(
         if _is_manifest_complete(output_dir, len(plan)):
             logger.info("distillation in %s is already complete: %d shards, nothing to do", output_dir, len(plan))
         else:
-            _finish(output_dir, manifest, len(plan))
+            _finish(output_dir, manifest, len(plan), dropped)
     accelerator.wait_for_everyone()
     return load_manifest(output_dir)
 
 
-def load_examples(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list[Example]:
-    """The examples of `data` in their fixed order. What was dropped on the way is logged; none left is a ValueError."""
-    conversations, unread = load_conversations(data)
+def load_examples(
+    data: DataConfig, tokenizer: PreTrainedTokenizerBase, overlap: PromptOverlap | None = None
+) -> tuple[list[Example], Counter[str]]:
+    """The examples of `data` in their fixed order, and how many records were dropped on the way by reason, which is logged too.
+    None left is a ValueError."""
+    conversations, unread = load_conversations(data, overlap)
     examples, unfit = encode_conversations(conversations, tokenizer, data.max_length)
     logger.info(
         "%d conversations | %d examples, %d tokens | dropped: %s",
@@ -119,7 +126,7 @@ def load_examples(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list[
         sum(len(example.input_ids) for example in examples),
         describe_drops(unread + unfit),
     )
-    return examples
+    return examples, unread + unfit
 
 
 def require_same_run(output_dir: Path, manifest: Manifest) -> None:
@@ -206,7 +213,7 @@ def _num_tokens(examples: Sequence[Example]) -> int:
     return sum(len(example.input_ids) for example in examples)
 
 
-def _finish(output_dir: Path, manifest: Manifest, num_shards: int) -> None:
+def _finish(output_dir: Path, manifest: Manifest, num_shards: int, dropped: Counter[str]) -> None:
     """Merge all shards' entries into the complete manifest, after what they took into the statistics."""
     entries = [entry for index in range(num_shards) if (entry := read_entry(output_dir, index)) is not None]
     assert len(entries) == num_shards, "every process has finished its shards"
@@ -221,6 +228,7 @@ def _finish(output_dir: Path, manifest: Manifest, num_shards: int) -> None:
         "num_branch_tokens": sum(shard.num_branch_tokens for shard in shards),
         "process_seconds": seconds,
         "positions_per_process_second": num_positions / seconds,
+        "dropped": dict(dropped.most_common()),
     }
     write_json(output_dir / STATS_FILE, statistics)
     save_manifest(output_dir, replace(manifest, shards=entries, complete=True))

@@ -65,7 +65,8 @@ def main() -> None:
 def unused_prompts(data: DataConfig, target: HFTarget, shards_dir: Path, count: int) -> list[torch.Tensor]:
     """Prompts of conversations that were not distilled. Raises ValueError where there are too few."""
     used = {id for entry in load_manifest(shards_dir).shards for id in entry.ids}
-    examples = [example for example in load_examples(replace(data, limit=None), target.tokenizer) if example.id not in used]
+    examples, _ = load_examples(replace(data, limit=None), target.tokenizer)
+    examples = [example for example in examples if example.id not in used]
     Random(data.seed).shuffle(examples)
     starts = [(example, int(example.wanted.nonzero()[0])) for example in examples if example.wanted.any()]
     if len(starts) < count:
