@@ -30,6 +30,8 @@ class RunConfig:
     """The run's folder; a finished stage in it is skipped, an interrupted one goes on."""
     stages: list[str] = field(default_factory=lambda: list(STAGES))
     """Which of distill, train, eval to run, in this order."""
+    plan: bool = False
+    """Only tell what the stage distill would take (`--plan` says the same): tokens, forwards, time and bytes on disk."""
     seed: int = 0
     """Of everything that draws at random, where a section doesn't say otherwise."""
     num_threads: int | None = None
@@ -52,6 +54,10 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         problems = [f"stages has {stage!r}; there are: {', '.join(STAGES)}" for stage in self.stages if stage not in STAGES]
+        if self.plan and "distill" not in self.stages:
+            problems.append(
+                f"plan tells what the stage distill would take, and stages is {self.stages}; add it, or leave plan out"
+            )
         if not self.stages or len(set(self.stages)) < len(self.stages):
             problems.append(f"stages is {self.stages}; name at least one of {', '.join(STAGES)}, and each once")
         if self.name in ("", "..") or Path(self.name).name != self.name:

@@ -1,6 +1,7 @@
 """The pipeline: the stages of a recipe, one after the other."""
 
 import logging
+import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
 from yaml import YAMLError
 
 from ..data.chat import use_chat_template
@@ -17,12 +19,15 @@ from ..data.decontamination import PromptOverlap
 from ..data.files import atomic_write_text
 from ..data.manifest import load_manifest
 from ..data.prompts import load_suite
-from ..distill.run import distill
+from ..distill.continuations import require_branch_attention
+from ..distill.estimate import estimate, estimate_table
+from ..distill.run import distill, load_examples
 from ..eval.rows import Row, is_broken
 from ..eval.run import check_inputs, evaluate
 from ..eval.tables import print_table
 from ..models.drafters import build_drafter
 from ..models.drafters.registry import require_horizon
+from ..models.hf_target import HFTarget
 from ..models.target import load_target
 from ..train.run import train
 from .config import RunConfig, register, to_run_config
@@ -38,9 +43,14 @@ NOT_LOSSLESS = 1
 """Exit status where a drafter that claims to be lossless isn't."""
 
 
+def main() -> None:
+    """Compose the recipe that the command line names, and run it. `--plan` is short for plan=true."""
+    sys.argv = ["plan=true" if argument == "--plan" else argument for argument in sys.argv]
+    _compose_and_run()
+
+
 @hydra.main(version_base="1.3", config_path="pkg://outrider.conf", config_name="config")
-def main(composed: DictConfig) -> None:
-    """Compose the recipe and run it."""
+def _compose_and_run(composed: DictConfig) -> None:
     with user_errors():
         run(to_run_config(composed))
 
@@ -55,7 +65,7 @@ def run(config: RunConfig) -> None:
     _configure_logging(accelerator.is_main_process)
     _check_inputs(config)
     folder = Path(config.output_dir)
-    as_run = _as_run(config, folder / CONFIG_FILE)
+    as_run = {} if config.plan else _as_run(config, folder / CONFIG_FILE)
     target = load_target(config.target, accelerator.device)
     if "train" in config.stages:
         for drafter in config.drafter_runs():
@@ -64,6 +74,9 @@ def run(config: RunConfig) -> None:
                 target.require_plain_head()
     tokenizer = target.tokenizer
     use_chat_template(tokenizer, config.data.chat_template)
+    if config.plan:
+        _print_plan(config, target, folder, accelerator)
+        return
     if "distill" in config.stages:
         overlap = prompt_overlap(config)
         distill(config.distill, config.data, target, tokenizer, folder / "distill", accelerator, overlap=overlap)
@@ -87,6 +100,17 @@ def run(config: RunConfig) -> None:
     log.info("the results lie in %s", folder)
     if any(map(is_broken, rows)):
         raise SystemExit(NOT_LOSSLESS)
+
+
+def _print_plan(config: RunConfig, target: HFTarget, folder: Path, accelerator: Accelerator) -> None:
+    """What the distillation would take. All processes measure, since they will share the machine; the first one prints."""
+    examples, dropped = load_examples(config.data, target.tokenizer, prompt_overlap(config))
+    require_branch_attention(target, max(len(example.input_ids) for example in examples) + max(config.distill.horizon - 2, 0))
+    accelerator.wait_for_everyone()
+    told = estimate(config.distill, target, examples, dropped, folder, accelerator.num_processes)
+    if accelerator.is_main_process:
+        Console().print(estimate_table(told))
+    accelerator.wait_for_everyone()
 
 
 def prompt_overlap(config: RunConfig) -> PromptOverlap | None:

@@ -57,18 +57,7 @@ class DataConfig:
     """Length in characters of an answer cut from `text` or `stdlib`."""
 
     def __post_init__(self) -> None:
-        problems = []
-        if self.source not in SOURCES:
-            problems.append(f"source is {self.source!r}; it must be one of {', '.join(SOURCES)}")
-        if self.source == "stdlib":
-            if self.path is not None:
-                problems.append(
-                    f"path is {self.path!r}, but the source stdlib reads the running Python's own files; leave it out"
-                )
-            if self.split not in get_args(Split):
-                problems.append(f"split is {self.split!r}; the splits of stdlib are {', '.join(get_args(Split))}")
-        elif self.path is None:
-            problems.append(f"path is missing; the source {self.source} needs a local file or a data set id of the Hub")
+        problems = self._source_problems()
         for name, off in (("limit", "all conversations"), ("overlap_words", "keeping every prompt")):
             if (value := getattr(self, name)) is not None and value < 1:
                 problems.append(f"{name} is {value}; it must be at least 1, or null for {off}")
@@ -85,3 +74,18 @@ class DataConfig:
             problems.append(f"answer_chars is {self.answer_chars}; it must be at least 1")
         if problems:
             raise ValueError("data configuration: " + "; ".join(problems))
+
+    def _source_problems(self) -> list[str]:
+        problems = []
+        if self.source not in SOURCES:
+            problems.append(f"source is {self.source!r}; it must be one of {', '.join(SOURCES)}")
+        if self.source == "stdlib":
+            if self.path is not None:
+                problems.append(
+                    f"path is {self.path!r}, but the source stdlib reads the running Python's own files; leave it out"
+                )
+            if self.split not in get_args(Split):
+                problems.append(f"split is {self.split!r}; the splits of stdlib are {', '.join(get_args(Split))}")
+        elif self.path is None:
+            problems.append(f"path is missing; the source {self.source} needs a local file or a data set id of the Hub")
+        return problems

@@ -220,11 +220,12 @@ def _finish(output_dir: Path, manifest: Manifest, num_shards: int, dropped: Coun
     shards = [_read_stats(output_dir, index) for index in range(num_shards)]
     num_positions = sum(shard.num_positions for shard in shards)
     seconds = sum(shard.seconds for shard in shards)
+    agreement = sum(shard.num_agreeing for shard in shards) / max(1, num_positions)
     statistics = {
         "num_examples": sum(len(entry.ids) for entry in entries),
         "num_text_tokens": sum(shard.num_text_tokens for shard in shards),
         "num_positions": num_positions,
-        "agreement": sum(shard.num_agreeing for shard in shards) / max(1, num_positions),
+        "agreement": agreement,
         "num_branch_tokens": sum(shard.num_branch_tokens for shard in shards),
         "process_seconds": seconds,
         "positions_per_process_second": num_positions / seconds,
@@ -237,9 +238,9 @@ def _finish(output_dir: Path, manifest: Manifest, num_shards: int, dropped: Coun
         num_positions,
         statistics["num_examples"],
         statistics["positions_per_process_second"],
-        100 * statistics["agreement"],
+        100 * agreement,
     )
-    if statistics["agreement"] < SUSPICIOUS_AGREEMENT:
+    if agreement < SUSPICIOUS_AGREEMENT:
         logger.warning(
             "the target agrees with so little of the text that tokenizer, chat template or data may be another model's: check "
             "them before you train"

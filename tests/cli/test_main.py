@@ -57,3 +57,11 @@ def test_an_unknown_recipe_lists_the_known_ones(tmp_path: Path) -> None:
     assert result.returncode != 0
     assert "redrafter_vicuna7b" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_plan_tells_what_a_distillation_takes_and_leaves_nothing(tmp_path: Path) -> None:
+    result = call(*OUTRIDER, "run", "--plan", "conf=demo", "data.limit=20", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    for told in ("examples", "tokens of text", "forwards", "time", "disk", "GB are free"):
+        assert told in result.stdout
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,62 @@
+"""What is told before a distillation against what it then takes."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from outrider.data.files import read_json
+from outrider.distill import estimate as estimate_module
+from outrider.distill.config import DistillConfig
+from outrider.distill.estimate import bytes_per_token, estimate, estimate_table
+from outrider.distill.run import load_examples
+from outrider.models.config import TargetConfig
+from outrider.models.hf_target import HFTarget
+from outrider.models.target import load_target
+
+from .test_run import run, write_conversations
+
+
+@pytest.fixture
+def target(tiny_target_dir: Path) -> HFTarget:
+    return load_target(TargetConfig(name_or_path=str(tiny_target_dir), device="cpu"))
+
+
+@pytest.mark.parametrize("features", ["none", "last_hidden"])
+def test_the_counts_are_those_of_the_run(features: str, target: HFTarget, tmp_path: Path) -> None:
+    data = write_conversations(tmp_path / "chats.jsonl", 60)
+    config = DistillConfig(horizon=4, features=features, shard_examples=16, batch_tokens=128)
+    examples, dropped = load_examples(data, target.tokenizer)
+    told = estimate(config, target, examples, dropped, tmp_path / "distill", num_processes=1)
+    manifest = run(config, data, target, tmp_path / "distill")
+    statistics = read_json(tmp_path / "distill" / "stats.json")
+    assert told.num_examples == statistics["num_examples"] > 50
+    assert told.num_shards == len(manifest.shards) == 4
+    assert told.num_tokens == told.sampled_tokens == statistics["num_text_tokens"]  # so few that the sample is the whole
+    assert told.num_positions == statistics["num_positions"]
+    assert told.agreement == pytest.approx(statistics["agreement"])
+    assert told.num_forward_tokens == pytest.approx(statistics["num_text_tokens"] + statistics["num_branch_tokens"])
+    assert told.num_bytes == manifest.num_tokens * bytes_per_token(config, target)
+    # What a shard has besides, a header and offsets, doesn't grow with its texts.
+    assert told.num_bytes < sum(shard.num_bytes for shard in manifest.shards) < told.num_bytes + 4 * 3000
+    assert told.seconds == pytest.approx(told.num_tokens / told.tokens_per_second)
+    assert told.free_bytes > 0
+
+
+def test_the_last_process_to_finish_decides_the_time(target: HFTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimate_module, "_measure", lambda *args: (Counter(num_branch_tokens=50), 100, 2.0))
+    examples, dropped = load_examples(write_conversations(tmp_path / "chats.jsonl", 60), target.tokenizer)
+    config = DistillConfig(horizon=4, shard_examples=-(-len(examples) // 5))
+    told = estimate(config, target, examples, dropped, tmp_path, num_processes=2)
+    assert told.num_shards == 5
+    assert told.seconds == pytest.approx(told.num_tokens / 50 * 3 / 5)
+    assert told.num_forward_tokens == pytest.approx(1.5 * told.num_tokens)
+
+
+def test_a_disk_too_small_is_told(target: HFTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimate_module, "bytes_per_token", lambda *args: 10**15)
+    examples, dropped = load_examples(write_conversations(tmp_path / "chats.jsonl", 4), target.tokenizer)
+    told = estimate(DistillConfig(horizon=2), target, examples, dropped, tmp_path / "not" / "there", num_processes=1)
+    assert any("NOT ENOUGH" in str(cell) for cell in estimate_table(told).columns[1]._cells)
+    assert json.dumps(told.dropped)
