@@ -51,14 +51,16 @@ def distill(
     tokenizer: PreTrainedTokenizerBase,
     output_dir: Path,
     accelerator: Accelerator,
+    examples: list[Example] | None = None,
 ) -> Manifest:
     """Label all examples of `data` with the target's own continuations and return the manifest of the shards in `output_dir`.
 
+    `examples` are labelled in place of the data's own: those that the target wrote itself, say (see `regenerate`).
     Shard k is the work of process k modulo their number. Complete shards are kept, so an interrupted run loses at most the
     shard that each process was at. Raises ValueError before any long work where the target can't be distilled, the folder
     holds another run's shards, or one of its shards is damaged.
     """
-    examples = load_examples(data, tokenizer)
+    examples = load_examples(data, tokenizer) if examples is None else examples
     longest = max(len(example.input_ids) for example in examples)
     require_branch_attention(target, longest + max(config.horizon - 2, 0))
     plan = [examples[start : start + config.shard_examples] for start in range(0, len(examples), config.shard_examples)]
