@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Int
@@ -42,6 +42,7 @@ class Limits:
         return min(self.max_new_tokens, self.max_tokens - num_prompt_tokens)
 
 
+@runtime_checkable
 class Engine(Protocol):
     """Runs the target. Sampling, the stop tokens and the length limit are its own, given when it is made."""
 
