@@ -81,9 +81,7 @@ def find_model(client: "httpx.Client", wanted: str | None, target_name: str) -> 
     return served[0]
 
 
-def ask(
-    client: "httpx.Client", method: str, path: str, body: dict[str, Any] | None, *, wait_seconds: float = FIRST_WAIT_SECONDS
-) -> Any:
+def ask(client: "httpx.Client", method: str, path: str, body: dict[str, Any] | None) -> Any:
     """The server's answer, as parsed JSON. Asks again, with growing waits, while it is unreachable, overloaded or broken.
 
     Raises ValueError where it refuses the request, and ConnectionError where it doesn't come back.
@@ -105,7 +103,7 @@ def ask(
         except httpx.TransportError as error:
             problem, asked_seconds = f"it can't be reached ({type(error).__name__}: {_shown(str(error))})", 0.0
         if attempt < MAX_TRIES:
-            seconds = min(max(wait_seconds * 2 ** (attempt - 1), asked_seconds), LONGEST_WAIT_SECONDS)
+            seconds = min(max(FIRST_WAIT_SECONDS * 2 ** (attempt - 1), asked_seconds), LONGEST_WAIT_SECONDS)
             logger.warning("%s: %s; try %d of %d follows in %.1f s", client.base_url, problem, attempt + 1, MAX_TRIES, seconds)
             time.sleep(seconds)
     raise ConnectionError(
@@ -132,7 +130,6 @@ class OpenAIEngine:
         sampling: Sampling,
         limits: Limits,
         max_in_flight: int = DEFAULT_IN_FLIGHT,
-        wait_seconds: float = FIRST_WAIT_SECONDS,
     ) -> None:
         self._client = client
         self._model = model
@@ -142,7 +139,6 @@ class OpenAIEngine:
         self._sampling = sampling
         self._limits = limits
         self._max_in_flight = max_in_flight
-        self._wait_seconds = wait_seconds
         self._has_warned = False
 
     def answer(self, requests: Sequence[Request]) -> Iterator[Answer]:
@@ -168,7 +164,7 @@ class OpenAIEngine:
             "return_token_ids": True,
         }
         body |= {name: value for name in ("top_k", "top_p") if (value := getattr(self._sampling, name)) is not None}
-        reply = ask(self._client, "POST", "completions", body, wait_seconds=self._wait_seconds)
+        reply = ask(self._client, "POST", "completions", body)
         try:
             choice = reply["choices"][0]
             finish = choice["finish_reason"]
