@@ -1,6 +1,7 @@
 """How a target is distilled."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import urlsplit
 
 from ..data.manifest import FEATURES
@@ -56,6 +57,9 @@ class DistillConfig:
     drafter: str | None = None
     """Directory of a trained drafter that speeds the engine `decoder` up; the text stays the target's."""
 
+    drafter_settings: dict[str, Any] = field(default_factory=dict)
+    """Its run-time options, as in `eval.settings`: {beam_width: 4, tree_nodes: 5}, say."""
+
     base_url: str | None = None
     """Of the server that the engine `openai` asks, with its version: http://HOST:8000/v1."""
 
@@ -93,6 +97,8 @@ class DistillConfig:
                 f"drafter is {self.drafter!r} and engine {self.engine!r}; only the engine decoder uses one: set engine to "
                 "decoder, or leave the drafter out"
             )
+        if self.drafter_settings and self.drafter is None:
+            problems.append("drafter_settings are those of a drafter, and none is named; set drafter too")
         if self.engine == "openai":
             if self.base_url is None:
                 problems.append("engine is 'openai' and base_url is missing; give the server's, such as http://HOST:8000/v1")

@@ -45,7 +45,7 @@ def open_engine(config: DistillConfig, target: HFTarget, limits: Limits) -> Iter
 
 
 def _open_decoder(config: DistillConfig, target: HFTarget, limits: Limits, stack: ExitStack) -> Engine:
-    trained = None if config.drafter is None else load_drafter(Path(config.drafter), target)
+    trained = None if config.drafter is None else load_drafter(Path(config.drafter), target, **config.drafter_settings)
     stack.enter_context(packed_linears(target.model, *([] if trained is None else [trained])))
     return decoder.DecoderEngine(
         target,

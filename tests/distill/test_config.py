@@ -36,6 +36,8 @@ def test_a_server_needs_an_address_and_no_other_engine_takes_one() -> None:
         DistillConfig(engine="openai")
     with pytest.raises(ValueError, match="engine is 'auto'; leave them out"):
         DistillConfig(base_url="http://localhost:8000/v1")
+    with pytest.raises(ValueError, match="drafter_settings are those of a drafter"):
+        DistillConfig(drafter_settings={"beam_width": 4})
     with pytest.raises(ValueError, match="only the engine decoder uses one"):
         DistillConfig(engine="openai", base_url="http://localhost:8000/v1", drafter="outputs/demo/drafter")
 

@@ -106,7 +106,8 @@ def test_a_trained_drafters_folder_is_opened_and_changes_no_token(
     save_drafter(drafter, tmp_path / "drafter", target.identity)
     with open_engine(DistillConfig(decode_batch_size=4), target, limits) as engine:
         plain = {answer.id: answer.tokens.tolist() for answer in engine.answer(requests)}
-    with open_engine(DistillConfig(drafter=str(tmp_path / "drafter")), target, limits) as engine:
+    accelerated = DistillConfig(drafter=str(tmp_path / "drafter"), drafter_settings={"beam_width": 2, "beam_length": 3})
+    with open_engine(accelerated, target, limits) as engine:
         assert {answer.id: answer.tokens.tolist() for answer in engine.answer(requests)} == plain
     with pytest.raises(ValueError, match="elsewhere"), open_engine(DistillConfig(drafter="elsewhere"), target, limits):
         pass
