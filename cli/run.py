@@ -21,6 +21,7 @@ from ..data.manifest import load_manifest
 from ..data.prompts import load_suite
 from ..distill.continuations import require_branch_attention
 from ..distill.estimate import estimate, estimate_table
+from ..distill.regenerate import regenerate
 from ..distill.run import distill, load_examples
 from ..eval.rows import Row, is_broken
 from ..eval.run import check_inputs, evaluate
@@ -78,9 +79,7 @@ def run(config: RunConfig) -> None:
         _print_plan(config, target, folder, accelerator)
         return
     if "distill" in config.stages:
-        overlap = prompt_overlap(config)
-        distill(config.distill, config.data, target, tokenizer, folder / "distill", accelerator, overlap=overlap)
-        accelerator.wait_for_everyone()
+        _distill(config, target, folder, accelerator)
     if "train" in config.stages:
         for drafter in config.drafter_runs():
             train(
@@ -100,6 +99,25 @@ def run(config: RunConfig) -> None:
     log.info("the results lie in %s", folder)
     if any(map(is_broken, rows)):
         raise SystemExit(NOT_LOSSLESS)
+
+
+def _distill(config: RunConfig, target: HFTarget, folder: Path, accelerator: Accelerator) -> None:
+    overlap, examples = prompt_overlap(config), None
+    if config.distill.mode == "regenerate":
+        examples = regenerate(
+            config.distill, config.data, target, target.tokenizer, folder / "answers", accelerator, overlap=overlap
+        )
+    distill(
+        config.distill,
+        config.data,
+        target,
+        target.tokenizer,
+        folder / "distill",
+        accelerator,
+        examples=examples,
+        overlap=overlap,
+    )
+    accelerator.wait_for_everyone()
 
 
 def _print_plan(config: RunConfig, target: HFTarget, folder: Path, accelerator: Accelerator) -> None:

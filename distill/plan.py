@@ -5,7 +5,9 @@ processes of the moment like cards, so a run may go on with another number of th
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+from accelerate import Accelerator
 
 from ..data.types import Example
 
@@ -25,6 +27,18 @@ def plan_sha256(shards: Shards, data_sha256: str) -> str:
         for example in shard:
             digest.update(f"\0{example.id}".encode())
     return digest.hexdigest()
+
+
+def pending_shards(
+    accelerator: Accelerator, num_shards: int, *, check: Callable[[int], None], is_written: Callable[[int], bool]
+) -> list[int]:
+    """The shards that are missing, the same in every process, once each has checked its part of those that are there."""
+    for index in range(accelerator.process_index, num_shards, accelerator.num_processes):
+        check(index)
+    accelerator.wait_for_everyone()  # what was damaged is told, or gone
+    pending = [index for index in range(num_shards) if not is_written(index)]
+    accelerator.wait_for_everyone()  # all have looked before anybody writes
+    return pending
 
 
 def deal(pending: Sequence[int], rank: int, num_processes: int) -> list[int]:

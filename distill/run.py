@@ -25,7 +25,7 @@ from ..data.types import DistilledExample, Example
 from ..models.hf_target import HFTarget
 from .config import DistillConfig
 from .continuations import label_continuations, require_branch_attention
-from .plan import deal, plan_sha256, plan_shards
+from .plan import deal, pending_shards, plan_sha256, plan_shards
 
 logger = logging.getLogger(__name__)
 
@@ -54,16 +54,20 @@ def distill(
     output_dir: Path,
     accelerator: Accelerator,
     *,
+    examples: list[Example] | None = None,
     overlap: PromptOverlap | None = None,
 ) -> Manifest:
     """Label all examples of `data` with the target's own continuations and return the manifest of the shards in `output_dir`.
 
+    `examples` are labelled in place of the data's own: those that the target wrote itself, say (see `regenerate`).
     Conversations with an `overlap` are left out, and counted: the evaluation asks their prompts too.
     Complete shards are kept, and the others dealt out among the processes (see `plan`): an interrupted run loses at most the
     shard that each process was at, and may go on with another number of processes. Raises ValueError before any long work where
     the target can't be distilled, the folder holds another run's shards, or one of its shards is damaged.
     """
-    examples, dropped = load_examples(data, tokenizer, overlap)
+    dropped: Counter[str] = Counter()
+    if examples is None:
+        examples, dropped = load_examples(data, tokenizer, overlap)
     longest = max(len(example.input_ids) for example in examples)
     require_branch_attention(target, longest + max(config.horizon - 2, 0))
     plan, data_sha256 = plan_shards(examples, config.shard_examples), examples_sha256(examples)
@@ -78,17 +82,18 @@ def distill(
         complete=False,
     )
     require_same_run(output_dir, manifest)
-    rank, num_processes = accelerator.process_index, accelerator.num_processes
-    for index in range(rank, len(plan), num_processes):
-        _check_shard(output_dir, index, plan[index])
-    accelerator.wait_for_everyone()  # what was damaged is told, or gone
-    pending = [index for index in range(len(plan)) if not is_written(output_dir, index)]
-    accelerator.wait_for_everyone()  # all have looked before anybody writes
+    pending = pending_shards(
+        accelerator,
+        len(plan),
+        check=lambda index: _check_shard(output_dir, index, plan[index]),
+        is_written=lambda index: is_written(output_dir, index),
+    )
     if accelerator.is_main_process and not _is_manifest_complete(output_dir, len(plan)):
         _remove_leftovers(output_dir)
         save_manifest(output_dir, manifest)
     accelerator.wait_for_everyone()
-    if own := deal(pending, rank, num_processes):
+    num_processes = accelerator.num_processes
+    if own := deal(pending, accelerator.process_index, num_processes):
         logger.info("%d of %d shards are to be labelled, %d by this process", len(pending), len(plan), len(own))
         finished = sum(_num_tokens(plan[index]) for index in set(range(len(plan))).difference(pending))
         with tqdm(

@@ -12,10 +12,12 @@ import random
 import signal
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
 
 from accelerate import Accelerator
+from tqdm import tqdm
 
 from outrider.data.config import DataConfig
 from outrider.distill.config import DistillConfig
@@ -76,6 +78,9 @@ def finished(folder: Path) -> dict[str, int]:
 
 
 def main() -> None:
+    # tqdm's own lock is shared with forked processes: one that is killed while it holds it would stop them all. Processes that
+    # are launched share none.
+    tqdm.set_lock(threading.RLock())
     target_dir, data_path, folder, num_kills, seed = sys.argv[1:]
     target = load_target(TargetConfig(name_or_path=target_dir, device="cpu"))
     data, rng = DataConfig(source="messages", path=data_path, max_length=60), random.Random(int(seed))

@@ -1,0 +1,1 @@
+"""What runs the target while it regenerates answers, one engine a file."""
