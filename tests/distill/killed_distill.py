@@ -28,6 +28,8 @@ from outrider.models.target import load_target
 
 CONFIG = DistillConfig(horizon=4, features="last_hidden", shard_examples=3, batch_tokens=128)
 LONGEST_SECONDS = 120.0
+SHARE_AT_START = 0.2
+"""Of the kills: while the processes look around, find one another, and write the manifest."""
 
 
 def start(rank: int, num_processes: int, port: int, target: HFTarget, data: DataConfig, folder: Path) -> int:
@@ -89,11 +91,13 @@ def main() -> None:
         before, num_processes = finished(Path(folder)), rng.choice([1, 2, 2, 3])
         children = attempt(num_processes, target, data, Path(folder))
         deadline = time.monotonic() + LONGEST_SECONDS
-        # Mostly in the midst of labelling, sometimes before it has begun.
-        while rng.random() < 0.999 and finished(Path(folder)).keys() == before.keys():
-            assert time.monotonic() < deadline, "an attempt makes no shard"
-            time.sleep(0.002)
-        time.sleep(rng.uniform(0, 0.05))
+        if rng.random() < SHARE_AT_START:
+            time.sleep(rng.uniform(0, 1))
+        else:  # in the midst of labelling
+            while finished(Path(folder)).keys() == before.keys():
+                assert time.monotonic() < deadline, "an attempt makes no shard"
+                time.sleep(0.002)
+            time.sleep(rng.uniform(0, 0.05))
         victims = rng.sample(children, rng.choice([1, len(children)]))
         for child in [*victims, *(child for child in children if child not in victims)]:
             os.kill(child, signal.SIGKILL)

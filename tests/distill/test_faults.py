@@ -50,7 +50,7 @@ def test_processes_killed_twenty_times_make_the_bytes_of_an_undisturbed_run(
     assert {attempt["num_processes"] for attempt in attempts} >= {1, 2}
     manifest = run(CONFIG, data, target, tmp_path / "whole")
     verify_shards(tmp_path / "killed", manifest)
-    assert 0 < counts[0] < counts[-1] < len(manifest.shards), "the kills came before the end"
+    assert 0 < counts[-1] < len(manifest.shards), "the kills came before the end"
     ids = [id for shard in manifest.shards for id in shard.ids]
     assert len(ids) == len(set(ids)) > 500
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
