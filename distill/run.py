@@ -34,6 +34,9 @@ STATS_FILE = "stats.json"
 SUSPICIOUS_AGREEMENT = 0.15
 """A language model says the next token of a text that is meant for it more often than this."""
 
+GREEDY_AGREEMENT = 0.95
+"""And of its own greedy answers it says all but a few, which two engines' rounding explains."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardStats:
@@ -112,7 +115,8 @@ def distill(
         if _is_manifest_complete(output_dir, len(plan)):
             logger.info("distillation in %s is already complete: %d shards, nothing to do", output_dir, len(plan))
         else:
-            _finish(output_dir, manifest, len(plan), dropped)
+            is_own_greedy = config.mode == "regenerate" and config.temperature == 0
+            _finish(output_dir, manifest, len(plan), dropped, is_own_greedy=is_own_greedy)
     accelerator.wait_for_everyone()
     return load_manifest(output_dir)
 
@@ -218,7 +222,7 @@ def _num_tokens(examples: Sequence[Example]) -> int:
     return sum(len(example.input_ids) for example in examples)
 
 
-def _finish(output_dir: Path, manifest: Manifest, num_shards: int, dropped: Counter[str]) -> None:
+def _finish(output_dir: Path, manifest: Manifest, num_shards: int, dropped: Counter[str], *, is_own_greedy: bool) -> None:
     """Merge all shards' entries into the complete manifest, after what they took into the statistics."""
     entries = [entry for index in range(num_shards) if (entry := read_entry(output_dir, index)) is not None]
     assert len(entries) == num_shards, "every process has finished its shards"
@@ -249,6 +253,11 @@ def _finish(output_dir: Path, manifest: Manifest, num_shards: int, dropped: Coun
         logger.warning(
             "the target agrees with so little of the text that tokenizer, chat template or data may be another model's: check "
             "them before you train"
+        )
+    elif is_own_greedy and agreement < GREEDY_AGREEMENT:
+        logger.warning(
+            "the answers were to be the target's own greedy ones, and it often disagrees: does the engine run another model, "
+            "in another precision, or sample? Check it before you train"
         )
 
 

@@ -29,7 +29,7 @@ from outrider.distill.answers import load_answers_manifest, read_answers
 from outrider.distill.config import DistillConfig
 from outrider.distill.engine import Answer, Limits, Request
 from outrider.distill.regenerate import answer_conversations, answer_limits, regenerate
-from outrider.distill.run import distill
+from outrider.distill.run import GREEDY_AGREEMENT, SUSPICIOUS_AGREEMENT, distill
 from outrider.models.config import TargetConfig
 from outrider.models.hf_target import HFTarget
 from outrider.models.target import load_target
@@ -165,6 +165,21 @@ def test_the_labelling_takes_them_in_place_of_the_datas_own(target: HFTarget, da
     assert statistics["agreement"] == 1.0
     with pytest.raises(ValueError, match="data_sha256"):
         distill(config, data, target, target.tokenizer, folder, accelerator)
+
+
+def test_answers_of_another_model_are_noticed_when_they_are_labelled(
+    target: HFTarget, data: DataConfig, tmp_path: Path, caplog: Any
+) -> None:
+    warm = DistillConfig(mode="regenerate", shard_examples=9, horizon=3, temperature=0.2, max_new_tokens=12)
+    sampled = run(warm, data, target, tmp_path / "answers")
+    for config, is_told in ((warm, False), (DistillConfig(mode="regenerate", shard_examples=9, horizon=3), True)):
+        caplog.clear()
+        folder = tmp_path / f"distill-{is_told}"
+        with caplog.at_level(logging.WARNING, logger="outrider"):
+            distill(config, data, target, target.tokenizer, folder, Accelerator(cpu=True), sampled)
+        agreement = read_json(folder / "stats.json")["agreement"]
+        assert SUSPICIOUS_AGREEMENT < agreement < GREEDY_AGREEMENT
+        assert ("in another precision" in caplog.text) == is_told
 
 
 def test_an_example_leaves_room_for_its_labels_in_the_context_window(target: HFTarget) -> None:
