@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from outrider.data.collate import collate, text_continuations
-from outrider.data.types import UNKNOWN, DistilledExample, Example
+from outrider.data.states import StoredStates
+from outrider.data.types import UNKNOWN, DistilledExample, Example, TargetReads
 
 
 def test_text_labels_by_eye() -> None:
@@ -46,14 +47,15 @@ def make_example(length: int, hidden: bool = False) -> DistilledExample:
     return DistilledExample(
         example=Example(id=f"{length}", input_ids=torch.arange(length) + 1, loss_mask=mask),
         continuations=continuations,
-        hidden_states=torch.full((length, 4), float(length)) if hidden else None,
+        hidden_states=StoredStates(values=torch.full((length, 4), float(length))) if hidden else None,
     )
 
 
 def run(labels: str, max_positions: int | None = None, seed: int = 0, hidden: bool = False):
     examples = [make_example(5, hidden), make_example(8, hidden)]
     generator = torch.Generator().manual_seed(seed)
-    return collate(examples, max_positions=max_positions, generator=generator, labels=labels, pad_id=99)
+    reads = TargetReads(hidden_states=hidden)
+    return collate(examples, max_positions=max_positions, generator=generator, labels=labels, pad_id=99, reads=reads)
 
 
 def test_padding_is_on_the_right_and_never_trained_on() -> None:

@@ -15,6 +15,7 @@ from outrider.data.manifest import (
     save_manifest,
 )
 from outrider.data.shards import read_entry, read_shard, verify_shards, write_shard
+from outrider.data.states import StoredStates
 from outrider.data.types import UNKNOWN, DistilledExample, Example
 
 LENGTHS = (7, 4, 12)
@@ -35,7 +36,9 @@ def make_examples(hidden: torch.dtype | None = None, prefix: str = "example") ->
                     id=f"{prefix}/{index}", input_ids=torch.randint(0, 300, (length,), generator=generator), loss_mask=mask
                 ),
                 continuations=continuations,
-                hidden_states=None if hidden is None else torch.randn(length, 8, generator=generator).to(hidden),
+                hidden_states=None
+                if hidden is None
+                else StoredStates(values=torch.randn(length, 8, generator=generator).to(hidden)),
             )
         )
     return examples
@@ -65,8 +68,8 @@ def test_a_shard_gives_back_every_example_bit_by_bit(hidden: torch.dtype | None,
         if ours.hidden_states is None or theirs.hidden_states is None:
             assert ours.hidden_states is theirs.hidden_states
         else:
-            assert theirs.hidden_states.dtype == hidden
-            assert torch.equal(ours.hidden_states, theirs.hidden_states)
+            assert theirs.hidden_states.values.dtype == hidden
+            assert torch.equal(ours.hidden_states.values, theirs.hidden_states.values)
 
 
 def test_the_same_examples_give_the_same_bytes(tmp_path: Path) -> None:
