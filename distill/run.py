@@ -24,6 +24,7 @@ from ..data.types import DistilledExample, Example
 from ..models.hf_target import HFTarget
 from .config import DistillConfig
 from .continuations import label_continuations, require_branch_attention
+from .features import require_features, require_space, stored_example
 
 logger = logging.getLogger(__name__)
 
@@ -56,11 +57,12 @@ def distill(
 
     Shard k is the work of process k modulo their number. Complete shards are kept, so an interrupted run loses at most the
     shard that each process was at. Raises ValueError before any long work where the target can't be distilled, the folder
-    holds another run's shards, or one of its shards is damaged.
+    holds another run's shards, one of its shards is damaged, or the disk has no room for what is to be stored.
     """
     examples = load_examples(data, tokenizer)
     longest = max(len(example.input_ids) for example in examples)
     require_branch_attention(target, longest + max(config.horizon - 2, 0))
+    require_features(config, target)
     plan = [examples[start : start + config.shard_examples] for start in range(0, len(examples), config.shard_examples)]
     manifest = Manifest(
         target=target.identity,
@@ -70,10 +72,15 @@ def distill(
         max_length=data.max_length,
         shards=[],
         complete=False,
+        feature_layers=sorted(config.feature_layers),
+        features_dtype=config.features_dtype,
+        top_k=config.top_k,
     )
     require_same_run(output_dir, manifest)
     own = range(accelerator.process_index, len(plan), accelerator.num_processes)
     pending = [index for index in own if not _is_complete(output_dir, index, plan[index])]
+    missing = [index for index in range(len(plan)) if read_entry(output_dir, index) is None]
+    require_space(config, target, [example for index in missing for example in plan[index]], output_dir)
     accelerator.wait_for_everyone()  # all have looked before anybody writes
     if accelerator.is_main_process and not _is_manifest_complete(output_dir, len(plan)):
         _remove_leftovers(output_dir)
@@ -117,7 +124,7 @@ def require_same_run(output_dir: Path, manifest: Manifest) -> None:
     differences = [f"target.{difference}" for difference in found.target.differences(manifest.target)]
     differences += [
         f"{name}: {getattr(found, name)}, {getattr(manifest, name)}"
-        for name in ("horizon", "features", "data_sha256", "max_length")
+        for name in ("horizon", "features", "feature_layers", "features_dtype", "top_k", "data_sha256", "max_length")
         if getattr(found, name) != getattr(manifest, name)
     ]
     if differences:
@@ -150,24 +157,18 @@ def label_shard(
         input_ids = pad_sequence([examples[index].input_ids.long() for index in batch], batch_first=True)
         wanted = pad_sequence([examples[index].wanted for index in batch], batch_first=True)
         attention_mask = pad_sequence([torch.ones_like(examples[index].loss_mask) for index in batch], batch_first=True)
-        continuations, hidden_states, stats = label_continuations(
+        continuations, features, stats = label_continuations(
             target,
             input_ids.to(target.device),
             attention_mask.to(target.device),
             wanted.to(target.device),
             horizon=config.horizon,
-            return_hidden_states=config.features == "last_hidden",
+            feature_layers=tuple(config.feature_layers),
+            top_k=config.top_k,
         )
         continuations = continuations.cpu()
-        if hidden_states is not None:
-            hidden_states = hidden_states.to("cpu", torch.bfloat16)
         for row, index in enumerate(batch):
-            num_tokens = len(examples[index].input_ids)
-            labelled[index] = DistilledExample(
-                example=examples[index],
-                continuations=continuations[row, :num_tokens],
-                hidden_states=None if hidden_states is None else hidden_states[row, :num_tokens],
-            )
+            labelled[index] = stored_example(config, examples[index], continuations[row], features, row)
         counts.update(asdict(stats))
         progress.update(stats.num_text_tokens)
     shard_stats = ShardStats(**counts, seconds=time.perf_counter() - started)
