@@ -191,7 +191,10 @@ def score(
                 overlap = torch.where(on_text, torch.minimum(p, log_q.exp()).sum(1), overlap)
         return torch.stack([divergence, overlap, rank.to(divergence.dtype)], dim=1)
 
-    rows = (output, inside, labels.text_index[known], labels.on_text[known], *inputs)
+    index, on_text = labels.text_index[known], labels.on_text[known]
+    if isinstance(teacher, TopTeacher):
+        on_text = on_text & teacher.known[index]
+    rows = (output, inside, index, on_text, *inputs)
     width = vocabulary.size if isinstance(teacher, Teacher) else vocabulary.num_outputs
     divergence, overlap, rank = _in_chunks(evaluate, rows, max(1, MAX_CHUNK // width)).unbind(1)
     depth = torch.arange(known.shape[1], device=known.device).expand_as(known)[known]
@@ -238,12 +241,14 @@ class Teacher:
 class TopTeacher:
     """The target's likeliest tokens after any token of the texts, as outputs of the drafter, and their probabilities.
 
-    `inside` are those that a reduced vocabulary has. What it lacks of the rest nobody knows: all of it counts as inside.
+    `inside` are those that a reduced vocabulary has. What it lacks of the rest nobody knows: all of it counts as inside. Where
+    nothing is `known`, p is taken to be one-hot at the label, as off the text.
     """
 
     outputs: Int[torch.Tensor, "token top"]
     inside: Bool[torch.Tensor, "token top"]
     probs: Float[torch.Tensor, "token top"]
+    known: Bool[torch.Tensor, " token"]
 
     @classmethod
     def of(cls, batch: DrafterBatch, objective: Objective, vocabulary: DraftVocabulary) -> "TopTeacher":
@@ -255,7 +260,7 @@ class TopTeacher:
         tokens = batch.top_tokens.flatten(0, 1).long()
         outputs, inside = vocabulary.outputs(tokens.clamp(min=0).flatten())
         probs = batch.top_log_probs.flatten(0, 1).float().exp()
-        return cls(outputs=outputs.view_as(tokens), inside=inside.view_as(tokens), probs=probs)
+        return cls(outputs=outputs.view_as(tokens), inside=inside.view_as(tokens), probs=probs, known=tokens[:, 0] != UNKNOWN)
 
     def __call__(
         self, index: Int[torch.Tensor, " label"], log_q: Float[torch.Tensor, "label output"]
