@@ -115,9 +115,9 @@ def recipe(args: argparse.Namespace, trial: Trial, seed: int = 0) -> RunConfig:
         f"seed={seed}",
         f"data.limit={args.texts}",
         f"drafter={trial.drafter}_demo",
-        f"train={{steps: {args.steps}, batch_size: 8, max_positions: {args.positions}, warmup_steps: {args.steps // 10}}}",
+        f"train={{steps: {args.steps}, batch_size: 2, max_positions: {args.positions}, warmup_steps: {args.steps // 10}}}",
         f"train={{loss: {trial.loss}, teacher: {trial.teacher}, num_threads: 1, checkpoint_every: 1000}}",
-        "train={validation_texts: 64, validation_tokens: 64}",
+        "train={validation_texts: 64, validation_tokens: 48}",
         f"distill={{features: none, horizon: {HORIZON}, top_k: {TOPS[0]}}}",  # so that every teacher passes as possible
     ]
     if trial.drafter == "redrafter":
