@@ -237,23 +237,27 @@ def time_steps(args: argparse.Namespace, target: HFTarget) -> dict[str, float]:
 
 
 def bytes_table() -> str:
-    """Markdown: bytes per token of text for each choice, with labels of HORIZON tokens, at two widths."""
-    widths = {"the demo's target": Width(256), "a target 4,096 wide": Width(4096)}
+    """Markdown: bytes per token of text for each choice, with labels of HORIZON tokens, at two widths and in 16 and 8 bits."""
+    widths = {"256 wide (the demo's)": Width(256), "4,096 wide": Width(4096)}
+    dtypes = {"bfloat16": "bfloat16", "8 bits": "int8"}
     choices: dict[str, dict[str, Any]] = {
-        "nothing beside the labels": {},
         "last hidden states": {"features": "last_hidden"},
-        "three layers": {"feature_layers": LAYERS},
-        "last hidden states and three layers": {"features": "last_hidden", "feature_layers": LAYERS},
+        "inputs of three layers": {"feature_layers": LAYERS},
+        "both": {"features": "last_hidden", "feature_layers": LAYERS},
     }
-    lines = [f"| stored | type | {' | '.join(widths)} |", "|---|---|" + "---:|" * len(widths)]
+    heads = [f"{dtype}, {width}" for width in widths for dtype in dtypes]
+    lines = [f"| stored beside the tokens | {' | '.join(heads)} |", "|---|" + "---:|" * len(heads)]
+
+    def add(name: str, cells: list[float]) -> None:
+        lines.append(f"| {name} | {' | '.join(f'{cell:,.0f}' for cell in cells)} |")
+
+    add("labels alone", [bytes_per_token(DistillConfig(horizon=HORIZON), width) for width in widths.values() for _ in dtypes])
     for name, options in choices.items():
-        for dtype in STATE_DTYPES if options else STATE_DTYPES[:1]:
-            config = DistillConfig(horizon=HORIZON, features_dtype=dtype, **options)
-            cells = [f"{bytes_per_token(config, width):,.0f}" for width in widths.values()]
-            lines.append(f"| {name} | {dtype if options else '-'} | {' | '.join(cells)} |")
+        configs = [DistillConfig(horizon=HORIZON, features_dtype=dtype, **options) for dtype in dtypes.values()]
+        add(name, [bytes_per_token(config, width) for width in widths.values() for config in configs])
     for k in TOPS:
-        cells = [f"{bytes_per_token(DistillConfig(horizon=HORIZON, top_k=k), width):,.0f}" for width in widths.values()]
-        lines.append(f"| the {k} likeliest tokens, at every position | int32, float16 | {' | '.join(cells)} |")
+        config = DistillConfig(horizon=HORIZON, top_k=k)
+        add(f"the {k} likeliest tokens", [bytes_per_token(config, width) for width in widths.values() for _ in dtypes])
     return "\n".join(lines)
 
 
