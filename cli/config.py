@@ -80,6 +80,10 @@ class RunConfig:
             _, config = parse_drafter_config(drafter.drafter)
             if "distill" in self.stages:
                 require_horizon(drafter.drafter, self.distill.horizon)
+                if drafter.train.teacher == "top_k" and self.distill.top_logprobs is None:
+                    raise ValueError(
+                        "train.teacher is top_k, and distill.top_logprobs is null; say how many tokens to store, or set full"
+                    )
             for index, setting in enumerate(drafter.settings):
                 parse_drafter_config({**drafter.drafter, **setting})
                 if fixed := sorted(set(setting) - config.RUNTIME_FIELDS):

@@ -1,10 +1,12 @@
 """Distilled examples to padded batches."""
 
+import math
+
 import torch
 from jaxtyping import Bool, Int
 from torch.nn.utils.rnn import pad_sequence
 
-from .types import UNKNOWN, DistilledExample, DrafterBatch
+from .types import TOKENS_ONLY, UNKNOWN, DistilledExample, DrafterBatch, TargetReads
 
 LABELS = ("distilled", "text")
 
@@ -34,12 +36,14 @@ def collate(
     generator: torch.Generator,
     labels: str,
     pad_id: int,
+    reads: TargetReads = TOKENS_ONLY,
 ) -> DrafterBatch:
     """Right-pad examples to one batch and choose the positions to train on.
 
     `labels` is `distilled` (the target's continuations) or `text` (the text's own). The positions are the same at both: those
     that have a distilled label. Of more than `max_positions` in the batch, `generator` (on the CPU) draws that many.
-    Past the end of a text stand `pad_id`, UNKNOWN and zeros.
+    Past the end of a text stand `pad_id`, UNKNOWN, zeros, and log-probabilities of minus infinity. What of the target is in the
+    batch say the `reads`: every example has it.
     """
     if labels not in LABELS:
         raise ValueError(f"labels is {labels!r}; it must be one of {', '.join(LABELS)}")
@@ -52,14 +56,20 @@ def collate(
             text_continuations(example.example.input_ids, example.example.loss_mask, example.continuations.shape[1])
             for example in examples
         ]
-    hidden_states = [example.hidden_states for example in examples if example.hidden_states is not None]
-    assert len(hidden_states) in (0, len(examples)), "either every example of a batch has hidden states or none has"
+    hidden_states = [example.hidden_states for example in examples if reads.hidden_states and example.hidden_states is not None]
+    tops = [example.top for example in examples if reads.top and example.top is not None]
+    assert len(hidden_states) == len(examples) * reads.hidden_states, "every example of a batch has what is read of it"
+    assert len(tops) == len(examples) * reads.top, "every example of a batch has what is read of it"
+    layers = [torch.cat([example.layers[layer].decode() for layer in reads.layers], 1) for example in examples if reads.layers]
     return DrafterBatch(
         input_ids=_pad([example.example.input_ids.long() for example in examples], pad_id),
         attention_mask=attention_mask,
         positions=_thin(positions, max_positions, generator),
         continuations=_pad([continuation.long() for continuation in continuations], UNKNOWN),
-        hidden_states=_pad(hidden_states, 0.0) if hidden_states else None,
+        hidden_states=_pad([states.decode() for states in hidden_states], 0.0) if hidden_states else None,
+        features=_pad(layers, 0.0) if layers else None,
+        top_tokens=_pad([top.tokens for top in tops], UNKNOWN) if tops else None,
+        top_log_probs=_pad([top.log_probs for top in tops], -math.inf) if tops else None,
     )
 
 

@@ -3,14 +3,15 @@
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .files import parse_dataclass, read_json, write_json
-from .types import Example
+from .states import STATE_DTYPES
+from .types import Example, TargetReads
 
 FORMAT_VERSION = 2
 MANIFEST_FILE = "manifest.json"
@@ -34,7 +35,7 @@ class TargetIdentity:
 
     def differences(self, other: "TargetIdentity") -> list[str]:
         """The fields that make `other` a different target, each as "field: ours, theirs"."""
-        compared = [field.name for field in fields(self) if field.name not in ("name", "revision")]
+        compared = [each.name for each in fields(self) if each.name not in ("name", "revision")]
         return [
             f"{name}: {getattr(self, name)}, {getattr(other, name)}"
             for name in compared
@@ -63,8 +64,10 @@ class Manifest:
     """All shards of one distillation.
 
     `horizon` is the number of tokens labelled after a position; `features` says which hidden states lie beside the tokens
-    (`none` or `last_hidden`); `data_sha256` is `examples_sha256` of all examples, in order; `plan_sha256` is a digest of which
-    of them go into which shard; `complete` is False until every shard is there.
+    (`none` or `last_hidden`), `feature_layers` the inputs of which layers, `features_dtype` in which of STATE_DTYPES all of
+    them are, and `top_logprobs` how many of the target's likeliest next tokens there are. `data_sha256` is `examples_sha256` of
+    all examples, in order; `plan_sha256` is a digest of which of them go into which shard; `complete` is False until every
+    shard is there.
     """
 
     format_version: int = FORMAT_VERSION
@@ -76,6 +79,9 @@ class Manifest:
     max_length: int
     shards: list[ShardEntry]
     complete: bool
+    feature_layers: list[int] = field(default_factory=list)
+    features_dtype: str = "bfloat16"
+    top_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if self.format_version != FORMAT_VERSION:
@@ -84,6 +90,10 @@ class Manifest:
             )
         if self.features not in FEATURES:
             raise ValueError(f"unknown features {self.features!r} in a manifest; they are one of {', '.join(FEATURES)}")
+        if self.features_dtype not in STATE_DTYPES:
+            raise ValueError(
+                f"unknown features_dtype {self.features_dtype!r} in a manifest; it is one of {', '.join(STATE_DTYPES)}"
+            )
         ids = [id for shard in self.shards for id in shard.ids]
         if len(set(ids)) != len(ids):
             raise ValueError(
@@ -97,6 +107,22 @@ class Manifest:
     @property
     def num_labels(self) -> int:
         return sum(shard.num_labels for shard in self.shards)
+
+    def stored(self, reads: TargetReads) -> TargetReads:
+        """The part of `reads` that the shards hold. Of layers all or none: a pass of the target gives all at once."""
+        return TargetReads(
+            hidden_states=reads.hidden_states and self.features == "last_hidden",
+            layers=reads.layers if set(reads.layers) <= set(self.feature_layers) else (),
+            top=reads.top and self.top_logprobs is not None,
+        )
+
+    def require_top(self, reads: TargetReads) -> None:
+        """Raise ValueError where likeliest tokens are read, and the shards hold none."""
+        if reads.top and self.top_logprobs is None:
+            raise ValueError(
+                "train.teacher is top_k, and the shards hold none of the target's likeliest tokens: distil with "
+                "distill.top_logprobs into another output directory, or set train.teacher=full"
+            )
 
     def require_target(self, identity: TargetIdentity) -> None:
         """Raise ValueError, naming the fields, where these shards were not made by the target `identity`."""

@@ -2,10 +2,15 @@
 
 `shard-00003.safetensors` holds the examples end to end as flat tensors with offsets; `shard-00003.json` is its `ShardEntry`,
 written after it. A shard without a sidecar doesn't count.
+
+Beside the tokens it may hold `hidden_states` and `layer.2`, `layer.4`, ... (the inputs of these layers), those of eight bits
+with their `.scales`, and the likeliest tokens, `top_tokens` and `top_log_probs`, of the positions where `top_mask` is set.
 """
 
 import hashlib
 import json
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,15 +20,21 @@ from safetensors.torch import save
 
 from .files import atomic_write_bytes, parse_dataclass, read_json, sha256_file, write_json
 from .manifest import Manifest, ShardEntry
-from .types import UNKNOWN, DistilledExample, Example
+from .states import StoredStates
+from .types import UNKNOWN, DistilledExample, Example, TargetReads, TopTokens
 
 METADATA_KEY = "outrider"
+LAYER, SCALES = "layer.", ".scales"
+
+TOP_BYTES = 4 + 2
+"""Of one likely token on disk: its id, and its log-probability in float16, to 2^-11 of itself."""
 
 
 def write_shard(directory: Path, index: int, examples: list[DistilledExample]) -> ShardEntry:
     """Write one shard and then its sidecar, each whole or not at all.
 
-    Hidden states keep their dtype; either all examples have them or none. The same examples give the same bytes.
+    Either all examples have hidden states, a layer's inputs, likeliest tokens, or none has. The same examples give the same
+    bytes.
     """
     assert examples, "a shard holds at least one example"
     lengths = torch.tensor([0] + [len(example.example.input_ids) for example in examples])
@@ -33,10 +44,14 @@ def write_shard(directory: Path, index: int, examples: list[DistilledExample]) -
         "loss_mask": torch.cat([example.example.loss_mask for example in examples]).cpu(),
         "continuations": torch.cat([example.continuations for example in examples]).to("cpu", torch.int32),
     }
-    hidden_states = [example.hidden_states for example in examples if example.hidden_states is not None]
-    if hidden_states:
-        assert len(hidden_states) == len(examples), "either every example of a shard has hidden states or none has"
-        tensors["hidden_states"] = torch.cat(hidden_states).cpu()
+    stored = [_states_by_name(example) for example in examples]
+    assert all(states.keys() == stored[0].keys() for states in stored), "either all examples have a layer's states or none has"
+    for name in stored[0]:
+        tensors |= _state_tensors(name, [states[name] for states in stored])
+    tops = [example.top for example in examples if example.top is not None]
+    if tops:
+        assert len(tops) == len(examples), "either every example of a shard has likeliest tokens or none has"
+        tensors |= _top_tensors(tops)
     ids = [example.example.id for example in examples]
     # One key only: safetensors writes several in an order that changes from run to run, and with it the digest.
     path = directory / f"{_stem(index)}.safetensors"
@@ -103,29 +118,81 @@ def verify_shards(directory: Path, manifest: Manifest) -> None:
         verify_shard(directory, entry)
 
 
-def read_shard(directory: Path, entry: ShardEntry) -> list[DistilledExample]:
-    """The examples of one shard, in their order, after checking its digest (errors as in `verify_shard`)."""
+def read_shard(directory: Path, entry: ShardEntry, reads: TargetReads | None = None) -> list[DistilledExample]:
+    """The examples of one shard, in their order, after checking its digest (errors as in `verify_shard`).
+
+    What lies there beside the tokens is read where `reads` says so, and all of it without.
+    """
     verify_shard(directory, entry)
     path = directory / entry.file
     with safe_open(path, framework="pt") as file:
         ids = json.loads(file.metadata()[METADATA_KEY])["ids"]
         names = file.keys()
-        tensors = {name: file.get_tensor(name) for name in names}
+        tensors = {name: file.get_tensor(name) for name in names if reads is None or _is_read(name, reads)}
     if ids != entry.ids:
         raise ValueError(f"the shard {path} holds other examples than its entry says; distil again into an empty folder")
-    hidden_states = tensors.get("hidden_states")
+    stored = {
+        name: StoredStates(values=values, scales=tensors.get(name + SCALES))
+        for name, values in tensors.items()
+        if name == "hidden_states" or (name.startswith(LAYER) and not name.endswith(SCALES))
+    }
+    top = _unpack_top(tensors)
     examples = []
     offsets = tensors["offsets"].tolist()
     for id, start, end in zip(ids, offsets[:-1], offsets[1:], strict=True):
+        states = {name: each.tokens(start, end) for name, each in stored.items()}
         example = Example(id=id, input_ids=tensors["input_ids"][start:end].long(), loss_mask=tensors["loss_mask"][start:end])
         examples.append(
             DistilledExample(
                 example=example,
                 continuations=tensors["continuations"][start:end].long(),
-                hidden_states=None if hidden_states is None else hidden_states[start:end],
+                hidden_states=states.pop("hidden_states", None),
+                layers={int(name.removeprefix(LAYER)): each for name, each in states.items()},
+                top=None if top is None else TopTokens(tokens=top.tokens[start:end], log_probs=top.log_probs[start:end]),
             )
         )
     return examples
+
+
+def _states_by_name(example: DistilledExample) -> dict[str, StoredStates]:
+    named = {} if example.hidden_states is None else {"hidden_states": example.hidden_states}
+    return named | {f"{LAYER}{number}": states for number, states in example.layers.items()}
+
+
+def _state_tensors(name: str, states: Sequence[StoredStates]) -> dict[str, torch.Tensor]:
+    tensors = {name: torch.cat([each.values for each in states]).cpu()}
+    scales = [each.scales for each in states if each.scales is not None]
+    return tensors | ({name + SCALES: torch.cat(scales).cpu()} if scales else {})
+
+
+def _top_tensors(tops: Sequence[TopTokens]) -> dict[str, torch.Tensor]:
+    """Packed: only the positions that have any, which of a chat are the assistant's."""
+    tokens = torch.cat([top.tokens for top in tops]).cpu()
+    mask = tokens[:, 0] != UNKNOWN
+    log_probs = torch.cat([top.log_probs for top in tops]).cpu()
+    return {
+        "top_mask": mask,
+        "top_tokens": tokens[mask].to(torch.int32),
+        "top_log_probs": log_probs[mask].to(torch.float16),
+    }
+
+
+def _unpack_top(tensors: Mapping[str, torch.Tensor]) -> TopTokens | None:
+    if "top_mask" not in tensors:
+        return None
+    mask, packed = tensors["top_mask"], tensors["top_tokens"]
+    tokens = torch.full((len(mask), packed.shape[1]), UNKNOWN, dtype=torch.int32)
+    log_probs = torch.full(tokens.shape, -math.inf, dtype=torch.float16)
+    tokens[mask], log_probs[mask] = packed, tensors["top_log_probs"]
+    return TopTokens(tokens=tokens, log_probs=log_probs)
+
+
+def _is_read(name: str, reads: TargetReads) -> bool:
+    if name.startswith("top_"):
+        return reads.top
+    if name.startswith("hidden_states"):
+        return reads.hidden_states
+    return not name.startswith(LAYER) or int(name.removeprefix(LAYER).removesuffix(SCALES)) in reads.layers
 
 
 def _stem(index: int) -> str:

@@ -4,11 +4,14 @@ Dimension names, here and everywhere: `batch`, `seq` (tokens of a text), `horizo
 (draft tokens of a tree), `depth`, `vocab`, `hidden`.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float, Int
+
+from .states import StoredStates
 
 Role = Literal["system", "user", "assistant"]
 
@@ -77,18 +80,48 @@ class DistilledExample:
 
     `continuations[i]` holds the target's greedy next tokens after the text up to and including position i: entry 0 follows
     token i, entry 1 follows entry 0, and so on; UNKNOWN where no label was wanted or the target had stopped.
-    `hidden_states` are the target's last hidden states (after its final norm), or None where training recomputes them.
+    `hidden_states` are the target's last hidden states (after its final norm), `layers` the inputs of some of its layers, by
+    number: what isn't there, training recomputes. `top` are its likeliest next tokens at the positions that may be asked for.
     """
 
     example: Example
     continuations: Int[torch.Tensor, "seq horizon"]
-    hidden_states: Float[torch.Tensor, "seq hidden"] | None = None
+    hidden_states: StoredStates | None = None
+    layers: Mapping[int, StoredStates] = field(default_factory=dict)
+    top: "TopTokens | None" = None
 
     def __post_init__(self) -> None:
         num_tokens = len(self.example.input_ids)
-        for name, value in (("continuations", self.continuations), ("hidden_states", self.hidden_states)):
-            if value is not None and (value.ndim != 2 or len(value) != num_tokens):
-                raise ValueError(f"example {self.example.id!r}: {name} {tuple(value.shape)} must be [{num_tokens}, ...]")
+        values = {"continuations": self.continuations, "hidden_states": self.hidden_states, "top": self.top}
+        for name, value in (values | {f"layer {number}": states for number, states in self.layers.items()}).items():
+            if value is not None and len(value) != num_tokens:
+                raise ValueError(f"example {self.example.id!r}: {name} has {len(value)} rows; it must have {num_tokens}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopTokens:
+    """The target's likeliest next tokens after each token of a text, the likeliest first, and their log-probabilities.
+
+    Where they weren't asked for stand UNKNOWN and minus infinity.
+    """
+
+    tokens: Int[torch.Tensor, "seq top"]
+    log_probs: Float[torch.Tensor, "seq top"]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetReads:
+    """What is read of the target beside its tokens: its last hidden states, the inputs of `layers`, its likeliest tokens."""
+
+    hidden_states: bool = False
+    layers: tuple[int, ...] = ()
+    top: bool = False
+
+
+TOKENS_ONLY = TargetReads()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,8 +129,9 @@ class DrafterBatch:
     """Right-padded distilled examples, as a drafter's `loss` takes them.
 
     `attention_mask` is True on real tokens. `positions` is True where the drafter is to be trained: a subset of the labelled
-    positions. `hidden_states` are those of the target's last layer after its final norm; None until the trainer fills them in.
-    `features` are the inputs of the target's layers that the drafter reads besides, side by side.
+    positions. `hidden_states` are those of the target's last layer after its final norm, `features` the inputs of the target's
+    layers that the drafter reads besides, side by side; None where neither shards nor trainer filled them in. `top_tokens` and
+    `top_log_probs` are those of `TopTokens`, padded likewise.
     """
 
     input_ids: Int[torch.Tensor, "batch seq"]
@@ -106,3 +140,5 @@ class DrafterBatch:
     continuations: Int[torch.Tensor, "batch seq horizon"]
     hidden_states: Float[torch.Tensor, "batch seq hidden"] | None = None
     features: Float[torch.Tensor, "batch seq feature"] | None = None
+    top_tokens: Int[torch.Tensor, "batch seq top"] | None = None
+    top_log_probs: Float[torch.Tensor, "batch seq top"] | None = None

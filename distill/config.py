@@ -5,6 +5,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ..data.manifest import FEATURES
+from ..data.states import STATE_DTYPES
 from ..models.decoding.sampling import Sampling
 
 MODES = ("label", "regenerate")
@@ -19,8 +20,19 @@ class DistillConfig:
     """Tokens of the target's own continuation that are labelled after every position."""
 
     features: str = "none"
-    """`none` stores tokens only (training recomputes hidden states); `last_hidden` adds the target's last hidden states in
-    bfloat16, 2 * hidden_size bytes per token of text."""
+    """`none` stores no hidden states (training recomputes them); `last_hidden` the target's last ones, which all drafters but
+    EAGLE-3 and draft models read."""
+
+    feature_layers: list[int] = field(default_factory=list)
+    """Layers of the target whose inputs are stored: those that an EAGLE-3 drafter reads (drafter.feature_layers), which then
+    trains without a pass of the target."""
+
+    features_dtype: str = "bfloat16"
+    """Type of the stored states: `bfloat16`, or `float8_e4m3fn` or `int8` with a scale for each token, in half the space."""
+
+    top_logprobs: int | None = None
+    """So many of the target's likeliest next tokens are stored with their log-probabilities, at every position that training
+    may ask for: what train.teacher=top_k learns from. None stores none."""
 
     shard_examples: int = 256
     """Examples in a shard: what an interruption loses at most, and what is held in memory until it is written."""
@@ -69,15 +81,16 @@ class DistillConfig:
     def __post_init__(self) -> None:
         problems = [
             f"{name} is {value}; it must be at least 1"
-            for name in ("horizon", "shard_examples", "batch_tokens", "max_new_tokens", "decode_batch_size")
+            for name in ("horizon", "shard_examples", "batch_tokens", "max_new_tokens", "decode_batch_size", "top_logprobs")
             if (value := getattr(self, name)) is not None and value < 1
         ]
-        for name, choices in (("features", FEATURES), ("mode", MODES), ("engine", ENGINES)):
-            if (value := getattr(self, name)) not in choices:
-                problems.append(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
+        choices = {"features": FEATURES, "features_dtype": STATE_DTYPES, "mode": MODES, "engine": ENGINES}
+        for name, known in choices.items():
+            if (value := getattr(self, name)) not in known:
+                problems.append(f"{name} is {value!r}; it must be one of {', '.join(known)}")
         if self.seed < 0:
             problems.append(f"seed is {self.seed}; it must be at least 0")
-        problems += self._engine_problems()
+        problems += self._features_problems() + self._engine_problems()
         try:
             _ = self.sampling
         except ValueError as error:
@@ -89,6 +102,21 @@ class DistillConfig:
     def sampling(self) -> Sampling:
         """How regenerated answers are sampled."""
         return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
+
+    @property
+    def last_hidden(self) -> bool:
+        """Whether the target's last hidden states are stored."""
+        return self.features == "last_hidden"
+
+    def _features_problems(self) -> list[str]:
+        problems = []
+        if self.features_dtype != "bfloat16" and not self.last_hidden and not self.feature_layers:
+            problems.append(
+                f"features_dtype is {self.features_dtype}, and nothing is stored in it; set features or feature_layers too"
+            )
+        if len(set(self.feature_layers)) < len(self.feature_layers) or min(self.feature_layers, default=0) < 0:
+            problems.append(f"feature_layers is {self.feature_layers}; name different layers, from 0 on")
+        return problems
 
     def _engine_problems(self) -> list[str]:
         problems = []

@@ -10,6 +10,8 @@ chose (see `branch_attention`). And where the target's first token is the text's
 With an agreement rate a on the wanted positions the work is about 1 + (1 - a)(horizon - 1) prefills.
 """
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +22,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ..data.types import UNKNOWN
 from ..models.hf_target import HFTarget
 from .branch_attention import BYPASSED, Branches, branch_attention, require_full_attention
+from .features import TextFeatures
 
 # Logits held at a time: the head's output is [chunk, vocab] with about this many elements, whatever the vocabulary.
 LOGIT_ELEMENTS = 2**23
@@ -53,17 +56,20 @@ def label_continuations(
     *,
     horizon: int,
     prune: bool = True,
-    return_hidden_states: bool = False,
-) -> tuple[Int[torch.Tensor, "batch seq horizon"], Float[torch.Tensor, "batch seq hidden"] | None, LabelStats]:
+    feature_layers: tuple[int, ...] = (),
+    top_k: int | None = None,
+) -> tuple[Int[torch.Tensor, "batch seq horizon"], TextFeatures, LabelStats]:
     """The target's greedy next `horizon` tokens after every wanted position of right-padded texts.
 
     Entry [b, i, k] is the token that the target says k tokens after the one that follows position i; UNKNOWN at positions
-    that are not wanted and after a stop token, which is itself a label. With `return_hidden_states` also the target's last
-    hidden states of the texts (after the final norm; meaningless on padding). `prune=False` decodes every wanted position;
-    the labels are the same.
+    that are not wanted and after a stop token, which is itself a label. Besides, the target's last hidden states of the texts,
+    the inputs of its `feature_layers`, and its `top_k` likeliest next tokens at the wanted positions and where their
+    continuations may get to. `prune=False` decodes every wanted position; the labels are the same.
     """
     assert not (attention_mask[:, 1:] & ~attention_mask[:, :-1]).any(), "texts are padded on the right"
-    first, hidden_states, cache = _prefill(target, input_ids, _within(wanted, attention_mask, horizon))
+    asked_for = _within(wanted, attention_mask, horizon)
+    first, (hidden_states, layers), cache = _prefill(target, input_ids, asked_for, feature_layers)
+    top_tokens, top_log_probs = _top(target.model, hidden_states, asked_for, top_k) if top_k else (None, None)
     stop_ids = torch.tensor(target.stop_ids, dtype=torch.long, device=input_ids.device)
     stopped = torch.isin(first, stop_ids)
     agrees = torch.zeros_like(wanted)
@@ -96,7 +102,8 @@ def label_continuations(
         num_agreeing=int((agrees & wanted).sum()),
         num_branch_tokens=num_branch_tokens,
     )
-    return continuations, hidden_states if return_hidden_states else None, stats
+    features = TextFeatures(hidden_states=hidden_states, layers=layers, top_tokens=top_tokens, top_log_probs=top_log_probs)
+    return continuations, features, stats
 
 
 def require_branch_attention(target: HFTarget, num_tokens: int) -> None:
@@ -148,16 +155,20 @@ def _make_branches(
 
 
 def _prefill(
-    target: HFTarget, input_ids: Int[torch.Tensor, "batch seq"], labelled: Bool[torch.Tensor, "batch seq"]
-) -> tuple[Int[torch.Tensor, "batch seq"], Float[torch.Tensor, "batch seq hidden"], DynamicCache]:
-    """The first greedy token where `labelled` (UNKNOWN elsewhere), the hidden states, and all keys and values."""
+    target: HFTarget,
+    input_ids: Int[torch.Tensor, "batch seq"],
+    labelled: Bool[torch.Tensor, "batch seq"],
+    feature_layers: tuple[int, ...] = (),
+) -> tuple[Int[torch.Tensor, "batch seq"], tuple[torch.Tensor, dict[int, torch.Tensor]], DynamicCache]:
+    """The first greedy token where `labelled` (UNKNOWN elsewhere), the last hidden states and the inputs of layers, and all
+    keys and values."""
     cache = DynamicCache()
     # No mask: under causal attention no token sees the padding on its right.
-    output = target.model.base_model(input_ids=input_ids, past_key_values=cache, use_cache=True)
-    hidden_states = output.last_hidden_state
+    hidden_states, features = target.read_texts(feature_layers, cache, input_ids=input_ids)
+    inputs = () if features is None else features.split(hidden_states.shape[-1], dim=-1)
     first = torch.full_like(input_ids, UNKNOWN)
     first[labelled] = _greedy(target.model, hidden_states[labelled])
-    return first, hidden_states, cache
+    return first, (hidden_states, dict(zip(feature_layers, inputs, strict=True))), cache
 
 
 def _within(
@@ -199,6 +210,32 @@ def _greedy(model: PreTrainedModel, hidden_states: Float[torch.Tensor, "position
 
     Some models scale or soft-cap what their head gives: both are monotonic, so they leave the arg-max as it is.
     """
+    return torch.cat([logits.argmax(-1) for logits in _logit_chunks(model, hidden_states)])
+
+
+def _top(
+    model: PreTrainedModel,
+    hidden_states: Float[torch.Tensor, "batch seq hidden"],
+    asked_for: Bool[torch.Tensor, "batch seq"],
+    top_k: int,
+) -> tuple[Int[torch.Tensor, "batch seq top"], Float[torch.Tensor, "batch seq top"]]:
+    """The likeliest next tokens where they are `asked_for`, and their log-probabilities; UNKNOWN and minus infinity elsewhere.
+
+    Needs a head that is only multiplied with (`HFTarget.require_plain_head`).
+    """
+    tokens = torch.full((*asked_for.shape, top_k), UNKNOWN, device=hidden_states.device)
+    log_probs = torch.full(tokens.shape, -math.inf, device=hidden_states.device)
+    if asked_for.any():
+        chunks = [logits.float().log_softmax(-1).topk(top_k) for logits in _logit_chunks(model, hidden_states[asked_for])]
+        log_probs[asked_for] = torch.cat([chunk.values for chunk in chunks])
+        tokens[asked_for] = torch.cat([chunk.indices for chunk in chunks])
+    return tokens, log_probs
+
+
+def _logit_chunks(
+    model: PreTrainedModel, hidden_states: Float[torch.Tensor, "position hidden"]
+) -> Iterator[Float[torch.Tensor, "chunk vocab"]]:
+    """What the head gives, a chunk of positions at a time."""
     head = model.get_output_embeddings()
     chunk = max(1, LOGIT_ELEMENTS // model.config.get_text_config().vocab_size)
-    return torch.cat([head(states).argmax(-1) for states in hidden_states.split(chunk)])
+    return (head(states) for states in hidden_states.split(chunk))

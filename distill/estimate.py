@@ -15,6 +15,7 @@ from tqdm import tqdm
 from ..data.types import Example
 from ..models.hf_target import HFTarget
 from .config import DistillConfig
+from .features import bytes_per_token
 from .plan import plan_shards
 from .run import label_shard, length_batches
 
@@ -58,7 +59,7 @@ def estimate(
     measured, sampled_tokens, seconds = _measure(config, target, examples)
     shards = plan_shards(examples, config.shard_examples)
     lengths = [[len(example.input_ids) for example in shard] for shard in shards]
-    num_tokens = sum(map(sum, lengths))
+    num_tokens, num_positions = sum(map(sum, lengths)), sum(int(example.wanted.sum()) for example in examples)
     # The process with the most shards is the last to finish.
     share = math.ceil(len(shards) / num_processes) / len(shards)
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
@@ -66,7 +67,7 @@ def estimate(
         num_examples=len(examples),
         num_shards=len(shards),
         num_tokens=num_tokens,
-        num_positions=sum(int(example.wanted.sum()) for example in examples),
+        num_positions=num_positions,
         dropped=dict(dropped.most_common()),
         agreement=measured["num_agreeing"] / max(1, measured["num_positions"]),
         num_forward_tokens=num_tokens * (1 + measured["num_branch_tokens"] / sampled_tokens),
@@ -75,15 +76,9 @@ def estimate(
         tokens_per_second=sampled_tokens / seconds,
         num_processes=num_processes,
         seconds=num_tokens * share * seconds / sampled_tokens,
-        num_bytes=num_tokens * bytes_per_token(config, target),
+        num_bytes=int(num_tokens * bytes_per_token(config, target, labelled=num_positions / num_tokens)),
         free_bytes=shutil.disk_usage(existing).free,
     )
-
-
-def bytes_per_token(config: DistillConfig, target: HFTarget) -> int:
-    """Bytes that a token of text takes in a shard."""
-    token, mask, labels = 4, 1, 4 * config.horizon
-    return token + mask + labels + (2 * target.hidden_size if config.features == "last_hidden" else 0)
 
 
 def estimate_table(estimate: Estimate) -> Table:

@@ -25,6 +25,7 @@ from ..data.types import DistilledExample, Example
 from ..models.hf_target import HFTarget
 from .config import DistillConfig
 from .continuations import label_continuations, require_branch_attention
+from .features import require_features, require_space, stored_example
 from .plan import deal, pending_shards, plan_sha256, plan_shards
 
 logger = logging.getLogger(__name__)
@@ -66,13 +67,15 @@ def distill(
     Conversations with an `overlap` are left out, and counted: the evaluation asks their prompts too.
     Complete shards are kept, and the others dealt out among the processes (see `plan`): an interrupted run loses at most the
     shard that each process was at, and may go on with another number of processes. Raises ValueError before any long work where
-    the target can't be distilled, the folder holds another run's shards, or one of its shards is damaged.
+    the target can't be distilled, the folder holds another run's shards, one of its shards is damaged, or the disk has no room
+    for what is to be stored.
     """
     dropped: Counter[str] = Counter()
     if examples is None:
         examples, dropped = load_examples(data, tokenizer, overlap)
     longest = max(len(example.input_ids) for example in examples)
     require_branch_attention(target, longest + max(config.horizon - 2, 0))
+    require_features(config, target)
     plan, data_sha256 = plan_shards(examples, config.shard_examples), examples_sha256(examples)
     manifest = Manifest(
         target=target.identity,
@@ -83,6 +86,9 @@ def distill(
         max_length=data.max_length,
         shards=[],
         complete=False,
+        feature_layers=sorted(config.feature_layers),
+        features_dtype=config.features_dtype,
+        top_logprobs=config.top_logprobs,
     )
     require_same_run(output_dir, manifest)
     pending = pending_shards(
@@ -91,6 +97,7 @@ def distill(
         check=lambda index: _check_shard(output_dir, index, plan[index]),
         is_written=lambda index: is_written(output_dir, index),
     )
+    require_space(config, target, [example for index in pending for example in plan[index]], output_dir)
     if accelerator.is_main_process and not _is_manifest_complete(output_dir, len(plan)):
         _remove_leftovers(output_dir)
         save_manifest(output_dir, manifest)
@@ -150,7 +157,16 @@ def require_same_run(output_dir: Path, manifest: Manifest) -> None:
     differences = [f"target.{difference}" for difference in found.target.differences(manifest.target)]
     differences += [
         f"{name}: {getattr(found, name)}, {getattr(manifest, name)}"
-        for name in ("horizon", "features", "data_sha256", "plan_sha256", "max_length")
+        for name in (
+            "horizon",
+            "features",
+            "feature_layers",
+            "features_dtype",
+            "top_logprobs",
+            "data_sha256",
+            "plan_sha256",
+            "max_length",
+        )
         if getattr(found, name) != getattr(manifest, name)
     ]
     if found.data_sha256 == manifest.data_sha256 and found.plan_sha256 != manifest.plan_sha256:
@@ -185,24 +201,18 @@ def label_shard(
         input_ids = pad_sequence([examples[index].input_ids.long() for index in batch], batch_first=True)
         wanted = pad_sequence([examples[index].wanted for index in batch], batch_first=True)
         attention_mask = pad_sequence([torch.ones_like(examples[index].loss_mask) for index in batch], batch_first=True)
-        continuations, hidden_states, stats = label_continuations(
+        continuations, features, stats = label_continuations(
             target,
             input_ids.to(target.device),
             attention_mask.to(target.device),
             wanted.to(target.device),
             horizon=config.horizon,
-            return_hidden_states=config.features == "last_hidden",
+            feature_layers=tuple(config.feature_layers),
+            top_k=config.top_logprobs,
         )
         continuations = continuations.cpu()
-        if hidden_states is not None:
-            hidden_states = hidden_states.to("cpu", torch.bfloat16)
         for row, index in enumerate(batch):
-            num_tokens = len(examples[index].input_ids)
-            labelled[index] = DistilledExample(
-                example=examples[index],
-                continuations=continuations[row, :num_tokens],
-                hidden_states=None if hidden_states is None else hidden_states[row, :num_tokens],
-            )
+            labelled[index] = stored_example(config, examples[index], continuations[row], features, row)
         counts.update(asdict(stats))
         progress.update(stats.num_text_tokens)
     shard_stats = ShardStats(**counts, seconds=time.perf_counter() - started)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.manifest import TargetIdentity
 from .decoding.prompts import Prompts
@@ -350,12 +350,15 @@ class HFTarget:
 
         Neither head nor gradients are computed.
         """
-        self._captured.layers = feature_layers
-        return self.read_texts(input_ids=input_ids, attention_mask=attention_mask)
+        return self.read_texts(feature_layers, input_ids=input_ids, attention_mask=attention_mask)
 
     def read_texts(
-        self, **inputs: Any
+        self, feature_layers: tuple[int, ...] = (), cache: Cache | None = None, **inputs: Any
     ) -> tuple[Float[torch.Tensor, "batch seq hidden"], Float[torch.Tensor, "batch seq feature"] | None]:
-        """`hidden_states` of whatever the model takes, with gradients where they are on."""
-        self.model.base_model(**inputs, use_cache=False)
-        return self._captured.take()
+        """`hidden_states` of whatever the model takes, with gradients where they are on; keys and values go to the `cache`."""
+        cached = {} if cache is None else {"past_key_values": cache}
+        self._captured.layers = feature_layers
+        self.model.base_model(**inputs, **cached, use_cache=cache is not None)
+        taken = self._captured.take()
+        self._captured.layers = ()  # whatever runs the model next doesn't keep its layers' inputs alive
+        return taken

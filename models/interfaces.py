@@ -143,6 +143,11 @@ class TrainableDrafter(nn.Module, ABC):
         return ()
 
     @property
+    def reads_hidden_states(self) -> bool:
+        """Whether training reads the target's last hidden states, whatever the objective: batches then have them."""
+        return True
+
+    @property
     def context_length(self) -> int | None:
         """Tokens, prompt and answer together, that the drafter can read; None where the target's own limit is enough."""
         return None

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from ..data.collate import LABELS
-from ..models.drafters.objective import LOSSES, WEIGHTS
+from ..models.drafters.objective import LOSSES, TEACHERS, WEIGHTS
 
 # Our name of a learning rate schedule, and transformers'.
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
@@ -35,6 +35,9 @@ class TrainConfig:
     loss: str = "cross_entropy"
     """`cross_entropy` on the labels; `kl`, `reverse_kl`, `tv`, `acceptance`, `kl_tv` or `kl_acceptance` against the target's
     distribution, where a continuation keeps to the text (see `Objective`)."""
+    teacher: str = "full"
+    """The target's distribution, for all losses but cross-entropy: `full`, of its hidden states, or `top_k`, of the likeliest
+    tokens that distill.top_logprobs stored, and all others as one (see `Objective`)."""
     label_weights: str = "uniform"
     """`uniform`, or `reached`: a label counts only where the drafter was right at all depths before it."""
 
@@ -123,6 +126,7 @@ CHOICES = {
     "labels": LABELS,
     "loss": LOSSES,
     "label_weights": WEIGHTS,
+    "teacher": TEACHERS,
     "schedule": tuple(SCHEDULES),
     "tracker": TRACKERS,
     "wandb_mode": WANDB_MODES,

@@ -17,8 +17,10 @@ from jaxtyping import Int
 from ..data.collate import collate
 from ..data.manifest import Manifest
 from ..data.shards import read_shard
-from ..data.types import UNKNOWN, DistilledExample, DrafterBatch
+from ..data.types import TOKENS_ONLY, UNKNOWN, DistilledExample, DrafterBatch, TargetReads
+from ..models.drafters.objective import Objective
 from ..models.hf_target import HFTarget
+from ..models.interfaces import TrainableDrafter
 from .config import TrainConfig
 
 # Any token will do: the attention mask hides the padding.
@@ -31,7 +33,7 @@ TextPlace = tuple[int, int]
 class BatchStream:
     """The batches of one process, step by step. Reads a shard when its first text is due, never what was skipped.
 
-    Texts that are `held_out` are in no batch.
+    Texts that are `held_out` are in no batch. Of what training `reads` of the target, batches hold what the shards do.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class BatchStream:
         rank: int,
         num_processes: int,
         held_out: Collection[TextPlace] = (),
+        reads: TargetReads = TOKENS_ONLY,
     ) -> None:
         if not manifest.num_labels:
             raise ValueError(
@@ -56,7 +59,9 @@ class BatchStream:
         self._sizes = tuple(len(entry.ids) for entry in manifest.shards)
         self._held_out = frozenset(held_out)
         # Every shard of the window that is being read, and no more: texts of a window come in one run.
-        self._read = lru_cache(maxsize=config.shuffle_shards)(lambda index: read_shard(shards_dir, self.entries[index]))
+        self._reads = manifest.stored(reads)
+        read = lru_cache(maxsize=config.shuffle_shards)
+        self._read = read(lambda index: read_shard(shards_dir, self.entries[index], self._reads))
 
     @property
     def step_size(self) -> int:
@@ -81,6 +86,7 @@ class BatchStream:
             generator=generator,
             labels=self.config.labels,
             pad_id=PAD_ID,
+            reads=self._reads,
         )
 
     def _rows(self, start: int, count: int) -> list[tuple[int, int]]:
@@ -124,7 +130,7 @@ def count_label_tokens(shards_dir: Path, manifest: Manifest, vocab_size: int) ->
     """How often each of the target's tokens occurs in the continuations. Reads every shard."""
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for entry in manifest.shards:
-        for example in read_shard(shards_dir, entry):
+        for example in read_shard(shards_dir, entry, TOKENS_ONLY):
             counts += example.continuations[example.continuations != UNKNOWN].bincount(minlength=vocab_size)
     return counts
 
@@ -135,14 +141,28 @@ def to_device(batch: DrafterBatch, device: torch.device) -> DrafterBatch:
     return replace(batch, **{name: value.to(device) for name, value in values.items() if value is not None})
 
 
-def with_hidden_states(batch: DrafterBatch, target: HFTarget, feature_layers: tuple[int, ...]) -> DrafterBatch:
-    """The batch on the target's device, with the target's hidden states: the shards', unless they lack what is needed."""
+def target_reads(drafter: TrainableDrafter, objective: Objective) -> TargetReads:
+    """What training this drafter reads of the target beside its tokens."""
+    top = objective.needs_teacher and objective.teacher == "top_k"
+    return TargetReads(
+        hidden_states=drafter.reads_hidden_states or (objective.needs_teacher and not top),
+        layers=drafter.feature_layers,
+        top=top,
+    )
+
+
+def with_hidden_states(batch: DrafterBatch, target: HFTarget, reads: TargetReads) -> DrafterBatch:
+    """The batch on the target's device, with the target's states that are read: what it lacks, the target makes anew."""
     batch = to_device(batch, target.device)
-    hidden_states, features = batch.hidden_states, None
-    if hidden_states is None or feature_layers:
-        hidden_states, features = target.hidden_states(batch.input_ids, batch.attention_mask, feature_layers)
+    states = {"hidden_states": batch.hidden_states, "features": batch.features}
+    read = {"hidden_states": reads.hidden_states, "features": bool(reads.layers)}
+    lacking = [name for name in states if read[name] and states[name] is None]
+    if lacking:
+        layers = reads.layers if "features" in lacking else ()
+        made = target.hidden_states(batch.input_ids, batch.attention_mask, layers)
+        states |= {name: each for name, each in zip(states, made, strict=True) if name in lacking}
     # Drafters train in float32 whatever the target's type is; autocast, where it is on, goes down again itself.
-    return replace(batch, hidden_states=hidden_states.float(), features=None if features is None else features.float())
+    return replace(batch, **{name: value.float() for name, value in states.items() if value is not None})
 
 
 def derived_seed(*parts: object) -> int:

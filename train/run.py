@@ -18,14 +18,14 @@ from transformers import get_scheduler
 
 from ..data.manifest import Manifest, load_manifest
 from ..data.shards import verify_shards
-from ..data.types import DrafterBatch
+from ..data.types import DrafterBatch, TargetReads
 from ..models.drafters import build_drafter
 from ..models.drafters.objective import Objective
 from ..models.hf_target import HFTarget
 from ..models.interfaces import Loss, TrainableDrafter
 from .checkpoint import latest_checkpoint, load_checkpoint, remove_incomplete, save_checkpoint
 from .config import SCHEDULES, TrainConfig
-from .data import BatchStream, count_label_tokens, label_counts, with_hidden_states
+from .data import BatchStream, count_label_tokens, label_counts, target_reads, with_hidden_states
 from .metrics import LOSS_FIELDS, Meter, add_losses
 from .processes import SIGTERM_EXIT_CODE, catching_sigterm, require_supported_launch, stop_agreed
 from .results import CHECKPOINTS_DIR, describe_run, is_trained, save_results, take_over_options
@@ -64,7 +64,7 @@ class Training:
     scheduler: LRScheduler
     meter: Meter
     validator: Validator | None
-    feature_layers: tuple[int, ...]
+    reads: TargetReads
     output_dir: Path
 
     @property
@@ -137,7 +137,7 @@ def _fit(training: Training, *, start: int) -> Validation | None:
             total: Loss | None = None
             for index, batch in enumerate(batches):
                 with nullcontext() if index == len(batches) - 1 else accelerator.no_sync(model):
-                    loss: Loss = model(with_hidden_states(batch, training.target, training.feature_layers))
+                    loss: Loss = model(with_hidden_states(batch, training.target, training.reads))
                     # A sum over the labels of the whole step, whichever process and micro batch has them; times the
                     # number of processes because data parallelism takes the gradients' mean.
                     scale = accelerator.num_processes / num_labels[: len(loss.sums)].sum().clamp(min=1)
@@ -201,6 +201,13 @@ def _set_up(
         torch.set_num_threads(config.num_threads)
     set_seed(config.seed)
     drafter = build_drafter(drafter_config, target).train()
+    objective = Objective(loss=config.loss, weights=config.label_weights, teacher=config.teacher)
+    if objective.needs_teacher:
+        target.require_plain_head()
+        objective = replace(objective, head=target.head)
+    reads = target_reads(drafter, objective)
+    manifest.require_top(reads)
+    _tell_recomputed(manifest, reads)
     context_length = min(target.context_length, drafter.context_length or target.context_length)
     room = context_length - config.validation_tokens
     held_out = hold_out(shards_dir, manifest, config.validation_texts, seed=config.seed, max_prompt_tokens=room)
@@ -211,6 +218,7 @@ def _set_up(
         rank=accelerator.process_index,
         num_processes=accelerator.num_processes,
         held_out=[text.place for text in held_out],
+        reads=reads,
     )
     if drafter.wants_token_counts:
         drafter.choose_draft_vocabulary(count_label_tokens(shards_dir, manifest, target.vocab_size))
@@ -219,10 +227,6 @@ def _set_up(
     scheduler = get_scheduler(
         SCHEDULES[config.schedule], optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=config.steps
     )
-    objective = Objective(loss=config.loss, weights=config.label_weights)
-    if config.loss != "cross_entropy":
-        target.require_plain_head()
-        objective = replace(objective, head=target.head)
     validator = None
     if held_out:
         validator = Validator(
@@ -248,9 +252,27 @@ def _set_up(
         scheduler=scheduler,
         meter=Meter(accelerator.device, measure_from=config.steps - math.ceil(config.steps * MEASURED_SHARE)),
         validator=validator,
-        feature_layers=drafter.feature_layers,
+        reads=reads,
         output_dir=output_dir,
     )
+
+
+def _tell_recomputed(manifest: Manifest, reads: TargetReads) -> None:
+    """Say what the target's pass in every step is for, and how it could be spared."""
+    stored = manifest.stored(reads)
+    options = []
+    if reads.hidden_states and not stored.hidden_states:
+        options.append("distill.features=last_hidden")
+    if reads.layers and not stored.layers:
+        options.append(f"distill.feature_layers=[{','.join(map(str, reads.layers))}]")
+    if options:
+        logger.info(
+            "the shards lack states of the target that this drafter reads, so the target makes them anew in every step; "
+            "distilled with %s they would hold them (now: features %s, feature_layers %s)",
+            " ".join(options),
+            manifest.features,
+            manifest.feature_layers,
+        )
 
 
 def _make_optimizer(drafter: TrainableDrafter, config: TrainConfig) -> torch.optim.Optimizer:

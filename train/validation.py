@@ -7,7 +7,7 @@ didn't write; and of a chain, though the drafter proposes a tree.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any, cast
@@ -19,13 +19,13 @@ from jaxtyping import Int
 from ..data.collate import collate, text_continuations
 from ..data.manifest import Manifest
 from ..data.shards import read_shard
-from ..data.types import DistilledExample, DrafterBatch, Example
+from ..data.types import TOKENS_ONLY, DistilledExample, DrafterBatch, Example
 from ..models.decoding import GreedyAcceptance, RowSeeds, generate
 from ..models.drafters import NullDrafter
 from ..models.drafters.objective import Objective
 from ..models.hf_target import HFTarget
 from ..models.interfaces import Drafter, Loss, TrainableDrafter
-from .data import PAD_ID, TextPlace, derived_seed, with_hidden_states
+from .data import PAD_ID, TextPlace, derived_seed, target_reads, with_hidden_states
 from .metrics import LOSS_FIELDS, add_losses, summarize
 
 SHARDS_READ = 4
@@ -60,7 +60,7 @@ def hold_out(shards_dir: Path, manifest: Manifest, count: int, *, seed: int, max
     found: list[HeldOut] = []
     for shard in random.sample(range(len(manifest.shards)), len(manifest.shards)):
         usable = []
-        for row, distilled in enumerate(read_shard(shards_dir, manifest.shards[shard])):
+        for row, distilled in enumerate(read_shard(shards_dir, manifest.shards[shard], TOKENS_ONLY)):
             wanted = distilled.example.wanted.nonzero()
             if len(wanted) and int(wanted[0]) < max_prompt_tokens:
                 prompt = distilled.example.input_ids[: int(wanted[0]) + 1]
@@ -114,7 +114,7 @@ class Validator:
         self._prompts = [text.prompt.to(target.device) for text in held_out]
         self._mine = range(accelerator.process_index, len(held_out), accelerator.num_processes)
         self._target = target
-        self._objective = objective
+        self._objective = replace(objective, teacher="full")  # of the target's own answers nothing is stored
         self._horizon = horizon
         self._max_new_tokens = max_new_tokens
         self._batch_size = batch_size
@@ -163,9 +163,10 @@ class Validator:
     def _loss(self, drafter: TrainableDrafter) -> Loss:
         """The objective, in sums over all processes."""
         total: Loss | None = None
+        reads = target_reads(drafter, self._objective)
         for start in range(0, len(self._mine), self._batch_size):
             batch = self._batch(self._mine[start : start + self._batch_size])
-            loss = drafter.loss(with_hidden_states(batch, self._target, drafter.feature_layers), self._objective)
+            loss = drafter.loss(with_hidden_states(batch, self._target, reads), self._objective)
             total = add_losses(total, loss)
         assert total is not None, "every process has a prompt"
         return Loss(**self._accelerator.reduce({name: getattr(total, name) for name in LOSS_FIELDS}, "sum"))

@@ -265,6 +265,10 @@ class DraftModel(TrainableDrafter):
 
     # --- training
 
+    @property
+    def reads_hidden_states(self) -> bool:
+        return False
+
     def loss(self, batch: DrafterBatch, objective: Objective) -> Loss:
         """The target's continuations behind the batch's positions, teacher-forced, all texts and branches in one pass.
 

@@ -110,9 +110,13 @@ class Eagle3(FeatureDrafter):
     def feature_layers(self) -> tuple[int, ...]:
         return self._feature_layers
 
+    @property
+    def reads_hidden_states(self) -> bool:
+        return False
+
     def target_features(self, source: TargetOutput | DrafterBatch) -> Float[torch.Tensor, "batch seq feature"]:
         if source.features is None:
-            raise ValueError("EAGLE-3 reads features of the target's layers, and there are none; recompute them")
+            raise ValueError("EAGLE-3 reads features of the target's layers, and there are none; distil them or recompute them")
         return source.features
 
     def fuse(self, features: Float[torch.Tensor, "*batch feature"]) -> Float[torch.Tensor, "*batch hidden"]:

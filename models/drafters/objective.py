@@ -3,6 +3,7 @@
 Losses are computed in chunks of labels and recomputed for the gradient, so that memory doesn't grow with labels x vocabulary.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
@@ -25,9 +26,13 @@ chunk a trained head's whole gradient is added up once more (scripts/bench_loss_
 TINY = 1e-12
 """Keeps logarithms and quotients of probabilities finite."""
 
+LEAST_REST = 1e-6
+"""Least probability of all tokens but the likeliest: as 1 less a sum in float32, a smaller one would be rounding."""
+
 DIVERGENCES = ("cross_entropy", "kl", "reverse_kl")
 LOSSES = (*DIVERGENCES, "tv", "acceptance", "kl_tv", "kl_acceptance")
 WEIGHTS = ("uniform", "reached")
+TEACHERS = ("full", "top_k")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +53,15 @@ class Objective:
     weights: str = "uniform"
     """`reached` counts a label only where the drafter's arg-max was right at all depths before it: where decoding gets to."""
     head: nn.Linear | None = None
-    """The target's head, frozen: what makes p of its hidden states. All losses but cross-entropy need it."""
+    """The target's head, frozen: what makes p of its hidden states. All losses but cross-entropy need it, with `full`."""
+    teacher: str = "full"
+    """`full`: p of all tokens. `top_k`: p of the likeliest ones that the batch holds, and of "any other" as one outcome more;
+    q is lumped likewise. Lumping makes no divergence larger and no overlap smaller: what is minimised is a bound of the loss,
+    exact where k is the whole vocabulary. How q divides the rest is left to it."""
+
+    @property
+    def needs_teacher(self) -> bool:
+        return self.loss != "cross_entropy"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +161,9 @@ def score(
     """
     known, tokens = labels.known, labels.tokens[labels.known]
     output, inside = vocabulary.outputs(tokens)
-    teacher = None if objective.loss == "cross_entropy" else Teacher.of(batch, objective, vocabulary)
+    teacher: Teacher | TopTeacher | None = None
+    if objective.needs_teacher:
+        teacher = (TopTeacher if objective.teacher == "top_k" else Teacher).of(batch, objective, vocabulary)
 
     def evaluate(
         output: torch.Tensor, inside: torch.Tensor, index: torch.Tensor, on_text: torch.Tensor, *rows: torch.Tensor
@@ -165,7 +180,7 @@ def score(
         divergence = -log_q.gather(1, output[:, None])[:, 0] * inside
         overlap = divergence.neg().exp() * inside
         if teacher is not None:
-            p = teacher(index)
+            p, log_q = teacher(index, log_q)
             inside_p = p if vocabulary.tokens is None else p / p.sum(1, keepdim=True).clamp(min=TINY)
             if objective.loss == "reverse_kl":
                 of_text = (log_q.exp() * (log_q - inside_p.clamp(min=TINY).log())).sum(1)
@@ -176,8 +191,11 @@ def score(
                 overlap = torch.where(on_text, torch.minimum(p, log_q.exp()).sum(1), overlap)
         return torch.stack([divergence, overlap, rank.to(divergence.dtype)], dim=1)
 
-    rows = (output, inside, labels.text_index[known], labels.on_text[known], *inputs)
-    width = vocabulary.num_outputs if teacher is None else vocabulary.size
+    index, on_text = labels.text_index[known], labels.on_text[known]
+    if isinstance(teacher, TopTeacher):
+        on_text = on_text & teacher.known[index]
+    rows = (output, inside, index, on_text, *inputs)
+    width = vocabulary.size if isinstance(teacher, Teacher) else vocabulary.num_outputs
     divergence, overlap, rank = _in_chunks(evaluate, rows, max(1, MAX_CHUNK // width)).unbind(1)
     depth = torch.arange(known.shape[1], device=known.device).expand_as(known)[known]
     loss = _combine(divergence, overlap, objective.loss)
@@ -209,13 +227,51 @@ class Teacher:
         states = batch.hidden_states.flatten(0, 1)
         return cls(states=states, head=objective.head, columns=vocabulary.tokens)
 
-    @torch.no_grad()
-    def __call__(self, index: Int[torch.Tensor, " label"]) -> Float[torch.Tensor, "label output"]:
-        """Probabilities of the drafter's outputs: with a reduced vocabulary they sum to less than 1."""
-        weight = self.head.weight
-        logits: torch.Tensor = self.head(self.states[index].to(weight.dtype))
-        probs = logits.float().softmax(1)
-        return probs if self.columns is None else probs[:, self.columns]
+    def __call__(
+        self, index: Int[torch.Tensor, " label"], log_q: Float[torch.Tensor, "label output"]
+    ) -> tuple[Float[torch.Tensor, "label output"], Float[torch.Tensor, "label output"]]:
+        """p of the drafter's outputs, which with a reduced vocabulary sums to less than 1, and `log_q` as it is."""
+        with torch.no_grad():
+            logits: torch.Tensor = self.head(self.states[index].to(self.head.weight.dtype))
+            probs = logits.float().softmax(1)
+            return probs if self.columns is None else probs[:, self.columns], log_q
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopTeacher:
+    """The target's likeliest tokens after any token of the texts, as outputs of the drafter, and their probabilities.
+
+    `inside` are those that a reduced vocabulary has. What it lacks of the rest nobody knows: all of it counts as inside. Where
+    nothing is `known`, p is taken to be one-hot at the label, as off the text.
+    """
+
+    outputs: Int[torch.Tensor, "token top"]
+    inside: Bool[torch.Tensor, "token top"]
+    probs: Float[torch.Tensor, "token top"]
+    known: Bool[torch.Tensor, " token"]
+
+    @classmethod
+    def of(cls, batch: DrafterBatch, objective: Objective, vocabulary: DraftVocabulary) -> "TopTeacher":
+        if batch.top_tokens is None or batch.top_log_probs is None:
+            raise ValueError(
+                "the teacher top_k needs the target's likeliest tokens, and the batch has none; distil with "
+                "distill.top_logprobs, or train with train.teacher=full"
+            )
+        tokens = batch.top_tokens.flatten(0, 1).long()
+        outputs, inside = vocabulary.outputs(tokens.clamp(min=0).flatten())
+        probs = batch.top_log_probs.flatten(0, 1).float().exp()
+        return cls(outputs=outputs.view_as(tokens), inside=inside.view_as(tokens), probs=probs, known=tokens[:, 0] != UNKNOWN)
+
+    def __call__(
+        self, index: Int[torch.Tensor, " label"], log_q: Float[torch.Tensor, "label output"]
+    ) -> tuple[Float[torch.Tensor, "label outcome"], Float[torch.Tensor, "label outcome"]]:
+        """p and log q of the likeliest tokens and, last, of any other."""
+        probs, inside = self.probs[index], self.inside[index]
+        top_log_q = log_q.gather(1, self.outputs[index])
+        rest = (1 - probs.sum(1, keepdim=True)).clamp(min=LEAST_REST)
+        rest_q = (1 - (top_log_q.exp() * inside).sum(1, keepdim=True)).clamp(min=LEAST_REST)
+        log_q = torch.cat([top_log_q.masked_fill(~inside, math.log(TINY)), rest_q.log()], dim=1)
+        return torch.cat([probs * inside, rest], dim=1), log_q
 
 
 def _in_chunks(

@@ -262,3 +262,18 @@ def test_variants_differ_only_in_what_they_say() -> None:
 def test_without_variants_the_folders_are_the_runs_own() -> None:
     (only,) = run_config("output_dir=here").drafter_runs()
     assert (only.train_dir, only.drafter_dir) == (Path("here/train"), Path("here/drafter"))
+
+
+def test_a_teacher_that_the_distillation_does_not_store_is_told_before_it() -> None:
+    teacher = ("train.loss=kl", "train.teacher=top_k")
+    with pytest.raises(ValueError, match=r"train\.teacher is top_k, and distill\.top_k is null"):
+        run_config(*teacher)
+    with pytest.raises(ValueError, match=r"variants\.top: train\.teacher is top_k"):
+        run_config("+variants.top={train: {teacher: top_k}}")
+    assert run_config(*teacher, "distill.top_k=16").distill.top_k == 16
+    assert run_config(*teacher, "stages=[train]").train.teacher == "top_k", "the shards are there, and say what they hold"
+
+
+def test_layers_to_store_come_from_the_command_line() -> None:
+    config = run_config("distill.feature_layers=[2,4,7]", "distill.features=none", "distill.features_dtype=int8")
+    assert (config.distill.feature_layers, config.distill.features_dtype) == ([2, 4, 7], "int8")

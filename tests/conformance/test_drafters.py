@@ -1,6 +1,6 @@
 """What every registered drafter promises, trained as `train` does on a handful of texts, saved and loaded."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +171,23 @@ def either(request, kind, trained, target, batch) -> Any:
     if request.param == "trained":
         return trained.load(target)
     return make(kind, target, batch)[0].to(target.dtype).eval()
+
+
+# --- training
+
+
+def test_a_drafter_reads_no_more_of_the_target_than_it_says(kind, target, batch):
+    """Else training would break where only that is stored."""
+    drafter, given = make(kind, target, batch)
+    needed = replace(
+        given,
+        hidden_states=given.hidden_states if drafter.reads_hidden_states else None,
+        features=given.features if drafter.feature_layers else None,
+    )
+    assert drafter.loss(needed, Objective()).counts.sum() > 0
+    if drafter.reads_hidden_states:
+        with pytest.raises(ValueError, match="distil them or recompute them"):
+            drafter.loss(replace(given, hidden_states=None), Objective())
 
 
 # --- decoding

@@ -1,8 +1,11 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
 from outrider.data.collate import collate, text_continuations
-from outrider.data.types import UNKNOWN, DistilledExample, Example
+from outrider.data.states import StoredStates
+from outrider.data.types import UNKNOWN, DistilledExample, DrafterBatch, Example, TargetReads, TopTokens
 
 
 def test_text_labels_by_eye() -> None:
@@ -46,14 +49,15 @@ def make_example(length: int, hidden: bool = False) -> DistilledExample:
     return DistilledExample(
         example=Example(id=f"{length}", input_ids=torch.arange(length) + 1, loss_mask=mask),
         continuations=continuations,
-        hidden_states=torch.full((length, 4), float(length)) if hidden else None,
+        hidden_states=StoredStates(values=torch.full((length, 4), float(length))) if hidden else None,
     )
 
 
 def run(labels: str, max_positions: int | None = None, seed: int = 0, hidden: bool = False):
     examples = [make_example(5, hidden), make_example(8, hidden)]
     generator = torch.Generator().manual_seed(seed)
-    return collate(examples, max_positions=max_positions, generator=generator, labels=labels, pad_id=99)
+    reads = TargetReads(hidden_states=hidden)
+    return collate(examples, max_positions=max_positions, generator=generator, labels=labels, pad_id=99, reads=reads)
 
 
 def test_padding_is_on_the_right_and_never_trained_on() -> None:
@@ -93,3 +97,29 @@ def test_thinning_keeps_exactly_the_limit_among_labelled_positions_and_follows_t
 def test_unknown_labels_are_refused() -> None:
     with pytest.raises(ValueError, match="labels is 'target'; it must be one of distilled, text"):
         run("target")
+
+
+def test_layers_stand_side_by_side_in_the_order_that_they_are_read_in() -> None:
+    def with_states(length: int) -> DistilledExample:
+        layers = {
+            layer: StoredStates(values=torch.ones(length, 2, dtype=torch.int8), scales=torch.full((length,), float(layer)))
+            for layer in (2, 4, 7)
+        }
+        top = TopTokens(tokens=torch.full((length, 3), 5), log_probs=torch.zeros(length, 3))
+        return replace(make_example(length, hidden=True), layers=layers, top=top)
+
+    def batch(reads: TargetReads) -> DrafterBatch:
+        examples, generator = [with_states(5), with_states(8)], torch.Generator()
+        return collate(examples, max_positions=None, generator=generator, labels="distilled", pad_id=99, reads=reads)
+
+    found = batch(TargetReads(layers=(7, 2), top=True))
+    assert found.hidden_states is None, "it is there, and nobody reads it"
+    assert found.features is not None
+    assert found.features[0, 4].tolist() == found.features[1, 7].tolist() == [7, 7, 2, 2]
+    assert not found.features[0, 5:].any()
+    assert found.top_tokens is not None
+    assert found.top_log_probs is not None
+    assert found.top_tokens[0].unique(dim=0).tolist() == [[UNKNOWN] * 3, [5] * 3]
+    assert found.top_log_probs[0, 5:].exp().sum() == 0
+    with pytest.raises(KeyError):
+        batch(TargetReads(layers=(3,)))

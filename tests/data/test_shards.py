@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from outrider.data.files import read_json, write_json
 from outrider.data.manifest import (
@@ -15,7 +16,8 @@ from outrider.data.manifest import (
     save_manifest,
 )
 from outrider.data.shards import read_entry, read_shard, verify_shards, write_shard
-from outrider.data.types import UNKNOWN, DistilledExample, Example
+from outrider.data.states import STATE_DTYPES, StoredStates, encode_states
+from outrider.data.types import TOKENS_ONLY, UNKNOWN, DistilledExample, Example, TargetReads, TopTokens
 
 LENGTHS = (7, 4, 12)
 IDENTITY = TargetIdentity(name="tiny", revision=None, weights_sha256="aa", tokenizer_sha256="bb", hidden_size=8, vocab_size=300)
@@ -35,7 +37,9 @@ def make_examples(hidden: torch.dtype | None = None, prefix: str = "example") ->
                     id=f"{prefix}/{index}", input_ids=torch.randint(0, 300, (length,), generator=generator), loss_mask=mask
                 ),
                 continuations=continuations,
-                hidden_states=None if hidden is None else torch.randn(length, 8, generator=generator).to(hidden),
+                hidden_states=None
+                if hidden is None
+                else StoredStates(values=torch.randn(length, 8, generator=generator).to(hidden)),
             )
         )
     return examples
@@ -72,12 +76,74 @@ def test_a_shard_gives_back_every_example_bit_by_bit(hidden: torch.dtype | None,
         if ours.hidden_states is None or theirs.hidden_states is None:
             assert ours.hidden_states is theirs.hidden_states
         else:
-            assert theirs.hidden_states.dtype == hidden
-            assert torch.equal(ours.hidden_states, theirs.hidden_states)
+            assert theirs.hidden_states.values.dtype == hidden
+            assert torch.equal(ours.hidden_states.values, theirs.hidden_states.values)
+
+
+def make_full_examples(dtype: str) -> list[DistilledExample]:
+    """With last hidden states, the inputs of layers 4 and 0, and likeliest tokens where a label is wanted."""
+    generator = torch.Generator().manual_seed(1)
+    examples = []
+    for example in make_examples():
+        length = len(example.example.input_ids)
+        states = [encode_states(torch.randn(length, 8, generator=generator), dtype) for _ in range(3)]
+        unknown = ~example.example.wanted[:, None]
+        top = TopTokens(
+            tokens=torch.randint(0, 300, (length, 2), generator=generator).masked_fill(unknown, UNKNOWN),
+            log_probs=torch.randn(length, 2, generator=generator).half().masked_fill(unknown, -torch.inf),
+        )
+        examples.append(replace(example, hidden_states=states[0], layers={4: states[1], 0: states[2]}, top=top))
+    return examples
+
+
+def states_of(example: DistilledExample) -> dict[str, StoredStates | None]:
+    return {"hidden_states": example.hidden_states, **{f"layer {number}": each for number, each in example.layers.items()}}
+
+
+@pytest.mark.parametrize("dtype", STATE_DTYPES)
+def test_a_shard_gives_back_the_states_of_every_layer_and_the_likeliest_tokens(dtype: str, tmp_path: Path) -> None:
+    examples = make_full_examples(dtype)
+    for ours, theirs in zip(examples, read_shard(tmp_path, write_shard(tmp_path, 0, examples)), strict=True):
+        assert set(theirs.layers) == {0, 4}
+        for name, states in states_of(ours).items():
+            found = states_of(theirs)[name]
+            assert states is not None
+            assert found is not None
+            assert found.values.dtype == getattr(torch, dtype)
+            assert torch.equal(found.decode(), states.decode())
+        assert ours.top is not None
+        assert theirs.top is not None
+        assert torch.equal(theirs.top.tokens, ours.top.tokens.int())
+        assert torch.equal(theirs.top.log_probs, ours.top.log_probs)
+
+
+def test_what_is_not_read_is_not_in_memory(tmp_path: Path) -> None:
+    entry = write_shard(tmp_path, 0, make_full_examples("int8"))
+    for reads in (TOKENS_ONLY, TargetReads(hidden_states=True), TargetReads(layers=(4,)), TargetReads(top=True)):
+        for example in read_shard(tmp_path, entry, reads):
+            assert (example.hidden_states is not None) == reads.hidden_states
+            assert tuple(example.layers) == reads.layers
+            assert (example.top is not None) == reads.top
+            assert len(example.continuations) == len(example.example.input_ids)
+
+
+def test_likeliest_tokens_take_room_only_where_they_are_wanted(tmp_path: Path) -> None:
+    examples = make_full_examples("int8")
+    wanted = sum(int(example.example.wanted.sum()) for example in examples)
+    path = tmp_path / write_shard(tmp_path, 0, examples).file
+    assert load_file(path)["top_tokens"].shape == (wanted, 2)
+    assert 0 < wanted < sum(LENGTHS)
+
+
+def test_a_shard_of_examples_with_different_states_is_a_mistake(tmp_path: Path) -> None:
+    examples = make_full_examples("int8")
+    for change in ({"hidden_states": None}, {"layers": {}}, {"top": None}):
+        with pytest.raises(AssertionError, match="either"):
+            write_shard(tmp_path, 0, [replace(examples[0], **change), *examples[1:]])
 
 
 def test_the_same_examples_give_the_same_bytes(tmp_path: Path) -> None:
-    digests = {write_shard(tmp_path / str(index), 0, make_examples(torch.bfloat16)).sha256 for index in range(4)}
+    digests = {write_shard(tmp_path / str(index), 0, make_full_examples("int8")).sha256 for index in range(4)}
     assert len(digests) == 1
 
 
@@ -159,6 +225,15 @@ def test_a_manifest_survives(tmp_path: Path) -> None:
     verify_shards(tmp_path, manifest)
 
 
+def test_what_is_stored_is_found_by_the_layers_numbers() -> None:
+    manifest = replace(make_manifest([]), feature_layers=[2, 4, 7])
+    assert manifest.stored(TargetReads(hidden_states=True, layers=(7, 2), top=True)) == TargetReads(layers=(7, 2))
+    assert manifest.stored(TargetReads(layers=(2, 3))).layers == ()
+    assert replace(manifest, top_logprobs=5).stored(TargetReads(layers=(2,), top=True)) == TargetReads(layers=(2,), top=True)
+    with pytest.raises(ValueError, match=r"train\.teacher is top_k.*distil with distill\.top_logprobs"):
+        manifest.require_top(TargetReads(top=True))
+
+
 def test_an_incomplete_distillation_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"manifest.json does not exist.*Run the stage distill"):
         load_manifest(tmp_path)
@@ -173,6 +248,10 @@ def test_an_incomplete_distillation_is_refused(tmp_path: Path) -> None:
         ({"horizon": "5"}, "horizon is '5'; expected a value of type int"),
         ({"format_version": 99}, "manifest.json: manifest of format version 99"),
         ({"features": "all"}, "unknown features 'all'"),
+        (
+            {"features_dtype": "float4"},
+            "unknown features_dtype 'float4' in a manifest; it is one of bfloat16, float8_e4m3fn, int8",
+        ),
     ],
 )
 def test_a_manifest_of_another_kind_is_refused(change: dict[str, object], problem: str, tmp_path: Path) -> None:

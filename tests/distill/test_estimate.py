@@ -9,7 +9,8 @@ import pytest
 from outrider.data.files import read_json
 from outrider.distill import estimate as estimate_module
 from outrider.distill.config import DistillConfig
-from outrider.distill.estimate import bytes_per_token, estimate, estimate_table
+from outrider.distill.estimate import estimate, estimate_table
+from outrider.distill.features import bytes_per_token
 from outrider.distill.run import load_examples
 from outrider.models.config import TargetConfig
 from outrider.models.hf_target import HFTarget
@@ -55,7 +56,7 @@ def test_the_last_process_to_finish_decides_the_time(target: HFTarget, tmp_path:
 
 
 def test_a_disk_too_small_is_told(target: HFTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(estimate_module, "bytes_per_token", lambda *args: 10**15)
+    monkeypatch.setattr(estimate_module, "bytes_per_token", lambda *args, **kwargs: 10**15)
     examples, dropped = load_examples(write_conversations(tmp_path / "chats.jsonl", 4), target.tokenizer)
     told = estimate(DistillConfig(horizon=2), target, examples, dropped, tmp_path / "not" / "there", num_processes=1)
     assert any("NOT ENOUGH" in str(cell) for cell in estimate_table(told).columns[1]._cells)

@@ -80,11 +80,11 @@ def test_shards_hold_every_example_in_order_with_labels_where_the_assistant_spea
         labelled = example.continuations[:, 0] != UNKNOWN
         assert torch.equal(labelled, wanted)
         assert example.hidden_states is not None
-        assert example.hidden_states.dtype == torch.bfloat16
+        assert example.hidden_states.values.dtype == torch.bfloat16
         logits = target.model(input_ids[None]).logits[0]
         assert torch.equal(example.continuations[wanted, 0], logits.argmax(-1)[wanted])
         hidden_states = target.hidden_states(input_ids[None], torch.ones_like(wanted)[None])[0][0]
-        torch.testing.assert_close(example.hidden_states.float(), hidden_states, atol=0.02, rtol=0.02)
+        torch.testing.assert_close(example.hidden_states.values.float(), hidden_states, atol=0.02, rtol=0.02)
         num_labels += int(wanted.sum())
         num_agreeing += int((example.continuations[:-1, 0] == input_ids[1:])[wanted[:-1]].sum())
     statistics = read_json(tmp_path / "distill" / "stats.json")

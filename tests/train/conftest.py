@@ -25,7 +25,7 @@ DRAFTER = {"kind": "redrafter", "exit_width": 16, "num_blocks": 1}
 TRAIN = {"steps": 6, "batch_size": 4, "learning_rate": 1e-2, "log_every": 1, "checkpoint_every": 1, "num_threads": 1}
 
 
-def make_example(index: int, vocab_size: int, hidden_states: torch.Tensor | None = None) -> DistilledExample:
+def make_example(index: int, vocab_size: int) -> DistilledExample:
     """A text in which each token follows from the one before, of a length that depends on `index`.
 
     The target's continuations end with the text, so the number of labels differs by text and by depth.
@@ -40,18 +40,20 @@ def make_example(index: int, vocab_size: int, hidden_states: torch.Tensor | None
     continuations = torch.stack([padded[1 + d : 1 + d + num_tokens] for d in range(HORIZON)], dim=1)
     continuations[:3] = UNKNOWN
     example = Example(id=f"text-{index}", input_ids=input_ids, loss_mask=loss_mask)
-    return DistilledExample(example=example, continuations=continuations, hidden_states=hidden_states)
+    return DistilledExample(example=example, continuations=continuations)
 
 
 def write_shards(directory: Path, identity: TargetIdentity, examples: list[DistilledExample], *, per_shard: int = 4) -> Path:
     """A complete distillation of the examples."""
     starts = range(0, len(examples), per_shard)
     entries = [write_shard(directory, index, examples[start : start + per_shard]) for index, start in enumerate(starts)]
-    has_hidden = bool(examples) and examples[0].hidden_states is not None
+    first = examples[0] if examples else None
     manifest = Manifest(
         target=identity,
         horizon=HORIZON,
-        features="last_hidden" if has_hidden else "none",
+        features="last_hidden" if first is not None and first.hidden_states is not None else "none",
+        feature_layers=[] if first is None else sorted(first.layers),
+        top_logprobs=None if first is None or first.top is None else first.top.tokens.shape[1],
         data_sha256="0" * 64,
         plan_sha256="1" * 64,
         max_length=64,

@@ -78,9 +78,9 @@ def test_a_step_reads_the_same_texts_however_it_is_divided(shards_dir: Path, exa
 def test_a_resumed_run_reads_only_the_shards_that_it_needs(shards_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
 
-    def spy(directory: Path, entry: Any) -> list[DistilledExample]:
+    def spy(directory: Path, entry: Any, reads: Any) -> list[DistilledExample]:
         read.append(entry.file)
-        return read_shard(directory, entry)
+        return read_shard(directory, entry, reads)
 
     monkeypatch.setattr(train_data, "read_shard", spy)
     stream = make_stream(shards_dir)
@@ -94,7 +94,9 @@ def test_a_resumed_run_reads_only_the_shards_that_it_needs(shards_dir: Path, mon
 def test_a_window_is_read_once_per_epoch_and_memory_holds_no_more(shards_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: Counter[str] = Counter()
     monkeypatch.setattr(
-        train_data, "read_shard", lambda directory, entry: read.update([entry.file]) or read_shard(directory, entry)
+        train_data,
+        "read_shard",
+        lambda directory, entry, reads: read.update([entry.file]) or read_shard(directory, entry, reads),
     )
     stream = make_stream(shards_dir, batch_size=2)
     for step in range(11):

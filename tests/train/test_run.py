@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.data.manifest import load_manifest, save_manifest
+from outrider.data.states import StoredStates
 from outrider.data.types import DistilledExample, DrafterBatch
 from outrider.models.drafters import DRAFTERS, load_drafter
 from outrider.models.drafters.checkpoint import read_training_facts
@@ -106,7 +107,8 @@ def test_stored_hidden_states_train_the_same_drafter_as_recomputed_ones(
     stored = []
     for example in examples:
         ids = example.example.input_ids[None]
-        stored.append(replace(example, hidden_states=target.hidden_states(ids, torch.ones_like(ids, dtype=torch.bool))[0][0]))
+        states = target.hidden_states(ids, torch.ones_like(ids, dtype=torch.bool))[0][0]
+        stored.append(replace(example, hidden_states=StoredStates(values=states)))
     directory = write_shards(tmp_path / "shards", target.identity, stored)
     assert_close(run_train("recomputed"), run_train("stored", shards=directory))
 

@@ -1,6 +1,7 @@
 """The losses that all drafters share, against what a loop over single labels makes of them."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -185,6 +186,106 @@ def test_no_tensor_of_all_labels_and_the_whole_vocabulary_is_made(reduced, monke
         score(head, (rows,), labels, batch, objective, vocabulary=vocabulary).sums.sum().backward()
     assert largest.size <= vocab * WIDTH, "the head's own weights"
     assert len(rows) * vocab > vocab * WIDTH
+
+
+def with_top(batch: DrafterBatch, target_head: nn.Linear, k: int) -> DrafterBatch:
+    """The batch with the target's likeliest tokens in place of its hidden states, in any order, as shards have them."""
+    log_probs = target_head(batch.hidden_states).log_softmax(-1)
+    values, tokens = log_probs.topk(k)
+    padding = ~batch.attention_mask[:, :, None]
+    return replace(
+        batch,
+        hidden_states=None,
+        top_tokens=tokens.int().masked_fill(padding, UNKNOWN),
+        top_log_probs=values.masked_fill(padding, -math.inf),
+    )
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("vocabulary", [None, [1, 2, 4, 5, 7, 8]])
+def test_likeliest_tokens_that_are_all_tokens_teach_what_hidden_states_do(kind, vocabulary, heads):
+    target_head, _ = heads
+    batch, outputs = make_batch(), DraftVocabulary(size=VOCAB, tokens=None if vocabulary is None else torch.tensor(vocabulary))
+    labels, results = Labels.of(batch), []
+    for teacher, given in (("full", batch), ("top_k", with_top(batch, target_head, VOCAB))):
+        torch.manual_seed(3)
+        head, rows = nn.Linear(WIDTH, outputs.num_outputs), drafter_rows(labels).requires_grad_()
+        objective = Objective(loss=kind, weights="reached", head=target_head, teacher=teacher)
+        loss = score(head, (rows,), labels, given, objective, vocabulary=outputs)
+        loss.sums.sum().backward()
+        results.append((loss.sums.detach(), loss.hits.float(), head.weight.grad, rows.grad))
+    assert results[0][3].abs().sum() > 0
+    for full, top in zip(*results, strict=True):
+        torch.testing.assert_close(top, full, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", sorted({*LOSSES} - {"cross_entropy"}))
+def test_the_rest_is_one_more_outcome(kind, heads):
+    """By a loop over k + 1 outcomes; and never more than the loss against all tokens, of which it is a bound."""
+    target_head, head = heads
+    batch, k = make_batch(), 3
+    labels = Labels.of(batch)
+    rows = drafter_rows(labels)
+
+    def found(teacher: str, given: DrafterBatch) -> list[float]:
+        objective = Objective(loss=kind, head=target_head, teacher=teacher)
+        return score(head, (rows,), labels, given, objective, vocabulary=DraftVocabulary(size=VOCAB)).sums.tolist()
+
+    sums, row = [0.0] * 3, 0
+    for (text, position), tokens in sorted(CONTINUATIONS.items()):
+        for depth in range(3):
+            if UNKNOWN in tokens[: depth + 2]:
+                break
+            q, row = head(rows[row]).softmax(0).detach(), row + 1
+            label = tokens[depth + 1]
+            if TEXT[text][position + 1 : position + 2 + depth] == tokens[: depth + 1]:
+                p = target_head(HIDDEN[text, position + 1 + depth]).softmax(0)
+                top = p.argsort(descending=True)[:k].tolist()
+                lumped = [[float(each[token]) for token in top] for each in (q, p)]
+                q, p = ([*each, 1 - sum(each)] for each in lumped)
+                sums[depth] += slow_loss(kind, q, p, label)
+            else:
+                sums[depth] += slow_loss(kind, q.tolist(), None, label)
+    top = found("top_k", with_top(batch, target_head, k))
+    assert top == pytest.approx(sums, rel=1e-4)
+    if kind in ("kl", "reverse_kl", "tv", "acceptance"):
+        full = found("full", batch)
+        assert all(ours <= theirs + 1e-5 for ours, theirs in zip(top, full, strict=True))
+        assert sum(top) < sum(full) - 0.01
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_a_drafter_that_is_sure_of_the_likeliest_tokens_has_a_gradient_all_the_same(kind, heads):
+    """Of float32's sums nothing is left for the rest then, and a logarithm of nothing is no number."""
+    target_head, _ = heads
+    batch = make_batch()
+    labels = Labels.of(batch)
+    given = with_top(batch, target_head, 2)
+    logits = torch.full((int(labels.known.sum()), VOCAB), -100.0)
+    logits.scatter_(1, given.top_tokens.flatten(0, 1)[labels.text_index[labels.known]].long().clamp(min=0), 100.0)
+    logits.requires_grad_()
+    objective = Objective(loss=kind, teacher="top_k")
+    loss = score(lambda rows: rows, (logits,), labels, given, objective, vocabulary=DraftVocabulary(size=VOCAB))
+    loss.sums.sum().backward()
+    assert loss.sums.isfinite().all()
+    assert logits.grad.isfinite().all()
+
+
+def test_where_no_likeliest_tokens_are_stored_the_label_is_the_teacher(heads):
+    """Not a distribution whose whole mass is "any other token"."""
+    target_head, head = heads
+    batch = make_batch()
+    labels = Labels.of(batch)
+    rows = drafter_rows(labels)
+    given = with_top(batch, target_head, 3)
+    nothing = replace(given, top_tokens=torch.full_like(given.top_tokens, UNKNOWN))
+    losses = [
+        score(head, (rows,), labels, nothing, objective, vocabulary=DraftVocabulary(size=VOCAB)).sums
+        for objective in (Objective(loss="kl", teacher="top_k"), Objective())
+    ]
+    assert torch.equal(*losses)
+    with pytest.raises(ValueError, match=r"the teacher top_k needs the target's likeliest tokens.*distill\.top_k"):
+        score(head, (rows,), labels, batch, Objective(loss="kl", teacher="top_k"), vocabulary=DraftVocabulary(size=VOCAB))
 
 
 def test_a_loss_against_the_target_needs_its_head(heads):

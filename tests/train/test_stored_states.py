@@ -1,0 +1,213 @@
+"""Training on what the shards store of the target, and what it recomputes where they don't."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from outrider.data.manifest import load_manifest
+from outrider.data.states import StoredStates, encode_states
+from outrider.data.types import DistilledExample, TargetReads, TopTokens
+from outrider.models.drafters import build_drafter
+from outrider.models.drafters.objective import Objective
+from outrider.models.hf_target import HFTarget
+from outrider.train.config import TrainConfig
+from outrider.train.data import BatchStream, target_reads, with_hidden_states
+from outrider.train.tracking import read_records
+
+from .conftest import DRAFTER, Run, write_shards
+
+RunTrain = Callable[..., Run]
+EAGLE3 = {"kind": "eagle3", "feature_layers": [1, 0]}
+DRAFT_MODEL = {"kind": "draft_model", "init": "target_layers", "num_layers": 1}
+
+
+def with_states(examples: list[DistilledExample], target: HFTarget, dtype: str | None = None) -> list[DistilledExample]:
+    """The examples with all that can be stored: in float32, without any loss, where no `dtype` is given."""
+    stored = []
+    for example in examples:
+        ids = example.example.input_ids[None]
+        hidden_states, features = target.hidden_states(ids, torch.ones_like(ids, dtype=torch.bool), (0, 1))
+        assert features is not None
+        last, *layers = (
+            StoredStates(values=each) if dtype is None else encode_states(each, dtype)
+            for each in (hidden_states[0], *features[0].split(target.hidden_size, -1))
+        )
+        values, tokens = target.head(hidden_states[0]).log_softmax(-1).topk(target.vocab_size)
+        top = TopTokens(tokens=tokens, log_probs=values)
+        stored.append(replace(example, hidden_states=last, layers=dict(enumerate(layers)), top=top))
+    return stored
+
+
+@pytest.fixture(scope="module")
+def stored(examples: list[DistilledExample], target: HFTarget) -> list[DistilledExample]:
+    return with_states(examples, target)
+
+
+@pytest.fixture(scope="module")
+def stored_dir(stored: list[DistilledExample], target: HFTarget, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_shards(tmp_path_factory.mktemp("stored"), target.identity, stored)
+
+
+def weights(run: Run) -> dict[str, torch.Tensor]:
+    return load_file(run.drafter_dir / "model.safetensors")
+
+
+def losses(run: Run) -> list[float]:
+    """Of every step. (Of weights Adam would show the sign of gradients that are as good as nothing.)"""
+    return [record["loss"] for record in read_records(run.train_dir / "metrics.jsonl")]
+
+
+def largest_difference(left: Run, right: Run) -> float:
+    ours, theirs = weights(left), weights(right)
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
+
+
+def no_pass(*args: Any, **kwargs: Any) -> Any:
+    pytest.fail("the target was run")
+
+
+@pytest.mark.parametrize(
+    "drafter", [EAGLE3, DRAFT_MODEL, {"kind": "eagle"}, {"kind": "medusa", "num_heads": 3}, DRAFTER], ids=lambda d: d["kind"]
+)
+def test_nothing_is_recomputed_where_all_that_is_read_is_stored(
+    drafter: dict[str, Any],
+    run_train: RunTrain,
+    stored_dir: Path,
+    target: HFTarget,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    recomputed = run_train("recomputed", replace_drafter=drafter, steps=3)
+    monkeypatch.setattr(target, "hidden_states", no_pass)
+    with caplog.at_level(logging.INFO, logger="outrider"):
+        spared = run_train("stored", replace_drafter=drafter, shards=stored_dir, steps=3)
+    assert "makes them anew" not in caplog.text
+    assert largest_difference(recomputed, spared) < 1e-4
+
+
+def test_a_draft_model_and_an_eagle3_need_no_hidden_states_where_labels_alone_teach(
+    run_train: RunTrain,
+    shards_dir: Path,
+    stored: list[DistilledExample],
+    target: HFTarget,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layers_only = [replace(example, hidden_states=None, top=None) for example in stored]
+    directory = write_shards(tmp_path / "shards", target.identity, layers_only)
+    monkeypatch.setattr(target, "hidden_states", no_pass)
+    run_train("eagle3", replace_drafter=EAGLE3, shards=directory, steps=3)
+    run_train("draft_model", replace_drafter=DRAFT_MODEL, shards=shards_dir, steps=3)
+
+
+@pytest.mark.parametrize("layers", [(1,), ()])
+def test_layers_that_are_not_all_stored_are_recomputed_and_told(
+    layers: tuple[int, ...],
+    run_train: RunTrain,
+    stored: list[DistilledExample],
+    target: HFTarget,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    some = [replace(example, layers={layer: example.layers[layer] for layer in layers}) for example in stored]
+    directory = write_shards(tmp_path / "shards", target.identity, some)
+    with caplog.at_level(logging.INFO, logger="outrider"):
+        partly = run_train("partly", replace_drafter=EAGLE3, shards=directory, steps=3)
+    assert "makes them anew in every step" in caplog.text
+    assert "distill.feature_layers=[1,0]" in caplog.text
+    assert f"feature_layers {list(layers)}" in caplog.text
+    assert "distill.features" not in caplog.text, "the hidden states, which are there, aren't even read"
+    assert largest_difference(partly, run_train("recomputed", replace_drafter=EAGLE3, steps=3)) < 1e-4
+
+
+def test_the_target_makes_only_what_is_missing(
+    shards_dir: Path, stored: list[DistilledExample], target: HFTarget, tmp_path: Path
+) -> None:
+    marked = [
+        replace(example, layers={}, hidden_states=StoredStates(values=example.hidden_states.values + 7))
+        for example in stored
+        if example.hidden_states is not None
+    ]
+    directory = write_shards(tmp_path / "shards", target.identity, marked)
+    reads = TargetReads(hidden_states=True, layers=(1,))
+    (batch,) = stream(directory, reads).batches(0)
+    (plain,) = stream(shards_dir, reads).batches(0)
+    found, expected = with_hidden_states(batch, target, reads), with_hidden_states(plain, target, reads)
+    text = batch.attention_mask
+    torch.testing.assert_close(found.hidden_states[text], expected.hidden_states[text] + 7)
+    torch.testing.assert_close(found.features[text], expected.features[text])
+
+
+def stream(shards_dir: Path, reads: TargetReads) -> BatchStream:
+    config = TrainConfig(steps=10, batch_size=4)
+    return BatchStream(shards_dir, load_manifest(shards_dir), config, rank=0, num_processes=1, reads=reads)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "int8"])
+def test_fewer_bits_give_nearly_the_same_loss(
+    dtype: str, examples: list[DistilledExample], shards_dir: Path, target: HFTarget, tmp_path: Path
+) -> None:
+    directory = write_shards(tmp_path / "shards", target.identity, with_states(examples, target, dtype))
+    torch.manual_seed(0)
+    drafter = build_drafter(EAGLE3, target)
+    reads = target_reads(drafter, Objective())
+    found = []
+    for folder in (shards_dir, directory):
+        (batch,) = stream(folder, reads).batches(0)
+        found.append(drafter.loss(with_hidden_states(batch, target, reads), Objective()).sums.sum().item())
+    assert found[0] != found[1]
+    assert found[1] == pytest.approx(found[0], rel=0.02)
+
+
+@pytest.mark.parametrize("loss", ["kl", "kl_acceptance"])
+@pytest.mark.parametrize("drafter", [EAGLE3, DRAFTER], ids=lambda d: d["kind"])
+def test_likeliest_tokens_teach_what_hidden_states_do(
+    loss: str,
+    drafter: dict[str, Any],
+    run_train: RunTrain,
+    stored_dir: Path,
+    target: HFTarget,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With k the whole vocabulary; and an EAGLE-3 then needs no last hidden states."""
+    full = run_train("full", replace_drafter=drafter, loss=loss, steps=3)
+    monkeypatch.setattr(target, "hidden_states", no_pass)
+    top = run_train("top", replace_drafter=drafter, loss=loss, teacher="top_k", shards=stored_dir, steps=3)
+    assert losses(top) == pytest.approx(losses(full), rel=5e-3)
+    assert losses(run_train("labels", replace_drafter=drafter, shards=stored_dir, steps=3)) != pytest.approx(
+        losses(full), rel=0.1
+    )
+
+
+def test_what_is_measured_is_held_against_the_whole_distribution(run_train: RunTrain, stored_dir: Path) -> None:
+    """Of the target's own answers, which the measurement is on, no likeliest tokens are stored."""
+    run = run_train("top", loss="kl", teacher="top_k", shards=stored_dir, validation_texts=4, validation_tokens=8, steps=3)
+    assert (run.drafter_dir / "model.safetensors").exists()
+
+
+def test_a_teacher_that_is_not_stored_is_refused_before_training(
+    run_train: RunTrain, shards_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match=r"train\.teacher is top_k.*distill\.top_logprobs"):
+        run_train(loss="kl", teacher="top_k")
+    run_train("labels_alone", teacher="top_k")  # no teacher is asked
+    with pytest.raises(ValueError, match="teacher is 'half'; it must be one of full, top_k"):
+        run_train(teacher="half")
+
+
+def test_what_is_read_follows_from_drafter_and_objective(target: HFTarget) -> None:
+    def reads(drafter: dict[str, Any], **objective: str) -> TargetReads:
+        return target_reads(build_drafter(drafter, target), Objective(**objective))
+
+    assert reads(EAGLE3) == TargetReads(layers=(1, 0))
+    assert reads(EAGLE3, loss="kl") == TargetReads(hidden_states=True, layers=(1, 0))
+    assert reads(EAGLE3, loss="kl", teacher="top_k") == TargetReads(layers=(1, 0), top=True)
+    assert reads(DRAFTER, loss="kl", teacher="top_k") == TargetReads(hidden_states=True, top=True)
+    assert reads(DRAFT_MODEL) == TargetReads()
