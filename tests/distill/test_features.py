@@ -231,7 +231,7 @@ def test_a_disk_too_small_is_told_before_any_labelling(
 
 @pytest.mark.parametrize("damaged", ["hidden_states", "layers"])
 def test_states_that_are_no_numbers_are_told_with_their_text(damaged: str, target: HFTarget, data: DataConfig) -> None:
-    example = load_examples(data, target.tokenizer)[3]
+    example = load_examples(data, target.tokenizer)[0][3]
     num_tokens = len(example.input_ids)
     states = torch.zeros(1, num_tokens + 2, target.hidden_size)
     broken = states.clone()
