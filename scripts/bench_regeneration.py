@@ -108,6 +108,8 @@ def configurations(args: argparse.Namespace) -> dict[str, DistillConfig]:
     found = {name: DistillConfig(engine=name, **common) for name in args.engine}
     for folder in args.drafter:
         name = f"decoder with {read_drafter_config(Path(folder)).kind}"
+        if name in found:
+            raise SystemExit(f"there are two drafters of one kind, and {name} would stand for both; give one of them")
         found[name] = DistillConfig(drafter=folder, drafter_settings=args.setting, **common)
     return found
 
