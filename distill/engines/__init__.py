@@ -1,0 +1,1 @@
+"""What runs the target for regeneration, one engine a module."""
