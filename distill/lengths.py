@@ -109,6 +109,14 @@ class Predicted:
         self.first_buckets = dict(zip(indices, probs.argmax(1).tolist(), strict=True)) | self.first_buckets
         return self.buckets.quantile(probs, self.share)
 
+    def compare(self, lengths: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The buckets that were predicted first, where any were, and those of the `lengths` that all answers had."""
+        if self.buckets is None:
+            return [], []
+        actual = self.buckets.index(lengths).tolist()
+        indices = sorted(self.first_buckets)
+        return [self.first_buckets[index] for index in indices], [actual[index] for index in indices]
+
     def observe(self, lengths: dict[int, int], overruns: dict[int, int]) -> bool:
         self._overrun |= overruns.keys()
         known = len(self.seen) + len(lengths) + len(overruns)

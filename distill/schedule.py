@@ -9,6 +9,7 @@ request into the first batch that has room.
 Nothing here reads a clock, a random number or a rank: the batches are a function of the requests and their answers.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -25,7 +26,7 @@ class Waiting:
     index: int
     """Its place among all requests."""
     num_read: int
-    """Tokens that its prefill reads: the prompt, and of an evicted request the answer so far."""
+    """Tokens that it begins with: the prompt, and of an evicted request the answer so far."""
     num_reserved: int
     """New tokens that it is given room for."""
     num_written: int = 0
@@ -54,8 +55,9 @@ class Decoded:
     """Whether the answer is complete; if not, its reservation is used up."""
 
 
-Decode = Callable[[Sequence[Waiting], Sequence[int]], Sequence[Decoded]]
-"""Decodes a batch, each row up to its number of new tokens."""
+Decode = Callable[[Sequence[Waiting], Sequence[int], int], Sequence[Decoded]]
+"""Decodes a batch, each row by at least one token and up to its number of new tokens, until fewer rows than the last argument go
+on."""
 
 
 class Reservation(Protocol):
@@ -80,6 +82,9 @@ class Policy:
     memory: Memory
     may_overtake: bool
     """Whether a request that doesn't fit any more lets later ones pass it."""
+    least_share: float = 0.0
+    """A batch ends as soon as a smaller share of its rows goes on, if others wait: a step costs nearly as much for few rows as
+    for many. Its last rows are evicted, with what is left of their reservations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +102,10 @@ class BatchReport:
         return max(decoded.num_new for decoded in self.decoded)
 
     @property
+    def pairs(self) -> list[tuple[Waiting, Decoded]]:
+        return list(zip(self.rows, self.decoded, strict=True))
+
+    @property
     def num_evicted(self) -> int:
         return sum(not decoded.ended for decoded in self.decoded)
 
@@ -105,11 +114,11 @@ class BatchReport:
 
 
 class Rectangle:
-    """A batch as `TreeCache` has it: every row is as wide as the longest text with its reservation, and the column of the pass
-    behind it. A shorter text may therefore go on to the same end."""
+    """A batch as `TreeCache` has it: every row is as wide as the longest text with its reservation. A shorter text may
+    therefore go on to the same end."""
 
     def entries(self, batch: Sequence[Waiting]) -> int:
-        return len(batch) * (max(row.num_read + row.num_reserved for row in batch) + 1)
+        return len(batch) * max(row.num_read + row.num_reserved for row in batch)
 
     def limits(self, batch: Sequence[Waiting]) -> list[int]:
         end = max(row.num_read + row.num_reserved for row in batch)
@@ -208,9 +217,9 @@ def supervise(
 ) -> Iterator[BatchReport]:
     """Decode all requests, batch after batch, under `budget` KV-cache entries.
 
-    `rooms` are the most new tokens that each answer may have. A row that has used up its batch's room before its answer ended
-    is evicted: it waits again, with its tokens so far to be read and its reservation doubled (arXiv 2306.06000, section 3).
-    After every batch the reservation is told what was seen; requests that have not begun may then get another one.
+    `rooms` are the most new tokens that each answer may have. A row that has used up its reservation before its answer ended
+    is evicted: it waits again, to go on from its tokens so far with its reservation doubled (arXiv 2306.06000, section 3).
+    Beyond the paper, the last rows of a batch are evicted as well (see `Policy.least_share`). After every batch the reservation is told what was seen; requests that have not begun may then get another one.
     """
     reserved = policy.reservation.reserve(range(len(rooms)))
     waiting = {
@@ -227,7 +236,8 @@ def supervise(
             min(limit, rooms[row.index] - row.num_written)
             for limit, row in zip(policy.memory.limits(batch), batch, strict=True)
         ]
-        decoded = decode(batch, limits)
+        least = math.ceil(policy.least_share * len(batch)) if len(waiting) > len(batch) else 0
+        decoded = decode(batch, limits, least)
         for row, result in zip(batch, decoded, strict=True):
             if result.ended:
                 del waiting[row.index]
@@ -244,8 +254,8 @@ def supervise(
 
 
 def evict(row: Waiting, num_new: int, room: int) -> Waiting:
-    """The row with its tokens so far to be read; where they have used up its reservation, that of the whole answer is doubled,
-    as far as `room` allows."""
+    """The row with its tokens so far; where they have used up its reservation, that of the whole answer is doubled, as far as
+    `room` allows."""
     num_written = row.num_written + num_new
     assert num_written < room, "an answer that fills its room has ended"
     left = row.num_reserved - num_new
@@ -254,4 +264,53 @@ def evict(row: Waiting, num_new: int, room: int) -> Waiting:
         num_read=row.num_read + num_new,
         num_reserved=left if left > 0 else min(2 * num_written, room) - num_written,
         num_written=num_written,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleStatistics:
+    """What a schedule took. A row-step is one row in one step of its batch, which has as many steps as its longest row."""
+
+    num_answers: int
+    num_tokens: int
+    num_batches: int
+    num_steps: int
+    num_evictions: int
+    padding_share: float
+    """Row-steps that made no token, of all: what the rows that have ended leave empty until their batch ends."""
+    unused_share: float
+    """KV-cache entries reserved in which no token was ever written, of all: over-reservation, and the rectangle's corners."""
+    num_predicted: int
+    """Answers of which a length was predicted before they began."""
+    bucket_accuracy: float | None
+    """Share of those whose first predicted bucket was right; None where nothing was predicted."""
+    mean_bucket_distance: float | None
+    seconds: float
+
+    @property
+    def sequences_per_second(self) -> float:
+        return self.num_answers / self.seconds
+
+
+def summarise(
+    reports: Sequence[BatchReport], predicted: Sequence[int], actual: Sequence[int], seconds: float
+) -> ScheduleStatistics:
+    """Statistics of the batches of a schedule; `predicted` and `actual` are the buckets of the answers that have a prediction."""
+    num_tokens = sum(decoded.num_new for report in reports for decoded in report.decoded)
+    row_steps = sum(len(report.rows) * report.num_steps for report in reports)
+    entries = sum(report.num_entries for report in reports)
+    written = sum(row.num_read + decoded.num_new for report in reports for row, decoded in report.pairs)
+    distances = [abs(guess - true) for guess, true in zip(predicted, actual, strict=True)]
+    return ScheduleStatistics(
+        num_answers=sum(decoded.ended for report in reports for decoded in report.decoded),
+        num_tokens=num_tokens,
+        num_batches=len(reports),
+        num_steps=sum(report.num_steps for report in reports),
+        num_evictions=sum(report.num_evicted for report in reports),
+        padding_share=1 - num_tokens / row_steps,
+        unused_share=1 - written / entries,
+        num_predicted=len(distances),
+        bucket_accuracy=distances.count(0) / len(distances) if distances else None,
+        mean_bucket_distance=sum(distances) / len(distances) if distances else None,
+        seconds=seconds,
     )
