@@ -70,7 +70,8 @@ class LightPredictor:
 
     @torch.no_grad()
     def predict(self, requests: Sequence[Request]) -> Float[torch.Tensor, "request bucket"]:
-        assert self._bag is not None and self._head is not None, "learn comes before predict"
+        assert self._bag is not None, "learn comes before predict"
+        assert self._head is not None
         return self._head(self._bag(*self._hash(requests)), known_lengths(requests)).softmax(1)
 
     def _hash(self, requests: Sequence[Request]) -> tuple[Int[torch.Tensor, " token"], Int[torch.Tensor, " request"]]:
@@ -234,7 +235,11 @@ class LengthHead(nn.Module):
 def known_lengths(requests: Sequence[Request]) -> Float[torch.Tensor, "request length"]:
     """Logarithms of the prompt's length and of the other answer's, and whether there is one."""
     rows = [
-        (math.log1p(len(request.prompt_ids)), math.log1p(request.num_known_tokens or 0), float(request.num_known_tokens is not None))
+        (
+            math.log1p(len(request.prompt_ids)),
+            math.log1p(request.num_known_tokens or 0),
+            float(request.num_known_tokens is not None),
+        )
         for request in requests
     ]
     return torch.tensor(rows)

@@ -56,8 +56,8 @@ class Decoded:
 
 
 Decode = Callable[[Sequence[Waiting], Sequence[int], int], Sequence[Decoded]]
-"""Decodes a batch, each row by at least one token and up to its number of new tokens, until fewer rows than the last argument go
-on."""
+"""Decodes a batch, each row by at least one token and up to its number of new tokens, until fewer rows go on than the last
+argument says."""
 
 
 class Reservation(Protocol):
@@ -219,7 +219,8 @@ def supervise(
 
     `rooms` are the most new tokens that each answer may have. A row that has used up its reservation before its answer ended
     is evicted: it waits again, to go on from its tokens so far with its reservation doubled (arXiv 2306.06000, section 3).
-    Beyond the paper, the last rows of a batch are evicted as well (see `Policy.least_share`). After every batch the reservation is told what was seen; requests that have not begun may then get another one.
+    Beyond the paper, the last rows of a batch are evicted as well (see `Policy.least_share`). After every batch the
+    reservation is told what was seen; requests that have not begun may then get another one.
     """
     reserved = policy.reservation.reserve(range(len(rooms)))
     waiting = {
@@ -295,7 +296,7 @@ class ScheduleStatistics:
 def summarise(
     reports: Sequence[BatchReport], predicted: Sequence[int], actual: Sequence[int], seconds: float
 ) -> ScheduleStatistics:
-    """Statistics of the batches of a schedule; `predicted` and `actual` are the buckets of the answers that have a prediction."""
+    """Statistics of a schedule's batches; `predicted` and `actual` are the buckets of the answers that have a prediction."""
     num_tokens = sum(decoded.num_new for report in reports for decoded in report.decoded)
     row_steps = sum(len(report.rows) * report.num_steps for report in reports)
     entries = sum(report.num_entries for report in reports)

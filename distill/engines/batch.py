@@ -146,9 +146,7 @@ class BatchDecoder:
             self._step(rows, going)
             going = self._go_on(rows, full)
         self._keep(rows, going)
-        return [
-            Decoded(num_new=len(self.tokens[row.index]) - row.num_written, ended=self.is_ended(row.index)) for row in batch
-        ]
+        return [Decoded(num_new=len(self.tokens[row.index]) - row.num_written, ended=self.is_ended(row.index)) for row in batch]
 
     def _begin(self, batch: Sequence[Waiting], full: dict[int, int]) -> list[int]:
         """Read the prompts of the rows that are new, and bring back the others. The order of the rows in the target."""
