@@ -15,6 +15,7 @@ from yaml import YAMLError
 from ..data.chat import use_chat_template
 from ..data.files import atomic_write_text
 from ..data.manifest import load_manifest
+from ..distill.regenerate import regenerate
 from ..distill.run import distill
 from ..eval.rows import Row, is_broken
 from ..eval.run import check_inputs, evaluate
@@ -63,7 +64,10 @@ def run(config: RunConfig) -> None:
     tokenizer = target.tokenizer
     use_chat_template(tokenizer, config.data.chat_template)
     if "distill" in config.stages:
-        distill(config.distill, config.data, target, tokenizer, folder / "distill", accelerator)
+        examples = None  # the data's own
+        if config.distill.mode == "regenerate":
+            examples = regenerate(config.distill, config.data, target, tokenizer, folder / "answers", accelerator)
+        distill(config.distill, config.data, target, tokenizer, folder / "distill", accelerator, examples)
         accelerator.wait_for_everyone()
     if "train" in config.stages:
         for drafter in config.drafter_runs():

@@ -1,8 +1,14 @@
 """How a target is distilled."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
 
 from ..data.manifest import FEATURES
+from ..models.decoding.sampling import Sampling
+
+MODES = ("label", "regenerate")
+ENGINES = ("auto", "decoder", "continuous", "openai")
 
 
 @dataclass(kw_only=True)  # not frozen: OmegaConf would refuse every override
@@ -23,13 +29,87 @@ class DistillConfig:
     """Tokens of text, padding included, in one forward pass; a longer text goes alone. Its keys and values are kept for all
     labels of the batch: lower this where memory runs out."""
 
+    mode: str = "label"
+    """`label` takes the texts as the data have them; `regenerate` has the target answer every turn anew first."""
+
+    engine: str = "auto"
+    """What regenerates: `decoder` (outrider's own), `continuous` (transformers' continuous batching), `openai` (a server at
+    `base_url`); `auto` is `decoder` with a `drafter` or on a CPU, and `continuous` elsewhere."""
+
+    temperature: float = 0.0
+    """Of regenerated answers; 0 is greedy."""
+
+    top_k: int | None = None
+    """Sample regenerated answers from the k likeliest tokens only; None samples from all."""
+
+    top_p: float | None = None
+    """Sample from the fewest tokens whose probabilities sum to top_p; None samples from all."""
+
+    max_new_tokens: int = 1024
+    """Longest regenerated answer. `data.max_length` bounds it too, together with its prompt."""
+
+    seed: int = 0
+    """Of sampled answers: each has a seed of its own, made of this one, the conversation's id and the turn."""
+
+    decode_batch_size: int | None = None
+    """Answers in the making at a time: rows of a batch, or requests in flight. None leaves it to the engine."""
+
+    drafter: str | None = None
+    """Directory of a trained drafter that speeds the engine `decoder` up; the text stays the target's."""
+
+    drafter_settings: dict[str, Any] = field(default_factory=dict)
+    """Its run-time options, as in `eval.settings`: {beam_width: 4, tree_nodes: 5}, say."""
+
+    base_url: str | None = None
+    """Of the server that the engine `openai` asks, with its version: http://HOST:8000/v1."""
+
+    served_model: str | None = None
+    """The target's name on that server; None takes `target.name_or_path` or the only model served."""
+
     def __post_init__(self) -> None:
         problems = [
             f"{name} is {value}; it must be at least 1"
-            for name in ("horizon", "shard_examples", "batch_tokens")
-            if (value := getattr(self, name)) < 1
+            for name in ("horizon", "shard_examples", "batch_tokens", "max_new_tokens", "decode_batch_size")
+            if (value := getattr(self, name)) is not None and value < 1
         ]
-        if self.features not in FEATURES:
-            problems.append(f"features is {self.features!r}; it must be one of {', '.join(FEATURES)}")
+        for name, choices in (("features", FEATURES), ("mode", MODES), ("engine", ENGINES)):
+            if (value := getattr(self, name)) not in choices:
+                problems.append(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
+        if self.seed < 0:
+            problems.append(f"seed is {self.seed}; it must be at least 0")
+        problems += self._engine_problems()
+        try:
+            _ = self.sampling
+        except ValueError as error:
+            problems.append(str(error))
         if problems:
             raise ValueError("distill configuration: " + "; ".join(problems))
+
+    @property
+    def sampling(self) -> Sampling:
+        """How regenerated answers are sampled."""
+        return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
+
+    def _engine_problems(self) -> list[str]:
+        problems = []
+        if self.drafter is not None and self.engine not in ("auto", "decoder"):
+            problems.append(
+                f"drafter is {self.drafter!r} and engine {self.engine!r}; only the engine decoder uses one: set engine to "
+                "decoder, or leave the drafter out"
+            )
+        if self.drafter_settings and self.drafter is None:
+            problems.append("drafter_settings are those of a drafter, and none is named; set drafter too")
+        if self.engine == "openai":
+            if self.base_url is None:
+                problems.append("engine is 'openai' and base_url is missing; give the server's, such as http://HOST:8000/v1")
+        elif self.base_url is not None or self.served_model is not None:
+            problems.append(f"base_url and served_model are the engine openai's, and engine is {self.engine!r}; leave them out")
+        if self.base_url is not None:
+            url = urlsplit(self.base_url)
+            # Not quoted: there may be a password in it.
+            if url.scheme not in ("http", "https") or not url.hostname or "@" in url.netloc:
+                problems.append(
+                    "base_url is no address of the form http://HOST:8000/v1; a key belongs into the environment variable "
+                    "OPENAI_API_KEY, not into the address"
+                )
+        return problems

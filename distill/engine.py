@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Int
@@ -32,6 +32,20 @@ class Answer:
     """Whether the length limit ended it, and not the target."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How long an answer may get."""
+
+    max_new_tokens: int
+    max_tokens: int
+    """Prompt and answer together: of the context window, and of an example."""
+
+    def room(self, num_prompt_tokens: int) -> int:
+        """Tokens that the answer to such a prompt may have; below 1 the prompt can't be answered."""
+        return min(self.max_new_tokens, self.max_tokens - num_prompt_tokens)
+
+
+@runtime_checkable
 class Engine(Protocol):
     """Runs the target. Sampling, the stop tokens and the length limit are its own, given when it is made."""
 

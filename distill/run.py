@@ -32,6 +32,9 @@ STATS_FILE = "stats.json"
 SUSPICIOUS_AGREEMENT = 0.15
 """A language model says the next token of a text that is meant for it more often than this."""
 
+GREEDY_AGREEMENT = 0.95
+"""And of its own greedy answers it says all but a few, which two engines' rounding explains."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardStats:
@@ -51,14 +54,16 @@ def distill(
     tokenizer: PreTrainedTokenizerBase,
     output_dir: Path,
     accelerator: Accelerator,
+    examples: list[Example] | None = None,
 ) -> Manifest:
     """Label all examples of `data` with the target's own continuations and return the manifest of the shards in `output_dir`.
 
+    `examples` are labelled in place of the data's own: those that the target wrote itself, say (see `regenerate`).
     Shard k is the work of process k modulo their number. Complete shards are kept, so an interrupted run loses at most the
     shard that each process was at. Raises ValueError before any long work where the target can't be distilled, the folder
     holds another run's shards, or one of its shards is damaged.
     """
-    examples = load_examples(data, tokenizer)
+    examples = load_examples(data, tokenizer) if examples is None else examples
     longest = max(len(example.input_ids) for example in examples)
     require_branch_attention(target, longest + max(config.horizon - 2, 0))
     plan = [examples[start : start + config.shard_examples] for start in range(0, len(examples), config.shard_examples)]
@@ -86,7 +91,7 @@ def distill(
         if _is_manifest_complete(output_dir, len(plan)):
             logger.info("distillation in %s is already complete: %d shards, nothing to do", output_dir, len(plan))
         else:
-            _finish(output_dir, manifest, len(plan))
+            _finish(output_dir, manifest, len(plan), is_own_greedy=config.mode == "regenerate" and config.temperature == 0)
     accelerator.wait_for_everyone()
     return load_manifest(output_dir)
 
@@ -200,7 +205,7 @@ def _label_shards(
             write_shard(output_dir, index, labelled)
 
 
-def _finish(output_dir: Path, manifest: Manifest, num_shards: int) -> None:
+def _finish(output_dir: Path, manifest: Manifest, num_shards: int, *, is_own_greedy: bool) -> None:
     """Merge all shards' entries into the complete manifest, after what they took into the statistics."""
     entries = [entry for index in range(num_shards) if (entry := read_entry(output_dir, index)) is not None]
     assert len(entries) == num_shards, "every process has finished its shards"
@@ -229,6 +234,11 @@ def _finish(output_dir: Path, manifest: Manifest, num_shards: int) -> None:
         logger.warning(
             "the target agrees with so little of the text that tokenizer, chat template or data may be another model's: check "
             "them before you train"
+        )
+    elif is_own_greedy and statistics["agreement"] < GREEDY_AGREEMENT:
+        logger.warning(
+            "the answers were to be the target's own greedy ones, and it often disagrees: does the engine run another model, "
+            "in another precision, or sample? Check it before you train"
         )
 
 

@@ -116,6 +116,22 @@ def test_one_command_distils_trains_and_evaluates(finished: tuple[Path, str]) ->
     assert "redrafter" in printed
 
 
+def test_the_target_answers_anew_and_the_drafter_it_has_speeds_that_up_without_a_say(
+    finished: tuple[Path, str], overrides: list[str], tmp_path: Path
+) -> None:
+    regenerate = ["stages=[distill]", "distill={mode: regenerate, temperature: 1.0, max_new_tokens: 16}"]
+    for name, drafter in (("plain", "null"), ("drafted", str(finished[0] / "drafter"))):
+        run_here(*overrides, *regenerate, f"distill.drafter={drafter}", f"output_dir={tmp_path / name}")
+    plain, drafted = (
+        {path: digest for path, digest in digests(tmp_path / name).items() if "stats" not in path and path != "config.yaml"}
+        for name in ("plain", "drafted")
+    )
+    assert plain == drafted
+    assert {"answers/manifest.json", "answers/answers-00002.jsonl", "distill/manifest.json"} <= plain.keys()
+    manifests = [json.loads((folder / "distill/manifest.json").read_text()) for folder in (finished[0], tmp_path / "plain")]
+    assert manifests[0]["data_sha256"] != manifests[1]["data_sha256"]
+
+
 def test_what_training_measured_can_be_checked_on_other_prompts(
     finished: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

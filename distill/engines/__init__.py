@@ -1,1 +1,1 @@
-"""What runs the target for regeneration, one engine a module."""
+"""What runs the target while it regenerates answers, one engine a file."""

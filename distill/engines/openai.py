@@ -1,0 +1,232 @@
+"""Regeneration by a server that speaks OpenAI's completions protocol, such as vLLM, for targets that need a cluster.
+
+Prompts go out as token ids, so that the server's chat template and tokenizer have no say. Whether the server runs the very
+target can't be seen from here: the labelling that follows says how far the target agrees with its answers.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from ...models.decoding.sampling import Sampling
+from ..engine import Answer, Limits, Request
+
+if TYPE_CHECKING:
+    import httpx
+
+logger = logging.getLogger(__name__)
+
+KEY_VARIABLE = "OPENAI_API_KEY"
+DEFAULT_IN_FLIGHT = 64
+MAX_TRIES = 8
+FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 1.0, 60.0
+"""Between tries; each wait is twice the one before, so that a server has some minutes to come back."""
+CONNECT_SECONDS, ANSWER_SECONDS = 10.0, 1800.0
+"""An answer may wait in the server's queue for long."""
+TOO_MANY_REQUESTS, SERVER_ERRORS = 429, range(500, 600)
+MOST_BODY_CHARS = 300
+
+# Servers fill in what is left out, some of them from the model's generation config: no filter that nobody asked for.
+NEUTRAL = {
+    "top_k": -1,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+
+
+@contextmanager
+def open_client(base_url: str) -> "Iterator[httpx.Client]":
+    """A client of the server at `base_url`. The key, where one is needed, is read from the environment only."""
+    import httpx
+
+    key = os.environ.get(KEY_VARIABLE)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    timeout = httpx.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS)
+    limits = httpx.Limits(max_connections=None)
+    with httpx.Client(base_url=base_url.rstrip("/") + "/", headers=headers, timeout=timeout, limits=limits) as client:
+        yield client
+
+
+def find_model(client: "httpx.Client", wanted: str | None, target_name: str) -> str:
+    """The name under which the server has the target: `wanted`, the target's own, or that of its only model.
+
+    Raises ValueError, naming what is served, where that leaves it open.
+    """
+    body = ask(client, "GET", "models", None)
+    try:
+        served = [str(model["id"]) for model in body["data"]]
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"{client.base_url}models lists no models; is distill.base_url the address of a completions server?"
+        ) from error
+    if wanted is not None and wanted not in served:
+        raise ValueError(f"distill.served_model is {wanted!r}, and {client.base_url} serves {', '.join(served) or 'nothing'}")
+    if wanted is not None or target_name in served:
+        return wanted or target_name
+    if len(served) != 1:
+        raise ValueError(
+            f"{client.base_url} serves {', '.join(served) or 'nothing'}, and the target is {target_name!r}; set "
+            "distill.served_model to the target's name there"
+        )
+    return served[0]
+
+
+def ask(client: "httpx.Client", method: str, path: str, body: dict[str, Any] | None) -> Any:
+    """The server's answer, as parsed JSON. Asks again, with growing waits, while it is unreachable, overloaded or broken.
+
+    Raises ValueError where it refuses the request, and ConnectionError where it doesn't come back.
+    """
+    import httpx
+
+    for attempt in range(1, MAX_TRIES + 1):
+        try:
+            response = client.request(method, path, json=body)
+            if response.is_success:
+                return _parsed(response)
+            problem = f"it answers {response.status_code}: {_shown(response.text)}"
+            if response.status_code != TOO_MANY_REQUESTS and response.status_code not in SERVER_ERRORS:
+                raise ValueError(
+                    f"{client.base_url}{path} refuses the request; {problem}. Check distill.base_url, distill.served_model, "
+                    f"{KEY_VARIABLE}, and that the server's context window is the target's"
+                )
+            asked_seconds = _retry_after(response)
+        except httpx.TransportError as error:
+            problem, asked_seconds = f"it can't be reached ({type(error).__name__}: {_shown(str(error))})", 0.0
+        if attempt < MAX_TRIES:
+            seconds = min(max(FIRST_WAIT_SECONDS * 2 ** (attempt - 1), asked_seconds), LONGEST_WAIT_SECONDS)
+            logger.warning("%s: %s; try %d of %d follows in %.1f s", client.base_url, problem, attempt + 1, MAX_TRIES, seconds)
+            time.sleep(seconds)
+    raise ConnectionError(
+        f"{client.base_url}{path} failed {MAX_TRIES} times; at last {problem}. Start the server anew and run the same command: "
+        "finished shards are kept"
+    )
+
+
+class OpenAIEngine:
+    """Several requests in flight, each by a thread of its own, which mostly waits.
+
+    Each request carries its seed. Servers batch requests as they come, so that rounding, and with it a text, may differ from
+    run to run.
+    """
+
+    def __init__(
+        self,
+        client: "httpx.Client",
+        *,
+        model: str,
+        tokenizer: PreTrainedTokenizerBase,
+        vocab_size: int,
+        stop_ids: Collection[int],
+        sampling: Sampling,
+        limits: Limits,
+        max_in_flight: int = DEFAULT_IN_FLIGHT,
+    ) -> None:
+        self._client = client
+        self._model = model
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._stop_ids = tuple(stop_ids)
+        self._sampling = sampling
+        self._limits = limits
+        self._max_in_flight = max_in_flight
+        self._has_warned = False
+
+    def answer(self, requests: Sequence[Request]) -> Iterator[Answer]:
+        """An answer to every request, as they come in. Raises ValueError where the server refuses one or reads another prompt,
+        ConnectionError where it is gone for good."""
+        pool = ThreadPoolExecutor(self._max_in_flight, thread_name_prefix="openai")
+        try:
+            for future in as_completed([pool.submit(self._complete, request) for request in requests]):
+                yield future.result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _complete(self, request: Request) -> Answer:
+        body = {
+            **NEUTRAL,
+            "model": self._model,
+            "prompt": request.prompt_ids.tolist(),
+            "max_tokens": self._limits.room(len(request.prompt_ids)),
+            "temperature": self._sampling.temperature,
+            "seed": request.seed,
+            "stop_token_ids": list(self._stop_ids),
+            "skip_special_tokens": False,  # of the text, where that is all that comes back
+            "return_token_ids": True,
+        }
+        body |= {name: value for name in ("top_k", "top_p") if (value := getattr(self._sampling, name)) is not None}
+        reply = ask(self._client, "POST", "completions", body)
+        try:
+            choice = reply["choices"][0]
+            finish = choice["finish_reason"]
+            num_read = (reply.get("usage") or {}).get("prompt_tokens", len(request.prompt_ids))
+            tokens = self._tokens(choice)
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{self._client.base_url}completions answers {_shown(str(reply))}, which is no completion; is distill.base_url "
+                "the address of a completions server?"
+            ) from error
+        if num_read != len(request.prompt_ids):
+            raise ValueError(
+                f"{self._client.base_url} read {num_read} tokens of a prompt of {len(request.prompt_ids)}: it adds tokens to "
+                "prompts, or cuts them; turn that off in the server"
+            )
+        if finish not in ("stop", "length"):
+            raise ValueError(f"{self._client.base_url} ended an answer by {finish!r}; only 'stop' and 'length' are known")
+        is_cut = finish == "length"
+        if not is_cut and not (tokens and tokens[-1] in self._stop_ids):
+            tokens.append(self._stop_token(choice))
+        if not tokens or not all(0 <= token < self._vocab_size for token in tokens):
+            raise ValueError(f"{self._client.base_url} answers with tokens that the target doesn't have; is it another model?")
+        return Answer(id=request.id, tokens=torch.tensor(tokens), cut=is_cut)
+
+    def _tokens(self, choice: dict[str, Any]) -> list[int]:
+        """The answer's ids: the server's own, else its text's."""
+        if choice.get("token_ids") is not None:
+            return list(choice["token_ids"])
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "%s answers with text, not with token ids: it is tokenized again, and may differ from what the model wrote "
+                "(vLLM 0.10.2 and later send ids)",
+                self._client.base_url,
+            )
+        return list(self._tokenizer(choice["text"], add_special_tokens=False, verbose=False).input_ids)
+
+    def _stop_token(self, choice: dict[str, Any]) -> int:
+        """The token that ended the answer, which many servers leave out: as told, else the tokenizer's, else the first."""
+        candidates = (choice.get("stop_reason"), self._tokenizer.eos_token_id)
+        return next((token for token in candidates if token in self._stop_ids), self._stop_ids[0])
+
+
+def _parsed(response: "httpx.Response") -> Any:
+    try:
+        return response.json()
+    except ValueError as error:
+        raise ValueError(
+            f"{response.url} answers with what is no JSON: {_shown(response.text)}; is distill.base_url the address of a "
+            "completions server?"
+        ) from error
+
+
+def _retry_after(response: "httpx.Response") -> float:
+    """The seconds that the server asks for; 0 where it doesn't, or names a date."""
+    try:
+        return float(response.headers.get("Retry-After", 0))
+    except ValueError:
+        return 0.0
+
+
+def _shown(text: str) -> str:
+    """What may be shown of a server's message: its beginning, without the key, which some of them repeat."""
+    key = os.environ.get(KEY_VARIABLE)
+    return (text.replace(key, "***") if key else text)[:MOST_BODY_CHARS]

@@ -1,0 +1,279 @@
+"""The target answers every conversation anew: conversations in, examples of its own words out.
+
+Crash-safe like the labelling: work is done in shards of conversations, each written when it is complete. Shard k is the work of
+process k modulo their number.
+"""
+
+import hashlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from accelerate import Accelerator
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from ..data.config import DataConfig
+from ..data.files import read_json, write_json
+from ..data.manifest import MANIFEST_FILE
+from ..data.sources import describe_drops, load_conversations
+from ..data.types import Conversation, Example
+from ..models.hf_target import HFTarget
+from .answers import (
+    AnswerCounts,
+    AnsweredExample,
+    AnswersEntry,
+    AnswersManifest,
+    SamplingFacts,
+    conversations_sha256,
+    load_answers_manifest,
+    read_answers,
+    read_answers_entry,
+    require_same_answers,
+    save_answers_manifest,
+    stats_path,
+    verify_answers,
+    write_answers,
+)
+from .config import DistillConfig
+from .dialogues import Dialogue, questions
+from .engine import Engine, Limits
+from .engines.registry import open_engine
+
+logger = logging.getLogger(__name__)
+
+STATS_FILE = "stats.json"
+LARGE_CUT_SHARE = 0.2
+"""Of the answers: where more are cut, a drafter hardly learns how the target ends."""
+
+
+def regenerate(
+    config: DistillConfig,
+    data: DataConfig,
+    target: HFTarget,
+    tokenizer: PreTrainedTokenizerBase,
+    output_dir: Path,
+    accelerator: Accelerator,
+) -> list[Example]:
+    """The examples that the target's answers to all conversations of `data` make, in a fixed order; `output_dir` keeps them.
+
+    Complete shards are kept, so an interrupted run loses at most the shard that each process was at. An example's id is its
+    conversation's and a number. Raises ValueError where the folder holds another run's answers or damaged ones, where the
+    engine can't be had, and where no answer is left.
+    """
+    conversations, unread = load_conversations(data)
+    logger.info("%d conversations to regenerate | dropped: %s", len(conversations), describe_drops(unread))
+    size = config.shard_examples
+    plan = [conversations[start : start + size] for start in range(0, len(conversations), size)]
+    limits = answer_limits(config, data, target)
+    manifest = describe_answers(config, conversations, target, tokenizer, limits)
+    require_same_answers(output_dir, manifest)
+    own = range(accelerator.process_index, len(plan), accelerator.num_processes)
+    pending = [index for index in own if not _is_complete(output_dir, index, plan[index])]
+    accelerator.wait_for_everyone()  # all have looked before anybody writes
+    if accelerator.is_main_process and not _is_manifest_complete(output_dir, len(plan)):
+        for path in output_dir.glob(".*.tmp"):  # of killed processes
+            path.unlink()
+        save_answers_manifest(output_dir, manifest)
+    accelerator.wait_for_everyone()
+    if pending:
+        _answer_shards(config, plan, own, pending, target, tokenizer, limits, output_dir, accelerator.is_main_process)
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process and not _is_manifest_complete(output_dir, len(plan)):
+        _finish(output_dir, manifest, len(plan))
+    accelerator.wait_for_everyone()
+    shards = load_answers_manifest(output_dir).shards
+    examples = [example.to_example() for entry in shards for example in read_answers(output_dir, entry)]
+    if not examples:
+        raise ValueError(
+            f"the target gave none of {len(conversations)} conversations an answer that can be used; dropped turns: "
+            f"{describe_drops(_total(shards)[1])}. Check data.max_length, the chat template and the target"
+        )
+    return examples
+
+
+def answer_limits(config: DistillConfig, data: DataConfig, target: HFTarget) -> Limits:
+    """Prompt and answer fit an example and, with the labels that reach beyond its end, the context window."""
+    window = target.context_length - max(config.horizon - 2, 0)
+    return Limits(max_new_tokens=config.max_new_tokens, max_tokens=min(data.max_length, window))
+
+
+def describe_answers(
+    config: DistillConfig,
+    conversations: Sequence[Conversation],
+    target: HFTarget,
+    tokenizer: PreTrainedTokenizerBase,
+    limits: Limits,
+) -> AnswersManifest:
+    """What decides these answers, before there is any. Which engine runs the target has no say in it."""
+    return AnswersManifest(
+        target=target.identity,
+        chat_template_sha256=hashlib.sha256(tokenizer.get_chat_template().encode()).hexdigest(),
+        sampling=SamplingFacts(
+            temperature=config.temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            seed=config.seed,
+            max_new_tokens=config.max_new_tokens,
+        ),
+        max_tokens=limits.max_tokens,
+        data_sha256=conversations_sha256(conversations),
+        shards=[],
+        complete=False,
+    )
+
+
+def answer_conversations(
+    conversations: Sequence[Conversation],
+    tokenizer: PreTrainedTokenizerBase,
+    engine: Engine,
+    *,
+    limits: Limits,
+    stop_ids: Sequence[int],
+    seed: int,
+    progress: tqdm,
+) -> tuple[list[AnsweredExample], AnswerCounts]:
+    """All conversations' first answers, then their second, and so on. `progress` counts turns."""
+    dialogues = [
+        Dialogue(conversation, tokenizer, limits=limits, stop_ids=stop_ids, seed=seed) for conversation in conversations
+    ]
+    num_shown = 0
+    while asked := {request.id: (dialogue, request) for dialogue in dialogues if (request := dialogue.next_request())}:
+        for answer in engine.answer([request for _, request in asked.values()]):
+            dialogue, _ = asked.pop(answer.id)
+            before = dialogue.num_done
+            dialogue.take(answer)
+            progress.update(dialogue.num_done - before)
+            num_shown += dialogue.num_done - before
+        if asked:
+            raise RuntimeError(f"the engine {type(engine).__name__} left {len(asked)} requests unanswered")
+    num_turns = sum(dialogue.num_turns for dialogue in dialogues)
+    progress.update(num_turns - num_shown)  # those that were dropped before they were asked
+    examples = [example for dialogue in dialogues for example in dialogue.examples]
+    dropped = sum((dialogue.dropped for dialogue in dialogues), Counter[str]())
+    spans = [span for example in examples for span in example.answers]
+    counts = AnswerCounts(
+        num_turns=num_turns,
+        num_answers=len(spans),
+        num_cut=sum(span.cut for span in spans),
+        num_tokens=sum(span.num_tokens for span in spans),
+        dropped=dict(sorted(dropped.items())),
+    )
+    assert counts.num_turns == counts.num_answers + dropped.total()
+    return examples, counts
+
+
+def _answer_shards(
+    config: DistillConfig,
+    plan: Sequence[Sequence[Conversation]],
+    own: Sequence[int],
+    pending: Sequence[int],
+    target: HFTarget,
+    tokenizer: PreTrainedTokenizerBase,
+    limits: Limits,
+    output_dir: Path,
+    show_progress: bool,
+) -> None:
+    """Answer and write this process's pending shards. The progress bar counts the turns of all its shards, finished ones
+    too."""
+    num_turns = {index: sum(len(questions(conversation.turns)) for conversation in plan[index]) for index in own}
+    total = sum(num_turns.values())
+    finished = total - sum(num_turns[index] for index in pending)
+    logger.info("%d of %d shards of this process are to be answered, %d turns", len(pending), len(own), total - finished)
+    with (
+        open_engine(config, target, limits) as engine,
+        tqdm(total=total, initial=finished, unit="answer", desc="regenerate", disable=not show_progress) as progress,
+    ):
+        for index in pending:
+            started = time.perf_counter()
+            examples, counts = answer_conversations(
+                plan[index],
+                tokenizer,
+                engine,
+                limits=limits,
+                stop_ids=target.stop_ids,
+                seed=config.seed,
+                progress=progress,
+            )
+            seconds = time.perf_counter() - started
+            progress.set_postfix_str(f"{counts.num_tokens / seconds:.0f} tok/s")
+            write_json(stats_path(output_dir, index), {"engine": type(engine).__name__, "seconds": seconds})
+            write_answers(output_dir, index, [conversation.id for conversation in plan[index]], examples, counts)
+
+
+def _finish(output_dir: Path, manifest: AnswersManifest, num_shards: int) -> None:
+    """Merge all shards' entries into the complete manifest, after what they took into the statistics."""
+    shards = [entry for index in range(num_shards) if (entry := read_answers_entry(output_dir, index)) is not None]
+    assert len(shards) == num_shards, "every process has finished its shards"
+    num, dropped = _total(shards)
+    seconds = {entry.index: taken for entry in shards if (taken := _read_seconds(output_dir, entry.index)) is not None}
+    num_timed_tokens = sum(entry.counts.num_tokens for entry in shards if entry.index in seconds)
+    cut_share = num["num_cut"] / max(1, num["num_answers"])
+    tokens_per_second = num_timed_tokens / max(1e-9, sum(seconds.values()))
+    statistics = {
+        "num_conversations": sum(len(entry.conversation_ids) for entry in shards),
+        "num_examples": sum(entry.num_examples for entry in shards),
+        **num,
+        "cut_share": cut_share,
+        "dropped": dict(dropped.most_common()),
+        "process_seconds": sum(seconds.values()),
+        "tokens_per_process_second": tokens_per_second,
+    }
+    write_json(output_dir / STATS_FILE, statistics)
+    save_answers_manifest(output_dir, replace(manifest, shards=shards, complete=True))
+    logger.info(
+        "regenerated %d answers of %d conversations, %d tokens, %.0f per second and process; %.1f %% are cut by the length "
+        "limit | dropped turns: %s",
+        num["num_answers"],
+        statistics["num_conversations"],
+        num["num_tokens"],
+        tokens_per_second,
+        100 * cut_share,
+        describe_drops(dropped),
+    )
+    if cut_share > LARGE_CUT_SHARE:
+        logger.warning(
+            "many answers are cut by the length limit: raise distill.max_new_tokens (%d) or data.max_length (prompt and answer "
+            "together have %d tokens), or check that the target's stop tokens are those of the chat template",
+            manifest.sampling.max_new_tokens,
+            manifest.max_tokens,
+        )
+
+
+def _total(shards: Sequence[AnswersEntry]) -> tuple[dict[str, int], Counter[str]]:
+    names = ("num_turns", "num_answers", "num_cut", "num_tokens")
+    num = {name: sum(getattr(entry.counts, name) for entry in shards) for name in names}
+    return num, sum((Counter(entry.counts.dropped) for entry in shards), Counter[str]())
+
+
+def _is_complete(output_dir: Path, index: int, conversations: Sequence[Conversation]) -> bool:
+    """Whether shard `index` is there. Raises ValueError where it is damaged or answers other conversations than planned."""
+    entry = read_answers_entry(output_dir, index)
+    if entry is None:
+        return False
+    if entry.conversation_ids != [conversation.id for conversation in conversations]:
+        raise ValueError(
+            f"{output_dir / entry.file} answers {len(entry.conversation_ids)} conversations, and this run plans others for it "
+            f"({len(conversations)}): distill.shard_examples was changed. Set it back, choose another output directory, or "
+            "delete this one"
+        )
+    verify_answers(output_dir, entry)
+    return True
+
+
+def _is_manifest_complete(output_dir: Path, num_shards: int) -> bool:
+    """Whether the manifest says complete, and no shard was deleted since (to be made anew)."""
+    if not (output_dir / MANIFEST_FILE).exists() or not (manifest := load_answers_manifest(output_dir)).complete:
+        return False
+    return [read_answers_entry(output_dir, index) for index in range(num_shards)] == manifest.shards
+
+
+def _read_seconds(output_dir: Path, index: int) -> float | None:
+    """What a shard took; None where the note is lost, which is no reason to answer it again."""
+    try:
+        return float(read_json(stats_path(output_dir, index))["seconds"])
+    except (ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,49 @@
+"""What is wrong with a configuration of the distillation is told before any work."""
+
+import pytest
+
+from outrider.distill.config import DistillConfig
+
+
+def test_all_mistakes_of_regeneration_are_told_at_once() -> None:
+    with pytest.raises(ValueError) as error:
+        DistillConfig(
+            mode="rewrite",
+            engine="vllm",
+            temperature=-1.0,
+            top_p=2.0,
+            max_new_tokens=0,
+            decode_batch_size=0,
+            seed=-1,
+            drafter="d",
+        )
+    for mistake in (
+        "mode is 'rewrite'",
+        "engine is 'vllm'",
+        "temperature is -1.0",
+        "top_p is 2.0",
+        "max_new_tokens is 0",
+        "decode_batch_size is 0",
+        "seed is -1",
+        "drafter is 'd'",
+    ):
+        assert mistake in str(error.value)
+
+
+def test_a_server_needs_an_address_and_no_other_engine_takes_one() -> None:
+    DistillConfig(engine="openai", base_url="http://localhost:8000/v1")
+    with pytest.raises(ValueError, match="base_url is missing"):
+        DistillConfig(engine="openai")
+    with pytest.raises(ValueError, match="engine is 'auto'; leave them out"):
+        DistillConfig(base_url="http://localhost:8000/v1")
+    with pytest.raises(ValueError, match="drafter_settings are those of a drafter"):
+        DistillConfig(drafter_settings={"beam_width": 4})
+    with pytest.raises(ValueError, match="only the engine decoder uses one"):
+        DistillConfig(engine="openai", base_url="http://localhost:8000/v1", drafter="outputs/demo/drafter")
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://host/v1", "http://", "https://me:secret@host/v1"])
+def test_a_bad_address_is_refused_without_showing_what_may_be_a_password(url: str) -> None:
+    with pytest.raises(ValueError, match="OPENAI_API_KEY") as error:
+        DistillConfig(engine="openai", base_url=url)
+    assert "secret" not in str(error.value)
