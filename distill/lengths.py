@@ -100,11 +100,10 @@ class Predicted:
         self._overrun: set[int] = set()
 
     def reserve(self, indices: Sequence[int]) -> list[int]:
-        if self.buckets is None and not self.observe({}, {}):
+        if self.buckets is None:
+            self.observe({}, {})
+        if self.buckets is None or not indices:
             return [self.unknown] * len(indices)
-        assert self.buckets is not None
-        if not indices:
-            return []
         probs = self.predictor.predict([self.requests[index] for index in indices])
         self.first_buckets = dict(zip(indices, probs.argmax(1).tolist(), strict=True)) | self.first_buckets
         return self.buckets.quantile(probs, self.share)

@@ -31,7 +31,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from outrider.data.files import write_json
-from outrider.distill.engine import Request
+from outrider.distill.engine import Limits, Request
 from outrider.distill.engines.batch import LEAST_SHARE, RESERVED_SHARE, UNKNOWN_SHARE, BatchDecoder
 from outrider.distill.lengths import NUM_BUCKETS, LengthPredictor, Predicted, Seen
 from outrider.distill.predictors import make_predictor
@@ -106,7 +106,8 @@ class LeavingDecoder(BatchDecoder):
 
     def __init__(self, target: HFTarget, work: Workload) -> None:
         requests = [replace(request, prompt_ids=ids) for request, ids in zip(work.requests, work.prompts, strict=True)]
-        super().__init__(target, requests, Sampling(temperature=0.0), work.max_new_tokens, ())
+        limits = Limits(max_new_tokens=work.max_new_tokens, max_tokens=target.context_length)
+        super().__init__(target, requests, Sampling(temperature=0.0), limits)
         self.lengths = work.lengths
 
     def is_ended(self, index: int) -> bool:

@@ -6,7 +6,7 @@ decoded, each row exactly as if it were alone: an evicted row's keys and values 
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -15,7 +15,7 @@ from ...models.decoding.loop import read_tokens
 from ...models.decoding.tree import empty_tree
 from ...models.hf_target import HFTarget
 from ...models.tree_cache import KeptText
-from ..engine import Answer, Request
+from ..engine import Answer, Limits, Request
 from ..lengths import LengthPredictor, Predicted, Seen
 from ..schedule import (
     BatchReport,
@@ -54,16 +54,14 @@ class BatchEngine:
         target: HFTarget,
         *,
         sampling: Sampling,
-        max_new_tokens: int,
-        stop_ids: Collection[int],
+        limits: Limits,
         kv_budget_bytes: int,
         make_predictor: Callable[[], LengthPredictor],
         seen: Sequence[Seen] = (),
     ) -> None:
         self.target = target
         self.sampling = sampling
-        self.max_new_tokens = max_new_tokens
-        self.stop_ids = frozenset(stop_ids)
+        self.limits = limits
         self.kv_budget_bytes = kv_budget_bytes
         self.make_predictor = make_predictor
         self.seen = seen
@@ -71,18 +69,18 @@ class BatchEngine:
         """Of the last call that came to its end."""
 
     def answer(self, requests: Sequence[Request]) -> Iterator[Answer]:
-        """An answer to every request, batch by batch. Raises ValueError where one doesn't fit into the budget or the context
-        window."""
+        """An answer to every request, batch by batch. Raises ValueError where one has no room in the limits, or might outgrow
+        the budget."""
         if not requests:
             return
         started = time.perf_counter()
         budget = self.kv_budget_bytes // kv_bytes_per_token(self.target)
-        decoder = BatchDecoder(self.target, requests, self.sampling, self.max_new_tokens, self.stop_ids)
+        decoder = BatchDecoder(self.target, requests, self.sampling, self.limits)
         reservation = Predicted(
             self.make_predictor(),
             requests,
             share=RESERVED_SHARE,
-            unknown=math.ceil(UNKNOWN_SHARE * self.max_new_tokens),
+            unknown=math.ceil(UNKNOWN_SHARE * self.limits.max_new_tokens),
             seen=self.seen,
         )
         policy = Policy(
@@ -106,24 +104,17 @@ class BatchEngine:
 class BatchDecoder:
     """Decodes batches of one call's requests, and keeps what they have said so far."""
 
-    def __init__(
-        self,
-        target: HFTarget,
-        requests: Sequence[Request],
-        sampling: Sampling,
-        max_new_tokens: int,
-        stop_ids: Collection[int],
-    ) -> None:
+    def __init__(self, target: HFTarget, requests: Sequence[Request], sampling: Sampling, limits: Limits) -> None:
         self.target = target
         self.requests = requests
         self.rule = GreedyAcceptance() if sampling.temperature == 0 else SpeculativeSampling(sampling=sampling)
-        self.stop_ids = stop_ids
-        self.rooms = [min(max_new_tokens, target.context_length - len(request.prompt_ids)) for request in requests]
+        self.stop_ids = frozenset(target.stop_ids)
+        self.rooms = [limits.room(len(request.prompt_ids)) for request in requests]
         if min(self.rooms) < 1:
             request = requests[self.rooms.index(min(self.rooms))]
             raise ValueError(
-                f"request {request.id} has a prompt of {len(request.prompt_ids)} tokens, which leaves no room for an answer of "
-                f"up to {max_new_tokens} in the target's context window of {target.context_length}; leave it out"
+                f"request {request.id} has a prompt of {len(request.prompt_ids)} tokens, which leaves no room for an answer in "
+                f"{limits.max_tokens}; leave it out"
             )
         self.tokens: list[list[int]] = [[] for _ in requests]
         self._kept: dict[int, KeptText] = {}
