@@ -9,7 +9,7 @@ nothing of how sure the predictor is.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -23,6 +23,7 @@ LEARN_FIRST = 32
 """Lengths that a predictor first learns from; it learns again whenever there are twice as many."""
 
 
+@runtime_checkable
 class LengthPredictor(Protocol):
     """Says in which bucket of lengths an answer will be. Deterministic: the same lessons give the same predictions."""
 

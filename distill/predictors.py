@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..models.hf_target import HFTarget
 from .engine import Request
@@ -183,7 +183,7 @@ class ClassifierPredictor:
         batches = [requests[start : start + self.batch_size] for start in range(0, len(requests), self.batch_size)]
         return torch.cat([self._model(**self._encode(batch)).logits.float().softmax(1).cpu() for batch in batches])
 
-    def _fresh(self) -> nn.Module:
+    def _fresh(self) -> PreTrainedModel:
         """The model as it is stored; what it lacks is the same every time."""
         try:
             with torch.random.fork_rng(devices=[]):
@@ -200,14 +200,14 @@ class ClassifierPredictor:
                 f"distill.predictor is {self.name_or_path!r}, which can't be loaded as a sequence-classification model in "
                 f"safetensors ({error}); choose light, embedding, or another model"
             ) from error
-        module: nn.Module = model.to(self.device).eval()
-        return module
+        loaded: PreTrainedModel = model.to(self.device).eval()
+        return loaded
 
     def _encode(self, requests: Sequence[Request]) -> dict[str, torch.Tensor]:
         texts = [self.target_tokenizer.decode(request.prompt_ids, skip_special_tokens=True) for request in requests]
         known = [request.num_known_tokens for request in requests]
         texts = [text if length is None else f"{length} {text}" for text, length in zip(texts, known, strict=True)]
-        limit = min(self.tokenizer.model_max_length, self._model.config.max_position_embeddings)  # type: ignore[union-attr]
+        limit = min(self.tokenizer.model_max_length, self._model.config.max_position_embeddings)
         encoded = self.tokenizer(texts, padding=True, truncation=True, max_length=limit, return_tensors="pt")
         return {name: values.to(self.device) for name, values in encoded.items()}
 

@@ -12,7 +12,7 @@ Nothing here reads a clock, a random number or a rank: the batches are a functio
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -33,6 +33,7 @@ class Waiting:
     """Tokens of its answer so far."""
 
 
+@runtime_checkable
 class Memory(Protocol):
     """How a batch lies in the KV cache."""
 
@@ -60,6 +61,7 @@ Decode = Callable[[Sequence[Waiting], Sequence[int], int], Sequence[Decoded]]
 argument says."""
 
 
+@runtime_checkable
 class Reservation(Protocol):
     """How much room answers are given."""
 

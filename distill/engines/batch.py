@@ -4,6 +4,7 @@ It needs nothing but a target and a KV-memory budget. Which requests share a bat
 decoded, each row exactly as if it were alone: an evicted row's keys and values wait on the host, and go on where they stopped.
 """
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +30,8 @@ from ..schedule import (
     summarise,
     supervise,
 )
+
+logger = logging.getLogger(__name__)
 
 RESERVED_SHARE = 0.5
 """Reserved is the length that an answer keeps to with this probability: overruns are cheap, since nothing is read again."""
@@ -99,6 +102,7 @@ class BatchEngine:
                     yield decoder.answer_of(row.index)
         predicted, actual = reservation.compare([len(tokens) for tokens in decoder.tokens])
         self.statistics = summarise(reports, predicted, actual, time.perf_counter() - started)
+        logger.info("answered by length: %s", self.statistics)
 
 
 class BatchDecoder:

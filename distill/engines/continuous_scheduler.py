@@ -86,7 +86,7 @@ class LengthAwareScheduler(FIFOScheduler):
         waiting.sort(key=lambda state: (not state.is_cpu_offloaded, -self.num_needed(state), self._index[state.request_id]))
         free = self.cache.compute_free_capacity() * self.cache.max_tokens_read
         free -= sum(self.num_needed(state) for state in self.active_requests.values())
-        admitted = []
+        admitted: list[RequestState] = []
         for state in waiting:
             if self.num_needed(state) <= free or not (admitted or self.active_requests):
                 admitted.append(state)
