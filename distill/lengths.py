@@ -76,8 +76,9 @@ class Predicted:
     """Reservations by predicted length, for one call's `requests` (see `schedule.Reservation`).
 
     It starts from the lengths of `seen`, the same in every call. Fewer than LEARN_FIRST of them predict nothing: each answer
-    then gets `unknown` tokens. It learns again, from all it knows, whenever the number of answers has doubled; what was
-    evicted counts, until its answer ends, as long as its doubled reservation, and an overrun counts twice from then on.
+    then gets `unknown` tokens. It learns again, from all it knows, whenever the number of answers has doubled. Unfinished ones
+    count as long as they are reserved for by then, so that long answers aren't missing; those that outgrew their first
+    reservation, the mistakes, count twice.
     """
 
     def __init__(
@@ -98,16 +99,18 @@ class Predicted:
         """The first bucket predicted of each request."""
         self.buckets: Buckets | None = None
         self._num_learnt = LEARN_FIRST // 2
-        self._overrun: set[int] = set()
+        self._reserved: dict[int, int] = {}
 
     def reserve(self, indices: Sequence[int]) -> list[int]:
         if self.buckets is None:
-            self.observe({}, {})
-        if self.buckets is None or not indices:
-            return [self.unknown] * len(indices)
-        probs = self.predictor.predict([self.requests[index] for index in indices])
-        self.first_buckets = dict(zip(indices, probs.argmax(1).tolist(), strict=True)) | self.first_buckets
-        return self.buckets.quantile(probs, self.share)
+            self.observe({}, {})  # what was seen before may do
+        tokens = [self.unknown] * len(indices)
+        if self.buckets is not None and indices:
+            probs = self.predictor.predict([self.requests[index] for index in indices])
+            self.first_buckets = dict(zip(indices, probs.argmax(1).tolist(), strict=True)) | self.first_buckets
+            tokens = self.buckets.quantile(probs, self.share)
+        self._reserved |= dict(zip(indices, tokens, strict=True))
+        return tokens
 
     def compare(self, lengths: Sequence[int]) -> tuple[list[int], list[int]]:
         """The buckets that were predicted first, where any were, and those of the `lengths` that all answers had."""
@@ -117,16 +120,16 @@ class Predicted:
         indices = sorted(self.first_buckets)
         return [self.first_buckets[index] for index in indices], [actual[index] for index in indices]
 
-    def observe(self, lengths: dict[int, int], overruns: dict[int, int]) -> bool:
-        self._overrun |= overruns.keys()
-        known = len(self.seen) + len(lengths) + len(overruns)
+    def observe(self, lengths: dict[int, int], unfinished: dict[int, int]) -> bool:
+        known = len(self.seen) + len(lengths) + len(unfinished)
         if known < 2 * self._num_learnt:
             return False
         self._num_learnt = known
-        answers = {**lengths, **overruns}
+        answers = {**lengths, **unfinished}
         lessons = [(lesson.request, lesson.num_tokens) for lesson in self.seen]
         for index in sorted(answers):
-            lessons += [(self.requests[index], answers[index])] * (2 if index in self._overrun else 1)
+            is_mistake = answers[index] > self._reserved[index]
+            lessons += [(self.requests[index], answers[index])] * (2 if is_mistake else 1)
         if self.buckets is None:
             self.buckets = Buckets.of([num_tokens for _, num_tokens in lessons])
         self.predictor.learn([request for request, _ in lessons], self.buckets.index([tokens for _, tokens in lessons]))

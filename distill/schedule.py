@@ -68,8 +68,8 @@ class Reservation(Protocol):
     def reserve(self, indices: Sequence[int]) -> list[int]:
         """New tokens that each of these requests is given room for, at least 1."""
 
-    def observe(self, lengths: dict[int, int], overruns: dict[int, int]) -> bool:
-        """Learn from all `lengths` of complete answers and the doubled reservations of those evicted so far.
+    def observe(self, lengths: dict[int, int], unfinished: dict[int, int]) -> bool:
+        """Learn from all `lengths` of complete answers, and from what those that were evicted are reserved for by now.
 
         Returns whether reservations have changed, so that those of the requests that nobody has begun are asked for again.
         """
@@ -207,7 +207,7 @@ class Known:
     def reserve(self, indices: Sequence[int]) -> list[int]:
         return [self.num_tokens[index] for index in indices]
 
-    def observe(self, lengths: dict[int, int], overruns: dict[int, int]) -> bool:
+    def observe(self, lengths: dict[int, int], unfinished: dict[int, int]) -> bool:
         return False
 
 
@@ -230,7 +230,7 @@ def supervise(
         for index, (length, tokens, room) in enumerate(zip(prompt_lengths, reserved, rooms, strict=True))
     }
     lengths: dict[int, int] = {}
-    overruns: dict[int, int] = {}
+    unfinished: dict[int, int] = {}
     require_room(list(waiting.values()), rooms, budget, policy.memory)
     while waiting:
         ordered = policy.order(list(waiting.values()))
@@ -244,13 +244,13 @@ def supervise(
         for row, result in zip(batch, decoded, strict=True):
             if result.ended:
                 del waiting[row.index]
-                overruns.pop(row.index, None)
+                unfinished.pop(row.index, None)
                 lengths[row.index] = row.num_written + result.num_new
             else:
                 waiting[row.index] = evict(row, result.num_new, rooms[row.index])
-                overruns[row.index] = waiting[row.index].num_written + waiting[row.index].num_reserved
+                unfinished[row.index] = waiting[row.index].num_written + waiting[row.index].num_reserved
         yield BatchReport(rows=tuple(batch), decoded=tuple(decoded), num_entries=policy.memory.entries(batch))
-        if policy.reservation.observe(lengths, overruns):
+        if policy.reservation.observe(lengths, unfinished):
             fresh = [row for row in waiting.values() if row.num_written == 0]
             for row, tokens in zip(fresh, policy.reservation.reserve([row.index for row in fresh]), strict=True):
                 waiting[row.index] = replace(row, num_reserved=min(tokens, rooms[row.index]))

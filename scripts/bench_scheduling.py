@@ -140,7 +140,8 @@ def main() -> None:
     budget = args.budget_tokens // args.scale
     rounds: Rounds = {}
     modes: dict[str, type[LeavingDecoder]] = {"classic": ClassicDecoder, "leaving": LeavingDecoder}
-    run(target, work, policies(work, predictors)[ORACLE], LeavingDecoder(target, work).decode, budget)  # warm-up
+    if args.rounds:
+        run(target, work, policies(work, predictors)[ORACLE], LeavingDecoder(target, work).decode, budget)  # warm-up
     for _ in tqdm(range(args.rounds), unit="round"):
         for mode, decoder in modes.items():
             for factor in (1, *args.maximum_factors):
@@ -154,19 +155,22 @@ def main() -> None:
                     policy = policies(longer, predictors)[name]
                     measured = run(target, longer, policy, decoder(target, longer).decode, budget)
                     rounds.setdefault((mode, args.max_new_tokens * factor, name), []).append(measured)
-    report = {
-        "measured": [describe(*key, rounds) for key in rounds],
-        "counted": count(predictors, records, args),
-        "num_requests": len(work.requests),
-        "num_held_out": sum(int(request.id) >= HELD_OUT for request in work.requests),
-        "mean_prompt_tokens": statistics.mean(map(len, work.prompts)),
-        "answer_tokens": {"mean": statistics.mean(work.lengths), "deciles": statistics.quantiles(work.lengths, n=10)},
-        "budget_bytes": budget * kv_bytes_per_token(target),
-        "reserved_share": RESERVED_SHARE,
-        "least_share": LEAST_SHARE,
-        "settings": {**vars(args), "output": str(args.output), "data": args.data.name},
-        "environment": asdict(describe_environment(target.device)),
-    }
+    report: dict[str, Any] = {"counted": count(predictors, records, args)}
+    if args.rounds:
+        report |= {
+            "measured": [describe(*key, rounds) for key in rounds],
+            "num_requests": len(work.requests),
+            "num_held_out": sum(int(request.id) >= HELD_OUT for request in work.requests),
+            "mean_prompt_tokens": statistics.mean(map(len, work.prompts)),
+            "answer_tokens": {"mean": statistics.mean(work.lengths), "deciles": statistics.quantiles(work.lengths, n=10)},
+            "budget_bytes": budget * kv_bytes_per_token(target),
+            "reserved_share": RESERVED_SHARE,
+            "least_share": LEAST_SHARE,
+            "settings": {**vars(args), "output": str(args.output), "data": args.data.name},
+            "environment": asdict(describe_environment(target.device)),
+        }
+    else:
+        report = json.loads(args.output.read_text()) | report
     write_json(args.output, report)
     print_tables(report)
 
@@ -183,7 +187,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=1024, help="before scaling")
     parser.add_argument("--maximum-factors", type=int, nargs="*", default=[2], help="greater maxima to measure (a) under")
     parser.add_argument("--budget-tokens", type=int, default=16384, help="KV-memory budget in tokens, before scaling")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=2, help="0 counts only, and keeps what the record has measured")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/scheduling.json"))

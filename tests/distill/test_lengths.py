@@ -139,18 +139,20 @@ class Recorder:
 def test_it_learns_first_from_a_few_and_then_whenever_the_answers_have_doubled():
     recorder, requests = Recorder(), make_requests(200)
     predicted = Predicted(recorder, requests, share=0.5, unknown=17)
-    assert predicted.reserve([0, 1]) == [17, 17]
+    assert predicted.reserve(range(200)) == [17] * 200
     learnt_at = [num for num in range(1, 201) if predicted.observe(dict.fromkeys(range(num), 9), {})]
     assert learnt_at == [LEARN_FIRST, 2 * LEARN_FIRST, 4 * LEARN_FIRST]
     assert [len(lessons) for lessons in recorder.lessons] == learnt_at
 
 
-def test_an_overrun_counts_as_long_as_its_new_reservation_and_twice_from_then_on():
+def test_unfinished_answers_count_as_long_as_they_are_reserved_for_and_mistakes_twice():
     recorder, requests = Recorder(), make_requests(LEARN_FIRST)
-    predicted = Predicted(recorder, requests, share=0.5, unknown=17)
-    lengths = {index: index + 1 for index in range(LEARN_FIRST - 1)}
-    assert predicted.observe(lengths, {LEARN_FIRST - 1: 64})
-    assert recorder.lessons[0][-2:] == [(requests[-1].id, NUM_BUCKETS - 1)] * 2
+    predicted = Predicted(recorder, requests, share=0.5, unknown=30)
+    predicted.reserve(range(LEARN_FIRST))
+    lengths = {index: index + 1 for index in range(LEARN_FIRST - 2)}
+    assert predicted.observe(lengths, {LEARN_FIRST - 2: 30, LEARN_FIRST - 1: 60})
+    last = NUM_BUCKETS - 1
+    assert recorder.lessons[0][-3:] == [(requests[-2].id, last), (requests[-1].id, last), (requests[-1].id, last)]
     assert len(recorder.lessons[0]) == LEARN_FIRST + 1
 
 
