@@ -43,7 +43,7 @@ def use_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | N
 
 def encode_prompt(messages: Sequence[Turn], tokenizer: PreTrainedTokenizerBase) -> Int[torch.Tensor, "1 seq"]:
     """The token ids of a conversation so far, up to where the assistant is to go on."""
-    _require_template(tokenizer)
+    require_template(tokenizer)
     encoded: Any = tokenizer.apply_chat_template(
         _dicts(messages), add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
@@ -58,7 +58,7 @@ def encode_conversations(
     Turns after the last answer are left out, tokens after `max_length` cut off. Raises ValueError where the tokenizer cannot do
     it, or where no example is left: a mask that is zero everywhere would train on nothing.
     """
-    template = _require_template(tokenizer)
+    template = require_template(tokenizer)
     marked = GENERATION_MARKER.search(template) is not None
     examples: list[Example] = []
     dropped: Counter[str] = Counter()
@@ -82,7 +82,8 @@ def encode_conversations(
     return examples, dropped
 
 
-def _require_template(tokenizer: PreTrainedTokenizerBase) -> str:
+def require_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The tokenizer's chat template. Raises ValueError, with the remedy, where it has none, or can't locate its tokens."""
     if tokenizer.chat_template is None:
         raise ValueError(
             f"the tokenizer of {tokenizer.name_or_path!r} has no chat template; set data.chat_template (on the command line of "

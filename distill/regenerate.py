@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from ..data.chat import require_template
 from ..data.config import DataConfig
 from ..data.files import read_json, write_json
 from ..data.manifest import MANIFEST_FILE
@@ -111,7 +112,7 @@ def describe_answers(
     """What decides these answers, before there is any. Which engine runs the target has no say in it."""
     return AnswersManifest(
         target=target.identity,
-        chat_template_sha256=hashlib.sha256(tokenizer.get_chat_template().encode()).hexdigest(),
+        chat_template_sha256=hashlib.sha256(require_template(tokenizer).encode()).hexdigest(),
         sampling=SamplingFacts(
             temperature=config.temperature,
             top_k=config.top_k,

@@ -32,6 +32,7 @@ from outrider.distill.engines.registry import open_engine
 from outrider.distill.regenerate import answer_limits
 from outrider.eval.environment import describe_environment
 from outrider.models.config import TargetConfig
+from outrider.models.drafters.checkpoint import read_drafter_config
 from outrider.models.hf_target import HFTarget
 from outrider.models.target import load_target
 
@@ -67,7 +68,8 @@ def main() -> None:
             runs[name].append(seconds)
     rows = [summarise(name, runs, texts) for name in engines]
     report = {
-        "command": {key: str(value) for key, value in vars(args).items()},
+        # Not where drafters and records lie: that is nobody else's business.
+        "options": {key: value for key, value in vars(args).items() if key not in ("output", "drafter")},
         "num_requests": len(requests),
         "mean_prompt_tokens": statistics.mean(len(request.prompt_ids) for request in requests),
         "engines": rows,
@@ -105,7 +107,9 @@ def configurations(args: argparse.Namespace) -> dict[str, DistillConfig]:
     }
     found = {name: DistillConfig(engine=name, **common) for name in args.engine}
     for folder in args.drafter:
-        name = f"decoder with {Path(folder).resolve().parent.name}"
+        name = f"decoder with {read_drafter_config(Path(folder)).kind}"
+        if name in found:
+            raise SystemExit(f"there are two drafters of one kind, and {name} would stand for both; give one of them")
         found[name] = DistillConfig(drafter=folder, drafter_settings=args.setting, **common)
     return found
 

@@ -185,6 +185,7 @@ def test_loops_are_told_from_repetition_in_a_text() -> None:
     assert not ends_in_a_loop([])
     assert not ends_in_a_loop(text + [7] * (LOOP_TOKENS - 1))  # a table's rule
     assert not ends_in_a_loop([7] * LOOP_TOKENS + text)
+    assert not ends_in_a_loop([7] * 20 + text[: LOOP_TOKENS - 20])
     assert not ends_in_a_loop(text + [1, 2, 3, 4, 5, 6, 7, 8, 9] * 20)  # rows of a table
 
 

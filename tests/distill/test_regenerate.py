@@ -291,6 +291,15 @@ def test_a_folder_of_another_run_is_refused_with_every_difference(
         run(CONFIG, data, target, folder)
 
 
+def test_a_tokenizer_without_a_chat_template_is_told_with_the_remedy(
+    target: HFTarget, data: DataConfig, tmp_path: Path
+) -> None:
+    target.tokenizer.chat_template = None
+    with pytest.raises(ValueError, match=r"set data\.chat_template"):
+        run(CONFIG, data, target, tmp_path / "answers")
+    assert not (tmp_path / "answers").exists()
+
+
 class Forgetful:
     """An engine that forgets every other request."""
 
