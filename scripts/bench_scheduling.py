@@ -67,6 +67,16 @@ OURS = "length-aware, light"
 EMBEDDING = "length-aware, embedding"
 """Only counted: it reads prompts at full length, out of proportion to what is decoded where that is scaled."""
 
+SHOWN = (
+    "num_batches",
+    "num_steps",
+    "num_evictions",
+    "padding_share",
+    "unused_share",
+    "bucket_accuracy",
+    "mean_bucket_distance",
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
@@ -81,14 +91,9 @@ class Workload:
     max_new_tokens: int
 
 
-Measured = tuple[ScheduleStatistics, float]
-"""Its `seconds` are the processor's; beside it, the clock's."""
-
-Rounds = dict[tuple[str, int, str], list[Measured]]
-"""By mode, maximum before scaling, and policy."""
-
-Record = tuple[torch.Tensor, int, int]
-"""A prompt's tokens, and the lengths of the model's and of the known model's answer."""
+Measured = tuple[ScheduleStatistics, float]  # its seconds are the processor's; beside it, the clock's
+Rounds = dict[tuple[str, int, str], list[Measured]]  # by mode, maximum before scaling, and policy
+Record = tuple[torch.Tensor, int, int]  # a prompt's tokens, the lengths of the model's and of the known model's answer
 
 
 class Uniform:
@@ -146,13 +151,9 @@ def main() -> None:
         for mode, decoder in modes.items():
             for factor in (1, *args.maximum_factors):
                 longer = replace(work, max_new_tokens=work.max_new_tokens * factor)
-                names = (
-                    [MAXIMUM, OURS, ORACLE]
-                    if factor > 1
-                    else [name for name in policies(work, predictors) if name != EMBEDDING]
-                )
-                for name in names:
-                    policy = policies(longer, predictors)[name]
+                for name, policy in policies(longer, predictors).items():
+                    if name == EMBEDDING or (factor > 1 and name not in (MAXIMUM, OURS, ORACLE)):
+                        continue
                     measured = run(target, longer, policy, decoder(target, longer).decode, budget)
                     rounds.setdefault((mode, args.max_new_tokens * factor, name), []).append(measured)
     report: dict[str, Any] = {"counted": count(predictors, records, args)}
@@ -376,34 +377,23 @@ def counting(lengths: Sequence[int]) -> Callable[[Sequence[Waiting], Sequence[in
 
 
 def print_tables(report: dict[str, Any]) -> None:
-    console = Console(width=180)
-    table = Table(title=f"{report['num_requests']} requests, {report['budget_bytes'] / 2**20:.1f} MiB of keys and values")
-    columns = "mode,maximum,policy,seq/s,over (a),over (b),of (d),batches,steps,evicted,padding,unused,accuracy,distance"
-    for column in columns.split(","):
-        table.add_column(column)
-    for row in report["measured"]:
-        speeds = [
-            row[name] and row[name]["median"] for name in ("speed_over_maximum", "speed_over_first_come", "speed_over_oracle")
-        ]
-        shares = [row[name] for name in ("padding_share", "unused_share", "bucket_accuracy", "mean_bucket_distance")]
-        counts = [str(row[name]) for name in ("num_batches", "num_steps", "num_evictions")]
-        setting = row["mode"], str(row["max_new_tokens"]), row["policy"]
-        table.add_row(*setting, *map(number, (row["sequences_per_second"], *speeds)), *counts, *map(number, shares))
-    console.print(table)
-    table = Table(title="counted at full lengths")
-    columns = "budget,maximum,policy,steps,of (a)'s,of (b)'s,of (d)'s,evicted,padding,unused,accuracy,distance,s"
-    for column in columns.split(","):
-        table.add_column(column)
-    for row in report["counted"]:
-        ratios = [row[f"{other}_steps_over_own"] for other in ("maximum", "first_come", "oracle")]
-        shares = [row[name] for name in ("padding_share", "unused_share", "bucket_accuracy", "mean_bucket_distance", "seconds")]
-        setting = str(row["budget_tokens"]), str(row["max_new_tokens"]), row["policy"], str(row["num_steps"])
-        table.add_row(*setting, *map(number, ratios), str(row["num_evictions"]), *map(number, shares))
-    console.print(table)
+    ratios = ("speed_over_maximum", "speed_over_first_come", "speed_over_oracle")
+    measured = [row | {name: row[name] and row[name]["median"] for name in ratios} for row in report.get("measured", [])]
+    print_table("measured", ("mode", "max_new_tokens", "policy", "sequences_per_second", *ratios, *SHOWN), measured)
+    ratios = ("maximum_steps_over_own", "first_come_steps_over_own", "oracle_steps_over_own")
+    print_table("counted", ("budget_tokens", "max_new_tokens", "policy", *ratios, *SHOWN), report["counted"])
 
 
-def number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
+def print_table(title: str, columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
+    table = Table(title=title)
+    for column in columns:
+        table.add_column(column.replace("_", " "))
+    for row in rows:
+        values = (row[column] for column in columns)
+        table.add_row(
+            *("-" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value) for value in values)
+        )
+    Console(width=200).print(table)
 
 
 if __name__ == "__main__":
