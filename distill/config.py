@@ -9,7 +9,7 @@ from ..data.states import STATE_DTYPES
 from ..models.decoding.sampling import Sampling
 
 MODES = ("label", "regenerate")
-ENGINES = ("auto", "decoder", "continuous", "openai")
+ENGINES = ("auto", "decoder", "batch", "continuous", "openai")
 
 
 @dataclass(kw_only=True)  # not frozen: OmegaConf would refuse every override
@@ -45,7 +45,8 @@ class DistillConfig:
     """`label` takes the texts as the data have them; `regenerate` has the target answer every turn anew first."""
 
     engine: str = "auto"
-    """What regenerates: `decoder` (outrider's own), `continuous` (transformers' continuous batching), `openai` (a server at
+    """What regenerates: `decoder` (outrider's own), `batch` (the same without drafters, in batches by predicted length under
+    `kv_budget_gib`), `continuous` (transformers' continuous batching), `openai` (a server at
     `base_url`); `auto` is `decoder` with a `drafter` or on a CPU, and `continuous` elsewhere."""
 
     temperature: float = 0.0
@@ -71,6 +72,14 @@ class DistillConfig:
 
     drafter_settings: dict[str, Any] = field(default_factory=dict)
     """Its run-time options, as in `eval.settings`: {beam_width: 4, tree_nodes: 5}, say."""
+
+    kv_budget_gib: float = 4.0
+    """Memory for the keys and values of a batch of the engine `batch`, in GiB."""
+
+    predictor: str | None = None
+    """What predicts the lengths of answers: `light`, `embedding` (on the target's own states), or a directory or Hub id of a
+    sequence-classification model. The engine `batch` always predicts, None is `light` there; the engine `continuous` admits
+    the longest first where one is named."""
 
     base_url: str | None = None
     """Of the server that the engine `openai` asks, with its version: http://HOST:8000/v1."""
@@ -120,6 +129,18 @@ class DistillConfig:
 
     def _engine_problems(self) -> list[str]:
         problems = []
+        if not 0 < self.kv_budget_gib < float("inf"):
+            problems.append(f"kv_budget_gib is {self.kv_budget_gib}; it must be a positive number")
+        if self.predictor is not None and self.engine not in ("batch", "continuous"):
+            problems.append(
+                f"predictor is {self.predictor!r} and engine {self.engine!r}; only the engines batch and continuous schedule "
+                "by length: name one of them, or leave the predictor out"
+            )
+        if self.engine == "batch" and self.decode_batch_size is not None:
+            problems.append(
+                f"decode_batch_size is {self.decode_batch_size}, and the engine batch makes its batches as large as "
+                "kv_budget_gib allows: set that, and leave decode_batch_size out"
+            )
         if self.drafter is not None and self.engine not in ("auto", "decoder"):
             problems.append(
                 f"drafter is {self.drafter!r} and engine {self.engine!r}; only the engine decoder uses one: set engine to "

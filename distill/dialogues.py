@@ -58,6 +58,7 @@ class Dialogue:
         self._stop_ids = frozenset(stop_ids)
         self._seed = seed
         self._questions = questions(conversation.turns)
+        self._told = [turn.content for turn in conversation.turns if turn.role == "assistant"]
         self._turn = 0
         self._messages: list[Turn] = []
         self._tokens: list[int] = []  # of the example that is growing
@@ -84,8 +85,13 @@ class Dialogue:
             self._end(NO_ROOM)
             return None
         self._prompt = prompt.tolist()
-        id = f"{self.id}#{self._turn}"
-        return Request(id=id, prompt_ids=prompt, seed=answer_seed(self._seed, self.id, self._turn))
+        told = self._told[self._turn] if self._turn < len(self._told) else None
+        return Request(
+            id=f"{self.id}#{self._turn}",
+            prompt_ids=prompt,
+            seed=answer_seed(self._seed, self.id, self._turn),
+            num_known_tokens=None if told is None else len(self._tokenizer(told, add_special_tokens=False).input_ids),
+        )
 
     def take(self, answer: Answer) -> None:
         """The answer to the last request. A cut one is the last, since what follows would answer a torso."""

@@ -16,6 +16,9 @@ class Request:
     prompt_ids: Int[torch.Tensor, " seq"]
     seed: int
     """Of this answer's draws, where it is sampled: they depend on nothing else."""
+    num_known_tokens: int | None = None
+    """Length of another answer to the same prompt, the data's own, say: it tells more of how long the target's will be than
+    the prompt does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from .decoding.types import Acceptance, TargetOutput
 from .graphs import GraphedFunction, Recorder
 from .hidden_states import CapturedHiddenStates
 from .tree_attention import attention_kinds, grouped_heads, masks_by_kind, require_tree_attention
-from .tree_cache import TreeCache
+from .tree_cache import KeptText, TreeCache
 
 # Relative error of logits that rounding may explain, for types of at least float32's precision and for narrower ones.
 PROBE_TOLERANCE, NARROW_PROBE_TOLERANCE = 0.001, 0.1
@@ -123,6 +123,33 @@ class HFTarget:
 
         Raises ValueError where a prompt leaves no room in the context window, or the model can't read draft trees.
         """
+        self._require_readable(prompts)
+        self._feature_layers = feature_layers
+        room = min(max_new_tokens, self.context_length - min(prompts.lengths))
+        return self._prefill(prompts, max(prompts.lengths) + room + 1 + max_nodes)
+
+    def resume(self, prompts: Prompts | None, texts: Sequence[KeptText], *, capacity: int) -> TargetOutput | None:
+        """Start anew with a batch of prompts, which are read, and behind them of `texts`, which were: see `take`.
+
+        `capacity` is the number of tokens that there is room for in a row. The output is that of the prompts.
+        """
+        output = None
+        if prompts is not None:
+            self._require_readable(prompts)
+            self._feature_layers = ()
+            output = self._prefill(prompts, capacity, num_texts=len(texts))
+        else:
+            self.num_prefills += 1
+            self._empty_cache(len(texts), capacity).host_lengths = []
+        self._require_cache().put(texts)
+        return output
+
+    def take(self, row: int) -> KeptText:
+        """The keys and values of a row's committed tokens, on the host, to be gone on with at another time."""
+        return self._require_cache().take(row)
+
+    def _require_readable(self, prompts: Prompts) -> None:
+        """Raise ValueError where a prompt leaves no room in the context window, or the model can't read draft trees."""
         if max(prompts.lengths) >= self.context_length:
             raise ValueError(
                 f"a prompt of {max(prompts.lengths)} tokens leaves no room for an answer in the target's context window of "
@@ -146,13 +173,11 @@ class HFTarget:
             except BaseException:
                 self._kinds, self._cache = {}, None
                 raise
-        self._feature_layers = feature_layers
-        room = min(max_new_tokens, self.context_length - min(prompts.lengths))
-        return self._prefill(prompts, max(prompts.lengths) + room + 1 + max_nodes)
 
-    def _prefill(self, prompts: Prompts, capacity: int) -> TargetOutput:
+    def _prefill(self, prompts: Prompts, capacity: int, *, num_texts: int = 0) -> TargetOutput:
         self.num_prefills += 1
-        cache = self._empty_cache(len(prompts.lengths), capacity)
+        cache = self._empty_cache(len(prompts.lengths) + num_texts, capacity)
+        cache.host_lengths = [0] * len(prompts.lengths)
         cache.begin_prefill(prompts.input_ids.shape[1])
         positions = torch.arange(prompts.input_ids.shape[1], device=self.device)[None]
         # No mask: under causal attention no token sees the padding on its right.

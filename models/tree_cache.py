@@ -46,6 +46,9 @@ class TreeCacheLayer(CacheLayerMixin):
         return self.cache.capacity
 
 
+KeptText = list[torch.Tensor]
+"""A text's keys and values, a tensor [slot, head, token, head_dim] of each buffer."""
+
 Place = tuple[int, int]
 """Index of a buffer, and of the slot in it."""
 
@@ -102,14 +105,14 @@ class TreeCache(Cache):
     @torch.inference_mode(False)
     def reserve(self, states: torch.Tensor) -> Place:
         """A slot for tensors like `states`, in the buffer of their shape."""
-        batch, num_heads, _, head_dim = states.shape
+        _, num_heads, _, head_dim = states.shape
         for index, buffer in enumerate(self._buffers):
             if buffer.shape[2::2] == (num_heads, head_dim) and self._used[index] < len(buffer):
                 self._used[index] += 1
                 return index, self._used[index] - 1
         left = 2 * len(self.layers) - sum(self._used)  # layers are mostly alike: room for all that are to come
         # Zeros, since what lies between a short row and the longest one is masked, and NaN times 0 would still be NaN.
-        self._buffers.append(states.new_zeros(left, batch, num_heads, self.capacity, head_dim))
+        self._buffers.append(states.new_zeros(left, self.max_batch, num_heads, self.capacity, head_dim))
         self._used.append(1)
         return len(self._buffers) - 1, 0
 
@@ -179,6 +182,27 @@ class TreeCache(Cache):
                 for buffer in self._buffers:
                     buffer[:, place] = buffer[:, row]
         self.host_lengths = [self.host_lengths[row] for row in rows]
+
+    def take(self, row: int) -> KeptText:
+        """A copy of a row's committed keys and values, on the host."""
+        length = self.host_lengths[row]
+        return [buffer[:, row, :, :length].to("cpu", copy=True) for buffer in self._buffers]
+
+    @torch.inference_mode(False)
+    def put(self, texts: Sequence[KeptText]) -> None:
+        """Add rows behind those that are there: texts that were taken from a cache of the same model."""
+        if not self._buffers:  # nothing was read yet; the layers will find their slots in the order in which they did before
+            for kept in texts[0]:
+                num_slots, num_heads, _, head_dim = kept.shape
+                shape = (num_slots, self.max_batch, num_heads, self.capacity, head_dim)
+                self._buffers.append(torch.zeros(shape, dtype=kept.dtype, device=self._lengths.device))
+                self._used.append(0)
+        for text in texts:
+            row, length = self.batch, text[0].shape[2]
+            for buffer, kept in zip(self._buffers, text, strict=True):
+                buffer[:, row, :, :length] = kept.to(buffer.device)
+            self._lengths[row] = length
+            self.host_lengths.append(length)
 
     def _rounded(self, num_columns: int) -> int:
         return -(-num_columns // self.extent_step) * self.extent_step

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +16,8 @@ from ...models.interfaces import Drafter
 from ...models.packing import packed_linears
 from ..config import DistillConfig
 from ..engine import Engine, Limits
-from . import continuous, decoder, openai
+from ..predictors import make_predictor
+from . import batch, continuous, decoder, openai
 
 logger = logging.getLogger(__name__)
 
@@ -58,9 +60,33 @@ def _open_decoder(config: DistillConfig, target: HFTarget, limits: Limits, stack
     )
 
 
+def _open_batch(config: DistillConfig, target: HFTarget, limits: Limits, stack: ExitStack) -> Engine:
+    predict = partial(make_predictor, config.predictor or "light", target)
+    predict()  # its mistakes come before any work
+    stack.enter_context(packed_linears(target.model))
+    return batch.BatchEngine(
+        target,
+        sampling=config.sampling,
+        limits=limits,
+        kv_budget_bytes=int(config.kv_budget_gib * 2**30),
+        make_predictor=predict,
+    )
+
+
 def _open_continuous(config: DistillConfig, target: HFTarget, limits: Limits, stack: ExitStack) -> Engine:
+    scheduler = None
+    if config.predictor is not None:
+        from .continuous_scheduler import LengthAwareScheduler  # its base is no public class of transformers
+
+        predict = partial(make_predictor, config.predictor, target)
+        predict()
+        scheduler = partial(LengthAwareScheduler, make_predictor=predict)
     return continuous.ContinuousEngine(
-        target, sampling=config.sampling, limits=limits, max_requests_per_batch=config.decode_batch_size
+        target,
+        sampling=config.sampling,
+        limits=limits,
+        max_requests_per_batch=config.decode_batch_size,
+        scheduler=scheduler,
     )
 
 
@@ -79,4 +105,4 @@ def _open_openai(config: DistillConfig, target: HFTarget, limits: Limits, stack:
     )
 
 
-_OPENERS = {"decoder": _open_decoder, "continuous": _open_continuous, "openai": _open_openai}
+_OPENERS = {"decoder": _open_decoder, "batch": _open_batch, "continuous": _open_continuous, "openai": _open_openai}

@@ -23,7 +23,7 @@ def generate(
     rule: AcceptanceRule,
     prompts: Int[torch.Tensor, "batch seq"] | Sequence[Int[torch.Tensor, " _"]],
     *,
-    max_new_tokens: int,
+    max_new_tokens: int | Sequence[int],
     stop_ids: Collection[int] = (),
     stop_strings: Collection[str] = (),
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -32,19 +32,21 @@ def generate(
 ) -> Iterator[Step]:
     """Answer a batch of prompts, step by step. A row leaves the batch when its answer ends.
 
-    `prompts` are rows of one length, or vectors of any lengths. The tokens are exactly those that plain decoding with the same
-    rule would emit: whatever ends an answer (see `Stopping`) also cuts an accepted path. The host reads from the device once
-    per step, for the whole batch. `stop_strings` need the `tokenizer`. With `RowSeeds` as `generator`, what a row samples
-    depends neither on its neighbours nor on the drafter; a torch.Generator is shared by all rows. `timed` takes the seconds of
-    each phase; it synchronises an accelerator after each, so leave it off where the whole is being timed.
+    `prompts` are rows of one length, or vectors of any lengths; `max_new_tokens` is one limit, or a limit for each of them. The
+    tokens are exactly those that plain decoding with the same rule would emit: whatever ends an answer (see `Stopping`) also
+    cuts an accepted path. The host reads from the device once per step, for the whole batch. `stop_strings` need the
+    `tokenizer`. With `RowSeeds` as `generator`, what a row samples depends neither on its neighbours nor on the drafter; a
+    torch.Generator is shared by all rows. `timed` takes the seconds of each phase; it synchronises an accelerator after each,
+    so leave it off where the whole is being timed.
 
     Raises ValueError for prompts that are empty or fill the context window and for logits that aren't numbers, RuntimeError
     where somebody else uses the target before the answers have ended.
     """
     batch = Prompts.of(prompts)
+    limits = [max_new_tokens] * len(batch.lengths) if isinstance(max_new_tokens, int) else list(max_new_tokens)
     stopping = Stopping(
         batch.lengths,
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=limits,
         context_length=target.context_length,
         stop_ids=stop_ids,
         stop_strings=stop_strings,
@@ -53,7 +55,7 @@ def generate(
     lap = Stopwatch(batch.input_ids.device) if timed else None
 
     prefill = target.prefill(
-        batch, max_new_tokens=max_new_tokens, max_nodes=drafter.max_nodes, feature_layers=drafter.feature_layers
+        batch, max_new_tokens=max(limits), max_nodes=drafter.max_nodes, feature_layers=drafter.feature_layers
     )
     own_prefill = target.num_prefills
     state = drafter.init_state(batch, prefill)

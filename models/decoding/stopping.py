@@ -29,14 +29,18 @@ class Stopping:
         self,
         prompt_lengths: Sequence[int],
         *,
-        max_new_tokens: int,
+        max_new_tokens: Sequence[int],
         context_length: int,
         stop_ids: Collection[int] = (),
         stop_strings: Collection[str] = (),
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
+        if len(max_new_tokens) != len(prompt_lengths):
+            raise ValueError(
+                f"{len(max_new_tokens)} limits of new tokens for {len(prompt_lengths)} prompts; give one per prompt"
+            )
+        if min(max_new_tokens) < 1:
+            raise ValueError(f"max_new_tokens is {min(max_new_tokens)}; it must be at least 1")
         if stop_strings and tokenizer is None:
             raise ValueError("stop_strings are matched in the decoded text; give the tokenizer too")
         if isinstance(stop_strings, str):
@@ -44,8 +48,8 @@ class Stopping:
         if "" in stop_strings:
             raise ValueError("one of the stop_strings is empty, and would end every answer; leave it out")
         self.answers: list[list[int]] = [[] for _ in prompt_lengths]
-        self._room = [min(max_new_tokens, context_length - length) for length in prompt_lengths]
-        self._max_new_tokens = max_new_tokens
+        self._room = [min(limit, context_length - length) for limit, length in zip(max_new_tokens, prompt_lengths, strict=True)]
+        self._max_new_tokens = tuple(max_new_tokens)
         self._stop_ids = frozenset(stop_ids)
         self._stop_strings = tuple(stop_strings)
         self._tokenizer = tokenizer
@@ -67,7 +71,7 @@ class Stopping:
         if self._stop_strings and self._completes_a_string(self.answers[row]):
             return Finish.STOP_STRING
         if len(self.answers[row]) >= self._room[row]:
-            return Finish.LENGTH if self._room[row] == self._max_new_tokens else Finish.CONTEXT
+            return Finish.LENGTH if self._room[row] == self._max_new_tokens[row] else Finish.CONTEXT
         return None
 
     def _completes_a_string(self, answer: list[int]) -> bool:

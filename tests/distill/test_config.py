@@ -47,3 +47,14 @@ def test_a_bad_address_is_refused_without_showing_what_may_be_a_password(url: st
     with pytest.raises(ValueError, match="OPENAI_API_KEY") as error:
         DistillConfig(engine="openai", base_url=url)
     assert "secret" not in str(error.value)
+
+
+def test_scheduling_by_length_is_for_the_engines_that_do_it() -> None:
+    DistillConfig(engine="batch", predictor="embedding", kv_budget_gib=0.5)
+    DistillConfig(engine="continuous", predictor="light")
+    with pytest.raises(ValueError, match="predictor is 'light' and engine 'auto'"):
+        DistillConfig(predictor="light")
+    with pytest.raises(ValueError, match="kv_budget_gib is 0.0; it must be a positive number"):
+        DistillConfig(engine="batch", kv_budget_gib=0.0)
+    with pytest.raises(ValueError, match="decode_batch_size is 8, and the engine batch"):
+        DistillConfig(engine="batch", decode_batch_size=8)

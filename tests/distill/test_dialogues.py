@@ -218,6 +218,16 @@ def test_every_answer_of_the_data_is_asked_for_and_an_open_question_too() -> Non
     assert asked("user", "assistant", "system") == [["0"]]
 
 
+def test_a_request_tells_how_long_the_datas_own_answer_is(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    talk = conversation("hello", "a longer answer", "and then", "?", "and an open question")
+    dialogue = Dialogue(talk, tiny_tokenizer, limits=LIMITS, stop_ids=[END], seed=0)
+    known = []
+    while request := dialogue.next_request():
+        known.append(request.num_known_tokens)
+        dialogue.take(Answer(id=request.id, tokens=torch.tensor([80, 81, END]), cut=False))
+    assert known == [len(tiny_tokenizer("a longer answer").input_ids), 1, None]
+
+
 def test_seeds_are_of_the_conversation_and_the_turn_alone(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     assert answer_seed(0, "chat", 0) == answer_seed(0, "chat", 0)
     places = [(seed, id, turn) for seed in (0, 1) for id in ("chat", "chat2", "2/chat") for turn in (0, 1, 2)]

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,19 @@ def test_a_complete_folder_is_left_alone(
     monkeypatch.setattr(module, "open_engine", no_engine)
     assert examples_sha256(run(CONFIG, data, target, folder)) == first
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+
+
+def test_batches_by_length_give_the_decoders_examples_and_the_same_bytes_again(
+    target: HFTarget, data: DataConfig, tmp_path: Path
+) -> None:
+    by_length = replace(CONFIG, engine="batch", decode_batch_size=None, kv_budget_gib=2e-4)
+    examples = run(by_length, data, target, tmp_path / "batch")
+    assert examples_sha256(examples) == examples_sha256(run(CONFIG, data, target, tmp_path / "decoder"))
+    before = contents(tmp_path / "batch")
+    for path in (tmp_path / "batch").glob("*00001*"):
+        path.unlink()
+    run(by_length, data, target, tmp_path / "batch")
+    assert contents(tmp_path / "batch") == before
 
 
 def test_a_deleted_shard_alone_is_made_anew_and_lost_times_cost_nothing(

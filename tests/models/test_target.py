@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.models.config import TargetConfig
 from outrider.models.decoding import Prompts, chain_tree
+from outrider.models.decoding.tree import empty_tree
 from outrider.models.hf_target import HFTarget
 from outrider.models.target import load_target, load_tokenizer
 
@@ -160,3 +161,20 @@ def test_features_are_the_inputs_of_the_layers_asked_for(target, prompt):
     states = target.model(text, output_hidden_states=True).hidden_states
     torch.testing.assert_close(after, torch.cat([states[1], states[0]], dim=-1)[:, -3:])
     assert target.prefill(Prompts.of(prompt), max_new_tokens=4, max_nodes=2).features is None
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("with_prompt", [True, False])
+def test_texts_that_were_taken_from_the_cache_go_on_as_if_they_had_stayed(tiny_target_dir, with_prompt):
+    target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="float64"), torch.device("cpu"))
+    texts = [torch.arange(5, 12), torch.arange(40, 43), torch.arange(90, 95)]
+    target.prefill(Prompts.of(texts), max_new_tokens=4, max_nodes=0)
+    kept = [target.take(row) for row in (2, 0)]
+    target.release_cache()
+    others = [torch.arange(200, 209)] if with_prompt else []
+    target.resume(Prompts.of(others) if others else None, kept, capacity=16)
+    last = torch.arange(50, 50 + len(others) + 2)
+    output = target.verify(last, empty_tree(len(last), torch.device("cpu")))
+    for row, text in enumerate([*others, texts[2], texts[0]]):
+        plain = target.model(torch.cat([text, last[row : row + 1]])[None]).logits[0, -1]
+        torch.testing.assert_close(output.logits[row, 0], plain)

@@ -176,3 +176,17 @@ def test_two_answers_at_once_from_one_target_are_refused(target, prompt):
 def test_a_target_that_drafts_for_itself_is_refused(target, prompt):
     with pytest.raises(RuntimeError, match="let a draft model be a target of its own"):
         decode(target, DraftModel(DraftModelConfig(length=2), target), prompt)
+
+
+def test_each_row_has_a_limit_of_its_own(target, prompt, plain):
+    prompts = [prompt[0], prompt[0], prompt[0]]
+    steps = decode(target, NullDrafter(), prompts, max_new_tokens=[3, 7, 1])
+    texts = [
+        [token for step in steps for row, new in zip(step.rows, step.tokens, strict=True) if row == r for token in new]
+        for r in range(3)
+    ]
+    assert texts == [plain[:3], plain[:7], plain[:1]]
+    finishes = [finish for step in steps for finish in step.finishes if finish]
+    assert finishes == [Finish.LENGTH] * 3
+    with pytest.raises(ValueError, match="2 limits of new tokens for 3 prompts"):
+        decode(target, NullDrafter(), prompts, max_new_tokens=[3, 7])

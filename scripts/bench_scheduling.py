@@ -1,0 +1,400 @@
+"""Measure length-aware scheduling in the padded engine, after S3 (arXiv 2306.06000), on a real distribution of lengths.
+
+    python scripts/bench_scheduling.py --data ../shared/data/chat/alpaca_eval_outputs.jsonl.gz
+
+The requests are real prompts, and each answer is as long as the one that a chat model really gave, in the target's tokens: the
+target decodes real steps, and a row ends where the recorded answer does. All lengths, prompts' too, are divided by --scale so
+that a run takes minutes on a CPU; predictors read the whole prompt. They start from --seen answers to prompts whose number is
+below HELD_OUT; measured is on prompts from there on, and on others that were not seen.
+
+Two kinds of batches: in `classic` ones, S3's, a row that has ended idles until its batch ends; in `leaving` ones, the
+engine's own, it leaves. Policies take turns in every round; medians over the rounds are reported, and ratios are of rounds.
+Seconds are the processor's, learning and predicting included, so that other work on the machine counts less; the clock's are
+in the record too.
+Then steps and batches are counted, without decoding, for several budgets and maxima at the full lengths.
+"""
+
+import argparse
+import gzip
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from outrider.data.files import write_json
+from outrider.distill.engine import Limits, Request
+from outrider.distill.engines.batch import LEAST_SHARE, RESERVED_SHARE, UNKNOWN_SHARE, BatchDecoder
+from outrider.distill.lengths import NUM_BUCKETS, LengthPredictor, Predicted, Seen
+from outrider.distill.predictors import make_predictor
+from outrider.distill.schedule import (
+    Decode,
+    Decoded,
+    Known,
+    Pages,
+    Policy,
+    Rectangle,
+    ScheduleStatistics,
+    Waiting,
+    first_come,
+    kv_bytes_per_token,
+    longest_answer_first,
+    longest_prompt_first,
+    summarise,
+    supervise,
+)
+from outrider.eval.environment import describe_environment
+from outrider.models.config import TargetConfig
+from outrider.models.decoding import Sampling
+from outrider.models.hf_target import HFTarget
+from outrider.models.target import load_target
+
+HELD_OUT = 700
+"""Prompts of this number and above are never learnt from."""
+
+ORACLE = "(d) oracle: known lengths, longest first"
+BASELINE = "(b) first come, actual need reserved"
+MAXIMUM = "(a) first come, maximum reserved"
+OURS = "length-aware, light"
+EMBEDDING = "length-aware, embedding"
+"""Only counted: it reads prompts at full length, out of proportion to what is decoded where that is scaled."""
+
+SHOWN = (
+    "num_batches",
+    "num_steps",
+    "num_evictions",
+    "padding_share",
+    "unused_share",
+    "bucket_accuracy",
+    "mean_bucket_distance",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Requests and how long their answers are, in the tokens that are decoded."""
+
+    requests: list[Request]
+    """With the whole prompts: what predictors read."""
+    prompts: list[torch.Tensor]
+    """What is decoded of them."""
+    lengths: list[int]
+    seen: list[Seen]
+    max_new_tokens: int
+
+
+Measured = tuple[ScheduleStatistics, float]  # its seconds are the processor's; beside it, the clock's
+Rounds = dict[tuple[str, int, str], list[Measured]]  # by mode, maximum before scaling, and policy
+Record = tuple[torch.Tensor, int, int]  # a prompt's tokens, the lengths of the model's and of the known model's answer
+
+
+class Uniform:
+    """Predicts nothing: every answer is as likely in one bucket as in another, so all get the same reservation."""
+
+    def learn(self, requests: Sequence[Request], buckets: torch.Tensor) -> None:
+        pass
+
+    def predict(self, requests: Sequence[Request]) -> torch.Tensor:
+        return torch.full((len(requests), NUM_BUCKETS), 1 / NUM_BUCKETS)
+
+
+class LeavingDecoder(BatchDecoder):
+    """Ends answers at the recorded lengths."""
+
+    def __init__(self, target: HFTarget, work: Workload) -> None:
+        requests = [replace(request, prompt_ids=ids) for request, ids in zip(work.requests, work.prompts, strict=True)]
+        limits = Limits(max_new_tokens=work.max_new_tokens, max_tokens=target.context_length)
+        super().__init__(target, requests, Sampling(temperature=0.0), limits)
+        self.lengths = work.lengths
+
+    def is_ended(self, index: int) -> bool:
+        return len(self.tokens[index]) == self.lengths[index]
+
+
+class ClassicDecoder(LeavingDecoder):
+    """A row that has ended idles in its place until the batch ends: it is computed, and nothing of it is kept."""
+
+    def _leave(self, rows: list[int], going: list[int]) -> list[int]:
+        return rows
+
+    def _step(self, rows: Sequence[int], going: Sequence[int]) -> None:
+        before = {index: len(self.tokens[index]) for index in rows}
+        super()._step(rows, going)
+        idle = [index not in going for index in rows]
+        self.target.rewind(torch.tensor(idle, device=self.target.device).long(), [int(is_idle) for is_idle in idle])
+        for index, is_idle in zip(rows, idle, strict=True):
+            if is_idle:
+                del self.tokens[index][before[index] :]
+
+
+def main() -> None:
+    args = parse_args()
+    torch.set_num_threads(args.threads)
+    target = load_target(TargetConfig(name_or_path=args.target, dtype="float32"), torch.device("cpu"))
+    records = read_records(args, target)
+    predictors = make_predictors(target)
+    work = make_workload(records, args, scale=args.scale, count=args.requests, max_new_tokens=args.max_new_tokens)
+    budget = args.budget_tokens // args.scale
+    rounds: Rounds = {}
+    modes: dict[str, type[LeavingDecoder]] = {"classic": ClassicDecoder, "leaving": LeavingDecoder}
+    if args.rounds:
+        run(target, work, policies(work, predictors)[ORACLE], LeavingDecoder(target, work).decode, budget)  # warm-up
+    for _ in tqdm(range(args.rounds), unit="round"):
+        for mode, decoder in modes.items():
+            for factor in (1, *args.maximum_factors):
+                longer = replace(work, max_new_tokens=work.max_new_tokens * factor)
+                for name, policy in policies(longer, predictors).items():
+                    if name == EMBEDDING or (factor > 1 and name not in (MAXIMUM, OURS, ORACLE)):
+                        continue
+                    measured = run(target, longer, policy, decoder(target, longer).decode, budget)
+                    rounds.setdefault((mode, args.max_new_tokens * factor, name), []).append(measured)
+    report: dict[str, Any] = {"counted": count(predictors, records, args)}
+    if args.rounds:
+        report |= {
+            "measured": [describe(*key, rounds) for key in rounds],
+            "num_requests": len(work.requests),
+            "num_held_out": sum(int(request.id) >= HELD_OUT for request in work.requests),
+            "mean_prompt_tokens": statistics.mean(map(len, work.prompts)),
+            "answer_tokens": {"mean": statistics.mean(work.lengths), "deciles": statistics.quantiles(work.lengths, n=10)},
+            "budget_bytes": budget * kv_bytes_per_token(target),
+            "reserved_share": RESERVED_SHARE,
+            "least_share": LEAST_SHARE,
+            "settings": {**vars(args), "output": str(args.output), "data": args.data.name},
+            "environment": asdict(describe_environment(target.device)),
+        }
+    else:
+        report = json.loads(args.output.read_text()) | report
+    write_json(args.output, report)
+    print_tables(report)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="alpaca_eval_outputs.jsonl.gz")
+    parser.add_argument("--target", default="models/demo_target", help="directory or Hub id")
+    parser.add_argument("--model", default="vicuna-7b-v1.3", help="whose answers' lengths are the target's")
+    parser.add_argument("--known-model", default="OpenHermes-2.5-Mistral-7B", help="whose answers the data is said to have")
+    parser.add_argument("--requests", type=int, default=160, help="measured by the clock, all held-out ones among them")
+    parser.add_argument("--seen", type=int, default=300, help="answers that predictors start from")
+    parser.add_argument("--scale", type=int, default=8, help="all lengths are divided by it where time is measured")
+    parser.add_argument("--max-new-tokens", type=int, default=1024, help="before scaling")
+    parser.add_argument("--maximum-factors", type=int, nargs="*", default=[2], help="greater maxima to measure (a) under")
+    parser.add_argument("--budget-tokens", type=int, default=16384, help="KV-memory budget in tokens, before scaling")
+    parser.add_argument("--rounds", type=int, default=2, help="0 counts only, and keeps what the record has measured")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/scheduling.json"))
+    return parser.parse_args()
+
+
+def read_records(args: argparse.Namespace, target: HFTarget) -> dict[int, Record]:
+    """By number of the prompt."""
+    found: dict[str, dict[int, tuple[str, str]]] = {args.model: {}, args.known_model: {}}
+    with gzip.open(args.data, "rt") as lines:
+        for line in lines:
+            record = json.loads(line)
+            if record["model"] in found:
+                prompt, answer = (turn["value"] for turn in record["conversations"])
+                found[record["model"]][record["prompt_id"]] = prompt, answer
+    encode = target.tokenizer
+    return {
+        number: (
+            torch.tensor(encode(prompt).input_ids),
+            len(encode(answer).input_ids) + 1,
+            len(encode(found[args.known_model][number][1]).input_ids) + 1,
+        )
+        for number, (prompt, answer) in sorted(found[args.model].items())
+        if number in found[args.known_model] and prompt
+    }
+
+
+def make_workload(
+    records: dict[int, Record],
+    args: argparse.Namespace,
+    *,
+    scale: int,
+    count: int | None,
+    max_new_tokens: int,
+) -> Workload:
+    """`count` requests in an order of chance, the held-out prompts first chosen; all where it is None."""
+    draw = random.Random(args.seed)
+    early = [number for number in records if number < HELD_OUT]
+    draw.shuffle(early)
+    measured = [number for number in records if number >= HELD_OUT] + early[args.seen :]
+    measured = measured[:count]
+    draw.shuffle(measured)
+
+    def request(number: int) -> Request:
+        ids, _, known = records[number]
+        return Request(id=str(number), prompt_ids=ids, seed=number, num_known_tokens=known)
+
+    def length(number: int) -> int:
+        return max(1, min(max_new_tokens, records[number][1]) // scale)
+
+    return Workload(
+        requests=[request(number) for number in measured],
+        prompts=[records[number][0][: -(-len(records[number][0]) // scale)] for number in measured],
+        lengths=[length(number) for number in measured],
+        seen=[Seen(request=request(number), num_tokens=length(number)) for number in early[: args.seen]],
+        max_new_tokens=max_new_tokens // scale,
+    )
+
+
+def make_predictors(target: HFTarget) -> dict[str, tuple[LengthPredictor, bool]]:
+    """Each predictor, and whether it is told the length of another model's answer."""
+    return {
+        "length-aware, nothing predicted": (Uniform(), False),
+        OURS: (make_predictor("light", target), False),
+        EMBEDDING: (make_predictor("embedding", target), False),
+        "length-aware, light and known length": (make_predictor("light", target), True),
+    }
+
+
+def policies(work: Workload, predictors: dict[str, tuple[LengthPredictor, bool]]) -> dict[str, Policy]:
+    """Everything that is compared. What is known is known exactly; (b) to (d) reserve just that."""
+    maximum, actual = Known([work.max_new_tokens] * len(work.lengths)), Known(work.lengths)
+    memory = Rectangle()
+    fixed = {
+        MAXIMUM: Policy(reservation=maximum, order=first_come, memory=memory, may_overtake=False),
+        BASELINE: Policy(reservation=actual, order=first_come, memory=memory, may_overtake=False),
+        "(b) first come, paged memory": Policy(reservation=actual, order=first_come, memory=Pages(), may_overtake=False),
+        "(c) longest prompt first": Policy(reservation=actual, order=longest_prompt_first, memory=memory, may_overtake=True),
+        ORACLE: Policy(reservation=actual, order=longest_answer_first, memory=memory, may_overtake=True),
+    }
+    predicted = {
+        name: Policy(
+            reservation=predict(predictor, work, knows_lengths=knows_lengths),
+            order=longest_answer_first,
+            memory=memory,
+            may_overtake=True,
+            least_share=LEAST_SHARE,
+        )
+        for name, (predictor, knows_lengths) in predictors.items()
+    }
+    return fixed | predicted
+
+
+def predict(predictor: LengthPredictor, work: Workload, *, knows_lengths: bool) -> Predicted:
+    def shown(request: Request) -> Request:
+        return request if knows_lengths else replace(request, num_known_tokens=None)
+
+    return Predicted(
+        predictor,
+        [shown(request) for request in work.requests],
+        share=RESERVED_SHARE,
+        unknown=max(1, int(UNKNOWN_SHARE * work.max_new_tokens)),
+        seen=[replace(seen, request=shown(seen.request)) for seen in work.seen],
+    )
+
+
+def run(target: HFTarget, work: Workload, policy: Policy, decode: Decode, budget: int) -> Measured:
+    """Answer all requests under a budget in tokens. The seconds are those of learning and predicting lengths too."""
+    target.release_cache()
+    return measure(work, policy, decode, budget)
+
+
+def measure(work: Workload, policy: Policy, decode: Decode, budget: int) -> Measured:
+    started, cpu_started = time.perf_counter(), time.process_time()
+    rooms = [work.max_new_tokens] * len(work.lengths)
+    reports = list(supervise(list(map(len, work.prompts)), rooms, policy, decode, budget=budget))
+    seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
+    reservation = policy.reservation
+    predicted, actual = reservation.compare(work.lengths) if isinstance(reservation, Predicted) else ([], [])
+    return summarise(reports, predicted, actual, cpu_seconds), seconds
+
+
+def describe(mode: str, maximum: int, name: str, rounds: Rounds) -> dict[str, Any]:
+    """The medians of one policy, and its speed in units of others', round by round."""
+    results = rounds[mode, maximum, name]
+
+    def times(other: str) -> dict[str, Any] | None:
+        if (mode, maximum, other) not in rounds:
+            return None
+        pairs = zip(results, rounds[mode, maximum, other], strict=True)
+        ratios = [theirs.seconds / own.seconds for (own, _), (theirs, _) in pairs]
+        return {"median": statistics.median(ratios), "rounds": ratios}
+
+    return {
+        "mode": mode,
+        "max_new_tokens": maximum,
+        "policy": name,
+        **asdict(results[0][0]),
+        "seconds": statistics.median(result.seconds for result, _ in results),
+        "sequences_per_second": statistics.median(result.sequences_per_second for result, _ in results),
+        "rounds_cpu_seconds": [result.seconds for result, _ in results],
+        "rounds_clock_seconds": [seconds for _, seconds in results],
+        "speed_over_maximum": times(MAXIMUM),
+        "speed_over_first_come": times(BASELINE),
+        "speed_over_oracle": times(ORACLE),
+    }
+
+
+def count(
+    predictors: dict[str, tuple[LengthPredictor, bool]], records: dict[int, Record], args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Batches and their steps at full lengths, nothing decoded: where steps cost the same for few rows as for many, as on an
+    accelerator whose time is the reading of weights, that is the time."""
+    rows = []
+    for factor in (1, 2, 4):
+        work = make_workload(records, args, scale=1, count=None, max_new_tokens=args.max_new_tokens * factor)
+        for budget in (args.budget_tokens // 2, args.budget_tokens, args.budget_tokens * 4):
+            results = {}
+            for name, policy in policies(work, predictors).items():
+                results[name], _ = measure(work, policy, counting(work.lengths), budget)
+            for name, counted in results.items():
+                steps = {
+                    "maximum_steps_over_own": results[MAXIMUM].num_steps / counted.num_steps,
+                    "first_come_steps_over_own": results[BASELINE].num_steps / counted.num_steps,
+                    "oracle_steps_over_own": results[ORACLE].num_steps / counted.num_steps,
+                }
+                setting = {"budget_tokens": budget, "max_new_tokens": work.max_new_tokens, "num_requests": len(work.lengths)}
+                rows.append({**setting, "policy": name, **asdict(counted), **steps})
+    return rows
+
+
+def counting(lengths: Sequence[int]) -> Callable[[Sequence[Waiting], Sequence[int], int], list[Decoded]]:
+    """A `Decode` that only counts tokens."""
+
+    def decode(batch: Sequence[Waiting], limits: Sequence[int], least: int) -> list[Decoded]:
+        new = [min(lengths[row.index] - row.num_written, limit) for row, limit in zip(batch, limits, strict=True)]
+        # The batch ends with the token after which fewer than `least` rows go on.
+        end = sorted(new, reverse=True)[max(0, least - 1)]
+        new = [min(num_new, end) for num_new in new]
+        return [
+            Decoded(num_new=num_new, ended=row.num_written + num_new == lengths[row.index])
+            for row, num_new in zip(batch, new, strict=True)
+        ]
+
+    return decode
+
+
+def print_tables(report: dict[str, Any]) -> None:
+    ratios = ("speed_over_maximum", "speed_over_first_come", "speed_over_oracle")
+    measured = [row | {name: row[name] and row[name]["median"] for name in ratios} for row in report.get("measured", [])]
+    print_table("measured", ("mode", "max_new_tokens", "policy", "sequences_per_second", *ratios, *SHOWN), measured)
+    ratios = ("maximum_steps_over_own", "first_come_steps_over_own", "oracle_steps_over_own")
+    print_table("counted", ("budget_tokens", "max_new_tokens", "policy", *ratios, *SHOWN), report["counted"])
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
+    table = Table(title=title)
+    for column in columns:
+        table.add_column(column.replace("_", " "))
+    for row in rows:
+        values = (row[column] for column in columns)
+        table.add_row(
+            *("-" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value) for value in values)
+        )
+    Console(width=200).print(table)
+
+
+if __name__ == "__main__":
+    main()

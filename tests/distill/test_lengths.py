@@ -1,0 +1,164 @@
+"""Buckets, predictors and the reservations made of them: learnable, reproducible, and blind to what was asked before."""
+
+import random
+import statistics
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import DistilBertConfig, DistilBertForSequenceClassification
+
+from outrider.distill.engine import Request
+from outrider.distill.lengths import LEARN_FIRST, NUM_BUCKETS, Buckets, Predicted, Seen
+from outrider.distill.predictors import LightPredictor, make_predictor, soft_labels
+
+SHORT, LONG = 70, 200
+"""Tokens that prompts for short and for long answers begin with."""
+
+
+def make_requests(count: int, *, known: bool = False) -> list[Request]:
+    draw = random.Random(count)
+    requests = []
+    for index in range(count):
+        ids = [SHORT if index % 2 else LONG, *(draw.randrange(100, 190) for _ in range(draw.randint(3, 12)))]
+        length = (5 if index % 2 else 80) if known else None
+        requests.append(Request(id=f"{count}/{index}", prompt_ids=torch.tensor(ids), seed=0, num_known_tokens=length))
+    return requests
+
+
+def lengths_of(count: int) -> list[int]:
+    draw = random.Random(-count)
+    return [draw.randint(1, 10) if index % 2 else draw.randint(60, 100) for index in range(count)]
+
+
+@pytest.fixture
+def classifier_dir(tmp_path: Path, tiny_tokenizer) -> Path:
+    config = DistilBertConfig(
+        vocab_size=300, dim=16, hidden_dim=32, n_layers=1, n_heads=2, max_position_embeddings=64, pad_token_id=0, num_labels=3
+    )
+    torch.manual_seed(0)
+    DistilBertForSequenceClassification(config).save_pretrained(tmp_path / "classifier")
+    tiny_tokenizer.save_pretrained(tmp_path / "classifier")
+    return tmp_path / "classifier"
+
+
+def test_buckets_are_deciles_and_lengths_beyond_the_last_are_in_it():
+    buckets = Buckets.of(range(1, 101))
+    assert buckets.index([1, 10, 11, 95, 100, 5000]).tolist() == [0, 0, 1, 9, 9, 9]
+    counts = torch.bincount(buckets.index(list(range(1, 101))), minlength=NUM_BUCKETS)
+    assert counts.tolist() == [10] * NUM_BUCKETS
+
+
+def test_quantiles_lie_where_the_distribution_puts_them():
+    buckets = Buckets(torch.arange(1, 11, dtype=torch.float64) * 10)
+    probs = torch.zeros(2, NUM_BUCKETS)
+    probs[0, 3] = 1.0
+    probs[1, [0, 9]] = 0.5
+    assert buckets.quantile(probs, 0.5) == [35, 10]
+    assert buckets.quantile(probs, 0.75) == [38, 95]
+    assert buckets.quantile(probs, 1.0) == [40, 100]
+
+
+def test_quantiles_survive_empty_buckets():
+    buckets = Buckets.of([7] * 40)
+    assert buckets.quantile(torch.full((1, NUM_BUCKETS), 1 / NUM_BUCKETS), 0.5) in ([1], [7])
+    assert buckets.index([7, 8]).tolist() == [0, 9]
+
+
+def test_labels_are_spread_over_neighbours_and_sum_to_one():
+    labels = soft_labels(torch.tensor([0, 5]))
+    assert torch.allclose(labels.sum(1), torch.ones(2))
+    assert labels.argmax(1).tolist() == [0, 5]
+    assert labels[1, 4] == labels[1, 6] > labels[1, 3]
+
+
+@pytest.mark.parametrize("name", ["light", "embedding", "classifier"])
+def test_every_predictor_learns_what_prompts_say(name, target, classifier_dir, monkeypatch):
+    if name == "classifier":
+        monkeypatch.setattr("outrider.distill.predictors.ClassifierPredictor.learning_rate", 3e-3)
+        monkeypatch.setattr("outrider.distill.predictors.ClassifierPredictor.epochs", 12)
+    predictor = make_predictor(str(classifier_dir) if name == "classifier" else name, target)
+    buckets = Buckets.of(lengths_of(96))
+    predictor.learn(make_requests(96), buckets.index(lengths_of(96)))
+    probs = predictor.predict(make_requests(40))
+    assert probs.shape == (40, NUM_BUCKETS)
+    assert torch.allclose(probs.sum(1), torch.ones(40), atol=1e-5)
+    medians = buckets.quantile(probs, 0.5)
+    assert statistics.mean(medians[0::2]) > 2 * statistics.mean(medians[1::2])
+
+
+@pytest.mark.parametrize("name", ["light", "embedding", "classifier"])
+def test_a_predictor_is_a_function_of_its_last_lessons(name, target, classifier_dir):
+    name = str(classifier_dir) if name == "classifier" else name
+    first, second = make_predictor(name, target), make_predictor(name, target)
+    second.learn(make_requests(32), torch.zeros(32, dtype=torch.long))
+    second.predict(make_requests(8))
+    before = torch.get_rng_state()
+    for predictor in (first, second):
+        predictor.learn(make_requests(40), torch.arange(40) % 10)
+    assert torch.equal(first.predict(make_requests(8)), second.predict(make_requests(8)))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_other_answers_length_tells_more_than_the_prompt():
+    requests = make_requests(64, known=True)
+    blind = [Request(id=r.id, prompt_ids=torch.tensor([9]), seed=0, num_known_tokens=r.num_known_tokens) for r in requests]
+    predictor = LightPredictor(300)
+    buckets = Buckets.of(lengths_of(64))
+    predictor.learn(blind, buckets.index(lengths_of(64)))
+    medians = buckets.quantile(predictor.predict(blind), 0.5)
+    assert min(medians[0::2]) > max(medians[1::2])
+
+
+def test_a_predictor_that_is_none_is_refused_with_the_choices(target, tmp_path):
+    with pytest.raises(ValueError, match="must be light, embedding, or a sequence-classification model"):
+        make_predictor(str(tmp_path), target)
+
+
+def test_pickled_weights_are_not_read(target, classifier_dir):
+    model = DistilBertForSequenceClassification.from_pretrained(classifier_dir)
+    (classifier_dir / "model.safetensors").unlink()
+    torch.save(model.state_dict(), classifier_dir / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="safetensors"):
+        make_predictor(str(classifier_dir), target)
+
+
+class Recorder:
+    """Predicts the first bucket, and keeps its lessons."""
+
+    def __init__(self) -> None:
+        self.lessons: list[list[tuple[str, int]]] = []
+
+    def learn(self, requests: list[Request], buckets: torch.Tensor) -> None:
+        self.lessons.append([(request.id, bucket) for request, bucket in zip(requests, buckets.tolist(), strict=True)])
+
+    def predict(self, requests: list[Request]) -> torch.Tensor:
+        return torch.eye(NUM_BUCKETS)[:1].expand(len(requests), -1)
+
+
+def test_it_learns_first_from_a_few_and_then_whenever_the_answers_have_doubled():
+    recorder, requests = Recorder(), make_requests(200)
+    predicted = Predicted(recorder, requests, share=0.5, unknown=17)
+    assert predicted.reserve(range(200)) == [17] * 200
+    learnt_at = [num for num in range(1, 201) if predicted.observe(dict.fromkeys(range(num), 9), {})]
+    assert learnt_at == [LEARN_FIRST, 2 * LEARN_FIRST, 4 * LEARN_FIRST]
+    assert [len(lessons) for lessons in recorder.lessons] == learnt_at
+
+
+def test_unfinished_answers_count_as_long_as_they_are_reserved_for_and_mistakes_twice():
+    recorder, requests = Recorder(), make_requests(LEARN_FIRST)
+    predicted = Predicted(recorder, requests, share=0.5, unknown=30)
+    predicted.reserve(range(LEARN_FIRST))
+    lengths = {index: index + 1 for index in range(LEARN_FIRST - 2)}
+    assert predicted.observe(lengths, {LEARN_FIRST - 2: 30, LEARN_FIRST - 1: 60})
+    last = NUM_BUCKETS - 1
+    assert recorder.lessons[0][-3:] == [(requests[-2].id, last), (requests[-1].id, last), (requests[-1].id, last)]
+    assert len(recorder.lessons[0]) == LEARN_FIRST + 1
+
+
+def test_what_was_seen_before_predicts_from_the_first_request_on():
+    recorder, requests = Recorder(), make_requests(40)
+    seen = [Seen(request=request, num_tokens=10 * (index + 1)) for index, request in enumerate(requests)]
+    predicted = Predicted(recorder, requests[:3], share=1.0, unknown=17, seen=seen)
+    assert predicted.reserve([0, 1, 2]) == [49, 49, 49]  # the first decile of 10, 20, ... 400, interpolated
+    assert predicted.compare([1, 1, 400]) == ([0, 0, 0], [0, 0, 9])
