@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("outputs/features_study"), help="shards and drafters go there")
     parser.add_argument("--texts", type=int, default=300)
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--positions", type=int, default=384, help="positions per step")
+    parser.add_argument("--positions", type=int, default=192, help="positions per step")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--output", type=Path, default=None, help="write a record of the figures")
     parser.add_argument("--bytes", action="store_true", help="print the table of bytes per token, and nothing else")
