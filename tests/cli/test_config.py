@@ -266,11 +266,11 @@ def test_without_variants_the_folders_are_the_runs_own() -> None:
 
 def test_a_teacher_that_the_distillation_does_not_store_is_told_before_it() -> None:
     teacher = ("train.loss=kl", "train.teacher=top_k")
-    with pytest.raises(ValueError, match=r"train\.teacher is top_k, and distill\.top_k is null"):
+    with pytest.raises(ValueError, match=r"train\.teacher is top_k, and distill\.top_logprobs is null"):
         run_config(*teacher)
     with pytest.raises(ValueError, match=r"variants\.top: train\.teacher is top_k"):
         run_config("+variants.top={train: {teacher: top_k}}")
-    assert run_config(*teacher, "distill.top_k=16").distill.top_k == 16
+    assert run_config(*teacher, "distill.top_logprobs=16").distill.top_logprobs == 16
     assert run_config(*teacher, "stages=[train]").train.teacher == "top_k", "the shards are there, and say what they hold"
 
 

@@ -177,7 +177,7 @@ def test_answers_of_another_model_are_noticed_when_they_are_labelled(
         caplog.clear()
         folder = tmp_path / f"distill-{is_told}"
         with caplog.at_level(logging.WARNING, logger="outrider"):
-            distill(config, data, target, target.tokenizer, folder, Accelerator(cpu=True), sampled)
+            distill(config, data, target, target.tokenizer, folder, Accelerator(cpu=True), examples=sampled)
         agreement = read_json(folder / "stats.json")["agreement"]
         assert SUSPICIOUS_AGREEMENT < agreement < GREEDY_AGREEMENT
         assert ("in another precision" in caplog.text) == is_told
