@@ -15,28 +15,39 @@ def options() -> None:
 
 @app.command("verify")
 def verify_command(
-    directory: Annotated[Path, typer.Argument(help="A folder of shards: what the stage distill wrote.")],
+    directory: Annotated[Path, typer.Argument(help="What the stage distill wrote: a folder of shards, or of answers.")],
     target: Annotated[str | None, typer.Option(help="Also: is this the target (a directory or a Hub id) they are of?")] = None,
 ) -> None:
-    """Read every byte of the shards and tell all that is wrong with them. Exits with 1 where anything is."""
-    from ..data.verify import find_damage  # loads torch
+    """Read every byte of a folder and tell all that is wrong with it. Exits with 1 where anything is."""
+    # They load torch.
+    from ..data.manifest import TargetIdentity
+    from ..data.verify import find_damage
+    from ..distill.answers import find_damage as find_damaged_answers
 
-    manifest, problems = find_damage(directory)
+    identity: TargetIdentity
+    if any(directory.glob("answers-*")):
+        answers, problems = find_damaged_answers(directory)
+        identity, num_tokens = answers.target, sum(entry.counts.num_tokens for entry in answers.shards)
+        num_answers = sum(entry.counts.num_answers for entry in answers.shards)
+        summary = f"{len(answers.shards)} shards are whole: {num_answers} answers of {num_tokens} tokens"
+    else:
+        manifest, problems = find_damage(directory)
+        identity, num_bytes = manifest.target, sum(shard.num_bytes for shard in manifest.shards)
+        summary = (
+            f"{len(manifest.shards)} shards are whole: {sum(len(shard.ids) for shard in manifest.shards)} examples, "
+            f"{manifest.num_tokens} tokens, {manifest.num_labels} labelled positions of horizon {manifest.horizon}, "
+            f"{num_bytes / 1e6:.1f} MB"
+        )
     if target is not None:
         from ..models.target import load_target
 
-        try:
-            manifest.require_target(load_target(target).identity)
-        except ValueError as error:
-            problems.append(str(error))
+        if differences := identity.differences(load_target(target).identity):
+            problems.append(
+                f"they are of the target {identity.name!r} (revision {identity.revision}) and not of {target}; differing "
+                f"(there, here): {'; '.join(differences)}"
+            )
     for problem in problems:
         typer.echo(problem, err=True)
     if problems:
         raise typer.Exit(1)
-    num_examples = sum(len(shard.ids) for shard in manifest.shards)
-    num_bytes = sum(shard.num_bytes for shard in manifest.shards)
-    typer.echo(
-        f"{len(manifest.shards)} shards are whole: {num_examples} examples, {manifest.num_tokens} tokens, "
-        f"{manifest.num_labels} labelled positions of horizon {manifest.horizon}, {num_bytes / 1e6:.1f} MB, of the target "
-        f"{manifest.target.name}"
-    )
+    typer.echo(f"{summary}, of the target {identity.name}")

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ from ..data.decontamination import PromptOverlap
 from ..data.files import atomic_write_text
 from ..data.manifest import load_manifest
 from ..data.prompts import load_suite
+from ..data.sources import load_conversations
 from ..distill.continuations import require_branch_attention
-from ..distill.estimate import estimate, estimate_table
+from ..distill.estimate import estimate, estimate_regeneration, estimate_table, regeneration_table
 from ..distill.regenerate import regenerate
 from ..distill.run import distill, load_examples
 from ..eval.rows import Row, is_broken
@@ -122,7 +124,17 @@ def _distill(config: RunConfig, target: HFTarget, folder: Path, accelerator: Acc
 
 def _print_plan(config: RunConfig, target: HFTarget, folder: Path, accelerator: Accelerator) -> None:
     """What the distillation would take. All processes measure, since they will share the machine; the first one prints."""
-    examples, dropped = load_examples(config.data, target.tokenizer, prompt_overlap(config))
+    overlap = prompt_overlap(config)
+    if config.distill.mode == "regenerate":
+        conversations, unread = load_conversations(config.data, overlap)
+        regeneration, examples = estimate_regeneration(
+            config.distill, config.data, target, conversations, unread, accelerator.num_processes
+        )
+        dropped = Counter[str]()
+        if accelerator.is_main_process:
+            Console().print(regeneration_table(regeneration))
+    else:
+        examples, dropped = load_examples(config.data, target.tokenizer, overlap)
     require_branch_attention(target, max(len(example.input_ids) for example in examples) + max(config.distill.horizon - 2, 0))
     accelerator.wait_for_everyone()
     told = estimate(config.distill, target, examples, dropped, folder, accelerator.num_processes)

@@ -1,21 +1,18 @@
 """What a folder of shards holds and which target made it: `manifest.json`, written last."""
 
 import hashlib
-import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from .files import parse_dataclass, read_json, write_json
+from .files import read_sealed, write_sealed
 from .states import STATE_DTYPES
 from .types import Example, TargetReads
 
 FORMAT_VERSION = 2
 MANIFEST_FILE = "manifest.json"
-DIGEST_KEY = "sha256"
 FEATURES = ("none", "last_hidden")
 
 
@@ -137,8 +134,7 @@ class Manifest:
 
 def save_manifest(directory: Path, manifest: Manifest) -> None:
     """Write `manifest.json`, whole or not at all, with a digest of what it says."""
-    content = asdict(manifest)
-    write_json(directory / MANIFEST_FILE, {**content, DIGEST_KEY: _content_sha256(content)})
+    write_sealed(directory / MANIFEST_FILE, manifest)
 
 
 def load_manifest(directory: Path) -> Manifest:
@@ -148,18 +144,7 @@ def load_manifest(directory: Path) -> Manifest:
         raise ValueError(
             f"{path} does not exist: the distillation into this folder is not complete. Run the stage distill first"
         )
-    content = read_json(path)
-    recorded = content.pop(DIGEST_KEY, None) if isinstance(content, dict) else None
-    manifest = parse_dataclass(Manifest, content, path)
-    if recorded != _content_sha256(content):
-        raise ValueError(
-            f"{path} was altered: its SHA-256 digest is not the recorded one. Delete it and distil again into an empty folder"
-        )
-    return manifest
-
-
-def _content_sha256(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return read_sealed(Manifest, path)
 
 
 def examples_sha256(examples: Iterable[Example]) -> str:

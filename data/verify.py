@@ -70,6 +70,12 @@ def _contradictions(entry: ShardEntry, examples: list[DistilledExample], manifes
         problems.append(
             f"has {num_tokens} tokens and {num_labels} labels, not {entry.num_tokens} and {entry.num_labels}. {remedy}"
         )
+    stored = {_stored(example) for example in examples}
+    wanted = (manifest.features == "last_hidden", tuple(manifest.feature_layers), manifest.top_logprobs)
+    if stored != {wanted}:
+        problems.append(
+            f"holds (last hidden states, layers, likeliest tokens) {', '.join(map(str, stored))} and not {wanted}. {remedy}"
+        )
     vocab_size = manifest.target.vocab_size
     for example in examples:
         tokens, labels = example.example.input_ids, example.continuations
@@ -81,3 +87,9 @@ def _contradictions(entry: ShardEntry, examples: list[DistilledExample], manifes
             problems.append(f"has tokens outside the target's vocabulary of {vocab_size} in {example.example.id!r}. {remedy}")
             break
     return problems
+
+
+def _stored(example: DistilledExample) -> tuple[bool, tuple[int, ...], int | None]:
+    """What is stored of the target's states: whether its last ones, the inputs of which layers, how many likeliest tokens."""
+    top = None if example.top is None else example.top.tokens.shape[1]
+    return example.hidden_states is not None, tuple(sorted(example.layers)), top

@@ -6,13 +6,14 @@ sidecar doesn't count. The same conversations, answered by the same engine with 
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
 
-from ..data.files import atomic_write_bytes, parse_dataclass, read_json, sha256_file, write_json
+from ..data.files import atomic_write_bytes, parse_dataclass, read_json, read_sealed, sha256_file, write_json, write_sealed
 from ..data.manifest import MANIFEST_FILE, TargetIdentity
 from ..data.types import Conversation, Example
 
@@ -114,14 +115,13 @@ class AnswersManifest:
 
 
 def save_answers_manifest(directory: Path, manifest: AnswersManifest) -> None:
-    """Write `manifest.json`, whole or not at all."""
-    write_json(directory / MANIFEST_FILE, asdict(manifest))
+    """Write `manifest.json`, whole or not at all, with a digest of what it says."""
+    write_sealed(directory / MANIFEST_FILE, manifest)
 
 
 def load_answers_manifest(directory: Path) -> AnswersManifest:
-    """Read `manifest.json`. Raises ValueError where it is missing, malformed, or has unknown or missing keys."""
-    path = directory / MANIFEST_FILE
-    return parse_dataclass(AnswersManifest, read_json(path), path)
+    """Read `manifest.json`. Raises ValueError where it is missing, malformed or altered, or has unknown or missing keys."""
+    return read_sealed(AnswersManifest, directory / MANIFEST_FILE)
 
 
 def require_same_answers(directory: Path, manifest: AnswersManifest) -> None:
@@ -201,6 +201,29 @@ def read_answers(directory: Path, entry: AnswersEntry) -> list[AnsweredExample]:
     path = directory / entry.file
     lines = path.read_bytes().splitlines()
     return [parse_dataclass(AnsweredExample, json.loads(line), path) for line in lines]
+
+
+def find_damage(directory: Path) -> tuple[AnswersManifest, list[str]]:
+    """The manifest of the answers in `directory`, and what is wrong with them, each with its remedy. Raises ValueError where
+    there is no manifest, or it can't be read."""
+    manifest = load_answers_manifest(directory)
+    problems = []
+    if not manifest.complete:
+        problems.append("the regeneration is not complete; run the stage distill again, which goes on from there")
+    ids: Counter[str] = Counter()
+    for entry in manifest.shards:
+        try:
+            if read_answers_entry(directory, entry.index) != entry:
+                raise ValueError(
+                    f"{_sidecar(directory, entry.index)} is missing, or doesn't say of its answers what {MANIFEST_FILE} says. "
+                    "Delete it, then run the stage distill again: it makes just these answers anew"
+                )
+            ids.update(example.id for example in read_answers(directory, entry))
+        except (ValueError, OSError) as error:
+            problems.append(str(error))
+    if doubled := [id for id, count in ids.items() if count > 1]:
+        problems.append(f"{len(doubled)} examples are there twice, such as {doubled[0]!r}. {REMEDY}")
+    return manifest, problems
 
 
 def stats_path(directory: Path, index: int) -> Path:

@@ -6,18 +6,28 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from random import Random
 
 from rich.table import Table
 from tqdm import tqdm
 
-from ..data.types import Example
+from ..data.config import DataConfig
+from ..data.sources import describe_drops
+from ..data.types import Conversation, Example
 from ..models.hf_target import HFTarget
 from .config import DistillConfig
+from .engines.registry import open_engine
 from .features import bytes_per_token
 from .plan import plan_shards
+from .regenerate import answer_conversations, answer_limits, count_turns
 from .run import label_shard, length_batches
+
+TIME = "time, h:mm:ss"
+
+MEASURED_CONVERSATIONS = 64
+"""Conversations answered together while measuring, as far as the engine likes to."""
 
 MEASURED_SECONDS = 10.0
 """Labelling that the estimate rests on. A first batch, which finds caches cold and kernels unchosen, isn't counted."""
@@ -81,27 +91,126 @@ def estimate(
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegenerationEstimate:
+    """What it takes to have the target answer all conversations, from its answers to a sample of them."""
+
+    num_conversations: int
+    num_turns: int
+    dropped: dict[str, int]
+    num_sampled: int
+    """Answers that the estimate rests on."""
+    tokens_per_answer: float
+    cut_share: float
+    tokens_per_second: float
+    """In each process."""
+    num_processes: int
+    seconds: float
+
+
+def estimate_regeneration(
+    config: DistillConfig,
+    data: DataConfig,
+    target: HFTarget,
+    conversations: Sequence[Conversation],
+    dropped: Counter[str],
+    num_processes: int,
+) -> tuple[RegenerationEstimate, list[Example]]:
+    """Have the target answer some conversations, to tell how long all take; and as many examples as there will be, made of
+    those answers again and again, for `estimate`."""
+    limits, drawn = answer_limits(config, data, target), Random(0).sample(conversations, len(conversations))
+    examples: list[Example] = []
+    num_conversations = num_answers = num_cut = num_tokens = 0
+    portion = min(config.shard_examples, MEASURED_CONVERSATIONS)
+    with open_engine(config, target, limits) as engine, tqdm(disable=True) as progress:
+        started = time.perf_counter()
+        for start in range(0, len(drawn), portion):
+            answered, counts = answer_conversations(
+                drawn[start : start + portion],
+                target.tokenizer,
+                engine,
+                limits=limits,
+                stop_ids=target.stop_ids,
+                seed=config.seed,
+                progress=progress,
+            )
+            num_conversations += len(drawn[start : start + portion])
+            num_answers, num_cut = num_answers + counts.num_answers, num_cut + counts.num_cut
+            num_tokens += counts.num_tokens
+            examples += [each.to_example() for each in answered]
+            if time.perf_counter() - started > MEASURED_SECONDS:
+                break
+        seconds = time.perf_counter() - started
+    if not examples:
+        raise ValueError(f"the target gave none of {num_conversations} conversations an answer that can be used")
+    scale = len(conversations) / num_conversations
+    share = math.ceil(math.ceil(len(conversations) / config.shard_examples) / num_processes) * config.shard_examples
+    told = RegenerationEstimate(
+        num_conversations=len(conversations),
+        num_turns=count_turns(conversations),
+        dropped=dict(dropped.most_common()),
+        num_sampled=num_answers,
+        tokens_per_answer=num_tokens / num_answers,
+        cut_share=num_cut / num_answers,
+        tokens_per_second=num_tokens / seconds,
+        num_processes=num_processes,
+        # The process with the most shards is the last to finish.
+        seconds=seconds / num_conversations * min(len(conversations), share),
+    )
+    return told, [examples[index % len(examples)] for index in range(round(len(examples) * scale))]
+
+
+def regeneration_table(estimate: RegenerationEstimate) -> Table:
+    """The estimate as a table to print."""
+    return _table(
+        "regeneration",
+        {
+            "conversations": f"{estimate.num_conversations:,} with {estimate.num_turns:,} answers",
+            "dropped": _drops(estimate.dropped),
+            "length": f"{estimate.tokens_per_answer:.0f} tokens an answer, {100 * estimate.cut_share:.0f} % cut by the limit (a "
+            f"sample of {estimate.num_sampled:,})",
+            "speed": f"{estimate.tokens_per_second:,.0f} tokens of answers a second, {_measured(estimate.num_processes)}",
+            TIME: _time(estimate.seconds),
+        },
+    )
+
+
 def estimate_table(estimate: Estimate) -> Table:
     """The estimate as a table to print."""
-    table = Table(title="distillation", show_header=False, title_justify="left")
-    rows = {
-        "examples": f"{estimate.num_examples:,} in {estimate.num_shards:,} shards",
-        "dropped": ", ".join(f"{count:,} x {reason}" for reason, count in estimate.dropped.items()) or "nothing",
-        "tokens of text": f"{estimate.num_tokens:,}, of which {estimate.num_positions:,} positions are to be labelled",
-        "agreement": f"{100 * estimate.agreement:.1f} % of the positions (a sample of {estimate.sampled_tokens:,} tokens)",
-        "forwards": (
-            f"{estimate.num_forward_tokens:,.0f} tokens ({estimate.num_forward_tokens / estimate.num_tokens:.2f} per token of "
-            f"text) in at most {estimate.num_passes:,} passes"
-        ),
-        "speed": f"{estimate.tokens_per_second:,.0f} tokens of text a second, measured, in each of {estimate.num_processes} "
-        + ("process" if estimate.num_processes == 1 else "processes"),
-        "time": f"about {tqdm.format_interval(estimate.seconds)} (hours, minutes, seconds)",
-        "disk": f"{estimate.num_bytes / 1e6:,.1f} MB; {estimate.free_bytes / 1e9:,.1f} GB are free"
-        + (" [bold red]NOT ENOUGH[/]" if estimate.num_bytes > estimate.free_bytes else ""),
-    }
+    return _table(
+        "labels",
+        {
+            "examples": f"{estimate.num_examples:,} in {estimate.num_shards:,} shards",
+            "dropped": _drops(estimate.dropped),
+            "tokens of text": f"{estimate.num_tokens:,}, of which {estimate.num_positions:,} positions are to be labelled",
+            "agreement": f"{100 * estimate.agreement:.1f} % of the positions (a sample of {estimate.sampled_tokens:,} tokens)",
+            "forwards": f"{estimate.num_forward_tokens:,.0f} tokens, {estimate.num_forward_tokens / estimate.num_tokens:.2f} per "
+            f"token of text, in at most {estimate.num_passes:,} passes",
+            "speed": f"{estimate.tokens_per_second:,.0f} tokens of text a second, {_measured(estimate.num_processes)}",
+            TIME: _time(estimate.seconds),
+            "disk": f"{estimate.num_bytes / 1e6:,.1f} MB; {estimate.free_bytes / 1e9:,.1f} GB are free"
+            + (" [bold red]NOT ENOUGH[/]" if estimate.num_bytes > estimate.free_bytes else ""),
+        },
+    )
+
+
+def _table(title: str, rows: dict[str, str]) -> Table:
+    table = Table(title=title, show_header=False, title_justify="left")
     for name, text in rows.items():
         table.add_row(name, text)
     return table
+
+
+def _drops(dropped: dict[str, int]) -> str:
+    return describe_drops(Counter(dropped))
+
+
+def _time(seconds: float) -> str:
+    return f"about {timedelta(seconds=round(seconds))}"
+
+
+def _measured(num_processes: int) -> str:
+    return "measured" if num_processes == 1 else f"measured, in each of {num_processes} processes"
 
 
 def _measure(config: DistillConfig, target: HFTarget, examples: Sequence[Example]) -> tuple[Counter[str], int, float]:

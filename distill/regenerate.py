@@ -90,11 +90,11 @@ def regenerate(
         save_answers_manifest(output_dir, manifest)
     accelerator.wait_for_everyone()
     if own := deal(pending, accelerator.process_index, accelerator.num_processes):
-        finished = sum(map(_num_turns, plan)) - sum(_num_turns(plan[index]) for index in pending)
+        finished = sum(map(count_turns, plan)) - sum(count_turns(plan[index]) for index in pending)
         finished //= accelerator.num_processes  # its share of what there was
         logger.info("%d of %d shards are to be answered, %d by this process", len(pending), len(plan), len(own))
         with tqdm(
-            total=finished + sum(_num_turns(plan[index]) for index in own),
+            total=finished + sum(count_turns(plan[index]) for index in own),
             initial=finished,
             unit="answer",
             desc="regenerate",
@@ -214,7 +214,8 @@ def _answer_shards(
             write_answers(output_dir, index, [conversation.id for conversation in conversations], examples, counts)
 
 
-def _num_turns(conversations: Sequence[Conversation]) -> int:
+def count_turns(conversations: Sequence[Conversation]) -> int:
+    """Answers that are asked for."""
     return sum(len(questions(conversation.turns)) for conversation in conversations)
 
 

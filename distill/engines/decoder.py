@@ -62,19 +62,14 @@ class DecoderEngine:
             drafter,
             GreedyAcceptance() if is_greedy else SpeculativeSampling(sampling=self._sampling),
             [request.prompt_ids.to(self._target.device) for request in batch],
-            max_new_tokens=max(rooms),
+            max_new_tokens=rooms,
             stop_ids=self._target.stop_ids,
             generator=None if is_greedy else RowSeeds([request.seed for request in batch]),
         )
         written: list[list[int]] = [[] for _ in batch]
-        ended: set[int] = set()
         for step in steps:
             for row, tokens, finish in zip(step.rows, step.tokens, step.finishes, strict=True):
                 written[row] += tokens
-                # Beside a shorter prompt, a row may go on beyond its own room.
-                if row not in ended and (finish or len(written[row]) >= rooms[row]):
-                    ended.add(row)
-                    is_whole = finish is Finish.STOP_TOKEN and len(written[row]) <= rooms[row]
-                    yield Answer(id=batch[row].id, tokens=torch.tensor(written[row][: rooms[row]]), cut=not is_whole)
-            if len(ended) == len(batch):
-                return
+                if finish:
+                    cut = finish is not Finish.STOP_TOKEN
+                    yield Answer(id=batch[row].id, tokens=torch.tensor(written[row]), cut=cut)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 import typer
 
 from outrider.cli.data import verify_command
@@ -20,7 +19,7 @@ from .test_shards import make_examples, make_manifest
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    entries = [write_shard(tmp_path, index, make_examples(torch.bfloat16, f"shard{index}")) for index in range(2)]
+    entries = [write_shard(tmp_path, index, make_examples(prefix=f"shard{index}")) for index in range(2)]
     save_manifest(tmp_path, make_manifest(entries))
     return tmp_path
 
@@ -103,6 +102,14 @@ def test_shards_that_contradict_the_manifest_are_told(folder: Path) -> None:
     assert all("outside the target's vocabulary of 10" in problem for problem in problems)
 
 
+def test_states_that_are_not_the_manifests_are_told(folder: Path) -> None:
+    manifest, _ = find_damage(folder)
+    save_manifest(folder, replace(manifest, features="last_hidden", feature_layers=[2]))
+    _, problems = find_damage(folder)
+    assert len(problems) == 2
+    assert all("(False, (), None) and not (True, (2,), None)" in problem for problem in problems)
+
+
 def test_an_unfinished_folder_is_checked_as_far_as_it_goes(folder: Path) -> None:
     manifest, _ = find_damage(folder)
     save_manifest(folder, replace(manifest, shards=[], complete=False))
@@ -124,6 +131,6 @@ def test_another_target_is_told(folder: Path, tiny_target_dir: Path, capsys: pyt
     with pytest.raises(typer.Exit, match="1"):
         verify_command(folder, target=str(tiny_target_dir))
     told = capsys.readouterr().err
-    assert "the shards were distilled with the target 'tiny'" in told
+    assert "they are of the target 'tiny'" in told
     assert "weights_sha256" in told
     assert "tokenizer_sha256" in told

@@ -5,12 +5,15 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from accelerate import Accelerator
 
 from outrider.data.files import read_json
+from outrider.data.sources import load_conversations
 from outrider.distill import estimate as estimate_module
 from outrider.distill.config import DistillConfig
-from outrider.distill.estimate import estimate, estimate_table
+from outrider.distill.estimate import estimate, estimate_regeneration, estimate_table
 from outrider.distill.features import bytes_per_token
+from outrider.distill.regenerate import regenerate
 from outrider.distill.run import load_examples
 from outrider.models.config import TargetConfig
 from outrider.models.hf_target import HFTarget
@@ -61,3 +64,31 @@ def test_a_disk_too_small_is_told(target: HFTarget, tmp_path: Path, monkeypatch:
     told = estimate(DistillConfig(horizon=2), target, examples, dropped, tmp_path / "not" / "there", num_processes=1)
     assert any("NOT ENOUGH" in str(cell) for cell in estimate_table(told).columns[1]._cells)
     assert json.dumps(told.dropped)
+
+
+def test_regeneration_is_told_from_a_sample_that_is_the_whole(target: HFTarget, tmp_path: Path) -> None:
+    data = write_conversations(tmp_path / "chats.jsonl", 20)
+    config = DistillConfig(mode="regenerate", horizon=3, max_new_tokens=8, shard_examples=7)
+    conversations, dropped = load_conversations(data)
+    told, examples = estimate_regeneration(config, data, target, conversations, dropped, num_processes=1)
+    made = regenerate(config, data, target, target.tokenizer, tmp_path / "answers", Accelerator(cpu=True))
+    statistics = read_json(tmp_path / "answers" / "stats.json")
+    assert sorted(example.input_ids.tolist() for example in examples) == sorted(each.input_ids.tolist() for each in made)
+    assert told.num_conversations == told.num_turns == 20
+    assert told.num_sampled == statistics["num_answers"] > 10
+    assert told.tokens_per_answer == pytest.approx(statistics["num_tokens"] / statistics["num_answers"])
+    assert told.cut_share == pytest.approx(statistics["cut_share"])
+    assert told.seconds == pytest.approx(statistics["num_tokens"] / told.tokens_per_second)
+
+
+def test_of_many_conversations_a_sample_is_answered(target: HFTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimate_module, "MEASURED_SECONDS", 0.0)
+    monkeypatch.setattr(estimate_module, "MEASURED_CONVERSATIONS", 10)
+    data = write_conversations(tmp_path / "chats.jsonl", 40)
+    config = DistillConfig(mode="regenerate", horizon=3, max_new_tokens=8, shard_examples=10)
+    conversations, dropped = load_conversations(data)
+    told, examples = estimate_regeneration(config, data, target, conversations, dropped, num_processes=3)
+    assert 0 < told.num_sampled <= 10
+    assert len(examples) == 4 * told.num_sampled
+    # Two of four shards are one process's.
+    assert told.seconds == pytest.approx(2 * told.num_sampled * told.tokens_per_answer / told.tokens_per_second)

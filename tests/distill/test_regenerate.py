@@ -17,9 +17,11 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from accelerate import Accelerator
 from tqdm import tqdm
 
+from outrider.cli.data import verify_command
 from outrider.data.config import DataConfig
 from outrider.data.files import read_json
 from outrider.data.manifest import examples_sha256
@@ -234,6 +236,32 @@ def test_a_deleted_shard_alone_is_made_anew_and_lost_times_cost_nothing(
     run(CONFIG, data, target, folder)
     assert written == [1]
     assert contents(folder) == before
+
+
+def test_all_damage_to_answers_is_told_at_once(
+    target: HFTarget, data: DataConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "answers"
+    run(CONFIG, data, target, folder)
+    verify_command(folder, target=target.identity.name if Path(target.identity.name).exists() else None)
+    assert "shards are whole" in capsys.readouterr().out
+    (folder / "answers-00000.jsonl").unlink()
+    path = folder / "answers-00001.jsonl"
+    path.write_bytes(path.read_bytes().replace(b"1", b"2", 1))
+    (folder / "answers-00002.json").unlink()
+    with pytest.raises(typer.Exit, match="1"):
+        verify_command(folder)
+    told = capsys.readouterr().err
+    for damage in (
+        "answers-00000.jsonl are missing",
+        "answers-00001.jsonl were cut or altered",
+        "answers-00002.json is missing",
+    ):
+        assert damage in told
+    path = folder / "manifest.json"
+    path.write_text(path.read_text().replace('"max_new_tokens": ', '"max_new_tokens": 1'))
+    with pytest.raises(ValueError, match=r"manifest\.json was altered"):
+        verify_command(folder)
 
 
 def test_damaged_answers_are_named_before_any_work(
