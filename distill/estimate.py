@@ -167,8 +167,8 @@ def regeneration_table(estimate: RegenerationEstimate) -> Table:
         {
             "conversations": f"{estimate.num_conversations:,} with {estimate.num_turns:,} answers",
             "dropped": _drops(estimate.dropped),
-            "length": f"{estimate.tokens_per_answer:.0f} tokens an answer, {100 * estimate.cut_share:.0f} % cut by the limit (a "
-            f"sample of {estimate.num_sampled:,})",
+            "length": f"{estimate.tokens_per_answer:.0f} tokens an answer, {100 * estimate.cut_share:.0f} % cut by the limit "
+            f"(a sample of {estimate.num_sampled:,})",
             "speed": f"{estimate.tokens_per_second:,.0f} tokens of answers a second, {_measured(estimate.num_processes)}",
             TIME: _time(estimate.seconds),
         },
@@ -184,8 +184,8 @@ def estimate_table(estimate: Estimate) -> Table:
             "dropped": _drops(estimate.dropped),
             "tokens of text": f"{estimate.num_tokens:,}, of which {estimate.num_positions:,} positions are to be labelled",
             "agreement": f"{100 * estimate.agreement:.1f} % of the positions (a sample of {estimate.sampled_tokens:,} tokens)",
-            "forwards": f"{estimate.num_forward_tokens:,.0f} tokens, {estimate.num_forward_tokens / estimate.num_tokens:.2f} per "
-            f"token of text, in at most {estimate.num_passes:,} passes",
+            "forwards": f"{estimate.num_forward_tokens:,.0f} tokens, {estimate.num_forward_tokens / estimate.num_tokens:.2f} "
+            f"per token of text, in at most {estimate.num_passes:,} passes",
             "speed": f"{estimate.tokens_per_second:,.0f} tokens of text a second, {_measured(estimate.num_processes)}",
             TIME: _time(estimate.seconds),
             "disk": f"{estimate.num_bytes / 1e6:,.1f} MB; {estimate.free_bytes / 1e9:,.1f} GB are free"
