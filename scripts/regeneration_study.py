@@ -1,0 +1,108 @@
+"""Does a drafter draft better when it has learned from the target's own answers? The demo's ReDrafter, at equal labels.
+
+    python scripts/regeneration_study.py --output benchmarks/regeneration_study.json
+
+The target answers many short prompts, greedily and sampled. The same drafter is trained for the same steps on those answers and
+on as many labelled positions of the data's own texts (whole texts, so that the number is met within one), then both are decoded
+on the same prompts of modules that none has seen. All runs go on where they were killed.
+"""
+
+import argparse
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider.data.files import read_json, write_json
+from outrider.eval.environment import describe_environment
+
+TRAIN = Path(__file__).parents[1] / "train.py"
+SETTING = {"beam_width": 16, "beam_length": 5, "tree_nodes": 40}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path("outputs/regeneration_study"), help="the runs go there")
+    parser.add_argument("--prompts", type=int, default=4000, help="prompts that the target answers")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--eval-prompts", type=int, default=30)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--output", type=Path, default=None, help="write a record of the figures")
+    args = parser.parse_args()
+    regenerated = {
+        f"regenerated, temperature {temperature:g}": [
+            "distill.mode=regenerate",
+            f"distill.temperature={temperature}",
+            f"distill.max_new_tokens={args.max_new_tokens}",
+            "distill.shard_examples=1000",  # answers of like length are found among many
+            "data.answer_chars=150",  # prompts are cut from the texts every so often
+            f"data.limit={args.prompts}",
+        ]
+        for temperature in args.temperatures
+    }
+    figures = []
+    for seed in args.seeds:
+        distilled = {}
+        for name, options in regenerated.items():
+            folder = args.folder / f"{name.replace(', ', '_').replace(' ', '_')}_{seed}"
+            distilled[name] = run(folder, args, seed, options, "stages=[distill]")
+        num_labels = min(each["num_positions"] for each in distilled.values())
+        # The texts' own: so many whole texts as have that many labels.
+        whole = run(args.folder / f"text_all_{seed}", args, seed, [], "stages=[distill]")
+        limit = round(num_labels / whole["num_positions"] * whole["num_examples"])
+        for name, options in {"the data's own texts": [f"data.limit={limit}"], **regenerated}.items():
+            stem = "text" if name not in regenerated else name.replace(", ", "_").replace(" ", "_")
+            folder = args.folder / f"{stem}_{seed}"
+            statistics = run(folder, args, seed, options, "stages=[distill,train,eval]")
+            figures.append({"texts": name, "seed": seed, **statistics, **measured(folder)})
+    print(table(figures))
+    if args.output is not None:
+        environment = asdict(describe_environment(torch.device("cpu")))
+        options = {key: value for key, value in vars(args).items() if key not in ("folder", "output")}
+        write_json(args.output, {"options": options, "figures": figures, "environment": environment})
+
+
+def run(folder: Path, args: argparse.Namespace, seed: int, options: list[str], stages: str) -> dict[str, Any]:
+    """Run stages of the demo, and tell what its distillation came to."""
+    settings = ",".join(f"{key}: {value}" for key, value in SETTING.items())
+    common = [
+        f"output_dir={folder}",
+        f"seed={seed}",
+        f"num_threads={args.threads}",
+        f"train.steps={args.steps}",
+        "train.checkpoint_every=50",
+        f"eval.settings=[{{{settings}}}]",
+        f"eval.suites=[{{name: stdlib, limit: {args.eval_prompts}}}]",
+        "eval.profile_prompts=0",
+        "eval.seed=0",  # the same prompts for all
+    ]
+    subprocess.run([sys.executable, str(TRAIN), "conf=demo", *common, *options, stages], check=True)
+    statistics: dict[str, Any] = read_json(folder / "distill" / "stats.json")
+    return {name: statistics[name] for name in ("num_examples", "num_text_tokens", "num_positions", "agreement")}
+
+
+def measured(folder: Path) -> dict[str, Any]:
+    """Tokens per step on the evaluation's prompts, and what training saw last."""
+    _, row = read_json(folder / "eval" / "summary.json")  # the first is plain decoding
+    loss = read_json(folder / "train" / "summary.json")["metrics"]["loss"]
+    return {"tokens_per_step": row["tokens_per_step"], "num_prompts": row["num_prompts"], "training_loss": loss}
+
+
+def table(figures: list[dict[str, Any]]) -> str:
+    lines = ["| trained on | texts | labelled positions | agreement | tokens per step |", "|---|---:|---:|---:|---:|"]
+    lines += [
+        f"| {figure['texts']} (seed {figure['seed']}) | {figure['num_examples']} | {figure['num_positions']} "
+        f"| {figure['agreement']:.2f} | {figure['tokens_per_step']:.2f} |"
+        for figure in figures
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
