@@ -26,7 +26,7 @@ from ..models.hf_target import HFTarget
 from .config import DistillConfig
 from .continuations import label_continuations, require_branch_attention
 from .features import require_features, require_space, stored_example
-from .plan import deal, pending_shards, plan_sha256, plan_shards
+from .plan import Shards, deal, pending_shards, plan_sha256, plan_shards
 
 logger = logging.getLogger(__name__)
 
@@ -76,20 +76,8 @@ def distill(
     longest = max(len(example.input_ids) for example in examples)
     require_branch_attention(target, longest + max(config.horizon - 2, 0))
     require_features(config, target)
-    plan, data_sha256 = plan_shards(examples, config.shard_examples), examples_sha256(examples)
-    manifest = Manifest(
-        target=target.identity,
-        horizon=config.horizon,
-        features=config.features,
-        data_sha256=data_sha256,
-        plan_sha256=plan_sha256(plan, data_sha256),
-        max_length=data.max_length,
-        shards=[],
-        complete=False,
-        feature_layers=sorted(config.feature_layers),
-        features_dtype=config.features_dtype,
-        top_logprobs=config.top_logprobs,
-    )
+    plan = plan_shards(examples, config.shard_examples)
+    manifest = describe_labels(config, data, target, plan)
     require_same_run(output_dir, manifest)
     pending = pending_shards(
         accelerator,
@@ -102,21 +90,8 @@ def distill(
         _remove_leftovers(output_dir)
         save_manifest(output_dir, manifest)
     accelerator.wait_for_everyone()
-    num_processes = accelerator.num_processes
-    if own := deal(pending, accelerator.process_index, num_processes):
-        logger.info("%d of %d shards are to be labelled, %d by this process", len(pending), len(plan), len(own))
-        finished = sum(_num_tokens(plan[index]) for index in set(range(len(plan))).difference(pending))
-        with tqdm(
-            # The whole run's progress, as far as this process can tell: its share of what there was, and its own.
-            total=finished // num_processes + sum(_num_tokens(plan[index]) for index in own),
-            initial=finished // num_processes,
-            unit="tok",
-            unit_scale=True,
-            desc="distill",
-            disable=not accelerator.is_main_process,
-        ) as progress:
-            for index in own:
-                _make_shard(config, target, plan[index], output_dir, index, progress)
+    if own := deal(pending, accelerator.process_index, accelerator.num_processes):
+        _make_shards(config, target, plan, pending, own, output_dir, accelerator)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         if _is_manifest_complete(output_dir, len(plan)):
@@ -126,6 +101,24 @@ def distill(
             _finish(output_dir, manifest, len(plan), dropped, is_own_greedy=is_own_greedy)
     accelerator.wait_for_everyone()
     return load_manifest(output_dir)
+
+
+def describe_labels(config: DistillConfig, data: DataConfig, target: HFTarget, plan: Shards) -> Manifest:
+    """What decides these shards, before there is any."""
+    data_sha256 = examples_sha256(example for shard in plan for example in shard)
+    return Manifest(
+        target=target.identity,
+        horizon=config.horizon,
+        features=config.features,
+        feature_layers=sorted(config.feature_layers),
+        features_dtype=config.features_dtype,
+        top_logprobs=config.top_logprobs,
+        data_sha256=data_sha256,
+        plan_sha256=plan_sha256(plan, data_sha256),
+        max_length=data.max_length,
+        shards=[],
+        complete=False,
+    )
 
 
 def load_examples(
@@ -219,13 +212,32 @@ def label_shard(
     return [labelled[index] for index in range(len(examples))], shard_stats
 
 
-def _make_shard(
-    config: DistillConfig, target: HFTarget, examples: Sequence[Example], output_dir: Path, index: int, progress: tqdm
+def _make_shards(
+    config: DistillConfig,
+    target: HFTarget,
+    plan: Shards,
+    pending: Sequence[int],
+    own: Sequence[int],
+    output_dir: Path,
+    accelerator: Accelerator,
 ) -> None:
-    labelled, stats = label_shard(config, target, examples, progress)
-    # Before the shard, whose sidecar then vouches for both.
-    write_json(_stats_path(output_dir, index), asdict(stats))
-    write_shard(output_dir, index, labelled)
+    """Label and write this process's `own` of the `pending` shards."""
+    logger.info("%d of %d shards are to be labelled, %d by this process", len(pending), len(plan), len(own))
+    finished = sum(map(_num_tokens, plan)) - sum(_num_tokens(plan[index]) for index in pending)
+    finished //= accelerator.num_processes  # its share of what there was
+    with tqdm(
+        total=finished + sum(_num_tokens(plan[index]) for index in own),
+        initial=finished,
+        unit="tok",
+        unit_scale=True,
+        desc="distill",
+        disable=not accelerator.is_main_process,
+    ) as progress:
+        for index in own:
+            labelled, stats = label_shard(config, target, plan[index], progress)
+            # Before the shard, whose sidecar then vouches for both.
+            write_json(_stats_path(output_dir, index), asdict(stats))
+            write_shard(output_dir, index, labelled)
 
 
 def _num_tokens(examples: Sequence[Example]) -> int:
