@@ -1,9 +1,10 @@
-"""Distils with several processes that are killed again and again; run by test_faults.py, since it forks.
+"""Regenerates answers and labels them with processes that are killed again and again; run by test_faults.py, since it forks.
 
-python killed_distill.py TARGET DATA FOLDER NUM_KILLS SEED
+python killed_distill.py TARGET DATA FOLDER NUM_SHARDS NUM_KILLS SEED
 
-Every attempt has one to three processes of its own, forked from this one, so that none pays for the imports. At a random moment
-one of them, or all, get SIGKILL; the others are then killed too, as a launcher does. Prints the attempts as JSON.
+Every attempt has one to three processes of its own, forked from this one, so that none pays for the imports. One of them, or
+all, get SIGKILL at a random moment: NUM_KILLS of them, spread over the first NUM_SHARDS shards. The others are then killed too, as
+a launcher does. Prints the attempts as JSON.
 """
 
 import json
@@ -20,16 +21,24 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 from outrider.data.config import DataConfig
+from outrider.data.manifest import Manifest
 from outrider.distill.config import DistillConfig
+from outrider.distill.regenerate import regenerate
 from outrider.distill.run import distill
 from outrider.models.config import TargetConfig
 from outrider.models.hf_target import HFTarget
 from outrider.models.target import load_target
 
-CONFIG = DistillConfig(horizon=4, features="last_hidden", shard_examples=3, batch_tokens=128)
+CONFIG = DistillConfig(
+    mode="regenerate", max_new_tokens=12, horizon=4, features="last_hidden", shard_examples=3, batch_tokens=128
+)
 LONGEST_SECONDS = 120.0
-SHARE_AT_START = 0.2
-"""Of the kills: while the processes look around, find one another, and write the manifest."""
+
+
+def make(target: HFTarget, data: DataConfig, folder: Path, accelerator: Accelerator) -> Manifest:
+    """Both parts of the stage, as the pipeline runs them."""
+    examples = regenerate(CONFIG, data, target, target.tokenizer, folder / "answers", accelerator)
+    return distill(CONFIG, data, target, target.tokenizer, folder / "distill", accelerator, examples=examples)
 
 
 def start(rank: int, num_processes: int, port: int, target: HFTarget, data: DataConfig, folder: Path) -> int:
@@ -48,7 +57,7 @@ def start(rank: int, num_processes: int, port: int, target: HFTarget, data: Data
         }
         accelerator = Accelerator(cpu=True)
         assert accelerator.num_processes == num_processes
-        distill(CONFIG, data, target, target.tokenizer, folder, accelerator)
+        make(target, data, folder, accelerator)
         status = 0
     finally:
         os._exit(status)
@@ -76,28 +85,28 @@ def wait(children: list[int]) -> list[int]:
 
 def finished(folder: Path) -> dict[str, int]:
     """The finished shards, and when they were."""
-    return {path.name: path.stat().st_mtime_ns for path in folder.glob("shard-*[0-9].json")}
+    patterns = ("answers/answers-*[0-9].json", "distill/shard-*[0-9].json")
+    return {path.name: path.stat().st_mtime_ns for pattern in patterns for path in folder.glob(pattern)}
 
 
 def main() -> None:
     # tqdm's own lock is shared with forked processes: one that is killed while it holds it would stop them all. Processes that
     # are launched share none.
     tqdm.set_lock(threading.RLock())
-    target_dir, data_path, folder, num_kills, seed = sys.argv[1:]
+    target_dir, data_path, folder, num_shards, num_kills, seed = sys.argv[1:]
     target = load_target(TargetConfig(name_or_path=target_dir, device="cpu"))
     data, rng = DataConfig(source="messages", path=data_path, max_length=60), random.Random(int(seed))
     attempts = []
-    for _ in range(int(num_kills)):
+    for enough in sorted(rng.sample(range(1, int(num_shards)), int(num_kills))):
         before, num_processes = finished(Path(folder)), rng.choice([1, 2, 2, 3])
         children = attempt(num_processes, target, data, Path(folder))
-        deadline = time.monotonic() + LONGEST_SECONDS
-        if rng.random() < SHARE_AT_START:
+        if len(before) >= enough:  # in the attempt before, while it was killed: so this one as it begins
             time.sleep(rng.uniform(0, 1))
-        else:  # in the midst of labelling
-            while finished(Path(folder)).keys() == before.keys():
-                assert time.monotonic() < deadline, "an attempt makes no shard"
-                time.sleep(0.002)
-            time.sleep(rng.uniform(0, 0.05))
+        deadline = time.monotonic() + LONGEST_SECONDS
+        while len(finished(Path(folder))) < enough:
+            assert time.monotonic() < deadline, "an attempt makes no shard"
+            time.sleep(0.002)
+        time.sleep(rng.uniform(0, 0.05))
         victims = rng.sample(children, rng.choice([1, len(children)]))
         for child in [*victims, *(child for child in children if child not in victims)]:
             os.kill(child, signal.SIGKILL)

@@ -8,17 +8,20 @@ import sys
 from pathlib import Path
 
 import pytest
+from accelerate import Accelerator
 
 from outrider.data.shards import verify_shards
+from outrider.distill.answers import load_answers_manifest
 from outrider.models.config import TargetConfig
 from outrider.models.hf_target import HFTarget
 from outrider.models.target import load_target
 
-from .killed_distill import CONFIG
-from .test_run import contents, run, write_conversations
+from .killed_distill import make
+from .test_run import contents, write_conversations
 
 NUM_KILLS = 20
-NUM_EXAMPLES = 600
+NUM_CONVERSATIONS, NUM_SHARDS = 180, 100
+"""The kills come while the first so many shards are made; answers and labels together are some more."""
 
 
 @pytest.fixture
@@ -29,12 +32,12 @@ def target(tiny_target_dir: Path) -> HFTarget:
 def test_processes_killed_twenty_times_make_the_bytes_of_an_undisturbed_run(
     target: HFTarget, tiny_target_dir: Path, tmp_path: Path
 ) -> None:
-    data = write_conversations(tmp_path / "chats.jsonl", NUM_EXAMPLES)
+    data = write_conversations(tmp_path / "chats.jsonl", NUM_CONVERSATIONS)
     seed = random.randrange(10**6)
     script = Path(__file__).with_name("killed_distill.py")
     command = [sys.executable, str(script), str(tiny_target_dir), str(data.path), str(tmp_path / "killed")]
     output = subprocess.run(
-        [*command, str(NUM_KILLS), str(seed)],
+        [*command, str(NUM_SHARDS), str(NUM_KILLS), str(seed)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -48,9 +51,13 @@ def test_processes_killed_twenty_times_make_the_bytes_of_an_undisturbed_run(
     counts = [attempt["num_finished"] for attempt in attempts]
     assert counts == sorted(counts)
     assert {attempt["num_processes"] for attempt in attempts} >= {1, 2}
-    manifest = run(CONFIG, data, target, tmp_path / "whole")
-    verify_shards(tmp_path / "killed", manifest)
-    assert 0 < counts[-1] < len(manifest.shards), "the kills came before the end"
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    manifest = make(target, data, whole, Accelerator(cpu=True))
+    answers = load_answers_manifest(whole / "answers")
+    num_shards = len(answers.shards) + len(manifest.shards)
+    assert counts[0] < len(answers.shards) < counts[-1] < num_shards, "the kills came before the end of either part"
+    verify_shards(killed / "distill", manifest)
     ids = [id for shard in manifest.shards for id in shard.ids]
-    assert len(ids) == len(set(ids)) > 500
-    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+    assert len(ids) == len(set(ids)) > 150
+    for part in ("answers", "distill"):
+        assert contents(killed / part) == contents(whole / part)
