@@ -3,8 +3,8 @@
 python killed_distill.py TARGET DATA FOLDER NUM_SHARDS NUM_KILLS SEED
 
 Every attempt has one to three processes of its own, forked from this one, so that none pays for the imports. One of them, or
-all, get SIGKILL at a random moment: NUM_KILLS of them, spread over the first NUM_SHARDS shards. The others are then killed too, as
-a launcher does. Prints the attempts as JSON.
+all, get SIGKILL at a random moment: NUM_KILLS of them, spread over the first NUM_SHARDS shards. The others are killed too, as a
+launcher does. Prints the attempts as JSON.
 """
 
 import json
