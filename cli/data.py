@@ -23,9 +23,10 @@ def verify_command(
     from ..data.manifest import TargetIdentity
     from ..data.verify import find_damage
     from ..distill.answers import find_damage as find_damaged_answers
+    from ..distill.answers import is_answers
 
     identity: TargetIdentity
-    if any(directory.glob("answers-*")):
+    if is_answers(directory):
         answers, problems = find_damaged_answers(directory)
         identity, num_tokens = answers.target, sum(entry.counts.num_tokens for entry in answers.shards)
         num_answers = sum(entry.counts.num_answers for entry in answers.shards)

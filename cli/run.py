@@ -3,6 +3,7 @@
 import logging
 import sys
 from collections import Counter
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from yaml import YAMLError
 
 from ..data.chat import use_chat_template
 from ..data.decontamination import PromptOverlap
-from ..data.files import atomic_write_text
+from ..data.files import atomic_write_text, locked
 from ..data.manifest import load_manifest
 from ..data.prompts import load_suite
 from ..data.sources import load_conversations
@@ -32,6 +33,7 @@ from ..models.drafters import build_drafter
 from ..models.drafters.registry import require_horizon
 from ..models.hf_target import HFTarget
 from ..models.target import load_target
+from ..train.processes import require_supported_launch
 from ..train.run import train
 from .config import RunConfig, register, to_run_config
 from .errors import user_errors
@@ -63,12 +65,20 @@ def run(config: RunConfig) -> None:
     # Ranks may finish their shards hours apart; the default limit of a collective is minutes.
     patience = InitProcessGroupKwargs(timeout=timedelta(days=1))
     accelerator = Accelerator(mixed_precision=config.mixed_precision, kwargs_handlers=[patience])
+    require_supported_launch(accelerator)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     _configure_logging(accelerator.is_main_process)
     _check_inputs(config)
     folder = Path(config.output_dir)
     as_run = {} if config.plan else _as_run(config, folder / CONFIG_FILE)
+    with ExitStack() as stack:
+        if accelerator.is_main_process and not config.plan:
+            stack.enter_context(locked(folder))
+        _run_stages(config, folder, as_run, accelerator)
+
+
+def _run_stages(config: RunConfig, folder: Path, as_run: dict[str, Any], accelerator: Accelerator) -> None:
     target = load_target(config.target, accelerator.device)
     if "train" in config.stages:
         for drafter in config.drafter_runs():
@@ -146,8 +156,16 @@ def _print_plan(config: RunConfig, target: HFTarget, folder: Path, accelerator: 
 def prompt_overlap(config: RunConfig) -> PromptOverlap | None:
     """What finds the evaluation's prompts in the data, whichever of them are drawn; None where they may stay."""
     num_words = config.data.overlap_words
-    suites = (load_suite(suite.name, suite.path) for suite in config.eval.suites)
-    return None if num_words is None else PromptOverlap(suites, num_words)
+    if num_words is None:
+        return None
+    try:
+        suites = [load_suite(suite.name, suite.path) for suite in config.eval.suites]
+    except (ValueError, OSError) as error:
+        raise ValueError(
+            f"the evaluation's prompts are kept out of the data, and can't be read: {error}. Give local files "
+            "(eval.suites=[{name: mt_bench, path: FILE}]), or keep every prompt (data.overlap_words=null)"
+        ) from error
+    return PromptOverlap(suites, num_words)
 
 
 def _as_run(config: RunConfig, path: Path) -> dict[str, Any]:

@@ -7,7 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from .prompts import PromptSet
 from .types import Conversation
 
-WORD = re.compile(r"\w+")
+SCRIPTS_WITHOUT_SPACES = "\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
+"""Thai and Lao, kana, Chinese characters, Hangul: each character counts as a word."""
+WORD = re.compile(f"[{SCRIPTS_WITHOUT_SPACES}]|[^\\W{SCRIPTS_WITHOUT_SPACES}]+")
 
 Words = tuple[str, ...]
 

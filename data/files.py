@@ -4,6 +4,7 @@ A file has one writer. A reader sees the old content or the new one, never a par
 """
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+LOCK_FILE = ".lock"
 
 SEAL_KEY = "sha256"
 """Where a sealed file keeps the digest of the rest."""
@@ -40,6 +43,25 @@ def replacing(path: Path) -> Iterator[Path]:
             _sync_directory(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Hold the folder (which is made where missing) until the block ends, or the process does. Raises ValueError where another
+    process holds it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with open(directory / LOCK_FILE, "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):  # a file system without locks
+                yield
+                return
+            raise ValueError(
+                f"another process is at work in {directory}: wait for it, or end it (workers may outlive a launcher that was "
+                "killed), or choose another output directory"
+            ) from error
+        yield
 
 
 @contextmanager

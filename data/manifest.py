@@ -18,14 +18,16 @@ FEATURES = ("none", "last_hidden")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetIdentity:
-    """Which target: two targets are the same when their weights and tokenizers are, whatever they are called.
+    """Which target: two targets are the same when their weights, configurations and tokenizers are, whatever they are called.
 
-    `name` and `revision` are for people (a path may change), the digests decide.
+    `name` and `revision` are for people (a path may change), the digests decide. `config_sha256` is of what changes answers:
+    not of names, versions or the type that weights are stored in.
     """
 
     name: str
     revision: str | None
     weights_sha256: str
+    config_sha256: str = ""
     tokenizer_sha256: str
     hidden_size: int
     vocab_size: int
@@ -60,15 +62,16 @@ class ShardEntry:
 class Manifest:
     """All shards of one distillation.
 
-    `horizon` is the number of tokens labelled after a position; `features` says which hidden states lie beside the tokens
-    (`none` or `last_hidden`), `feature_layers` the inputs of which layers, `features_dtype` in which of STATE_DTYPES all of
-    them are, and `top_logprobs` how many of the target's likeliest next tokens there are. `data_sha256` is `examples_sha256` of
-    all examples, in order; `plan_sha256` is a digest of which of them go into which shard; `complete` is False until every
-    shard is there.
+    `target_dtype` is the type that the target computed in. `horizon` is the number of tokens labelled after a position;
+    `features` says which hidden states lie beside the tokens (`none` or `last_hidden`), `feature_layers` the inputs of which
+    layers, `features_dtype` in which of STATE_DTYPES all of them are, and `top_logprobs` how many of the target's likeliest
+    next tokens there are. `data_sha256` is `examples_sha256` of all examples, in order; `plan_sha256` is a digest of which of
+    them go into which shard; `complete` is False until every shard is there.
     """
 
     format_version: int = FORMAT_VERSION
     target: TargetIdentity
+    target_dtype: str
     horizon: int
     features: str
     data_sha256: str

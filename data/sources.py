@@ -112,7 +112,7 @@ def _checked(pairs: list[tuple[Role, str]]) -> Parsed:
     roles = [role for role, _ in pairs if role != "system"]
     if not pairs:
         return "no turns"
-    if any("\ud800" <= character <= "\udfff" for _, text in pairs for character in text):
+    if any(_has_surrogate(text) for _, text in pairs):
         return "text with half a surrogate pair, which is no Unicode text"
     if not all(text.strip() for _, text in pairs):
         return "empty turn"
@@ -161,9 +161,15 @@ def _records(config: DataConfig, path: str) -> Iterable[Any]:
     return load_records(path, split=config.split, subset=config.subset, file=config.file, revision=config.revision)
 
 
+def _has_surrogate(text: str) -> bool:
+    return any("\ud800" <= character <= "\udfff" for character in text)
+
+
 def _unique_id(record: dict[str, Any], place: str, seen: set[str]) -> str:
     # Some data sets repeat their ids; the place in the file makes them differ.
     own = next((record[key] for key in ("id", "prompt_id") if isinstance(record.get(key), str | int)), None)
+    if isinstance(own, str) and _has_surrogate(own):
+        own = None
     id = place if own is None else str(own) if str(own) not in seen else f"{own}@{place}"
     seen.add(id)
     return id

@@ -19,7 +19,7 @@ def find_damage(directory: Path) -> tuple[Manifest, list[str]]:
     """
     manifest = load_manifest(directory)
     problems: list[str] = []
-    entries = manifest.shards or _sidecars(directory, problems)
+    entries = manifest.shards if manifest.complete else _sidecars(directory, problems)
     if not manifest.complete:
         problems.append(
             f"the distillation is not complete ({len(entries)} shards are there); run the stage distill again, which goes on "
@@ -41,10 +41,13 @@ def find_damage(directory: Path) -> tuple[Manifest, list[str]]:
         problems += [f"{directory / entry.file} {problem}" for problem in _contradictions(entry, examples, manifest)]
     if doubled := [id for id, count in ids.items() if count > 1]:
         problems.append(f"{len(doubled)} examples are there twice, such as {doubled[0]!r}: distil into an empty folder")
-    known = {entry.file for entry in entries}
+    if manifest.complete and not entries:
+        problems.append("the distillation holds no shard; delete the folder and distil again")
+    known = {entry.file for entry in entries} | {sidecar_path(directory, entry.index).name for entry in entries}
+    files = sorted([*directory.glob("shard-*.safetensors"), *directory.glob("shard-*[0-9].json")])
     problems += [
-        f"{path} is no shard of this distillation; delete it"
-        for path in sorted(directory.glob("shard-*.safetensors"))
+        f"{path} belongs to no shard of this distillation; delete it"
+        for path in files
         if manifest.complete and path.name not in known
     ]
     return manifest, problems

@@ -88,16 +88,19 @@ class SamplingFacts:
 class AnswersManifest:
     """All answers of one regeneration.
 
-    `max_tokens` bounds prompt and answer together; `data_sha256` is `conversations_sha256` of all conversations, in order;
+    `target_dtype` is the type that the target computed in; `max_tokens` bounds prompt and answer together; `data_sha256` is
+    `conversations_sha256` of all conversations, in order, and `plan_sha256` a digest of which of them go into which shard;
     `complete` is False until every shard is there.
     """
 
     format_version: int = FORMAT_VERSION
     target: TargetIdentity
+    target_dtype: str
     chat_template_sha256: str
     sampling: SamplingFacts
     max_tokens: int
     data_sha256: str
+    plan_sha256: str
     shards: list[AnswersEntry]
     complete: bool
 
@@ -110,7 +113,9 @@ class AnswersManifest:
     def differences(self, other: "AnswersManifest") -> list[str]:
         """What makes `other` another regeneration, each as "field: ours, theirs"."""
         found = [f"target.{difference}" for difference in self.target.differences(other.target)]
-        found += _differences("", self, other, ("chat_template_sha256", "max_tokens", "data_sha256"))
+        found += _differences(
+            "", self, other, ("target_dtype", "chat_template_sha256", "max_tokens", "data_sha256", "plan_sha256")
+        )
         return found + _differences("distill.", self.sampling, other.sampling, [field.name for field in fields(SamplingFacts)])
 
 
@@ -124,6 +129,13 @@ def load_answers_manifest(directory: Path) -> AnswersManifest:
     return read_sealed(AnswersManifest, directory / MANIFEST_FILE)
 
 
+def is_answers(directory: Path) -> bool:
+    """Whether a folder is one of answers, and not of shards."""
+    path = directory / MANIFEST_FILE
+    content = read_json(path) if path.exists() else None
+    return "sampling" in content if isinstance(content, dict) else any(directory.glob("answers-*"))
+
+
 def require_same_answers(directory: Path, manifest: AnswersManifest) -> None:
     """Raise ValueError, naming every differing field, where `directory` holds answers of another regeneration than `manifest`
     describes."""
@@ -131,7 +143,10 @@ def require_same_answers(directory: Path, manifest: AnswersManifest) -> None:
         if any(directory.glob("answers-*")):
             raise ValueError(f"{directory} holds answers but no {MANIFEST_FILE}, so nobody knows whose they are. {REMEDY}")
         return
-    if differences := load_answers_manifest(directory).differences(manifest):
+    found = load_answers_manifest(directory)
+    if differences := found.differences(manifest):
+        if found.data_sha256 == manifest.data_sha256 and found.plan_sha256 != manifest.plan_sha256:
+            differences.append("the same conversations in shards of another size: set distill.shard_examples back")
         raise ValueError(
             f"{directory} holds the answers of another run. Differing (there, here): {'; '.join(differences)}. {REMEDY}"
         )
@@ -204,26 +219,64 @@ def read_answers(directory: Path, entry: AnswersEntry) -> list[AnsweredExample]:
 
 
 def find_damage(directory: Path) -> tuple[AnswersManifest, list[str]]:
-    """The manifest of the answers in `directory`, and what is wrong with them, each with its remedy. Raises ValueError where
-    there is no manifest, or it can't be read."""
+    """The manifest of the answers in `directory`, and what is wrong with them, each with its remedy; of an unfinished
+    regeneration, the answers that are there. Raises ValueError where there is no manifest, or it can't be read."""
     manifest = load_answers_manifest(directory)
-    problems = []
+    problems: list[str] = []
+    entries = manifest.shards if manifest.complete else _sidecars(directory, problems)
     if not manifest.complete:
-        problems.append("the regeneration is not complete; run the stage distill again, which goes on from there")
+        problems.append(
+            f"the regeneration is not complete ({len(entries)} shards are there); run the stage distill again, which goes on "
+            "from there"
+        )
     ids: Counter[str] = Counter()
-    for entry in manifest.shards:
+    for entry in entries:
+        path = directory / entry.file
         try:
             if read_answers_entry(directory, entry.index) != entry:
                 raise ValueError(
                     f"{_sidecar(directory, entry.index)} is missing, or doesn't say of its answers what {MANIFEST_FILE} says. "
                     "Delete it, then run the stage distill again: it makes just these answers anew"
                 )
-            ids.update(example.id for example in read_answers(directory, entry))
+            examples = read_answers(directory, entry)
         except (ValueError, OSError) as error:
             problems.append(str(error))
+            continue
+        ids.update(example.id for example in examples)
+        problems += [f"{path} {problem}. {REMEDY}" for problem in _contradictions(entry, examples, manifest)]
     if doubled := [id for id, count in ids.items() if count > 1]:
         problems.append(f"{len(doubled)} examples are there twice, such as {doubled[0]!r}. {REMEDY}")
+    known = {entry.file for entry in entries} | {_sidecar(directory, entry.index).name for entry in entries}
+    strays = [path for path in sorted(directory.glob("answers-*[0-9].json*")) if path.name not in known]
+    problems += [f"{path} belongs to no answers of this regeneration; delete it" for path in strays if manifest.complete]
     return manifest, problems
+
+
+def _sidecars(directory: Path, problems: list[str]) -> list[AnswersEntry]:
+    entries = []
+    for path in sorted(directory.glob("answers-*[0-9].json")):
+        try:
+            entries.append(parse_dataclass(AnswersEntry, read_json(path), path))
+        except ValueError as error:
+            problems.append(f"{error}. Delete {path}, then run the stage distill again: it makes just these answers anew")
+    return entries
+
+
+def _contradictions(entry: AnswersEntry, examples: Sequence[AnsweredExample], manifest: AnswersManifest) -> list[str]:
+    """What the answers say against their entry and the manifest: a digest only tells that the bytes are those written."""
+    problems = []
+    spans = [span for example in examples for span in example.answers]
+    said = (len(examples), len(spans), sum(span.num_tokens for span in spans))
+    told = (entry.num_examples, entry.counts.num_answers, entry.counts.num_tokens)
+    if said != told:
+        problems.append(f"has {said} examples, answers and tokens of answers, not {told}")
+    for example in examples:
+        ids = example.input_ids
+        if any(span.start < 0 or span.num_tokens < 1 or span.start + span.num_tokens > len(ids) for span in example.answers):
+            problems.append(f"has answers outside the text of {example.id!r}")
+        if min(ids, default=-1) < 0 or max(ids) >= manifest.target.vocab_size:
+            problems.append(f"has tokens outside the target's vocabulary of {manifest.target.vocab_size} in {example.id!r}")
+    return problems
 
 
 def stats_path(directory: Path, index: int) -> Path:

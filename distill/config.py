@@ -9,6 +9,10 @@ from ..data.states import STATE_DTYPES
 from ..models.decoding.sampling import Sampling
 
 MODES = ("label", "regenerate")
+REGENERATION_OPTIONS = (
+    *("engine", "temperature", "top_k", "top_p", "max_new_tokens", "decode_batch_size", "drafter", "drafter_settings"),
+    *("kv_budget_gib", "predictor", "base_url", "served_model"),
+)
 ENGINES = ("auto", "decoder", "batch", "continuous", "openai")
 
 
@@ -74,7 +78,7 @@ class DistillConfig:
     """Its run-time options, as in `eval.settings`: {beam_width: 4, tree_nodes: 5}, say."""
 
     kv_budget_gib: float = 4.0
-    """Memory for the keys and values of a batch of the engine `batch`, in GiB."""
+    """Memory for the keys and values of a batch of the engine `batch`, in GiB; reading its prompts takes some besides."""
 
     predictor: str | None = None
     """What predicts the lengths of answers: `light`, `embedding` (on the target's own states), or a directory or Hub id of a
@@ -99,7 +103,7 @@ class DistillConfig:
                 problems.append(f"{name} is {value!r}; it must be one of {', '.join(known)}")
         if self.seed < 0:
             problems.append(f"seed is {self.seed}; it must be at least 0")
-        problems += self._features_problems() + self._engine_problems()
+        problems += self._features_problems() + self._engine_problems() + self._mode_problems()
         try:
             _ = self.sampling
         except ValueError as error:
@@ -126,6 +130,15 @@ class DistillConfig:
         if len(set(self.feature_layers)) < len(self.feature_layers) or min(self.feature_layers, default=0) < 0:
             problems.append(f"feature_layers is {self.feature_layers}; name different layers, from 0 on")
         return problems
+
+    def _mode_problems(self) -> list[str]:
+        """Options of regeneration would change nothing where nothing is regenerated."""
+        if self.mode != "label":
+            return []
+        if idle := [name for name in REGENERATION_OPTIONS if getattr(self, name) != getattr(DEFAULTS, name)]:
+            told = "mode is 'label', which regenerates nothing, and options of regenerating are set: "
+            return [f"{told}{', '.join(idle)}; set mode to regenerate, or leave them out"]
+        return []
 
     def _engine_problems(self) -> list[str]:
         problems = []
@@ -162,3 +175,6 @@ class DistillConfig:
                     "OPENAI_API_KEY, not into the address"
                 )
         return problems
+
+
+DEFAULTS = DistillConfig(mode="regenerate")

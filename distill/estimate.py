@@ -167,6 +167,7 @@ def regeneration_table(estimate: RegenerationEstimate) -> Table:
         {
             "conversations": f"{estimate.num_conversations:,} with {estimate.num_turns:,} answers",
             "dropped": _drops(estimate.dropped),
+            "tokens of answers": f"about {estimate.tokens_per_answer * estimate.num_turns:,.0f}, as many forwards at most",
             "length": f"{estimate.tokens_per_answer:.0f} tokens an answer, {100 * estimate.cut_share:.0f} % cut by the limit "
             f"(a sample of {estimate.num_sampled:,})",
             "speed": f"{estimate.tokens_per_second:,.0f} tokens of answers a second, {_measured(estimate.num_processes)}",

@@ -82,8 +82,8 @@ def require_space(config: DistillConfig, target: HasWidth, examples: Sequence[Ex
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise ValueError(
-            f"the shards take about {needed / 1e9:.2f} GB ({num_tokens} tokens of {needed / num_tokens:.0f} bytes), and the "
-            f"disk of {output_dir} has {free / 1e9:.2f} GB left; store less (distill.features, feature_layers, top_logprobs), "
+            f"the shards take about {needed / 1e6:,.1f} MB ({num_tokens} tokens of {needed / num_tokens:.0f} bytes), and the "
+            f"disk of {output_dir} has {free / 1e6:,.1f} MB left; store less (distill.features, feature_layers, top_logprobs), "
             "in fewer bits (distill.features_dtype), of fewer texts, or choose another output directory"
         )
 

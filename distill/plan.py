@@ -1,31 +1,33 @@
-"""Who labels what: fixed by the data and the configuration alone, before anything runs.
+"""Who answers or labels what: fixed by the data and the configuration alone, before anything runs.
 
-Shard k holds the k-th portion of the examples, whoever makes it and whenever. Shards that are missing are dealt out to the
+Shard k holds the k-th portion of the data, whoever makes it and whenever. Shards that are missing are dealt out to the
 processes of the moment like cards, so a run may go on with another number of them, and none is idle after one has died.
 """
 
 import hashlib
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from accelerate import Accelerator
 
-from ..data.types import Example
+from ..data.types import Conversation, Example
 
+T = TypeVar("T")
 Shards = list[list[Example]]
 
 
-def plan_shards(examples: Sequence[Example], shard_examples: int) -> Shards:
-    """The examples in their order, `shard_examples` to a shard; the last one has what is left."""
-    return [list(examples[start : start + shard_examples]) for start in range(0, len(examples), shard_examples)]
+def plan_shards(items: Sequence[T], shard_items: int) -> list[list[T]]:
+    """Examples or conversations in their order, `shard_items` to a shard; the last one has what is left."""
+    return [list(items[start : start + shard_items]) for start in range(0, len(items), shard_items)]
 
 
-def plan_sha256(shards: Shards, data_sha256: str) -> str:
-    """A digest of which examples go into which shard; `data_sha256` is the examples' own."""
+def plan_sha256(shards: Sequence[Sequence[Example | Conversation]], data_sha256: str) -> str:
+    """A digest of which examples or conversations go into which shard; `data_sha256` is their own."""
     digest = hashlib.sha256(data_sha256.encode())
     for shard in shards:
         digest.update(f"\0{len(shard)}".encode())
-        for example in shard:
-            digest.update(f"\0{example.id}".encode())
+        for item in shard:
+            digest.update(f"\0{item.id}".encode())
     return digest.hexdigest()
 
 

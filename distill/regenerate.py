@@ -45,7 +45,7 @@ from .config import DistillConfig
 from .dialogues import Dialogue, questions
 from .engine import Engine, Limits
 from .engines.registry import open_engine
-from .plan import deal, pending_shards
+from .plan import deal, pending_shards, plan_sha256, plan_shards
 
 logger = logging.getLogger(__name__)
 
@@ -73,10 +73,9 @@ def regenerate(
     """
     conversations, unread = load_conversations(data, overlap)
     logger.info("%d conversations to regenerate | dropped: %s", len(conversations), describe_drops(unread))
-    size = config.shard_examples
-    plan = [conversations[start : start + size] for start in range(0, len(conversations), size)]
+    plan = plan_shards(conversations, config.shard_examples)
     limits = answer_limits(config, data, target)
-    manifest = describe_answers(config, conversations, target, tokenizer, limits)
+    manifest = describe_answers(config, plan, target, tokenizer, limits)
     require_same_answers(output_dir, manifest)
     pending = pending_shards(
         accelerator,
@@ -103,7 +102,7 @@ def regenerate(
             _answer_shards(config, {index: plan[index] for index in own}, target, tokenizer, limits, output_dir, progress)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process and not _is_manifest_complete(output_dir, len(plan)):
-        _finish(output_dir, manifest, len(plan))
+        _finish(output_dir, manifest, len(plan), unread)
     accelerator.wait_for_everyone()
     shards = load_answers_manifest(output_dir).shards
     examples = [example.to_example() for entry in shards for example in read_answers(output_dir, entry)]
@@ -123,24 +122,27 @@ def answer_limits(config: DistillConfig, data: DataConfig, target: HFTarget) -> 
 
 def describe_answers(
     config: DistillConfig,
-    conversations: Sequence[Conversation],
+    plan: Sequence[Sequence[Conversation]],
     target: HFTarget,
     tokenizer: PreTrainedTokenizerBase,
     limits: Limits,
 ) -> AnswersManifest:
     """What decides these answers, before there is any. Which engine runs the target has no say in it."""
+    data_sha256 = conversations_sha256(conversation for shard in plan for conversation in shard)
     return AnswersManifest(
         target=target.identity,
+        target_dtype=str(target.dtype),
         chat_template_sha256=hashlib.sha256(require_template(tokenizer).encode()).hexdigest(),
         sampling=SamplingFacts(
             temperature=config.temperature,
             top_k=config.top_k,
             top_p=config.top_p,
-            seed=config.seed,
+            seed=config.seed if config.temperature else 0,  # greedy answers draw nothing
             max_new_tokens=config.max_new_tokens,
         ),
         max_tokens=limits.max_tokens,
-        data_sha256=conversations_sha256(conversations),
+        data_sha256=data_sha256,
+        plan_sha256=plan_sha256(plan, data_sha256),
         shards=[],
         complete=False,
     )
@@ -219,7 +221,7 @@ def count_turns(conversations: Sequence[Conversation]) -> int:
     return sum(len(questions(conversation.turns)) for conversation in conversations)
 
 
-def _finish(output_dir: Path, manifest: AnswersManifest, num_shards: int) -> None:
+def _finish(output_dir: Path, manifest: AnswersManifest, num_shards: int, unread: Counter[str]) -> None:
     """Merge all shards' entries into the complete manifest, after what they took into the statistics."""
     shards = [entry for index in range(num_shards) if (entry := read_answers_entry(output_dir, index)) is not None]
     assert len(shards) == num_shards, "every process has finished its shards"
@@ -233,7 +235,8 @@ def _finish(output_dir: Path, manifest: AnswersManifest, num_shards: int) -> Non
         "num_examples": sum(entry.num_examples for entry in shards),
         **num,
         "cut_share": cut_share,
-        "dropped": dict(dropped.most_common()),
+        "dropped_conversations": dict(unread.most_common()),
+        "dropped_turns": dict(dropped.most_common()),
         "process_seconds": sum(seconds.values()),
         "tokens_per_process_second": tokens_per_second,
     }
@@ -272,8 +275,7 @@ def _check_shard(output_dir: Path, index: int, conversations: Sequence[Conversat
     if entry.conversation_ids != [conversation.id for conversation in conversations]:
         raise ValueError(
             f"{output_dir / entry.file} answers {len(entry.conversation_ids)} conversations, and this run plans others for it "
-            f"({len(conversations)}): distill.shard_examples was changed. Set it back, choose another output directory, or "
-            "delete this one"
+            f"({len(conversations)}). Choose another output directory, or delete this one to regenerate anew"
         )
     verify_answers(output_dir, entry)
 

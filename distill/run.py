@@ -108,6 +108,7 @@ def describe_labels(config: DistillConfig, data: DataConfig, target: HFTarget, p
     data_sha256 = examples_sha256(example for shard in plan for example in shard)
     return Manifest(
         target=target.identity,
+        target_dtype=str(target.dtype),
         horizon=config.horizon,
         features=config.features,
         feature_layers=sorted(config.feature_layers),
@@ -151,6 +152,7 @@ def require_same_run(output_dir: Path, manifest: Manifest) -> None:
     differences += [
         f"{name}: {getattr(found, name)}, {getattr(manifest, name)}"
         for name in (
+            "target_dtype",
             "horizon",
             "features",
             "feature_layers",

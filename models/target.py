@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 LEAST_SHARE = 0.9
 """Models pad their vocabulary to round numbers, which adds a few percent at most."""
+IRRELEVANT_KEYS = frozenset({"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"})
+"""Of a configuration: what may differ between two copies of one model. The type it computes in is told apart."""
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 
 
@@ -47,6 +49,7 @@ def load_target(config: TargetConfig | str, device: torch.device | None = None, 
         name=_public_name(config.name_or_path),
         revision=config.revision,
         weights_sha256=weights_digest(config.name_or_path, getattr(model.config, "_commit_hash", None)),
+        config_sha256=config_digest(config.name_or_path),
         tokenizer_sha256=tokenizer_digest(tokenizer),
         hidden_size=model.config.get_text_config().hidden_size,
         vocab_size=vocab_size,
@@ -167,6 +170,26 @@ def weights_digest(name_or_path: str, commit: str | None) -> str:
     for path in sorted(path for pattern in WEIGHT_PATTERNS for path in directory.glob(pattern)):
         digest.update(f"{path.name}:{sha256_file(path)}\n".encode())
     return digest.hexdigest()
+
+
+def config_digest(name_or_path: str) -> str:
+    """SHA-256 of what the configuration files of a directory say of the model and its stop tokens, whatever wrote them; empty
+    for the Hub, where the weights' digest is the commit's."""
+    directory = Path(name_or_path)
+    if not directory.is_dir():
+        return ""
+    content = [
+        _without(json.loads(path.read_text()), IRRELEVANT_KEYS) if (path := directory / name).is_file() else {}
+        for name in ("config.json", "generation_config.json")
+    ]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _without(value: Any, keys: frozenset[str]) -> Any:
+    """A JSON value without these keys, wherever they are."""
+    if isinstance(value, list):
+        return [_without(each, keys) for each in value]
+    return {key: _without(each, keys) for key, each in value.items() if key not in keys} if isinstance(value, dict) else value
 
 
 def _parse_device(name: str) -> torch.device:

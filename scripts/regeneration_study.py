@@ -15,9 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hydra import compose, initialize_config_module
 
+from outrider.cli.config import register, to_run_config
 from outrider.data.files import read_json, write_json
+from outrider.distill.run import load_examples
 from outrider.eval.environment import describe_environment
+from outrider.models.target import load_tokenizer
 
 TRAIN = Path(__file__).parents[1] / "train.py"
 SETTING = {"beam_width": 16, "beam_length": 5, "tree_nodes": 40}
@@ -53,9 +57,7 @@ def main() -> None:
             folder = args.folder / f"{name.replace(', ', '_').replace(' ', '_')}_{seed}"
             distilled[name] = run(folder, args, seed, options, "stages=[distill]")
         num_labels = min(each["num_positions"] for each in distilled.values())
-        # The texts' own: so many whole texts as have that many labels.
-        whole = run(args.folder / f"text_all_{seed}", args, seed, [], "stages=[distill]")
-        limit = round(num_labels / whole["num_positions"] * whole["num_examples"])
+        limit = round(num_labels / labels_per_text(seed))
         for name, options in {"the data's own texts": [f"data.limit={limit}"], **regenerated}.items():
             stem = "text" if name not in regenerated else name.replace(", ", "_").replace(" ", "_")
             folder = args.folder / f"{stem}_{seed}"
@@ -85,6 +87,15 @@ def run(folder: Path, args: argparse.Namespace, seed: int, options: list[str], s
     subprocess.run([sys.executable, str(TRAIN), "conf=demo", *common, *options, stages], check=True)
     statistics: dict[str, Any] = read_json(folder / "distill" / "stats.json")
     return {name: statistics[name] for name in ("num_examples", "num_text_tokens", "num_positions", "agreement")}
+
+
+def labels_per_text(seed: int) -> float:
+    """Labelled positions of a text of the demo's data, on average."""
+    register()
+    with initialize_config_module("outrider.conf", version_base="1.3"):
+        config = to_run_config(compose("config", overrides=["conf=demo", f"seed={seed}"]))
+    examples, _ = load_examples(config.data, load_tokenizer(config.target))
+    return sum(int(example.wanted.sum()) for example in examples) / len(examples)
 
 
 def measured(folder: Path) -> dict[str, Any]:

@@ -38,11 +38,13 @@ EXAM = suite("Tell me: how many legs, in all, have two spiders?", "Who are you?"
         (("who are you",), "exam"),  # too short for five words: the same as a whole
         (("who are you to say so, and why?",), None),
         (("",), None),
+        (("请问:两只蜘蛛一共有几条腿?",), "exam"),  # a character of a script without spaces is a word
+        (("两只猫有几条腿",), None),
         (("one two three four five",), None),  # answers don't count
     ],
 )
 def test_five_words_in_a_row_are_found(questions: tuple[str, ...], suite_name: str | None) -> None:
-    exam = suite(*(turn for prompt in EXAM.prompts for turn in prompt.turns), "one two three four six")
+    exam = suite(*(turn for prompt in EXAM.prompts for turn in prompt.turns), "one two three four six", "两只蜘蛛一共有几条腿")
     assert PromptOverlap([exam], 5).suite_of(conversation(*questions)) == suite_name
 
 

@@ -1,6 +1,8 @@
 import errno
 import hashlib
 import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 from outrider.data.files import (
     atomic_write_bytes,
     atomic_write_text,
+    locked,
     parse_dataclass,
     read_json,
     replacing,
@@ -134,3 +137,15 @@ def test_a_dataclass_is_parsed_through_all_its_levels() -> None:
 def test_unknown_keys_missing_keys_and_wrong_types_are_named(change: dict[str, object], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         parse_dataclass(Outer, {**GOOD, **change}, Path("f.json"))
+
+
+def test_a_folder_is_held_by_one_process_at_a_time(tmp_path: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from outrider.data.files import locked\nwith locked(Path(sys.argv[1])): pass"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "run")]
+    with locked(tmp_path / "run"):
+        held = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert held.returncode != 0
+    assert "another process is at work in" in held.stderr
+    subprocess.run(command, check=True)

@@ -48,6 +48,7 @@ def make_examples(hidden: torch.dtype | None = None, prefix: str = "example") ->
 def make_manifest(shards: list[ShardEntry], complete: bool = True) -> Manifest:
     return Manifest(
         target=IDENTITY,
+        target_dtype="torch.float32",
         horizon=5,
         features="none",
         data_sha256="cc",

@@ -52,7 +52,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "a cut sidecar": (lambda folder: cut(folder / SIDECAR), f"{SIDECAR} is not a JSON file"),
     "a stray shard": (
         lambda folder: shutil.copy(folder / SHARD, folder / "shard-00002.safetensors") and None,
-        "shard-00002.safetensors is no shard of this distillation",
+        "shard-00002.safetensors belongs to no shard of this distillation",
     ),
 }
 

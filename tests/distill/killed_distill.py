@@ -97,8 +97,8 @@ def main() -> None:
     target = load_target(TargetConfig(name_or_path=target_dir, device="cpu"))
     data, rng = DataConfig(source="messages", path=data_path, max_length=60), random.Random(int(seed))
     attempts = []
-    for enough in sorted(rng.sample(range(1, int(num_shards)), int(num_kills))):
-        before, num_processes = finished(Path(folder)), rng.choice([1, 2, 2, 3])
+    for index, enough in enumerate(sorted(rng.sample(range(1, int(num_shards)), int(num_kills)))):
+        before, num_processes = finished(Path(folder)), (2, 1, 3)[index % 3]
         children = attempt(num_processes, target, data, Path(folder))
         if len(before) >= enough:  # in the attempt before, while it was killed: so this one as it begins
             time.sleep(rng.uniform(0, 1))

@@ -1,5 +1,7 @@
 """What is wrong with a configuration of the distillation is told before any work."""
 
+from functools import partial
+
 import pytest
 
 from outrider.distill.config import DistillConfig
@@ -30,31 +32,42 @@ def test_all_mistakes_of_regeneration_are_told_at_once() -> None:
         assert mistake in str(error.value)
 
 
+regenerating = partial(DistillConfig, mode="regenerate")
+
+
 def test_a_server_needs_an_address_and_no_other_engine_takes_one() -> None:
-    DistillConfig(engine="openai", base_url="http://localhost:8000/v1")
+    regenerating(engine="openai", base_url="http://localhost:8000/v1")
     with pytest.raises(ValueError, match="base_url is missing"):
-        DistillConfig(engine="openai")
+        regenerating(engine="openai")
     with pytest.raises(ValueError, match="engine is 'auto'; leave them out"):
-        DistillConfig(base_url="http://localhost:8000/v1")
+        regenerating(base_url="http://localhost:8000/v1")
     with pytest.raises(ValueError, match="drafter_settings are those of a drafter"):
-        DistillConfig(drafter_settings={"beam_width": 4})
+        regenerating(drafter_settings={"beam_width": 4})
     with pytest.raises(ValueError, match="only the engine decoder uses one"):
-        DistillConfig(engine="openai", base_url="http://localhost:8000/v1", drafter="outputs/demo/drafter")
+        regenerating(engine="openai", base_url="http://localhost:8000/v1", drafter="outputs/demo/drafter")
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://host/v1", "http://", "https://me:secret@host/v1"])
 def test_a_bad_address_is_refused_without_showing_what_may_be_a_password(url: str) -> None:
     with pytest.raises(ValueError, match="OPENAI_API_KEY") as error:
-        DistillConfig(engine="openai", base_url=url)
+        regenerating(engine="openai", base_url=url)
     assert "secret" not in str(error.value)
 
 
 def test_scheduling_by_length_is_for_the_engines_that_do_it() -> None:
-    DistillConfig(engine="batch", predictor="embedding", kv_budget_gib=0.5)
-    DistillConfig(engine="continuous", predictor="light")
+    regenerating(engine="batch", predictor="embedding", kv_budget_gib=0.5)
+    regenerating(engine="continuous", predictor="light")
     with pytest.raises(ValueError, match="predictor is 'light' and engine 'auto'"):
-        DistillConfig(predictor="light")
+        regenerating(predictor="light")
     with pytest.raises(ValueError, match="kv_budget_gib is 0.0; it must be a positive number"):
-        DistillConfig(engine="batch", kv_budget_gib=0.0)
+        regenerating(engine="batch", kv_budget_gib=0.0)
     with pytest.raises(ValueError, match="decode_batch_size is 8, and the engine batch"):
-        DistillConfig(engine="batch", decode_batch_size=8)
+        regenerating(engine="batch", decode_batch_size=8)
+
+
+def test_options_of_regeneration_are_not_left_idle() -> None:
+    with pytest.raises(ValueError, match=r"mode is 'label'.*: engine, temperature, base_url; set mode to regenerate"):
+        DistillConfig(engine="openai", base_url="http://localhost:8000/v1", temperature=0.8)
+    with pytest.raises(ValueError, match="drafter_settings"):
+        DistillConfig(drafter="outputs/demo/drafter", drafter_settings={"beam_width": 4})
+    DistillConfig(seed=3)  # follows the run's

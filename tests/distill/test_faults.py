@@ -50,7 +50,6 @@ def test_processes_killed_twenty_times_make_the_bytes_of_an_undisturbed_run(
     assert all(attempt["kept"] for attempt in attempts)  # what was finished before a kill isn't made anew
     counts = [attempt["num_finished"] for attempt in attempts]
     assert counts == sorted(counts)
-    assert {attempt["num_processes"] for attempt in attempts} >= {1, 2}
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     manifest = make(target, data, whole, Accelerator(cpu=True))
     answers = load_answers_manifest(whole / "answers")

@@ -224,7 +224,7 @@ def test_a_disk_too_small_is_told_before_any_labelling(
     assert features_module.shutil is shutil
     run(replace(ALL, features_dtype="int8"), data, target, folder)
     run(replace(ALL, features_dtype="int8"), data, target, folder)  # what is there needs no more room
-    with pytest.raises(ValueError, match=rf"the shards take about .*\({num_tokens} tokens.*GB left; store less"):
+    with pytest.raises(ValueError, match=rf"the shards take about .*\({num_tokens} tokens.*MB left; store less"):
         run(ALL, data, target, tmp_path / "other")
     assert not (tmp_path / "other").exists()
 

@@ -28,7 +28,7 @@ from outrider.data.manifest import examples_sha256
 from outrider.data.sources import load_conversations
 from outrider.data.types import Example
 from outrider.distill import regenerate as module
-from outrider.distill.answers import load_answers_manifest, read_answers
+from outrider.distill.answers import load_answers_manifest, read_answers, save_answers_manifest
 from outrider.distill.config import DistillConfig
 from outrider.distill.engine import Answer, Limits, Request
 from outrider.distill.regenerate import answer_conversations, answer_limits, regenerate
@@ -123,8 +123,8 @@ def test_statistics_account_for_every_turn(target: HFTarget, data: DataConfig, t
     statistics = read_json(tmp_path / "answers" / "stats.json")
     conversations, _ = load_conversations(data)
     assert statistics["num_turns"] == sum(len(conversation.turns) // 2 for conversation in conversations)
-    assert statistics["num_turns"] == statistics["num_answers"] + sum(statistics["dropped"].values())
-    assert statistics["dropped"]["after a cut answer"] > 0
+    assert statistics["num_turns"] == statistics["num_answers"] + sum(statistics["dropped_turns"].values())
+    assert statistics["dropped_turns"]["after a cut answer"] > 0
     assert statistics["num_examples"] == len(examples) > 8
     assert statistics["num_tokens"] == sum(int(example.loss_mask.sum()) for example in examples)
     assert statistics["cut_share"] == pytest.approx(statistics["num_cut"] / statistics["num_answers"])
@@ -258,6 +258,10 @@ def test_all_damage_to_answers_is_told_at_once(
         "answers-00002.json is missing",
     ):
         assert damage in told
+    save_answers_manifest(folder, replace(load_answers_manifest(folder), complete=False, shards=[]))
+    with pytest.raises(typer.Exit, match="1"):  # as far as it goes
+        verify_command(folder)
+    assert "answers-00001.jsonl were cut or altered" in capsys.readouterr().err
     path = folder / "manifest.json"
     path.write_text(path.read_text().replace('"max_new_tokens": ', '"max_new_tokens": 1'))
     with pytest.raises(ValueError, match=r"manifest\.json was altered"):

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -291,3 +292,24 @@ def test_killed_at_random_moments_it_resumes_to_the_same_bytes(target: HFTarget,
     assert run(CONFIG, data, target, tmp_path / "whole") == manifest
     assert len(manifest.shards) == num_shards
     assert contents(folder) == contents(tmp_path / "whole")
+
+
+def test_another_configuration_of_the_same_weights_is_another_target(
+    tiny_target_dir: Path, data: DataConfig, tmp_path: Path
+) -> None:
+    folder, copy = tmp_path / "distill", tmp_path / "copy"
+    shutil.copytree(tiny_target_dir, copy)
+    load = partial(TargetConfig, device="cpu")
+    run(CONFIG, data, load_target(load(name_or_path=str(tiny_target_dir))), folder)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "transformers_version": "0", "dtype": "bfloat16"}))
+    run(CONFIG, data, load_target(load(name_or_path=str(copy), dtype="float32")), folder)  # says the same of the model
+    with pytest.raises(ValueError, match=r"target_dtype: torch\.float32, torch\.bfloat16"):
+        run(CONFIG, data, load_target(load(name_or_path=str(copy), dtype="bfloat16")), folder)
+    (copy / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
+    with pytest.raises(ValueError, match=r"target\.config_sha256"):
+        run(CONFIG, data, load_target(load(name_or_path=str(copy), dtype="float32")), folder)
+    (copy / "config.json").write_text(json.dumps(config))
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
+    with pytest.raises(ValueError, match=r"target\.config_sha256"):
+        run(CONFIG, data, load_target(load(name_or_path=str(copy), dtype="float32")), folder)

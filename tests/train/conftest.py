@@ -54,6 +54,7 @@ def write_shards(directory: Path, identity: TargetIdentity, examples: list[Disti
         features="last_hidden" if first is not None and first.hidden_states is not None else "none",
         feature_layers=[] if first is None else sorted(first.layers),
         top_logprobs=None if first is None or first.top is None else first.top.tokens.shape[1],
+        target_dtype="torch.float32",
         data_sha256="0" * 64,
         plan_sha256="1" * 64,
         max_length=64,

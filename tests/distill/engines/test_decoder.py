@@ -104,25 +104,30 @@ def test_a_trained_drafters_folder_is_opened_and_changes_no_token(
 ) -> None:
     drafter = build_drafter({"kind": "redrafter", "exit_width": 16, "num_blocks": 1, "head_init": "random"}, target)
     save_drafter(drafter, tmp_path / "drafter", target.identity)
-    with open_engine(DistillConfig(decode_batch_size=4), target, limits) as engine:
+    with open_engine(DistillConfig(mode="regenerate", decode_batch_size=4), target, limits) as engine:
         plain = {answer.id: answer.tokens.tolist() for answer in engine.answer(requests)}
-    accelerated = DistillConfig(drafter=str(tmp_path / "drafter"), drafter_settings={"beam_width": 2, "beam_length": 3})
+    accelerated = DistillConfig(
+        mode="regenerate", drafter=str(tmp_path / "drafter"), drafter_settings={"beam_width": 2, "beam_length": 3}
+    )
     with open_engine(accelerated, target, limits) as engine:
         assert {answer.id: answer.tokens.tolist() for answer in engine.answer(requests)} == plain
-    with pytest.raises(ValueError, match="elsewhere"), open_engine(DistillConfig(drafter="elsewhere"), target, limits):
+    with (
+        pytest.raises(ValueError, match="elsewhere"),
+        open_engine(DistillConfig(mode="regenerate", drafter="elsewhere"), target, limits),
+    ):
         pass
 
 
 def test_auto_is_a_decoder_on_a_cpu_and_continuous_batching_on_a_gpu() -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert choose_engine(DistillConfig(), cpu) == "decoder"
-    assert choose_engine(DistillConfig(), gpu) == "continuous"
-    assert choose_engine(DistillConfig(drafter="d"), gpu) == "decoder"
-    assert choose_engine(DistillConfig(engine="continuous"), cpu) == "continuous"
+    assert choose_engine(DistillConfig(mode="regenerate"), cpu) == "decoder"
+    assert choose_engine(DistillConfig(mode="regenerate"), gpu) == "continuous"
+    assert choose_engine(DistillConfig(mode="regenerate", drafter="d"), gpu) == "decoder"
+    assert choose_engine(DistillConfig(mode="regenerate", engine="continuous"), cpu) == "continuous"
 
 
 def test_a_target_without_a_stop_token_is_refused(target: HFTarget, limits: Limits) -> None:
     assert target.model.generation_config is not None
     target.model.generation_config.eos_token_id = None
-    with pytest.raises(ValueError, match="names no stop token"), open_engine(DistillConfig(), target, limits):
+    with pytest.raises(ValueError, match="names no stop token"), open_engine(DistillConfig(mode="regenerate"), target, limits):
         pass

@@ -125,7 +125,7 @@ def ask(server: Server, target: HFTarget, limits: Limits, requests: list[Request
     """All requests through the engine that a configuration opens."""
 
     def ask(**options: Any) -> Found:
-        config = DistillConfig(engine="openai", base_url=server.url, **options)
+        config = DistillConfig(mode="regenerate", engine="openai", base_url=server.url, **options)
         with open_engine(config, target, limits) as engine:
             return {answer.id: (answer.tokens.tolist(), answer.cut) for answer in engine.answer(requests)}
 
