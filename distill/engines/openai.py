@@ -6,11 +6,13 @@ target can't be seen from here: the labelling that follows says how far the targ
 
 import logging
 import os
-import time
+import socket
+import threading
 from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -44,9 +46,76 @@ NEUTRAL = {
 }
 
 
+class CompletionsServer:
+    """A server, asked from several threads, and hung up on from any of them."""
+
+    def __init__(self, client: "httpx.Client") -> None:
+        self.url = str(client.base_url)
+        self._client = client
+        self._sockets: WeakSet[socket.socket] = WeakSet()
+        self._lock = threading.Lock()
+        self._hung_up = threading.Event()
+
+    def ask(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
+        """The server's answer, as parsed JSON. Asks again, with growing waits, while it is unreachable, overloaded or broken.
+
+        Raises ValueError where it refuses the request, and ConnectionError where it doesn't come back, or was hung up on.
+        """
+        import httpx
+
+        for attempt in range(1, MAX_TRIES + 1):
+            self._refuse_if_hung_up()
+            try:
+                response = self._client.request(method, path, json=body, extensions={"trace": self._trace})
+                if response.is_success:
+                    return _parsed(response)
+                problem = f"it answers {response.status_code}: {_shown(response.text)}"
+                if response.status_code != TOO_MANY_REQUESTS and response.status_code not in SERVER_ERRORS:
+                    raise ValueError(
+                        f"{self.url}{path} refuses the request; {problem}. Check distill.base_url, distill.served_model, "
+                        f"{KEY_VARIABLE}, and that the server's context window is the target's"
+                    )
+                asked_seconds = _retry_after(response)
+            except httpx.TransportError as error:
+                problem, asked_seconds = f"it can't be reached ({type(error).__name__}: {_shown(str(error))})", 0.0
+            self._refuse_if_hung_up()
+            if attempt < MAX_TRIES:
+                seconds = min(max(FIRST_WAIT_SECONDS * 2 ** (attempt - 1), asked_seconds), LONGEST_WAIT_SECONDS)
+                logger.warning("%s: %s; try %d of %d follows in %.1f s", self.url, problem, attempt + 1, MAX_TRIES, seconds)
+                self._hung_up.wait(seconds)
+        raise ConnectionError(
+            f"{self.url}{path} failed {MAX_TRIES} times; at last {problem}. Start the server anew and run the same command: "
+            "finished shards are kept"
+        )
+
+    def hang_up(self) -> None:
+        """End all requests, for good: those that wait for an answer, those that wait to be tried again, and any later one.
+
+        To close the client would not do: a thread that reads from a socket doesn't see that it is closed, only that it is
+        shut down.
+        """
+        with self._lock:
+            self._hung_up.set()
+            for connected in self._sockets:
+                _shut_down(connected)
+
+    def _refuse_if_hung_up(self) -> None:
+        if self._hung_up.is_set():
+            raise ConnectionError(f"{self.url} was hung up on, since answers are no longer waited for; open it anew")
+
+    def _trace(self, event: str, info: dict[str, Any]) -> None:
+        """Keep each connection's socket, by httpx's extension `trace`, which tells of it as soon as it is there."""
+        if event.endswith(("connect_tcp.complete", "start_tls.complete")):
+            connected = info["return_value"].get_extra_info("socket")
+            with self._lock:
+                self._sockets.add(connected)
+                if self._hung_up.is_set():
+                    _shut_down(connected)
+
+
 @contextmanager
-def open_client(base_url: str) -> "Iterator[httpx.Client]":
-    """A client of the server at `base_url`. The key, where one is needed, is read from the environment only."""
+def open_server(base_url: str) -> Iterator[CompletionsServer]:
+    """The server at `base_url`, hung up on at the end. The key, where one is needed, is read from the environment only."""
     import httpx
 
     key = os.environ.get(KEY_VARIABLE)
@@ -54,62 +123,35 @@ def open_client(base_url: str) -> "Iterator[httpx.Client]":
     timeout = httpx.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS)
     limits = httpx.Limits(max_connections=None)
     with httpx.Client(base_url=base_url.rstrip("/") + "/", headers=headers, timeout=timeout, limits=limits) as client:
-        yield client
+        server = CompletionsServer(client)
+        try:
+            yield server
+        finally:
+            server.hang_up()
 
 
-def find_model(client: "httpx.Client", wanted: str | None, target_name: str) -> str:
+def find_model(server: CompletionsServer, wanted: str | None, target_name: str) -> str:
     """The name under which the server has the target: `wanted`, the target's own, or that of its only model.
 
     Raises ValueError, naming what is served, where that leaves it open.
     """
-    body = ask(client, "GET", "models", None)
+    body = server.ask("GET", "models", None)
     try:
         served = [str(model["id"]) for model in body["data"]]
     except (KeyError, TypeError) as error:
         raise ValueError(
-            f"{client.base_url}models lists no models; is distill.base_url the address of a completions server?"
+            f"{server.url}models lists no models; is distill.base_url the address of a completions server?"
         ) from error
     if wanted is not None and wanted not in served:
-        raise ValueError(f"distill.served_model is {wanted!r}, and {client.base_url} serves {', '.join(served) or 'nothing'}")
+        raise ValueError(f"distill.served_model is {wanted!r}, and {server.url} serves {', '.join(served) or 'nothing'}")
     if wanted is not None or target_name in served:
         return wanted or target_name
     if len(served) != 1:
         raise ValueError(
-            f"{client.base_url} serves {', '.join(served) or 'nothing'}, and the target is {target_name!r}; set "
+            f"{server.url} serves {', '.join(served) or 'nothing'}, and the target is {target_name!r}; set "
             "distill.served_model to the target's name there"
         )
     return served[0]
-
-
-def ask(client: "httpx.Client", method: str, path: str, body: dict[str, Any] | None) -> Any:
-    """The server's answer, as parsed JSON. Asks again, with growing waits, while it is unreachable, overloaded or broken.
-
-    Raises ValueError where it refuses the request, and ConnectionError where it doesn't come back.
-    """
-    import httpx
-
-    for attempt in range(1, MAX_TRIES + 1):
-        try:
-            response = client.request(method, path, json=body)
-            if response.is_success:
-                return _parsed(response)
-            problem = f"it answers {response.status_code}: {_shown(response.text)}"
-            if response.status_code != TOO_MANY_REQUESTS and response.status_code not in SERVER_ERRORS:
-                raise ValueError(
-                    f"{client.base_url}{path} refuses the request; {problem}. Check distill.base_url, distill.served_model, "
-                    f"{KEY_VARIABLE}, and that the server's context window is the target's"
-                )
-            asked_seconds = _retry_after(response)
-        except httpx.TransportError as error:
-            problem, asked_seconds = f"it can't be reached ({type(error).__name__}: {_shown(str(error))})", 0.0
-        if attempt < MAX_TRIES:
-            seconds = min(max(FIRST_WAIT_SECONDS * 2 ** (attempt - 1), asked_seconds), LONGEST_WAIT_SECONDS)
-            logger.warning("%s: %s; try %d of %d follows in %.1f s", client.base_url, problem, attempt + 1, MAX_TRIES, seconds)
-            time.sleep(seconds)
-    raise ConnectionError(
-        f"{client.base_url}{path} failed {MAX_TRIES} times; at last {problem}. Start the server anew and run the same command: "
-        "finished shards are kept"
-    )
 
 
 class OpenAIEngine:
@@ -121,7 +163,7 @@ class OpenAIEngine:
 
     def __init__(
         self,
-        client: "httpx.Client",
+        server: CompletionsServer,
         *,
         model: str,
         tokenizer: PreTrainedTokenizerBase,
@@ -131,7 +173,7 @@ class OpenAIEngine:
         limits: Limits,
         max_in_flight: int = DEFAULT_IN_FLIGHT,
     ) -> None:
-        self._client = client
+        self._server = server
         self._model = model
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
@@ -143,13 +185,20 @@ class OpenAIEngine:
 
     def answer(self, requests: Sequence[Request]) -> Iterator[Answer]:
         """An answer to every request, as they come in. Raises ValueError where the server refuses one or reads another prompt,
-        ConnectionError where it is gone for good."""
+        ConnectionError where it is gone for good.
+
+        Left before the last answer, it hangs up, so that nobody waits for those in flight; the engine is of no use then.
+        """
         pool = ThreadPoolExecutor(self._max_in_flight, thread_name_prefix="openai")
+        futures: list[Future[Answer]] = []
         try:
-            for future in as_completed([pool.submit(self._complete, request) for request in requests]):
+            futures.extend(pool.submit(self._complete, request) for request in requests)
+            for future in as_completed(futures):
                 yield future.result()
         finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+            pool.shutdown(wait=False, cancel_futures=True)
+            if not all(future.done() for future in futures):
+                self._server.hang_up()
 
     def _complete(self, request: Request) -> Answer:
         body = {
@@ -164,7 +213,7 @@ class OpenAIEngine:
             "return_token_ids": True,
         }
         body |= {name: value for name in ("top_k", "top_p") if (value := getattr(self._sampling, name)) is not None}
-        reply = ask(self._client, "POST", "completions", body)
+        reply = self._server.ask("POST", "completions", body)
         try:
             choice = reply["choices"][0]
             finish = choice["finish_reason"]
@@ -172,21 +221,21 @@ class OpenAIEngine:
             tokens = self._tokens(choice)
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"{self._client.base_url}completions answers {_shown(str(reply))}, which is no completion; is distill.base_url "
+                f"{self._server.url}completions answers {_shown(str(reply))}, which is no completion; is distill.base_url "
                 "the address of a completions server?"
             ) from error
         if num_read != len(request.prompt_ids):
             raise ValueError(
-                f"{self._client.base_url} read {num_read} tokens of a prompt of {len(request.prompt_ids)}: it adds tokens to "
+                f"{self._server.url} read {num_read} tokens of a prompt of {len(request.prompt_ids)}: it adds tokens to "
                 "prompts, or cuts them; turn that off in the server"
             )
         if finish not in ("stop", "length"):
-            raise ValueError(f"{self._client.base_url} ended an answer by {finish!r}; only 'stop' and 'length' are known")
+            raise ValueError(f"{self._server.url} ended an answer by {finish!r}; only 'stop' and 'length' are known")
         is_cut = finish == "length"
         if not is_cut and not (tokens and tokens[-1] in self._stop_ids):
             tokens.append(self._stop_token(choice))
         if not tokens or not all(0 <= token < self._vocab_size for token in tokens):
-            raise ValueError(f"{self._client.base_url} answers with tokens that the target doesn't have; is it another model?")
+            raise ValueError(f"{self._server.url} answers with tokens that the target doesn't have; is it another model?")
         return Answer(id=request.id, tokens=torch.tensor(tokens), cut=is_cut)
 
     def _tokens(self, choice: dict[str, Any]) -> list[int]:
@@ -198,7 +247,7 @@ class OpenAIEngine:
             logger.warning(
                 "%s answers with text, not with token ids: it is tokenized again, and may differ from what the model wrote "
                 "(vLLM 0.10.2 and later send ids)",
-                self._client.base_url,
+                self._server.url,
             )
         return list(self._tokenizer(choice["text"], add_special_tokens=False, verbose=False).input_ids)
 
@@ -206,6 +255,11 @@ class OpenAIEngine:
         """The token that ended the answer, which many servers leave out: as told, else the tokenizer's, else the first."""
         candidates = (choice.get("stop_reason"), self._tokenizer.eos_token_id)
         return next((token for token in candidates if token in self._stop_ids), self._stop_ids[0])
+
+
+def _shut_down(connected: socket.socket) -> None:
+    with suppress(OSError):  # it may have ended by itself
+        connected.shutdown(socket.SHUT_RDWR)
 
 
 def _parsed(response: "httpx.Response") -> Any:

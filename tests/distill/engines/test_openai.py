@@ -2,9 +2,12 @@
 
 import json
 import logging
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -39,12 +42,18 @@ class Server(ThreadingHTTPServer):
         self.bodies: list[dict[str, Any]] = []
         self.keys: set[str | None] = set()
         self.delay_seconds = 0.0
+        self.num_quick: int | None = None  # requests that are answered before the server hangs; None for all
+        self.woken = threading.Event()
         self.num_inside = self.most_inside = 0
         self.change: Callable[[dict[str, Any]], None] = lambda reply: None
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+    def handle_error(self, *args: Any) -> None:
+        if not isinstance(sys.exception(), ConnectionError):  # a client that hangs up is none of the server's
+            super().handle_error(*args)
 
     def complete(self, body: dict[str, Any]) -> dict[str, Any]:
         prompt = torch.tensor(body["prompt"])
@@ -83,6 +92,12 @@ class Handler(BaseHTTPRequestHandler):
             self.server.num_inside += 1
             self.server.most_inside = max(self.server.most_inside, self.server.num_inside)
             fault = self.server.faults.pop(0) if self.server.faults else False
+            hangs = self.server.num_quick == 0
+            self.server.num_quick = max(self.server.num_quick - 1, 0) if self.server.num_quick is not None else None
+        if hangs:
+            self.server.woken.wait()
+            self.close_connection = True
+            return
         time.sleep(self.server.delay_seconds)
         with self.server.lock:
             self.server.num_inside -= 1
@@ -113,6 +128,7 @@ def server(target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield server
+        server.woken.set()
         server.shutdown()
         thread.join()
 
@@ -245,6 +261,91 @@ def test_requests_are_in_flight_together_and_never_more_than_asked(ask: Callable
     server.delay_seconds = 0.05
     ask(decode_batch_size=3)
     assert server.most_inside == 3
+
+
+@contextmanager
+def ends_at_once() -> Iterator[None]:
+    """Whether the block, and every thread of the engine, ends soon: the interpreter waits for them when it ends."""
+    start = time.monotonic()
+    yield
+    for thread in threading.enumerate():
+        if thread.name.startswith("openai"):
+            thread.join(timeout=max(0.0, start + 2 - time.monotonic()))
+            assert not thread.is_alive(), "a thread still waits for the server"
+    assert time.monotonic() - start < 2
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_error_of_the_consumers_waits_for_nothing_in_flight(
+    server: Server, target: HFTarget, limits: Limits, requests: list[Request], error: type[BaseException]
+) -> None:
+    server.num_quick = 2
+    config = DistillConfig(engine="openai", base_url=server.url, decode_batch_size=4)
+
+    def consume() -> None:
+        with open_engine(config, target, limits) as engine:
+            for num_answers, _ in enumerate(engine.answer(requests), 1):
+                if num_answers == 2:
+                    until(lambda: server.num_inside == 4)
+                    raise error("stop")
+
+    # The traceback holds the generator, which so is never closed.
+    with ends_at_once(), pytest.raises(error, match="stop"):
+        consume()
+
+
+def test_an_engine_left_early_waits_for_nothing_in_flight(
+    server: Server, target: HFTarget, limits: Limits, requests: list[Request]
+) -> None:
+    server.num_quick = 1
+    config = DistillConfig(engine="openai", base_url=server.url, decode_batch_size=3)
+    with ends_at_once(), open_engine(config, target, limits) as engine:
+        answers = engine.answer(requests)
+        next(answers)
+        until(lambda: server.num_inside == 3)
+        with ends_at_once():
+            answers.close()  # type: ignore[attr-defined]
+        with pytest.raises(ConnectionError, match="was hung up on"):
+            next(engine.answer(requests))
+
+
+@pytest.mark.parametrize("waits_for", ["answers", "tries"])
+def test_ctrl_c_waits_for_no_answer_and_no_next_try(
+    server: Server,
+    target: HFTarget,
+    limits: Limits,
+    requests: list[Request],
+    waits_for: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: Any,
+) -> None:
+    server.num_quick = 0
+    if waits_for == "tries":
+        monkeypatch.setattr(openai, "FIRST_WAIT_SECONDS", 30.0)
+        server.woken.set()  # it hangs up on everybody
+    config = DistillConfig(engine="openai", base_url=server.url, decode_batch_size=4)
+
+    def interrupt() -> None:
+        until(lambda: server.num_inside == 4 if waits_for == "answers" else caplog.text.count("try 2 of") == 4)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    def consume() -> None:
+        with open_engine(config, target, limits) as engine:
+            interrupter.start()
+            list(engine.answer(requests))
+
+    interrupter = threading.Thread(target=interrupt)
+    with ends_at_once(), pytest.raises(KeyboardInterrupt):
+        consume()
+    interrupter.join()
+    assert caplog.text.count("try 2 of") == (4 if waits_for == "tries" else 0)
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_the_model_is_named_as_the_server_has_it(ask: Callable[..., Found], server: Server, target: HFTarget) -> None:
