@@ -11,7 +11,8 @@ import threading
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -34,6 +35,8 @@ CONNECT_SECONDS, ANSWER_SECONDS = 10.0, 1800.0
 """An answer may wait in the server's queue for long."""
 TOO_MANY_REQUESTS, SERVER_ERRORS = 429, range(500, 600)
 MOST_BODY_CHARS = 300
+
+Field = TypeVar("Field")
 
 # Servers fill in what is left out, some of them from the model's generation config: no filter that nobody asked for.
 NEUTRAL = {
@@ -181,7 +184,7 @@ class OpenAIEngine:
         self._sampling = sampling
         self._limits = limits
         self._max_in_flight = max_in_flight
-        self._has_warned = False
+        self._warned: set[str] = set()
 
     def answer(self, requests: Sequence[Request]) -> Iterator[Answer]:
         """An answer to every request, as they come in. Raises ValueError where the server refuses one or reads another prompt,
@@ -201,11 +204,12 @@ class OpenAIEngine:
                 self._server.hang_up()
 
     def _complete(self, request: Request) -> Answer:
+        max_tokens = self._limits.room(len(request.prompt_ids))
         body = {
             **NEUTRAL,
             "model": self._model,
             "prompt": request.prompt_ids.tolist(),
-            "max_tokens": self._limits.room(len(request.prompt_ids)),
+            "max_tokens": max_tokens,
             "temperature": self._sampling.temperature,
             "seed": request.seed,
             "stop_token_ids": list(self._stop_ids),
@@ -215,46 +219,111 @@ class OpenAIEngine:
         body |= {name: value for name in ("top_k", "top_p") if (value := getattr(self._sampling, name)) is not None}
         reply = self._server.ask("POST", "completions", body)
         try:
-            choice = reply["choices"][0]
-            finish = choice["finish_reason"]
-            num_read = (reply.get("usage") or {}).get("prompt_tokens", len(request.prompt_ids))
-            tokens = self._tokens(choice)
-        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            completion = _completion(reply)
+        except ValueError as error:
             raise ValueError(
-                f"{self._server.url}completions answers {_shown(str(reply))}, which is no completion; is distill.base_url "
-                "the address of a completions server?"
+                f"{self._server.url}completions answers {_shown(str(reply))}, which is no completion: {error}; is "
+                "distill.base_url the address of a completions server?"
             ) from error
-        if num_read != len(request.prompt_ids):
+        return self._checked(request, completion, max_tokens)
+
+    def _checked(self, request: Request, completion: "_Completion", max_tokens: int) -> Answer:
+        url = self._server.url
+        if completion.num_prompt_tokens not in (None, len(request.prompt_ids)):
             raise ValueError(
-                f"{self._server.url} read {num_read} tokens of a prompt of {len(request.prompt_ids)}: it adds tokens to "
+                f"{url} read {completion.num_prompt_tokens} tokens of a prompt of {len(request.prompt_ids)}: it adds tokens to "
                 "prompts, or cuts them; turn that off in the server"
             )
-        if finish not in ("stop", "length"):
-            raise ValueError(f"{self._server.url} ended an answer by {finish!r}; only 'stop' and 'length' are known")
-        is_cut = finish == "length"
+        if completion.finish not in ("stop", "length"):
+            raise ValueError(f"{url} ended an answer by {completion.finish!r}; only 'stop' and 'length' are known")
+        tokens = self._tokens(completion, max_tokens)
+        is_cut = completion.finish == "length"
         if not is_cut and not (tokens and tokens[-1] in self._stop_ids):
-            tokens.append(self._stop_token(choice))
-        if not tokens or not all(0 <= token < self._vocab_size for token in tokens):
-            raise ValueError(f"{self._server.url} answers with tokens that the target doesn't have; is it another model?")
-        return Answer(id=request.id, tokens=torch.tensor(tokens), cut=is_cut)
+            tokens.append(self._stop_token(completion))
+        if not all(0 <= token < self._vocab_size for token in tokens):
+            raise ValueError(f"{url} answers with tokens that the target doesn't have; is it another model?")
+        return Answer(id=request.id, tokens=torch.tensor(tokens, dtype=torch.long), cut=is_cut)
 
-    def _tokens(self, choice: dict[str, Any]) -> list[int]:
-        """The answer's ids: the server's own, else its text's."""
-        if choice.get("token_ids") is not None:
-            return list(choice["token_ids"])
-        if not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "%s answers with text, not with token ids: it is tokenized again, and may differ from what the model wrote "
-                "(vLLM 0.10.2 and later send ids)",
-                self._server.url,
+    def _tokens(self, completion: "_Completion", max_tokens: int) -> list[int]:
+        """The answer's ids: the server's own, else its text's, which may be more than the model wrote."""
+        url = self._server.url
+        if completion.token_ids is not None:
+            if len(completion.token_ids) > max_tokens:
+                raise ValueError(
+                    f"{url} answers with {len(completion.token_ids)} tokens where max_tokens asks for {max_tokens} at most: it "
+                    "ignores that limit; use a server that keeps it, such as vLLM"
+                )
+            return list(completion.token_ids)
+        self._warn_once(
+            "%s answers with text, not with token ids: it is tokenized again, and may differ from what the model wrote "
+            "(vLLM 0.10.2 and later send ids)",
+            url,
+        )
+        tokens = list(self._tokenizer(completion.text, add_special_tokens=False, verbose=False).input_ids)
+        if len(tokens) > max_tokens:
+            self._warn_once(
+                "%s answers with a text of %d tokens where max_tokens asks for %d at most: such answers are cut there. Either "
+                "the text has more tokens than the model wrote, or the server ignores that limit",
+                url,
+                len(tokens),
+                max_tokens,
             )
-        return list(self._tokenizer(choice["text"], add_special_tokens=False, verbose=False).input_ids)
+        return tokens
 
-    def _stop_token(self, choice: dict[str, Any]) -> int:
+    def _warn_once(self, message: str, *args: object) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            logger.warning(message, *args)
+
+    def _stop_token(self, completion: "_Completion") -> int:
         """The token that ended the answer, which many servers leave out: as told, else the tokenizer's, else the first."""
-        candidates = (choice.get("stop_reason"), self._tokenizer.eos_token_id)
+        candidates = (completion.stop_reason, self._tokenizer.eos_token_id)
         return next((token for token in candidates if token in self._stop_ids), self._stop_ids[0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Completion:
+    """What a reply says, by the protocol's types: ids, text or both."""
+
+    finish: str | None
+    token_ids: list[int] | None
+    text: str
+    stop_reason: int | None
+    """A token; servers name a string that stopped them here too, and none was asked for."""
+    num_prompt_tokens: int | None
+    """None where the server doesn't tell."""
+
+
+def _completion(reply: Any) -> _Completion:
+    """The first choice of a parsed reply. Raises ValueError, with the rule, where it isn't made as the protocol says."""
+    choices = _field(reply, "choices", list)
+    if not choices:
+        raise ValueError("it must have a choice")
+    (choice, *_) = choices
+    token_ids, text = _field(choice, "token_ids", list), _field(choice, "text", str)
+    if token_ids is None and text is None:
+        raise ValueError("a choice must have token_ids or text")
+    if wrong := [token for token in token_ids or () if type(token) is not int]:
+        raise ValueError(f"token_ids must be integers, and one is {_shown(repr(wrong[0]))}")
+    usage = _field(reply, "usage", dict)
+    stop_reason = choice.get("stop_reason")
+    return _Completion(
+        finish=_field(choice, "finish_reason", str),
+        token_ids=token_ids,
+        text=text or "",
+        stop_reason=stop_reason if type(stop_reason) is int else None,
+        num_prompt_tokens=None if usage is None else _field(usage, "prompt_tokens", int),
+    )
+
+
+def _field(place: Any, name: str, kind: type[Field]) -> Field | None:
+    """What `place` has under the name; None where it has nothing or null. true is no int."""
+    if not isinstance(place, dict):
+        raise ValueError(f"{name} must be in an object, and is looked for in {_shown(repr(place))}")
+    value = place.get(name)
+    if value is None or type(value) is kind:
+        return value
+    raise ValueError(f"{name} must be of type {kind.__name__}, and is {_shown(repr(value))}")
 
 
 def _shut_down(connected: socket.socket) -> None:

@@ -239,9 +239,21 @@ def test_text_without_token_ids_is_tokenized_again_and_said_so_once(
         (lambda reply: reply["choices"][0].update(token_ids=[999]), "tokens that the target doesn't have"),
         (lambda reply: reply["choices"][0].update(finish_reason="content_filter"), "'content_filter'"),
         (lambda reply: reply.clear(), "which is no completion"),
-        (lambda reply: reply.update(choices=["?"]), "which is no completion"),
+        (lambda reply: reply.update(choices=["?"]), r"which is no completion: .* looked for in '\?'"),
+        (lambda reply: reply.update(choices={"0": {}}), "which is no completion: choices must be of type list"),
+        (lambda reply: reply.update(choices=[]), "which is no completion: it must have a choice"),
+        (lambda reply: reply["choices"][0].update(token_ids=[5, 1.5]), "token_ids must be integers, and one is 1.5"),
+        (lambda reply: reply["choices"][0].update(token_ids=["a"]), "token_ids must be integers, and one is 'a'"),
+        (lambda reply: reply["choices"][0].update(token_ids=[True]), "token_ids must be integers, and one is True"),
+        (lambda reply: reply["choices"][0].update(token_ids="5 6"), "token_ids must be of type list, and is '5 6'"),
+        (lambda reply: reply["choices"][0].update(token_ids=None, text=5), "text must be of type str, and is 5"),
+        (lambda reply: reply["choices"][0].update(token_ids=None, text=None), "must have token_ids or text"),
+        (lambda reply: reply["choices"][0].update(finish_reason=["stop"]), "finish_reason must be of type str"),
+        (lambda reply: reply["choices"][0].pop("finish_reason"), "ended an answer by None"),
+        (lambda reply: reply.update(usage=[1]), r"usage must be of type dict, and is \[1\]"),
+        (lambda reply: reply["usage"].update(prompt_tokens="5"), "prompt_tokens must be of type int, and is '5'"),
+        (lambda reply: reply["choices"][0].update(token_ids=[5] * 99), "99 tokens where max_tokens asks for .* at most"),
     ],
-    ids=["prompt", "vocabulary", "filter", "empty", "malformed"],
 )
 def test_a_server_of_something_else_is_refused(
     ask: Callable[..., Found], server: Server, change: Callable[[dict[str, Any]], None], message: str
@@ -249,6 +261,45 @@ def test_a_server_of_something_else_is_refused(
     server.change = change
     with pytest.raises(ValueError, match=message):
         ask()
+
+
+@pytest.mark.parametrize("usage", [None, {}, {"prompt_tokens": None}])
+def test_a_server_that_does_not_tell_what_it_read_is_believed(
+    ask: Callable[..., Found],
+    server: Server,
+    target: HFTarget,
+    requests: list[Request],
+    limits: Limits,
+    usage: dict[str, None] | None,
+) -> None:
+    server.change = lambda reply: reply.update(usage=usage)
+    assert ask() == expected(target, requests, limits, Sampling(temperature=0.0))
+
+
+@pytest.mark.parametrize("told", [True, 4.0, "</s>", ["a"]])
+def test_a_stop_reason_that_is_no_token_is_none_of_the_answers(
+    ask: Callable[..., Found], server: Server, target: HFTarget, told: Any
+) -> None:
+    assert target.model.generation_config is not None
+    target.model.generation_config.eos_token_id = [3, 1, 4]
+    server.change = lambda reply: reply["choices"][0].update(token_ids=[7], finish_reason="stop", stop_reason=told)
+    found = ask()
+    assert {tuple(tokens) for tokens, _ in found.values()} == {(7, target.tokenizer.eos_token_id)}
+
+
+@pytest.mark.parametrize("nothing", [{"token_ids": None, "text": ""}, {"token_ids": []}])
+def test_an_answer_cut_before_its_first_token_is_an_empty_one(
+    ask: Callable[..., Found], server: Server, requests: list[Request], nothing: dict[str, Any]
+) -> None:
+    server.change = lambda reply: reply["choices"][0].update(finish_reason="length", **nothing)
+    assert ask() == {request.id: ([], True) for request in requests}
+
+
+def test_a_text_longer_than_asked_for_is_named_once(ask: Callable[..., Found], server: Server, caplog: Any) -> None:
+    server.change = lambda reply: reply["choices"][0].update(token_ids=None, text="a b c d " * 30)
+    with caplog.at_level(logging.WARNING, logger="outrider"):
+        ask(decode_batch_size=1)
+    assert caplog.text.count("such answers are cut there") == 1
 
 
 def test_a_page_that_is_no_api_is_refused(ask: Callable[..., Found], server: Server) -> None:
