@@ -99,7 +99,7 @@ class Dialogue:
         tokens = answer.tokens.tolist()
         cut = answer.cut or len(tokens) > room
         tokens = tokens[:room]
-        said = tokens[:-1] if tokens[-1] in self._stop_ids else tokens
+        said = tokens[:-1] if tokens and tokens[-1] in self._stop_ids else tokens
         text: Any = self._tokenizer.decode(said, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         if reason := EMPTY if not text.strip() else LOOP if ends_in_a_loop(said) else None:
             self._end(reason, AFTER_DROP)

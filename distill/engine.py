@@ -27,7 +27,7 @@ class Answer:
 
     id: str
     tokens: Int[torch.Tensor, " answer"]
-    """Never empty; the stop token, where it stopped, is the last."""
+    """The stop token, where it stopped, is the last; empty only where it was cut before it said anything."""
     cut: bool
     """Whether the length limit ended it, and not the target."""
 

@@ -8,6 +8,7 @@ from jaxtyping import Float, Int
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from ..models.hf_target import HFTarget
 from .engine import Request
@@ -21,6 +22,9 @@ NEIGHBOUR_SPREAD = 1.0
 
 BENDS = (-0.7, 0.0, 0.7)
 """Deviations from the mean at which what is made of a length may bend."""
+
+DEFAULT_READ_TOKENS = 512
+"""Of a prompt, by a model of relative positions (T5, say) whose tokenizer names no limit: it could read on, at a cost."""
 
 
 def make_predictor(name: str, target: HFTarget) -> LengthPredictor:
@@ -162,6 +166,7 @@ class ClassifierPredictor:
                 f"transformers, whose tokenizer can't be loaded ({error})"
             ) from error
         self._model = self._fresh()
+        self.read_tokens = most_read_tokens(self._model, self.tokenizer)
 
     def learn(self, requests: Sequence[Request], buckets: Int[torch.Tensor, " request"]) -> None:
         with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
@@ -207,8 +212,14 @@ class ClassifierPredictor:
         texts = [self.target_tokenizer.decode(request.prompt_ids, skip_special_tokens=True) for request in requests]
         known = [request.num_known_tokens for request in requests]
         texts = [text if length is None else f"{length} {text}" for text, length in zip(texts, known, strict=True)]
-        limit = min(self.tokenizer.model_max_length, self._model.config.max_position_embeddings)
-        encoded = self.tokenizer(texts, padding=True, truncation=True, max_length=limit, return_tensors="pt")
+        encoded = self.tokenizer(
+            texts,
+            padding=True,
+            truncation=True,
+            max_length=self.read_tokens,
+            split_special_tokens=True,  # a prompt may spell one; T5 and BART refuse a second end of text
+            return_tensors="pt",
+        )
         return {name: values.to(self.device) for name, values in encoded.items()}
 
 
@@ -230,6 +241,24 @@ class LengthHead(nn.Module):
         inner = self.inner(torch.cat([self.dropout(features), bent], dim=1)).relu()
         logits: torch.Tensor = self.outer(self.dropout(inner))
         return logits
+
+
+def most_read_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Tokens, special ones included, that model and tokenizer take; DEFAULT_READ_TOKENS where neither names a limit.
+
+    A table of positions with a row for padding (RoBERTa's) counts from the row after it, so that the rows up to there are no
+    position, though the configuration counts them.
+    """
+    limits = []
+    if tokenizer.model_max_length < VERY_LARGE_INTEGER:  # what tokenizers say that name none
+        limits.append(tokenizer.model_max_length)
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if positions is not None and positions > 0:  # XLNet's are -1, of any number
+        limits.append(positions)
+    for name, table in model.named_modules():
+        if name.endswith("position_embeddings") and isinstance(table, nn.Embedding) and table.padding_idx is not None:
+            limits.append(table.num_embeddings - table.padding_idx - 1)
+    return min(limits, default=DEFAULT_READ_TOKENS)
 
 
 def known_lengths(requests: Sequence[Request]) -> Float[torch.Tensor, "request length"]:

@@ -92,10 +92,10 @@ def _open_continuous(config: DistillConfig, target: HFTarget, limits: Limits, st
 
 def _open_openai(config: DistillConfig, target: HFTarget, limits: Limits, stack: ExitStack) -> Engine:
     assert config.base_url is not None  # DistillConfig has checked it
-    client = stack.enter_context(openai.open_client(config.base_url))
+    server = stack.enter_context(openai.open_server(config.base_url))
     return openai.OpenAIEngine(
-        client,
-        model=openai.find_model(client, config.served_model, target.identity.name),
+        server,
+        model=openai.find_model(server, config.served_model, target.identity.name),
         tokenizer=target.tokenizer,
         vocab_size=target.vocab_size,
         stop_ids=target.stop_ids,

@@ -61,7 +61,7 @@ def play(
         prompts.append(request.prompt_ids.tolist())
         answer = next(given)
         tokens = [*tokenizer(answer).input_ids, END] if isinstance(answer, str) else answer
-        dialogue.take(Answer(id=request.id, tokens=torch.tensor(tokens), cut=len(prompts) - 1 in cut))
+        dialogue.take(Answer(id=request.id, tokens=torch.tensor(tokens, dtype=torch.long), cut=len(prompts) - 1 in cut))
     assert next(given, None) is None, "all answers were asked for"
     return dialogue, prompts
 
@@ -158,7 +158,9 @@ def test_an_engine_that_overdoes_it_is_cut_to_the_room(tiny_tokenizer: PreTraine
 
 
 @pytest.mark.parametrize(
-    ("answer", "reason"), [([END], EMPTY), ("  \n ", EMPTY), ("ha" * LOOP_TOKENS, LOOP), ([40] * 9, LOOP)], ids=repr
+    ("answer", "reason"),
+    [([], EMPTY), ([END], EMPTY), ("  \n ", EMPTY), ("ha" * LOOP_TOKENS, LOOP), ([40] * 9, LOOP)],
+    ids=repr,
 )
 def test_degenerate_answers_are_dropped_and_what_came_before_is_kept(
     tiny_tokenizer: PreTrainedTokenizerFast, answer: str | list[int], reason: str

@@ -1,16 +1,27 @@
 """Buckets, predictors and the reservations made of them: learnable, reproducible, and blind to what was asked before."""
 
+import copy
 import random
 import statistics
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import DistilBertConfig, DistilBertForSequenceClassification
+from tokenizers.processors import TemplateProcessing
+from transformers import (
+    DistilBertConfig,
+    DistilBertForSequenceClassification,
+    PreTrainedModel,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+    T5Config,
+    T5ForSequenceClassification,
+)
+from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from outrider.distill.engine import Request
 from outrider.distill.lengths import LEARN_FIRST, NUM_BUCKETS, Buckets, Predicted, Seen
-from outrider.distill.predictors import LightPredictor, make_predictor, soft_labels
+from outrider.distill.predictors import DEFAULT_READ_TOKENS, ClassifierPredictor, LightPredictor, make_predictor, soft_labels
 
 SHORT, LONG = 70, 200
 """Tokens that prompts for short and for long answers begin with."""
@@ -113,6 +124,66 @@ def test_the_other_answers_length_tells_more_than_the_prompt():
 def test_a_predictor_that_is_none_is_refused_with_the_choices(target, tmp_path):
     with pytest.raises(ValueError, match="must be light, embedding, or a sequence-classification model"):
         make_predictor(str(tmp_path), target)
+
+
+def tiny_roberta() -> PreTrainedModel:
+    return RobertaForSequenceClassification(
+        RobertaConfig(
+            vocab_size=300,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            max_position_embeddings=66,
+            pad_token_id=1,
+        )
+    )
+
+
+def tiny_t5() -> PreTrainedModel:
+    return T5ForSequenceClassification(
+        T5Config(
+            vocab_size=300,
+            d_model=16,
+            d_kv=8,
+            d_ff=32,
+            num_layers=1,
+            num_heads=2,
+            pad_token_id=0,
+            eos_token_id=3,
+            decoder_start_token_id=0,
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "named", "read_tokens"),
+    [
+        (tiny_roberta, None, 64),  # the first position is 2
+        (tiny_roberta, 512, 64),
+        (tiny_roberta, 50, 50),
+        (tiny_t5, None, DEFAULT_READ_TOKENS),
+        (tiny_t5, 50, 50),
+    ],
+)
+def test_a_long_prompt_is_read_as_far_as_the_classifier_can(make, named, read_tokens, target, tiny_tokenizer, tmp_path):
+    make().save_pretrained(tmp_path)
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    end = tokenizer.eos_token
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"$A {end}", special_tokens=[(end, tokenizer.eos_token_id)]
+    )
+    tokenizer.model_max_length = named or VERY_LARGE_INTEGER
+    tokenizer.save_pretrained(tmp_path)
+    predictor = make_predictor(str(tmp_path), target)
+    assert isinstance(predictor, ClassifierPredictor)
+    assert predictor.read_tokens == read_tokens
+    spelled = tokenizer(f"what does {end} mean", split_special_tokens=True).input_ids[:-1]
+    assert tokenizer.eos_token_id not in spelled
+    prompts = [torch.tensor(spelled), *(torch.full((length,), LONG) for length in (read_tokens - 1, 3 * read_tokens))]
+    requests = [Request(id=str(len(prompt)), prompt_ids=prompt, seed=0) for prompt in prompts]
+    predictor.learn(requests, torch.tensor([0, 5, 9]))
+    assert predictor.predict(requests).shape == (3, NUM_BUCKETS)
 
 
 def test_pickled_weights_are_not_read(target, classifier_dir):

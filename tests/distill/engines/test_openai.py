@@ -2,9 +2,12 @@
 
 import json
 import logging
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -39,12 +42,18 @@ class Server(ThreadingHTTPServer):
         self.bodies: list[dict[str, Any]] = []
         self.keys: set[str | None] = set()
         self.delay_seconds = 0.0
+        self.num_quick: int | None = None  # requests that are answered before the server hangs; None for all
+        self.woken = threading.Event()
         self.num_inside = self.most_inside = 0
         self.change: Callable[[dict[str, Any]], None] = lambda reply: None
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+    def handle_error(self, *args: Any) -> None:
+        if not isinstance(sys.exception(), ConnectionError):  # a client that hangs up is none of the server's
+            super().handle_error(*args)
 
     def complete(self, body: dict[str, Any]) -> dict[str, Any]:
         prompt = torch.tensor(body["prompt"])
@@ -83,6 +92,12 @@ class Handler(BaseHTTPRequestHandler):
             self.server.num_inside += 1
             self.server.most_inside = max(self.server.most_inside, self.server.num_inside)
             fault = self.server.faults.pop(0) if self.server.faults else False
+            hangs = self.server.num_quick == 0
+            self.server.num_quick = max(self.server.num_quick - 1, 0) if self.server.num_quick is not None else None
+        if hangs:
+            self.server.woken.wait()
+            self.close_connection = True
+            return
         time.sleep(self.server.delay_seconds)
         with self.server.lock:
             self.server.num_inside -= 1
@@ -113,6 +128,7 @@ def server(target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield server
+        server.woken.set()
         server.shutdown()
         thread.join()
 
@@ -223,9 +239,21 @@ def test_text_without_token_ids_is_tokenized_again_and_said_so_once(
         (lambda reply: reply["choices"][0].update(token_ids=[999]), "tokens that the target doesn't have"),
         (lambda reply: reply["choices"][0].update(finish_reason="content_filter"), "'content_filter'"),
         (lambda reply: reply.clear(), "which is no completion"),
-        (lambda reply: reply.update(choices=["?"]), "which is no completion"),
+        (lambda reply: reply.update(choices=["?"]), r"which is no completion: .* looked for in '\?'"),
+        (lambda reply: reply.update(choices={"0": {}}), "which is no completion: choices must be of type list"),
+        (lambda reply: reply.update(choices=[]), "which is no completion: it must have a choice"),
+        (lambda reply: reply["choices"][0].update(token_ids=[5, 1.5]), "token_ids must be integers, and one is 1.5"),
+        (lambda reply: reply["choices"][0].update(token_ids=["a"]), "token_ids must be integers, and one is 'a'"),
+        (lambda reply: reply["choices"][0].update(token_ids=[True]), "token_ids must be integers, and one is True"),
+        (lambda reply: reply["choices"][0].update(token_ids="5 6"), "token_ids must be of type list, and is '5 6'"),
+        (lambda reply: reply["choices"][0].update(token_ids=None, text=5), "text must be of type str, and is 5"),
+        (lambda reply: reply["choices"][0].update(token_ids=None, text=None), "must have token_ids or text"),
+        (lambda reply: reply["choices"][0].update(finish_reason=["stop"]), "finish_reason must be of type str"),
+        (lambda reply: reply["choices"][0].pop("finish_reason"), "ended an answer by None"),
+        (lambda reply: reply.update(usage=[1]), r"usage must be of type dict, and is \[1\]"),
+        (lambda reply: reply["usage"].update(prompt_tokens="5"), "prompt_tokens must be of type int, and is '5'"),
+        (lambda reply: reply["choices"][0].update(token_ids=[5] * 99), "99 tokens where max_tokens asks for .* at most"),
     ],
-    ids=["prompt", "vocabulary", "filter", "empty", "malformed"],
 )
 def test_a_server_of_something_else_is_refused(
     ask: Callable[..., Found], server: Server, change: Callable[[dict[str, Any]], None], message: str
@@ -233,6 +261,45 @@ def test_a_server_of_something_else_is_refused(
     server.change = change
     with pytest.raises(ValueError, match=message):
         ask()
+
+
+@pytest.mark.parametrize("usage", [None, {}, {"prompt_tokens": None}])
+def test_a_server_that_does_not_tell_what_it_read_is_believed(
+    ask: Callable[..., Found],
+    server: Server,
+    target: HFTarget,
+    requests: list[Request],
+    limits: Limits,
+    usage: dict[str, None] | None,
+) -> None:
+    server.change = lambda reply: reply.update(usage=usage)
+    assert ask() == expected(target, requests, limits, Sampling(temperature=0.0))
+
+
+@pytest.mark.parametrize("told", [True, 4.0, "</s>", ["a"]])
+def test_a_stop_reason_that_is_no_token_is_none_of_the_answers(
+    ask: Callable[..., Found], server: Server, target: HFTarget, told: Any
+) -> None:
+    assert target.model.generation_config is not None
+    target.model.generation_config.eos_token_id = [3, 1, 4]
+    server.change = lambda reply: reply["choices"][0].update(token_ids=[7], finish_reason="stop", stop_reason=told)
+    found = ask()
+    assert {tuple(tokens) for tokens, _ in found.values()} == {(7, target.tokenizer.eos_token_id)}
+
+
+@pytest.mark.parametrize("nothing", [{"token_ids": None, "text": ""}, {"token_ids": []}])
+def test_an_answer_cut_before_its_first_token_is_an_empty_one(
+    ask: Callable[..., Found], server: Server, requests: list[Request], nothing: dict[str, Any]
+) -> None:
+    server.change = lambda reply: reply["choices"][0].update(finish_reason="length", **nothing)
+    assert ask() == {request.id: ([], True) for request in requests}
+
+
+def test_a_text_longer_than_asked_for_is_named_once(ask: Callable[..., Found], server: Server, caplog: Any) -> None:
+    server.change = lambda reply: reply["choices"][0].update(token_ids=None, text="a b c d " * 30)
+    with caplog.at_level(logging.WARNING, logger="outrider"):
+        ask(decode_batch_size=1)
+    assert caplog.text.count("such answers are cut there") == 1
 
 
 def test_a_page_that_is_no_api_is_refused(ask: Callable[..., Found], server: Server) -> None:
@@ -245,6 +312,91 @@ def test_requests_are_in_flight_together_and_never_more_than_asked(ask: Callable
     server.delay_seconds = 0.05
     ask(decode_batch_size=3)
     assert server.most_inside == 3
+
+
+@contextmanager
+def ends_at_once() -> Iterator[None]:
+    """Whether the block, and every thread of the engine, ends soon: the interpreter waits for them when it ends."""
+    start = time.monotonic()
+    yield
+    for thread in threading.enumerate():
+        if thread.name.startswith("openai"):
+            thread.join(timeout=max(0.0, start + 2 - time.monotonic()))
+            assert not thread.is_alive(), "a thread still waits for the server"
+    assert time.monotonic() - start < 2
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_error_of_the_consumers_waits_for_nothing_in_flight(
+    server: Server, target: HFTarget, limits: Limits, requests: list[Request], error: type[BaseException]
+) -> None:
+    server.num_quick = 2
+    config = DistillConfig(engine="openai", base_url=server.url, decode_batch_size=4)
+
+    def consume() -> None:
+        with open_engine(config, target, limits) as engine:
+            for num_answers, _ in enumerate(engine.answer(requests), 1):
+                if num_answers == 2:
+                    until(lambda: server.num_inside == 4)
+                    raise error("stop")
+
+    # The traceback holds the generator, which so is never closed.
+    with ends_at_once(), pytest.raises(error, match="stop"):
+        consume()
+
+
+def test_an_engine_left_early_waits_for_nothing_in_flight(
+    server: Server, target: HFTarget, limits: Limits, requests: list[Request]
+) -> None:
+    server.num_quick = 1
+    config = DistillConfig(engine="openai", base_url=server.url, decode_batch_size=3)
+    with ends_at_once(), open_engine(config, target, limits) as engine:
+        answers = engine.answer(requests)
+        next(answers)
+        until(lambda: server.num_inside == 3)
+        with ends_at_once():
+            answers.close()  # type: ignore[attr-defined]
+        with pytest.raises(ConnectionError, match="was hung up on"):
+            next(engine.answer(requests))
+
+
+@pytest.mark.parametrize("waits_for", ["answers", "tries"])
+def test_ctrl_c_waits_for_no_answer_and_no_next_try(
+    server: Server,
+    target: HFTarget,
+    limits: Limits,
+    requests: list[Request],
+    waits_for: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: Any,
+) -> None:
+    server.num_quick = 0
+    if waits_for == "tries":
+        monkeypatch.setattr(openai, "FIRST_WAIT_SECONDS", 30.0)
+        server.woken.set()  # it hangs up on everybody
+    config = DistillConfig(engine="openai", base_url=server.url, decode_batch_size=4)
+
+    def interrupt() -> None:
+        until(lambda: server.num_inside == 4 if waits_for == "answers" else caplog.text.count("try 2 of") == 4)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    def consume() -> None:
+        with open_engine(config, target, limits) as engine:
+            interrupter.start()
+            list(engine.answer(requests))
+
+    interrupter = threading.Thread(target=interrupt)
+    with ends_at_once(), pytest.raises(KeyboardInterrupt):
+        consume()
+    interrupter.join()
+    assert caplog.text.count("try 2 of") == (4 if waits_for == "tries" else 0)
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_the_model_is_named_as_the_server_has_it(ask: Callable[..., Found], server: Server, target: HFTarget) -> None:
