@@ -284,7 +284,7 @@ def test_where_no_likeliest_tokens_are_stored_the_label_is_the_teacher(heads):
         for objective in (Objective(loss="kl", teacher="top_k"), Objective())
     ]
     assert torch.equal(*losses)
-    with pytest.raises(ValueError, match=r"the teacher top_k needs the target's likeliest tokens.*distill\.top_k"):
+    with pytest.raises(ValueError, match=r"the teacher top_k needs the target's likeliest tokens.*distill\.top_logprobs"):
         score(head, (rows,), labels, batch, Objective(loss="kl", teacher="top_k"), vocabulary=DraftVocabulary(size=VOCAB))
 
 
