@@ -98,8 +98,8 @@ class Eagle(FeatureDrafter):
 
     def loss(self, batch: DrafterBatch, objective: Objective) -> Loss:
         """Regression of the target's next feature, where the continuation keeps to the text, and the objective on the tokens
-        (EAGLE-1, section 3.2). Depths that aren't trained add nothing to the sums: they are there for the estimate of what
-        decoding accepts.
+        (EAGLE-1, section 3.2). Depths that aren't trained have no sums: they are counted for the estimate of what decoding
+        accepts.
         """
         labels, unroll = Labels.of(batch), self.config.unroll
         features = self.target_features(batch)
@@ -114,7 +114,7 @@ class Eagle(FeatureDrafter):
         sums = self.config.classification_weight * loss.sums + self.config.regression_weight * regression
         with torch.no_grad():
             measured = self._score(labels, outputs, batch, objective) if unroll < outputs.shape[1] else loss
-        return replace(measured, sums=F.pad(sums, (0, outputs.shape[1] - len(sums))))
+        return replace(measured, sums=sums)
 
     def _score(
         self, labels: Labels, outputs: Float[torch.Tensor, "position depth hidden"], batch: DrafterBatch, objective: Objective
