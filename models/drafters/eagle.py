@@ -103,8 +103,9 @@ class Eagle(FeatureDrafter):
         """
         labels, unroll = Labels.of(batch), self.config.unroll
         features = self.target_features(batch)
-        noise = self.config.feature_noise if self.training else 0.0
-        noisy = features + noise * (2 * torch.rand_like(features) - 1)
+        noisy = features
+        if self.training and self.config.feature_noise:  # otherwise nothing is drawn: validation must not change training
+            noisy = features + self.config.feature_noise * (2 * torch.rand_like(features) - 1)
         outputs = self.unroll(batch, labels, noisy, trained_depths=unroll)
         trained, trained_outputs = labels.first(unroll), outputs[:, :unroll]
         loss = self._score(trained, trained_outputs, batch, objective)
