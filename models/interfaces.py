@@ -103,10 +103,11 @@ class Loss:
 
     `depth` counts draft tokens from 0. `hits[d, k]` counts positions whose label is among the k + 1 likeliest tokens at depth
     d; `joint_hits[d]` those whose labels at depths 0..d are all the likeliest token, which is what a chain would have
-    accepted.
+    accepted. `sums` are of the depths that are trained, which are the first ones and may be fewer: their mean is over the
+    labels of those depths alone.
     """
 
-    sums: Float[torch.Tensor, " depth"]
+    sums: Float[torch.Tensor, " trained_depth"]
     counts: Int[torch.Tensor, " depth"]
     hits: Int[torch.Tensor, "depth rank"]
     joint_hits: Int[torch.Tensor, " depth"]

@@ -31,15 +31,17 @@ def estimate_tokens_per_step(joint_hits: Int[torch.Tensor, " depth"], counts: In
 
 
 def summarize(loss: Loss) -> dict[str, Any]:
-    """Means of summed losses, each over the positions that have a label at that depth. None where there is none.
+    """Means of summed losses, each over the positions that have a label at that depth. None where there is none. `loss` and
+    `loss_by_depth` are of the trained depths.
 
     `accuracy_by_depth[d][k]`: share of the positions whose label is among the k + 1 likeliest tokens.
     """
+    trained_counts = loss.counts[: len(loss.sums)]
     ranks = [_divide(hits, loss.counts, missing=None) for hits in loss.hits.T]  # [rank][depth]
     return {
-        "loss": float(loss.sums.sum() / loss.counts.sum().clamp(min=1)),
+        "loss": float(loss.sums.sum() / trained_counts.sum().clamp(min=1)),
         "tokens_per_step_estimate": estimate_tokens_per_step(loss.joint_hits, loss.counts),
-        "loss_by_depth": _divide(loss.sums, loss.counts, missing=None),
+        "loss_by_depth": _divide(loss.sums, trained_counts, missing=None),
         "accuracy_by_depth": [list(depth) for depth in zip(*ranks, strict=True)],
     }
 

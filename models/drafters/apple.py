@@ -19,8 +19,10 @@ import torch
 
 from ...data.files import atomic_write_bytes, read_json, write_json
 from ..hf_target import HFTarget
+from ..interfaces import TrainableDrafter
 from .checkpoint import CONFIG_FILE, WEIGHTS_FILE, read_weights
 from .redrafter import Redrafter, RedrafterConfig
+from .registry import kind_of, parse_runtime_config
 
 MODEL_TYPE = "recurrent_drafting_drafter"
 SIZES = ("num_draft_layers", "hidden_size", "exit_dim")
@@ -39,8 +41,13 @@ OTHER_KEYS = frozenset(
 """What a `config.json` may say besides. Only `vocab_size` tells something about the weights."""
 
 
-def to_apple(drafter: Redrafter, directory: Path) -> None:
-    """Write a ReDrafter as a folder in Apple's format. Raises ValueError for what the format has no place for."""
+def to_apple(drafter: TrainableDrafter, directory: Path) -> None:
+    """Write a ReDrafter as a folder in Apple's format.
+
+    Raises ValueError for what the format has no place for, and for a folder that holds a drafter of another format.
+    """
+    if not isinstance(drafter, Redrafter):
+        raise ValueError(f"a drafter of the kind {kind_of(drafter)} can't be written in Apple's format; a ReDrafter can")
     config = drafter.config
     problems = []
     if config.rnn and config.initial_state != "zero":
@@ -51,6 +58,11 @@ def to_apple(drafter: Redrafter, directory: Path) -> None:
         problems.append(f"it drafts {config.draft_vocab_size} tokens only, and there the head has all of the target's")
     if problems:
         raise ValueError(f"the drafter can't be written in Apple's format: {'; '.join(problems)}")
+    if (directory / CONFIG_FILE).is_file():
+        try:
+            _read_config(directory)
+        except ValueError as error:
+            raise ValueError(f"{directory} holds something else already; write into another folder ({error})") from error
     names = _names(config)
     tensors = {names[name]: each.detach().cpu().contiguous() for name, each in drafter.state_dict().items()}
     description = {
@@ -70,8 +82,8 @@ def from_apple(directory: Path, target: HFTarget, **runtime_options: Any) -> Red
     """The ReDrafter of a folder in Apple's format, for `target`, in its device and dtype, ready to draft.
 
     `runtime_options` are its beams', whose length there counts the token that the target has chosen, and here doesn't. Save it
-    with `save_drafter`. Raises ValueError for a folder of another target's sizes, with
-    pickled weights, or with a key or tensor missing, unknown or of a wrong shape.
+    with `save_drafter`. Raises ValueError for options that would change the weights, and for a folder of another target's
+    sizes, with pickled weights, or with a key or tensor missing, unknown or of a wrong shape.
     """
     directory = Path(directory)
     found = _read_config(directory)
@@ -79,13 +91,8 @@ def from_apple(directory: Path, target: HFTarget, **runtime_options: Any) -> Red
     wrong = [f"{name} is {found[name]}, the target's {size}" for name, size in sizes.items() if found.get(name, size) != size]
     if wrong:
         raise ValueError(f"the drafter in {directory} doesn't fit {target.identity.name}: {'; '.join(wrong)}")
-    config = RedrafterConfig(
-        rnn=found["rnn"],
-        initial_state="zero",
-        num_blocks=found["num_draft_layers"],
-        exit_width=found["exit_dim"],
-        **runtime_options,
-    )
+    shape = {"rnn": found["rnn"], "num_blocks": found["num_draft_layers"], "exit_width": found["exit_dim"]}
+    _, config = parse_runtime_config({"kind": "redrafter", "initial_state": "zero", **shape}, runtime_options)
     try:
         with torch.device("meta"):  # shapes only: a config of absurd sizes must not take the memory for them
             shapes = Redrafter.for_target(config, target).state_dict()

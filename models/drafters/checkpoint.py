@@ -15,7 +15,7 @@ from ...data.files import atomic_write_bytes, parse_dataclass, read_json, write_
 from ...data.manifest import TargetIdentity
 from ..hf_target import HFTarget
 from ..interfaces import TrainableDrafter
-from .registry import DRAFTERS, kind_of, parse_drafter_config
+from .registry import DRAFTERS, kind_of, parse_runtime_config
 
 logger = logging.getLogger(__name__)
 
@@ -111,12 +111,7 @@ def load_drafter(directory: Path, target: HFTarget, **runtime_options: Any) -> T
     directory = Path(directory)
     saved = read_drafter_config(directory)
     _require_fitting_target(directory, saved.target, target.identity)
-    kind, config = parse_drafter_config({"kind": saved.kind, **saved.drafter})
-    if forbidden := sorted(set(runtime_options) - set(config.RUNTIME_FIELDS)):
-        raise ValueError(
-            f"{', '.join(forbidden)} can't be changed when a {kind} is loaded; {', '.join(sorted(config.RUNTIME_FIELDS))} can"
-        )
-    _, config = parse_drafter_config({"kind": kind, **saved.drafter, **runtime_options})  # their types, too
+    kind, config = parse_runtime_config({"kind": saved.kind, **saved.drafter}, runtime_options)
     try:
         with torch.device("meta"):  # shapes only: a config of absurd sizes must not take the memory for them
             shapes = DRAFTERS[kind].for_target(config, target).state_dict()

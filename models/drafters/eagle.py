@@ -98,13 +98,14 @@ class Eagle(FeatureDrafter):
 
     def loss(self, batch: DrafterBatch, objective: Objective) -> Loss:
         """Regression of the target's next feature, where the continuation keeps to the text, and the objective on the tokens
-        (EAGLE-1, section 3.2). Depths that aren't trained add nothing to the sums: they are there for the estimate of what
-        decoding accepts.
+        (EAGLE-1, section 3.2). Depths that aren't trained have no sums: they are counted for the estimate of what decoding
+        accepts.
         """
         labels, unroll = Labels.of(batch), self.config.unroll
         features = self.target_features(batch)
-        noise = self.config.feature_noise if self.training else 0.0
-        noisy = features + noise * (2 * torch.rand_like(features) - 1)
+        noisy = features
+        if self.training and self.config.feature_noise:  # otherwise nothing is drawn: validation must not change training
+            noisy = features + self.config.feature_noise * (2 * torch.rand_like(features) - 1)
         outputs = self.unroll(batch, labels, noisy, trained_depths=unroll)
         trained, trained_outputs = labels.first(unroll), outputs[:, :unroll]
         loss = self._score(trained, trained_outputs, batch, objective)
@@ -114,7 +115,7 @@ class Eagle(FeatureDrafter):
         sums = self.config.classification_weight * loss.sums + self.config.regression_weight * regression
         with torch.no_grad():
             measured = self._score(labels, outputs, batch, objective) if unroll < outputs.shape[1] else loss
-        return replace(measured, sums=F.pad(sums, (0, outputs.shape[1] - len(sums))))
+        return replace(measured, sums=sums)
 
     def _score(
         self, labels: Labels, outputs: Float[torch.Tensor, "position depth hidden"], batch: DrafterBatch, objective: Objective

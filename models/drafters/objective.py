@@ -157,7 +157,8 @@ def score(
 ) -> Loss:
     """The loss of a drafter whose logits are `predict` of the rows of `inputs`: one per known label, position by position.
 
-    A label outside a reduced vocabulary counts as a miss, and adds nothing to the cross-entropy.
+    A label outside a reduced vocabulary counts as a miss. It adds nothing to the sums where it is the teacher: in the
+    cross-entropy, and in every loss off the text.
     """
     known, tokens = labels.known, labels.tokens[labels.known]
     output, inside = vocabulary.outputs(tokens)
@@ -178,7 +179,7 @@ def score(
         rank = torch.where(inside, before + (logits > label_logit).sum(1), HIT_RANKS).detach()
         log_q = logits.log_softmax(1)
         divergence = -log_q.gather(1, output[:, None])[:, 0] * inside
-        overlap = divergence.neg().exp() * inside
+        overlap = divergence.neg().exp()  # 1 where the label is outside, so that no loss has a part for it
         if teacher is not None:
             p, log_q = teacher(index, log_q)
             inside_p = p if vocabulary.tokens is None else p / p.sum(1, keepdim=True).clamp(min=TINY)

@@ -46,6 +46,19 @@ def parse_drafter_config(config: Mapping[str, Any]) -> tuple[str, Any]:
     return kind, parse_dataclass(config_class, options, Path(f"drafter {kind}"))
 
 
+def parse_runtime_config(config: Mapping[str, Any], runtime_options: Mapping[str, Any]) -> tuple[str, Any]:
+    """The kind and typed config of a drafter whose weights are there, with options that change how it drafts.
+
+    Raises ValueError as `parse_drafter_config` does, and for options that would change the weights.
+    """
+    kind, parsed = parse_drafter_config(config)
+    if forbidden := sorted(set(runtime_options) - set(parsed.RUNTIME_FIELDS)):
+        raise ValueError(
+            f"{', '.join(forbidden)} can't be changed when a {kind} is loaded; {', '.join(sorted(parsed.RUNTIME_FIELDS))} can"
+        )
+    return parse_drafter_config({**config, **runtime_options})  # their types, too
+
+
 def require_horizon(config: Mapping[str, Any], horizon: int) -> None:
     """Raise ValueError where labels of `horizon` tokens are too short to train this drafter."""
     kind, drafter_config = parse_drafter_config(config)

@@ -310,7 +310,7 @@ def test_what_was_saved_drafts_the_same_bits(trained, target):
 def test_every_objective_has_a_finite_gradient(kind, target, batch, loss, weights):
     drafter, batch = make(kind, target, batch)
     result = drafter.loss(batch, Objective(loss=loss, weights=weights, head=target.head))
-    assert result.sums.shape == result.counts.shape == result.joint_hits.shape
+    assert 0 < len(result.sums) <= len(result.counts) == len(result.joint_hits)
     assert (result.hits[:, 0] >= result.joint_hits).all()
     result.sums.sum().backward()
     gradients = {name: each.grad for name, each in drafter.named_parameters() if each.requires_grad}

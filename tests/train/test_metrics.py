@@ -38,6 +38,14 @@ def test_means_are_over_labels_and_missing_where_there_is_none() -> None:
     assert summarize(add_losses(make_loss(), make_loss(3))) == means
 
 
+def test_the_loss_is_a_mean_over_the_labels_of_the_trained_depths() -> None:
+    loss = Loss(**{**_fields(make_loss()), "sums": torch.tensor([8.0])})
+    for means in (summarize(loss), summarize(add_losses(loss, loss))):
+        assert means["loss"] == 2.0
+        assert means["loss_by_depth"] == [2.0]
+        assert means["accuracy_by_depth"] == summarize(make_loss())["accuracy_by_depth"]
+
+
 def test_a_record_covers_the_steps_since_the_last_one() -> None:
     meter = Meter(torch.device("cpu"))
     for step in range(2):

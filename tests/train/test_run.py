@@ -101,6 +101,22 @@ def test_accumulation_weighs_micro_batches_by_their_labels_not_equally(run_train
         assert ours["positions_seen"] == theirs["positions_seen"]
 
 
+def test_a_longer_horizon_changes_neither_gradient_nor_loss_where_one_depth_is_trained(
+    run_train: RunTrain, shards_dir: Path, target: HFTarget, examples: list[DistilledExample], tmp_path: Path
+) -> None:
+    """EAGLE trains its first depth alone; the labels of the others must not make its mean smaller."""
+    cut = [replace(example, continuations=example.continuations[:, :2].clone()) for example in examples]
+    short = write_shards(tmp_path / "short", target.identity, cut)
+    save_manifest(short, replace(load_manifest(short), horizon=2))
+    found = []
+    for name, shards in (("long", shards_dir), ("short", short)):
+        run = run_train(name, replace_drafter={"kind": "eagle"}, shards=shards, validation_texts=4, validation_tokens=8)
+        lines = read_records(run.train_dir / "metrics.jsonl")
+        found.append([line[key] for line in lines for key in ("loss", "grad_norm", "validation_loss") if key in line])
+    assert len(found[0]) == 2 * TRAIN["steps"] + 1
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
+
+
 def test_stored_hidden_states_train_the_same_drafter_as_recomputed_ones(
     run_train: RunTrain, target: HFTarget, examples: list[DistilledExample], tmp_path: Path
 ) -> None:

@@ -135,6 +135,40 @@ def test_what_the_format_has_no_place_for_is_refused(target, tmp_path, options, 
     assert not (tmp_path / "theirs").exists()
 
 
+def test_another_kind_of_drafter_is_refused(target, tmp_path):
+    with pytest.raises(ValueError, match="a drafter of the kind medusa can't be written in Apple's format"):
+        to_apple(build_drafter({"kind": "medusa"}, target), tmp_path / "theirs")
+    assert not (tmp_path / "theirs").exists()
+
+
+def test_a_folder_of_another_format_is_not_written_over_and_one_of_apples_is(target, tmp_path):
+    drafter = make(target)
+    save_drafter(drafter, tmp_path / "ours", target.identity)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "ours").iterdir()}
+    with pytest.raises(ValueError, match="holds something else already; write into another folder"):
+        to_apple(drafter, tmp_path / "ours")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "ours").iterdir()} == before
+    theirs = their_folder(tmp_path / "theirs", layers=1, exit_dim=24)
+    to_apple(drafter, theirs)
+    assert from_apple(theirs, target).exit_width == drafter.exit_width != 24
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"beam_width": "4"}, "beam_width is '4'; expected a value of type int"),
+        ({"tree_nodes": 2.5}, "tree_nodes is 2.5; expected a value of type int"),
+        ({"beam_length": 0}, "beam_length is 0; it must be at least 1"),
+        ({"bogus": 1}, "bogus can't be changed when a redrafter is loaded"),
+        ({"num_blocks": 1}, "num_blocks can't be changed when a redrafter is loaded"),
+    ],
+)
+def test_options_are_checked_as_for_a_drafter_of_our_own(target, tmp_path, options, message):
+    theirs = their_folder(tmp_path / "theirs", layers=1, exit_dim=64)
+    with pytest.raises(ValueError, match=message):
+        from_apple(theirs, target, **options)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

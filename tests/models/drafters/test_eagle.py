@@ -206,7 +206,7 @@ def test_eagle_regresses_the_targets_next_feature_where_the_continuation_keeps_t
                 expected[depth] += float(torch.where(error < 1, error**2 / 2, error - 0.5).mean())
                 num_checked += 1
     assert num_checked == 2 + 1 + 3
-    assert regression.tolist() == pytest.approx([*expected[:2], 0.0], rel=1e-6), "the third depth isn't trained"
+    assert regression.tolist() == pytest.approx(expected[:2], rel=1e-6), "the third depth isn't trained"
     estimate = make("eagle", llama, unroll=3).loss(batch, Objective())
     for loss in losses:
         assert torch.equal(loss.hits, estimate.hits)
@@ -217,15 +217,12 @@ def test_eagle_regresses_the_targets_next_feature_where_the_continuation_keeps_t
 @pytest.mark.parametrize("unroll", [1, 2, 3])
 def test_depths_that_are_not_trained_change_no_gradient(unroll, llama):
     batch = make_batch(llama)
-    gradients = []
-    for depth_sums in (slice(None), slice(unroll)):
-        drafter = make("eagle", llama, unroll=unroll)
-        drafter.loss(batch, Objective()).sums[depth_sums].sum().backward()
-        gradients.append(drafter.fc.weight.grad)
-    assert torch.equal(*gradients)
-    drafter = make("eagle", llama, unroll=3)
-    drafter.loss(batch, Objective()).sums[:unroll].sum().backward()
-    assert torch.allclose(gradients[0], drafter.fc.weight.grad)
+    some, all_three = make("eagle", llama, unroll=unroll), make("eagle", llama, unroll=3)
+    loss = some.loss(batch, Objective())
+    assert len(loss.sums) == unroll
+    loss.sums.sum().backward()
+    all_three.loss(batch, Objective()).sums[:unroll].sum().backward()
+    assert torch.allclose(some.fc.weight.grad, all_three.fc.weight.grad)
 
 
 def test_features_are_noisy_in_training_only(llama):

@@ -163,6 +163,29 @@ def test_a_loss_is_the_same_however_a_step_is_divided(kind, heads):
     torch.testing.assert_close(parts, whole)
 
 
+@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("teacher", ["full", "top_k"])
+def test_a_label_that_cannot_be_drafted_adds_nothing_where_it_is_the_teacher(kind, teacher, heads):
+    """As a constant without a gradient it would dominate what is reported: -log TINY for each."""
+    target_head, _ = heads
+    batch = make_batch()
+    given = batch if teacher == "full" else with_top(batch, target_head, 3)
+    labels = Labels.of(batch)
+    outside = [token for token in range(VOCAB) if token not in {1, 4, 5}]
+    vocabulary = DraftVocabulary(size=VOCAB, tokens=torch.tensor(outside))
+    head, rows = nn.Linear(WIDTH, len(outside)), drafter_rows(labels)
+    off_text = replace(labels, on_text=torch.zeros_like(labels.on_text))
+    objective = Objective(loss=kind, head=target_head, teacher=teacher)
+    hidden = torch.isin(labels.tokens, torch.tensor([1, 4, 5])) & labels.known
+    assert 0 < hidden.sum() < labels.known.sum()
+    losses = [
+        score(head, (rows[kept[labels.known]],), replace(off_text, known=kept), given, objective, vocabulary=vocabulary)
+        for kept in (labels.known, labels.known & ~hidden)
+    ]
+    torch.testing.assert_close(losses[0].sums, losses[1].sums)
+    assert (losses[0].counts - losses[1].counts).tolist() == hidden.sum(0).tolist(), "they are misses all the same"
+
+
 def test_of_equal_logits_the_first_is_the_likeliest(heads):
     """In 16 bits many are equal: were all of them hits, training would promise what decoding doesn't keep."""
     batch = make_batch()
@@ -284,7 +307,7 @@ def test_where_no_likeliest_tokens_are_stored_the_label_is_the_teacher(heads):
         for objective in (Objective(loss="kl", teacher="top_k"), Objective())
     ]
     assert torch.equal(*losses)
-    with pytest.raises(ValueError, match=r"the teacher top_k needs the target's likeliest tokens.*distill\.top_k"):
+    with pytest.raises(ValueError, match=r"the teacher top_k needs the target's likeliest tokens.*distill\.top_logprobs"):
         score(head, (rows,), labels, batch, Objective(loss="kl", teacher="top_k"), vocabulary=DraftVocabulary(size=VOCAB))
 
 
