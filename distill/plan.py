@@ -5,9 +5,11 @@ processes of the moment like cards, so a run may go on with another number of th
 """
 
 import hashlib
+import resource
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import torch
 from accelerate import Accelerator
 
 from ..data.types import Conversation, Example
@@ -41,6 +43,13 @@ def pending_shards(
     pending = [index for index in range(num_shards) if not is_written(index)]
     accelerator.wait_for_everyone()  # all have looked before anybody writes
     return pending
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most memory that this process has held so far: on a CUDA device that of its tensors, else all of the process's own."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def deal(pending: Sequence[int], rank: int, num_processes: int) -> list[int]:

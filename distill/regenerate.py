@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from accelerate import Accelerator
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
@@ -45,7 +46,7 @@ from .config import DistillConfig
 from .dialogues import Dialogue, questions
 from .engine import Engine, Limits
 from .engines.registry import open_engine
-from .plan import deal, pending_shards, plan_sha256, plan_shards
+from .plan import deal, peak_memory_bytes, pending_shards, plan_sha256, plan_shards
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +103,7 @@ def regenerate(
             _answer_shards(config, {index: plan[index] for index in own}, target, tokenizer, limits, output_dir, progress)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process and not _is_manifest_complete(output_dir, len(plan)):
-        _finish(output_dir, manifest, len(plan), unread)
+        _finish(output_dir, manifest, len(plan), unread, target.device)
     accelerator.wait_for_everyone()
     shards = load_answers_manifest(output_dir).shards
     examples = [example.to_example() for entry in shards for example in read_answers(output_dir, entry)]
@@ -221,7 +222,7 @@ def count_turns(conversations: Sequence[Conversation]) -> int:
     return sum(len(questions(conversation.turns)) for conversation in conversations)
 
 
-def _finish(output_dir: Path, manifest: AnswersManifest, num_shards: int, unread: Counter[str]) -> None:
+def _finish(output_dir: Path, manifest: AnswersManifest, num_shards: int, unread: Counter[str], device: torch.device) -> None:
     """Merge all shards' entries into the complete manifest, after what they took into the statistics."""
     shards = [entry for index in range(num_shards) if (entry := read_answers_entry(output_dir, index)) is not None]
     assert len(shards) == num_shards, "every process has finished its shards"
@@ -239,6 +240,7 @@ def _finish(output_dir: Path, manifest: AnswersManifest, num_shards: int, unread
         "dropped_turns": dict(dropped.most_common()),
         "process_seconds": sum(seconds.values()),
         "tokens_per_process_second": tokens_per_second,
+        "peak_memory_bytes": peak_memory_bytes(device),
     }
     write_json(output_dir / STATS_FILE, statistics)
     save_answers_manifest(output_dir, replace(manifest, shards=shards, complete=True))

@@ -26,7 +26,7 @@ from ..models.hf_target import HFTarget
 from .config import DistillConfig
 from .continuations import label_continuations, require_branch_attention
 from .features import require_features, require_space, stored_example
-from .plan import Shards, deal, pending_shards, plan_sha256, plan_shards
+from .plan import Shards, deal, peak_memory_bytes, pending_shards, plan_sha256, plan_shards
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ def distill(
             logger.info("distillation in %s is already complete: %d shards, nothing to do", output_dir, len(plan))
         else:
             is_own_greedy = config.mode == "regenerate" and config.temperature == 0
-            _finish(output_dir, manifest, len(plan), dropped, is_own_greedy=is_own_greedy)
+            _finish(output_dir, manifest, len(plan), dropped, target.device, is_own_greedy=is_own_greedy)
     accelerator.wait_for_everyone()
     return load_manifest(output_dir)
 
@@ -246,7 +246,9 @@ def _num_tokens(examples: Sequence[Example]) -> int:
     return sum(len(example.input_ids) for example in examples)
 
 
-def _finish(output_dir: Path, manifest: Manifest, num_shards: int, dropped: Counter[str], *, is_own_greedy: bool) -> None:
+def _finish(
+    output_dir: Path, manifest: Manifest, num_shards: int, dropped: Counter[str], device: torch.device, *, is_own_greedy: bool
+) -> None:
     """Merge all shards' entries into the complete manifest, after what they took into the statistics."""
     entries = [entry for index in range(num_shards) if (entry := read_entry(output_dir, index)) is not None]
     assert len(entries) == num_shards, "every process has finished its shards"
@@ -262,6 +264,7 @@ def _finish(output_dir: Path, manifest: Manifest, num_shards: int, dropped: Coun
         "num_branch_tokens": sum(shard.num_branch_tokens for shard in shards),
         "process_seconds": seconds,
         "positions_per_process_second": num_positions / seconds,
+        "peak_memory_bytes": peak_memory_bytes(device),
         "dropped": dict(dropped.most_common()),
     }
     write_json(output_dir / STATS_FILE, statistics)

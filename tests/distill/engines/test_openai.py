@@ -331,7 +331,7 @@ def test_an_error_of_the_consumers_waits_for_nothing_in_flight(
     server: Server, target: HFTarget, limits: Limits, requests: list[Request], error: type[BaseException]
 ) -> None:
     server.num_quick = 2
-    config = DistillConfig(engine="openai", base_url=server.url, decode_batch_size=4)
+    config = DistillConfig(mode="regenerate", engine="openai", base_url=server.url, decode_batch_size=4)
 
     def consume() -> None:
         with open_engine(config, target, limits) as engine:
@@ -349,7 +349,7 @@ def test_an_engine_left_early_waits_for_nothing_in_flight(
     server: Server, target: HFTarget, limits: Limits, requests: list[Request]
 ) -> None:
     server.num_quick = 1
-    config = DistillConfig(engine="openai", base_url=server.url, decode_batch_size=3)
+    config = DistillConfig(mode="regenerate", engine="openai", base_url=server.url, decode_batch_size=3)
     with ends_at_once(), open_engine(config, target, limits) as engine:
         answers = engine.answer(requests)
         next(answers)
@@ -374,7 +374,7 @@ def test_ctrl_c_waits_for_no_answer_and_no_next_try(
     if waits_for == "tries":
         monkeypatch.setattr(openai, "FIRST_WAIT_SECONDS", 30.0)
         server.woken.set()  # it hangs up on everybody
-    config = DistillConfig(engine="openai", base_url=server.url, decode_batch_size=4)
+    config = DistillConfig(mode="regenerate", engine="openai", base_url=server.url, decode_batch_size=4)
 
     def interrupt() -> None:
         until(lambda: server.num_inside == 4 if waits_for == "answers" else caplog.text.count("try 2 of") == 4)
