@@ -12,6 +12,10 @@ from ..decoding.types import NO_NODE
 MAX_SEARCH_NODES = 2**14
 """Nodes that a search may meet: far above what any target gains from, and far below what memory holds."""
 
+MAX_CANDIDATES = 2**18
+"""Successors that a search may rank, width x width at each depth: ten times as many as the paper's widest search, of 70 beams
+of 5 tokens."""
+
 
 @runtime_checkable
 class RecurrentDrafter(Protocol):

@@ -29,7 +29,7 @@ from ..decoding.tree import DraftTree
 from ..decoding.types import Acceptance, TargetOutput
 from ..hf_target import HFTarget
 from ..interfaces import Loss, TrainableDrafter
-from .beams import MAX_SEARCH_NODES, beam_search, pack_likeliest, pack_survivors
+from .beams import MAX_CANDIDATES, MAX_SEARCH_NODES, beam_search, pack_likeliest, pack_survivors
 from .objective import DraftVocabulary, Labels, Objective, commonest_tokens, require_draft_tokens, score
 
 
@@ -73,15 +73,17 @@ class RedrafterConfig:
             )
         if self.num_blocks < 0:
             raise ValueError(f"drafter.num_blocks is {self.num_blocks}; it must be 0 or more")
-        if self.beam_width * self.beam_length > MAX_SEARCH_NODES:
-            raise ValueError(
-                f"drafter.beam_width is {self.beam_width} and drafter.beam_length {self.beam_length}; a search of more than "
-                f"{MAX_SEARCH_NODES} nodes is a mistake: lower one of them"
-            )
         for name in ("exit_width", "head_rank", "draft_vocab_size", "beam_width", "beam_length", "tree_nodes"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"drafter.{name} is {value}; it must be at least 1, or null where that is allowed")
+        num_nodes = self.beam_width * self.beam_length
+        if num_nodes > MAX_SEARCH_NODES or num_nodes * self.beam_width > MAX_CANDIDATES:
+            raise ValueError(
+                f"drafter.beam_width is {self.beam_width} and drafter.beam_length {self.beam_length}; a search of more than "
+                f"{MAX_SEARCH_NODES} nodes (width x length) or {MAX_CANDIDATES} candidates (width x width x length) is a "
+                "mistake: lower one of them"
+            )
 
 
 class ResidualBlock(nn.Module):

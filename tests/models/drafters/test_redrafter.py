@@ -167,6 +167,10 @@ def test_the_targets_embeddings_are_neither_saved_nor_trained(target):
         ({"beam_widht": 4}, "no option beam_widht"),
         ({"initial_state": "ones"}, "must be embedding or zero"),
         ({"beam_width": 0}, "must be at least 1"),
+        ({"beam_width": -1_000_000}, "drafter.beam_width is -1000000; it must be at least 1"),
+        ({"beam_width": -1000, "beam_length": -1000}, "drafter.beam_width is -1000; it must be at least 1"),
+        ({"beam_width": 1, "beam_length": 10**6}, "is a mistake: lower one of them"),
+        ({"beam_width": 4096, "beam_length": 2, "tree_nodes": 5000}, "is a mistake: lower one of them"),
         ({"beam_width": 2.5}, "expected a value of type int"),
         ({"rnn": "off"}, "expected a value of type bool"),
         ({"num_blocks": -1}, "must be 0 or more"),
@@ -175,6 +179,10 @@ def test_the_targets_embeddings_are_neither_saved_nor_trained(target):
 def test_a_typo_or_an_impossible_option_is_named(target, options, message):
     with pytest.raises(ValueError, match=message):
         build_drafter({"kind": "redrafter", **options}, target)
+
+
+def test_the_papers_widest_search_is_no_mistake(target):
+    assert build_drafter({"kind": "redrafter", "beam_width": 70, "beam_length": 5}, target).config.beam_width == 70
 
 
 def test_an_unknown_kind_lists_the_known_ones(target):
