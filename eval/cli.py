@@ -135,4 +135,6 @@ def _setting(text: str) -> dict[str, Any]:
         setting = None
     if not isinstance(setting, dict):
         raise ValueError(f"--setting is {text!r}; give options as in a configuration: '{{depth: 5, top_k: 8}}'")
+    if joined := [key for key in setting if ":" in str(key)]:
+        raise ValueError(f"--setting is {text!r}, which has the one word {joined[0]!r}; YAML needs a space after the colon")
     return setting
