@@ -24,7 +24,7 @@ app.add_typer(data_app, name="data")
 
 @app.command("run", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def run_command(context: typer.Context) -> None:
-    """Run a recipe: outrider run conf=demo train.steps=10. On several devices: accelerate launch train.py conf=...
+    """Run a recipe: outrider run conf=demo train.steps=20. On several devices: accelerate launch train.py conf=...
 
     Takes Hydra's overrides and options, such as --cfg job, which only prints what would run.
     """

@@ -1,5 +1,6 @@
 """Recipes, and what becomes of mistakes in them."""
 
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from hydra.errors import ConfigCompositionException, HydraException, MissingConf
 from omegaconf import DictConfig, OmegaConf
 
 from outrider.cli.config import DEMO_TARGET, RunConfig, register, to_run_config
+from outrider.cli.main import run_command
 from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.models.drafters.objective import LOSSES
 from outrider.models.drafters.registry import parse_drafter_config
@@ -52,6 +54,12 @@ def test_the_written_config_is_a_recipe_again(recipe: str) -> None:
 def test_without_a_recipe_the_demo_runs() -> None:
     assert run_config() == run_config("conf=demo")
     assert run_config().target.name_or_path == str(DEMO_TARGET)
+
+
+def test_the_example_in_the_help_runs() -> None:
+    example = re.search(r"outrider run (conf=\w+) (train\.steps=\d+)", run_command.__doc__ or "")
+    assert example is not None
+    assert run_config(*example.groups()).train.steps > 0
 
 
 def test_the_demo_is_what_its_figures_were_measured_with() -> None:
