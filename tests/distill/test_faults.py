@@ -20,7 +20,7 @@ from .killed_distill import make
 from .test_run import contents, write_conversations
 
 NUM_KILLS = 20
-NUM_CONVERSATIONS, NUM_SHARDS = 180, 100
+NUM_CONVERSATIONS, NUM_SHARDS = 300, 140
 """The kills come while the first so many shards are made; answers and labels together are some more."""
 
 
@@ -47,16 +47,16 @@ def test_processes_killed_twenty_times_make_the_bytes_of_an_undisturbed_run(
     assert output.returncode == 0, f"seed {seed}: {output.stderr[-2000:]}"
     attempts = json.loads(output.stdout)
     assert len(attempts) == NUM_KILLS
+    assert sum(attempt["killed"] for attempt in attempts) > NUM_KILLS - 3  # a quick machine may be done before the signal
     assert all(attempt["kept"] for attempt in attempts)  # what was finished before a kill isn't made anew
     counts = [attempt["num_finished"] for attempt in attempts]
     assert counts == sorted(counts)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     manifest = make(target, data, whole, Accelerator(cpu=True))
     answers = load_answers_manifest(whole / "answers")
-    num_shards = len(answers.shards) + len(manifest.shards)
-    assert counts[0] < len(answers.shards) < counts[-1] < num_shards, "the kills came before the end of either part"
+    assert counts[0] < len(answers.shards) < counts[-1], "the kills came in both parts"
     verify_shards(killed / "distill", manifest)
     ids = [id for shard in manifest.shards for id in shard.ids]
-    assert len(ids) == len(set(ids)) > 150
+    assert len(ids) == len(set(ids)) > 250
     for part in ("answers", "distill"):
         assert contents(killed / part) == contents(whole / part)
