@@ -24,6 +24,8 @@ from outrider.eval.environment import describe_environment
 from outrider.models.target import load_tokenizer
 
 TRAIN = Path(__file__).parents[1] / "train.py"
+CLOSE = 0.95
+"""Numbers of labels that are equal enough."""
 SETTING = {"beam_width": 16, "beam_length": 5, "tree_nodes": 40}
 
 
@@ -58,9 +60,14 @@ def main() -> None:
             distilled[name] = run(folder, args, seed, options, "stages=[distill]")
         num_labels = min(each["num_positions"] for each in distilled.values())
         limit = round(num_labels / labels_per_text(seed))
-        for name, options in {"the data's own texts": [f"data.limit={limit}"], **regenerated}.items():
+        arms = {"the data's own texts": [f"data.limit={limit}"]}
+        for name, options in regenerated.items():  # of longer answers, fewer
+            share = num_labels / distilled[name]["num_positions"]
+            arms[name] = options if share > CLOSE else [*options, f"data.limit={round(share * args.prompts)}"]
+        for name, options in arms.items():
             stem = "text" if name not in regenerated else name.replace(", ", "_").replace(" ", "_")
-            folder = args.folder / f"{stem}_{seed}"
+            is_cut = name in regenerated and options is not regenerated[name]
+            folder = args.folder / f"{stem}{'_cut' if is_cut else ''}_{seed}"
             statistics = run(folder, args, seed, options, "stages=[distill,train,eval]")
             figures.append({"texts": name, "seed": seed, **statistics, **measured(folder)})
     print(table(figures))
