@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
+from rich.table import Table
 from yaml import YAMLError
 
 from ..data.chat import use_chat_template
@@ -22,10 +23,11 @@ from ..data.files import atomic_write_text, locked
 from ..data.manifest import load_manifest
 from ..data.prompts import load_suite
 from ..data.sources import load_conversations
+from ..data.types import Example
 from ..distill.continuations import require_branch_attention
 from ..distill.estimate import estimate, estimate_regeneration, estimate_table, regeneration_table
-from ..distill.regenerate import regenerate
-from ..distill.run import distill, load_examples
+from ..distill.regenerate import missing_conversations, regenerate
+from ..distill.run import distill, load_examples, missing_examples
 from ..eval.rows import Row, is_broken
 from ..eval.run import check_inputs, evaluate
 from ..eval.tables import print_table
@@ -133,23 +135,31 @@ def _distill(config: RunConfig, target: HFTarget, folder: Path, accelerator: Acc
 
 
 def _print_plan(config: RunConfig, target: HFTarget, folder: Path, accelerator: Accelerator) -> None:
-    """What the distillation would take. All processes measure, since they will share the machine; the first one prints."""
-    overlap = prompt_overlap(config)
-    if config.distill.mode == "regenerate":
-        conversations, unread = load_conversations(config.data, overlap)
-        regeneration, examples = estimate_regeneration(
-            config.distill, config.data, target, conversations, unread, accelerator.num_processes
-        )
+    """What is left of the distillation would take. All processes measure, since they will share the machine; the first one
+    prints."""
+    overlap, data, options = prompt_overlap(config), config.data, config.distill
+    tables: list[Table] = []
+    examples: list[Example] = []
+    if options.mode == "regenerate":
+        conversations, unread = load_conversations(data, overlap)
         dropped = Counter[str]()
-        if accelerator.is_main_process:
-            Console().print(regeneration_table(regeneration))
+        if missing := missing_conversations(options, data, target, conversations, folder / "answers"):
+            told, examples = estimate_regeneration(options, data, target, missing, unread, accelerator.num_processes)
+            tables.append(regeneration_table(told))
     else:
-        examples, dropped = load_examples(config.data, target.tokenizer, overlap)
-    require_branch_attention(target, max(len(example.input_ids) for example in examples) + max(config.distill.horizon - 2, 0))
-    accelerator.wait_for_everyone()
-    told = estimate(config.distill, target, examples, dropped, folder, accelerator.num_processes)
+        examples, dropped = load_examples(data, target.tokenizer, overlap)
+        examples = missing_examples(options, data, target, examples, folder / "distill")
+    if examples:
+        require_branch_attention(target, max(len(example.input_ids) for example in examples) + max(options.horizon - 2, 0))
+        accelerator.wait_for_everyone()
+        tables.append(estimate_table(estimate(options, target, examples, dropped, folder, accelerator.num_processes)))
     if accelerator.is_main_process:
-        Console().print(estimate_table(told))
+        for table in tables:
+            Console().print(table)
+        if not tables:
+            log.info(
+                "nothing is left to do: %s is complete", folder / ("answers" if options.mode == "regenerate" else "distill")
+            )
     accelerator.wait_for_everyone()
 
 

@@ -115,6 +115,16 @@ def regenerate(
     return examples
 
 
+def missing_conversations(
+    config: DistillConfig, data: DataConfig, target: HFTarget, conversations: Sequence[Conversation], output_dir: Path
+) -> list[Conversation]:
+    """The conversations that are still to be answered. Raises ValueError where the folder holds another run's answers."""
+    plan = plan_shards(conversations, config.shard_examples)
+    limits = answer_limits(config, data, target)
+    require_same_answers(output_dir, describe_answers(config, plan, target, target.tokenizer, limits))
+    return [each for index, shard in enumerate(plan) if not is_written(output_dir, index) for each in shard]
+
+
 def answer_limits(config: DistillConfig, data: DataConfig, target: HFTarget) -> Limits:
     """Prompt and answer fit an example and, with the labels that reach beyond its end, the context window."""
     window = target.context_length - max(config.horizon - 2, 0)

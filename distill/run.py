@@ -122,6 +122,15 @@ def describe_labels(config: DistillConfig, data: DataConfig, target: HFTarget, p
     )
 
 
+def missing_examples(
+    config: DistillConfig, data: DataConfig, target: HFTarget, examples: Sequence[Example], output_dir: Path
+) -> list[Example]:
+    """The examples that are still to be labelled. Raises ValueError where the folder holds another run's shards."""
+    plan = plan_shards(examples, config.shard_examples)
+    require_same_run(output_dir, describe_labels(config, data, target, plan))
+    return [example for index, shard in enumerate(plan) if not is_written(output_dir, index) for example in shard]
+
+
 def load_examples(
     data: DataConfig, tokenizer: PreTrainedTokenizerBase, overlap: PromptOverlap | None = None
 ) -> tuple[list[Example], Counter[str]]:

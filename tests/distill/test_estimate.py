@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,8 @@ from outrider.distill import estimate as estimate_module
 from outrider.distill.config import DistillConfig
 from outrider.distill.estimate import estimate, estimate_regeneration, estimate_table
 from outrider.distill.features import bytes_per_token
-from outrider.distill.regenerate import regenerate
-from outrider.distill.run import load_examples
+from outrider.distill.regenerate import missing_conversations, regenerate
+from outrider.distill.run import load_examples, missing_examples
 from outrider.models.config import TargetConfig
 from outrider.models.hf_target import HFTarget
 from outrider.models.target import load_target
@@ -92,3 +93,24 @@ def test_of_many_conversations_a_sample_is_answered(target: HFTarget, tmp_path: 
     assert len(examples) == 4 * told.num_sampled
     # Two of four shards are one process's.
     assert told.seconds == pytest.approx(2 * told.num_sampled * told.tokens_per_answer / told.tokens_per_second)
+
+
+def test_only_what_is_missing_is_planned(target: HFTarget, tmp_path: Path) -> None:
+    data = write_conversations(tmp_path / "chats.jsonl", 20)
+    config = DistillConfig(horizon=3, shard_examples=6)
+    examples, _ = load_examples(data, target.tokenizer)
+    folder = tmp_path / "distill"
+    assert missing_examples(config, data, target, examples, folder) == examples
+    run(config, data, target, folder)
+    assert missing_examples(config, data, target, examples, folder) == []
+    (folder / "shard-00001.json").unlink()
+    assert missing_examples(config, data, target, examples, folder) == examples[6:12]
+    with pytest.raises(ValueError, match="another run"):
+        missing_examples(replace(config, horizon=4), data, target, examples, folder)
+    regenerating = DistillConfig(mode="regenerate", horizon=3, max_new_tokens=8, shard_examples=7)
+    conversations, _ = load_conversations(data)
+    regenerate(regenerating, data, target, target.tokenizer, tmp_path / "answers", Accelerator(cpu=True))
+    (tmp_path / "answers" / "answers-00000.json").unlink()
+    assert missing_conversations(regenerating, data, target, conversations, tmp_path / "answers") == conversations[:7]
+    with pytest.raises(ValueError, match="another run"):
+        missing_conversations(replace(regenerating, max_new_tokens=9), data, target, conversations, tmp_path / "answers")
