@@ -34,7 +34,7 @@ SMALL_DRAFTERS = {
 
 SMALL_DEMOS = {
     "redrafter_demo": ["drafter={exit_width: 16, head_init: random}"],
-    "eagle3_demo": ["drafter.feature_layers=[0, 1]"],  # the stand-in has no more
+    "eagle3_demo": ["drafter.feature_layers=[0, 1]", "distill.feature_layers=[0, 1]"],  # the stand-in has no more
 }
 
 
