@@ -105,7 +105,8 @@ def configurations(args: argparse.Namespace) -> dict[str, DistillConfig]:
         "decode_batch_size": args.batch_size,
         "temperature": args.temperature,
     }
-    found = {name: DistillConfig(engine=name, **common) for name in args.engine}
+    by_memory = {**common, "decode_batch_size": None}  # the engine batch has a budget in its place
+    found = {name: DistillConfig(engine=name, **(by_memory if name == "batch" else common)) for name in args.engine}
     for folder in args.drafter:
         name = f"decoder with {read_drafter_config(Path(folder)).kind}"
         if name in found:
