@@ -1,7 +1,7 @@
 """The predictors of answer lengths that there are: `light`, `embedding`, or a sequence-classification model of transformers."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Float, Int
@@ -39,6 +39,20 @@ def make_predictor(name: str, target: HFTarget) -> LengthPredictor:
     return ClassifierPredictor(name, target.tokenizer, target.device)
 
 
+def _fit(
+    optimizer: torch.optim.Optimizer,
+    predict: Callable[[], Float[torch.Tensor, "request bucket"]],
+    labels: Float[torch.Tensor, "request bucket"],
+    epochs: int,
+) -> None:
+    """Learn all lessons at once, `epochs` times: there are thousands at most."""
+    for _ in range(epochs):
+        loss = nn.functional.cross_entropy(predict(), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
 class LightPredictor:
     """A bag of the prompt's hashed tokens and pairs of tokens, beside what is known of lengths, under a small network.
 
@@ -65,12 +79,9 @@ class LightPredictor:
             lengths, labels = known_lengths(requests), soft_labels(buckets)
             parameters = [*self._bag.parameters(), *self._head.parameters()]
             optimizer = torch.optim.AdamW(parameters, lr=self.learning_rate, weight_decay=0.01)
-            for _ in range(self.epochs):  # all lessons at once: there are thousands at most
-                loss = nn.functional.cross_entropy(self._head(self._bag(slots, starts), lengths), labels)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-            self._head.eval()
+            bag, head = self._bag, self._head
+            _fit(optimizer, lambda: head(bag(slots, starts), lengths), labels, self.epochs)
+            head.eval()
 
     @torch.no_grad()
     def predict(self, requests: Sequence[Request]) -> Float[torch.Tensor, "request bucket"]:
@@ -110,14 +121,10 @@ class EmbeddingPredictor:
         with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
             torch.manual_seed(SEED)
             states, labels, lengths = states.clone(), soft_labels(buckets), known_lengths(requests)
-            self._head = LengthHead(states.shape[1], self.hidden, lengths)
-            optimizer = torch.optim.AdamW(self._head.parameters(), lr=self.learning_rate, weight_decay=0.1)
-            for _ in range(self.epochs):
-                loss = nn.functional.cross_entropy(self._head(states, lengths), labels)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-            self._head.eval()
+            head = self._head = LengthHead(states.shape[1], self.hidden, lengths)
+            optimizer = torch.optim.AdamW(head.parameters(), lr=self.learning_rate, weight_decay=0.1)
+            _fit(optimizer, lambda: head(states, lengths), labels, self.epochs)
+            head.eval()
 
     @torch.no_grad()
     def predict(self, requests: Sequence[Request]) -> Float[torch.Tensor, "request bucket"]:

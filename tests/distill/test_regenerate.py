@@ -37,6 +37,8 @@ from outrider.models.config import TargetConfig
 from outrider.models.hf_target import HFTarget
 from outrider.models.target import load_target
 
+from .test_run import ThreadAccelerator
+
 CONFIG = DistillConfig(mode="regenerate", shard_examples=3, temperature=1.0, max_new_tokens=24, decode_batch_size=2, horizon=3)
 STOPS = [3, *range(20, 30)]
 """A random model hardly ever says its one stop token, so this one has several."""
@@ -367,20 +369,6 @@ def test_a_target_that_says_nothing_is_told_with_the_reasons(
     monkeypatch.setattr(module, "open_engine", open_mute)
     with pytest.raises(ValueError, match="none of 8 conversations an answer.*empty answer"):
         run(CONFIG, data, target, tmp_path / "answers")
-
-
-class ThreadAccelerator(Accelerator):
-    """One of several processes, played by a thread."""
-
-    def __init__(self, process_index: int, barrier: threading.Barrier) -> None:
-        self._process_index, self._barrier = process_index, barrier
-
-    process_index = property(lambda self: self._process_index)
-    num_processes = property(lambda self: self._barrier.parties)
-    is_main_process = property(lambda self: self._process_index == 0)
-
-    def wait_for_everyone(self) -> None:
-        self._barrier.wait(timeout=60)
 
 
 def test_processes_share_the_shards_and_make_the_bytes_of_one(
