@@ -2,6 +2,7 @@
 
 from collections import Counter
 from pathlib import Path
+from typing import TypeVar
 
 from tqdm import tqdm
 
@@ -9,6 +10,8 @@ from .files import parse_dataclass, read_json
 from .manifest import MANIFEST_FILE, Manifest, ShardEntry, load_manifest
 from .shards import read_entry, read_shard, sidecar_path
 from .types import UNKNOWN, DistilledExample
+
+T = TypeVar("T")
 
 
 def find_damage(directory: Path) -> tuple[Manifest, list[str]]:
@@ -19,7 +22,7 @@ def find_damage(directory: Path) -> tuple[Manifest, list[str]]:
     """
     manifest = load_manifest(directory)
     problems: list[str] = []
-    entries = manifest.shards if manifest.complete else _sidecars(directory, problems)
+    entries = manifest.shards if manifest.complete else read_sidecars(ShardEntry, directory, "shard-*[0-9].json", problems)
     if not manifest.complete:
         problems.append(
             f"the distillation is not complete ({len(entries)} shards are there); run the stage distill again, which goes on "
@@ -53,11 +56,12 @@ def find_damage(directory: Path) -> tuple[Manifest, list[str]]:
     return manifest, problems
 
 
-def _sidecars(directory: Path, problems: list[str]) -> list[ShardEntry]:
+def read_sidecars(cls: type[T], directory: Path, pattern: str, problems: list[str]) -> list[T]:
+    """The sidecars of an unfinished run that are there; what is wrong with the others is added to `problems`."""
     entries = []
-    for path in sorted(directory.glob("shard-*[0-9].json")):
+    for path in sorted(directory.glob(pattern)):
         try:
-            entries.append(parse_dataclass(ShardEntry, read_json(path), path))
+            entries.append(parse_dataclass(cls, read_json(path), path))
         except ValueError as error:
             problems.append(f"{error}. Delete {path}, then run the stage distill again: it makes just this shard anew")
     return entries

@@ -16,6 +16,7 @@ import torch
 from ..data.files import atomic_write_bytes, parse_dataclass, read_json, read_sealed, sha256_file, write_json, write_sealed
 from ..data.manifest import MANIFEST_FILE, TargetIdentity
 from ..data.types import Conversation, Example
+from ..data.verify import read_sidecars
 
 FORMAT_VERSION = 1
 REMEDY = "Choose another output directory, or delete this one to regenerate anew"
@@ -223,7 +224,7 @@ def find_damage(directory: Path) -> tuple[AnswersManifest, list[str]]:
     regeneration, the answers that are there. Raises ValueError where there is no manifest, or it can't be read."""
     manifest = load_answers_manifest(directory)
     problems: list[str] = []
-    entries = manifest.shards if manifest.complete else _sidecars(directory, problems)
+    entries = manifest.shards if manifest.complete else read_sidecars(AnswersEntry, directory, "answers-*[0-9].json", problems)
     if not manifest.complete:
         problems.append(
             f"the regeneration is not complete ({len(entries)} shards are there); run the stage distill again, which goes on "
@@ -250,16 +251,6 @@ def find_damage(directory: Path) -> tuple[AnswersManifest, list[str]]:
     strays = [path for path in sorted(directory.glob("answers-*[0-9].json*")) if path.name not in known]
     problems += [f"{path} belongs to no answers of this regeneration; delete it" for path in strays if manifest.complete]
     return manifest, problems
-
-
-def _sidecars(directory: Path, problems: list[str]) -> list[AnswersEntry]:
-    entries = []
-    for path in sorted(directory.glob("answers-*[0-9].json")):
-        try:
-            entries.append(parse_dataclass(AnswersEntry, read_json(path), path))
-        except ValueError as error:
-            problems.append(f"{error}. Delete {path}, then run the stage distill again: it makes just these answers anew")
-    return entries
 
 
 def _contradictions(entry: AnswersEntry, examples: Sequence[AnsweredExample], manifest: AnswersManifest) -> list[str]:
