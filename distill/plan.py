@@ -6,6 +6,7 @@ processes of the moment like cards, so a run may go on with another number of th
 
 import hashlib
 import resource
+import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -49,7 +50,8 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Most memory that this process has held so far: on a CUDA device that of its tensors, else all of the process's own."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak  # macOS counts bytes, Linux KiB
 
 
 def deal(pending: Sequence[int], rank: int, num_processes: int) -> list[int]:
