@@ -75,10 +75,10 @@ class Seen:
 class Predicted:
     """Reservations by predicted length, for one call's `requests` (see `schedule.Reservation`).
 
-    It starts from the lengths of `seen`, the same in every call. Fewer than LEARN_FIRST of them predict nothing: each answer
-    then gets `unknown` tokens. It learns again, from all it knows, whenever the number of answers has doubled. Unfinished ones
-    count as long as they are reserved for by then, so that long answers aren't missing; those that outgrew their first
-    reservation, the mistakes, count twice.
+    Reserved is `part` of the length that an answer keeps to with probability `share`. It starts from the lengths of `seen`, the
+    same in every call. Fewer than LEARN_FIRST of them predict nothing: each answer then gets `unknown` tokens. It learns
+    again, from all it knows, whenever the number of answers has doubled. Unfinished ones count as long as they are reserved for
+    by then, so that long answers aren't missing; those that outgrew what was predicted, the mistakes, count twice.
     """
 
     def __init__(
@@ -88,29 +88,32 @@ class Predicted:
         *,
         share: float,
         unknown: int,
+        part: float = 1.0,
         seen: Sequence[Seen] = (),
     ) -> None:
         self.predictor = predictor
         self.requests = requests
         self.share = share
+        self.part = part
         self.unknown = unknown
         self.seen = seen
         self.first_buckets: dict[int, int] = {}
         """The first bucket predicted of each request."""
         self.buckets: Buckets | None = None
         self._num_learnt = LEARN_FIRST // 2
-        self._reserved: dict[int, int] = {}
+        self._predicted: dict[int, int] = {}
 
     def reserve(self, indices: Sequence[int]) -> list[int]:
         if self.buckets is None:
             self.observe({}, {})  # what was seen before may do
-        tokens = [self.unknown] * len(indices)
+        reserved = predicted = [self.unknown] * len(indices)
         if self.buckets is not None and indices:
             probs = self.predictor.predict([self.requests[index] for index in indices])
             self.first_buckets = dict(zip(indices, probs.argmax(1).tolist(), strict=True)) | self.first_buckets
-            tokens = self.buckets.quantile(probs, self.share)
-        self._reserved |= dict(zip(indices, tokens, strict=True))
-        return tokens
+            predicted = self.buckets.quantile(probs, self.share)
+            reserved = [math.ceil(self.part * tokens) for tokens in predicted]
+        self._predicted |= dict(zip(indices, predicted, strict=True))
+        return reserved
 
     def compare(self, lengths: Sequence[int]) -> tuple[list[int], list[int]]:
         """The buckets that were predicted first, where any were, and those of the `lengths` that all answers had."""
@@ -128,7 +131,7 @@ class Predicted:
         answers = {**lengths, **unfinished}
         lessons = [(lesson.request, lesson.num_tokens) for lesson in self.seen]
         for index in sorted(answers):
-            is_mistake = answers[index] > self._reserved[index]
+            is_mistake = answers[index] > self._predicted[index]
             lessons += [(self.requests[index], answers[index])] * (2 if is_mistake else 1)
         if self.buckets is None:
             self.buckets = Buckets.of([num_tokens for _, num_tokens in lessons])

@@ -1,7 +1,9 @@
 """The predictors of answer lengths that there are: `light`, `embedding`, or a sequence-classification model of transformers."""
 
 import math
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
@@ -12,6 +14,7 @@ from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from ..models.hf_target import HFTarget
 from .engine import Request
+from .gaussian import LengthRegression
 from .lengths import NUM_BUCKETS, LengthPredictor
 
 SEED = 0
@@ -20,8 +23,14 @@ SEED = 0
 NEIGHBOUR_SPREAD = 1.0
 """Buckets by which a label is spread over its neighbours: one off is nearly right, and lessons are few."""
 
-BENDS = (-0.7, 0.0, 0.7)
-"""Deviations from the mean at which what is made of a length may bend."""
+MOST_LESSONS = 2048
+"""That `light` and `embedding` learn from, evenly taken of more: each is compared with each."""
+
+MOST_WORDS = 16384
+"""Tokens and pairs that `light` knows, the commonest."""
+
+OPENING_TOKENS = 6
+"""What is asked for is mostly said first: write, list, what, how many."""
 
 DEFAULT_READ_TOKENS = 512
 """Of a prompt, by a model of relative positions (T5, say) whose tokenizer names no limit: it could read on, at a cost."""
@@ -39,101 +48,145 @@ def make_predictor(name: str, target: HFTarget) -> LengthPredictor:
     return ClassifierPredictor(name, target.tokenizer, target.device)
 
 
-def _fit(
-    optimizer: torch.optim.Optimizer,
-    predict: Callable[[], Float[torch.Tensor, "request bucket"]],
-    labels: Float[torch.Tensor, "request bucket"],
-    epochs: int,
-) -> None:
-    """Learn all lessons at once, `epochs` times: there are thousands at most."""
-    for _ in range(epochs):
-        loss = nn.functional.cross_entropy(predict(), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+@dataclass(frozen=True, slots=True)
+class Features:
+    """What requests are compared by."""
+
+    vectors: list[Float[torch.Tensor, "request _"]]
+    """Rows of length 1, or 0 where a request has nothing of that kind: their products are similarities."""
+    lengths: Float[torch.Tensor, "request length"]
+    """As `known_lengths` has them."""
 
 
-class LightPredictor:
-    """A bag of the prompt's hashed tokens and pairs of tokens, beside what is known of lengths, under a small network.
+class SimilarityPredictor(ABC):
+    """Answers are as long as those of like requests: regression by a Gaussian process (see `gaussian`).
 
-    It learns in a second on a CPU, and knows of a language what its lessons say.
+    Requests are alike by their prompts, of which a subclass makes vectors, by their prompts' lengths, and by those of the
+    answers that the data has, where they are known.
     """
 
-    num_slots = 4096
-    dim = 32
-    hidden = 64
-    epochs = 30
-    learning_rate = 5e-3
-
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
-        self._bag: nn.EmbeddingBag | None = None
-        self._head: LengthHead | None = None
+    def __init__(self) -> None:
+        self._regression: LengthRegression | None = None
+        self._lessons: Features | None = None
+        self._spreads = (1.0, 1.0)
+        """Standard deviations of the two lengths' logarithms."""
 
     def learn(self, requests: Sequence[Request], buckets: Int[torch.Tensor, " request"]) -> None:
-        with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
-            torch.manual_seed(SEED)
-            self._bag = nn.EmbeddingBag(self.num_slots, self.dim, mode="mean")
-            self._head = LengthHead(self.dim, self.hidden, known_lengths(requests))
-            slots, starts = self._hash(requests)
-            lengths, labels = known_lengths(requests), soft_labels(buckets)
-            parameters = [*self._bag.parameters(), *self._head.parameters()]
-            optimizer = torch.optim.AdamW(parameters, lr=self.learning_rate, weight_decay=0.01)
-            bag, head = self._bag, self._head
-            _fit(optimizer, lambda: head(bag(slots, starts), lengths), labels, self.epochs)
-            head.eval()
+        taken = torch.linspace(0, len(requests) - 1, min(len(requests), MOST_LESSONS)).long()
+        requests = [requests[index] for index in taken.tolist()]
+        with torch.inference_mode(False), torch.no_grad():
+            lengths = known_lengths(requests)
+            answers = lengths[lengths[:, 2] > 0, 1]
+            self._spreads = (spread(lengths[:, 0]), spread(answers))
+            self._lessons = lessons = Features(self.learn_vectors(requests), lengths)
+            similarities, buckets = self._compare(lessons), buckets[taken].clone()
+            with torch.enable_grad():
+                self._regression = LengthRegression(similarities, buckets)
 
     @torch.no_grad()
     def predict(self, requests: Sequence[Request]) -> Float[torch.Tensor, "request bucket"]:
-        assert self._bag is not None, "learn comes before predict"
-        assert self._head is not None
-        return self._head(self._bag(*self._hash(requests)), known_lengths(requests)).softmax(1)
+        assert self._regression is not None, "learn comes before predict"
+        probs = []
+        for start in range(0, len(requests), MOST_LESSONS):
+            block = requests[start : start + MOST_LESSONS]
+            new = Features(self.vectors(block), known_lengths(block))
+            own = [rows.square().sum(1) for rows in new.vectors]
+            own += [torch.ones(len(block)), new.lengths[:, 2]]
+            probs.append(self._regression.predict(self._compare(new), torch.stack(own)))
+        return torch.cat(probs)
 
-    def _hash(self, requests: Sequence[Request]) -> tuple[Int[torch.Tensor, " token"], Int[torch.Tensor, " request"]]:
-        """The slots of all requests' tokens and pairs, end to end, and where each request's begin."""
-        bags = []
-        for request in requests:
-            ids = request.prompt_ids.long().cpu()
-            pairs = (1 + ids[:-1]) * self.vocab_size + ids[1:]
-            bags.append((torch.cat([ids, pairs]) * 2654435761 >> 16) % self.num_slots)  # Knuth's multiplicative hashing
-        starts = torch.tensor([0, *(len(bag) for bag in bags[:-1])]).cumsum(0)
-        return torch.cat(bags), starts
+    @abstractmethod
+    def learn_vectors(self, requests: Sequence[Request]) -> list[Float[torch.Tensor, "request _"]]:
+        """The vectors of the lessons, of each kind; learns from them what `vectors` needs."""
+
+    @abstractmethod
+    def vectors(self, requests: Sequence[Request]) -> list[Float[torch.Tensor, "request _"]]:
+        """The vectors of requests, of each kind."""
+
+    def _compare(self, new: Features) -> Float[torch.Tensor, "kind request lesson"]:
+        assert self._lessons is not None
+        old = self._lessons
+        kinds = [rows @ others.T for rows, others in zip(new.vectors, old.vectors, strict=True)]
+        prompts, answers = (
+            ((new.lengths[:, None, kind] - old.lengths[None, :, kind]) / self._spreads[kind]).square().mul(-0.5).exp()
+            for kind in range(2)
+        )
+        return torch.stack([*kinds, prompts, answers * new.lengths[:, None, 2] * old.lengths[None, :, 2]])
 
 
-class EmbeddingPredictor:
-    """A small network on the target's own last hidden states of the prompt: the last token's beside the mean of all.
+class LightPredictor(SimilarityPredictor):
+    """By the prompt's words: its tokens and pairs of neighbours, all of them beside the opening ones, rare ones counting more.
+
+    It learns from hundreds of answers in well under a second on a CPU, and knows of a language what its lessons say.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+        self._vocabularies: list[Vocabulary] = []
+
+    def learn_vectors(self, requests: Sequence[Request]) -> list[Float[torch.Tensor, "request _"]]:
+        whole, opening = self._words(requests, None), self._words(requests, OPENING_TOKENS)
+        self._vocabularies = [Vocabulary.of(whole), Vocabulary.of(opening)]
+        return self.vectors(requests)
+
+    def vectors(self, requests: Sequence[Request]) -> list[Float[torch.Tensor, "request _"]]:
+        whole, opening = self._vocabularies
+        return [whole.vectors(self._words(requests, None)), opening.vectors(self._words(requests, OPENING_TOKENS))]
+
+    def _words(self, requests: Sequence[Request], count: int | None) -> list[Int[torch.Tensor, " _"]]:
+        """A number for each token and each pair among the first `count` tokens."""
+        prompts = [request.prompt_ids[:count].long().cpu() for request in requests]
+        return [torch.cat([ids, (1 + ids[:-1]) * self.vocab_size + ids[1:]]) for ids in prompts]
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """Words that more than one text has, and how rare they are."""
+
+    words: Int[torch.Tensor, " word"]
+    rarities: Float[torch.Tensor, " word"]
+
+    @classmethod
+    def of(cls, texts: Sequence[Int[torch.Tensor, " _"]]) -> "Vocabulary":
+        words, num_having = torch.cat([text.unique() for text in texts]).unique(return_counts=True)
+        most = num_having.argsort(descending=True, stable=True)[:MOST_WORDS]
+        kept = most[num_having[most] > 1].sort().values
+        return cls(words[kept], (len(texts) / num_having[kept]).log1p())
+
+    def vectors(self, texts: Sequence[Int[torch.Tensor, " _"]]) -> Float[torch.Tensor, "text word"]:
+        """Of length 1; 0 where a text has none of the words."""
+        vectors = torch.zeros(len(texts), len(self.words))
+        for row, text in zip(vectors, texts, strict=True):
+            known = text[torch.isin(text, self.words)]
+            counts = torch.bincount(torch.searchsorted(self.words, known), minlength=len(self.words))
+            row += counts.log1p() * self.rarities
+        return nn.functional.normalize(vectors)
+
+
+class EmbeddingPredictor(SimilarityPredictor):
+    """By the target's own last hidden states of the prompt: the last token's, and the mean of all.
 
     Costs a prefill of every prompt, which decoding does once more, and none for prompts that it has read before.
     """
 
-    hidden = 64
-    epochs = 60
-    learning_rate = 2e-3
     batch_tokens = 8192
 
     def __init__(self, target: HFTarget) -> None:
+        super().__init__()
         self.target = target
-        self._head: LengthHead | None = None
-        self._read: dict[str, Float[torch.Tensor, " feature"]] = {}
+        self._read: dict[str, Float[torch.Tensor, "kind feature"]] = {}
+        self._means = torch.zeros(0)
 
-    def learn(self, requests: Sequence[Request], buckets: Int[torch.Tensor, " request"]) -> None:
-        states = self._states(requests)
-        with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
-            torch.manual_seed(SEED)
-            states, labels, lengths = states.clone(), soft_labels(buckets), known_lengths(requests)
-            head = self._head = LengthHead(states.shape[1], self.hidden, lengths)
-            optimizer = torch.optim.AdamW(head.parameters(), lr=self.learning_rate, weight_decay=0.1)
-            _fit(optimizer, lambda: head(states, lengths), labels, self.epochs)
-            head.eval()
+    def learn_vectors(self, requests: Sequence[Request]) -> list[Float[torch.Tensor, "request _"]]:
+        self._means = self._states(requests).mean(1, keepdim=True)
+        return self.vectors(requests)
 
-    @torch.no_grad()
-    def predict(self, requests: Sequence[Request]) -> Float[torch.Tensor, "request bucket"]:
-        assert self._head is not None, "learn comes before predict"
-        return self._head(self._states(requests), known_lengths(requests)).softmax(1)
+    def vectors(self, requests: Sequence[Request]) -> list[Float[torch.Tensor, "request _"]]:
+        """Of what tells a prompt from others: all states of a target lie in much the same direction."""
+        return list(nn.functional.normalize(self._states(requests) - self._means, dim=2))
 
-    @torch.no_grad()
-    def _states(self, requests: Sequence[Request]) -> Float[torch.Tensor, "request feature"]:
-        """Of unit variance each, so that no target's scale matters."""
+    def _states(self, requests: Sequence[Request]) -> Float[torch.Tensor, "kind request feature"]:
         new = [request for request in requests if request.id not in self._read]
         new.sort(key=lambda request: (len(request.prompt_ids), request.id))
         while new:
@@ -145,10 +198,9 @@ class EmbeddingPredictor:
             states = self.target.hidden_states(ids, mask)[0].float()
             mean = (states * mask[:, :, None]).sum(1) / lengths[:, None]
             last = states[torch.arange(len(batch), device=ids.device), lengths - 1]
-            for request, *features in zip(batch, last, mean, strict=True):
-                parts = [nn.functional.layer_norm(part, part.shape) for part in features]
-                self._read[request.id] = torch.cat(parts).cpu()
-        return torch.stack([self._read[request.id] for request in requests])
+            for request, *kinds in zip(batch, last, mean, strict=True):
+                self._read[request.id] = torch.stack(kinds).cpu()
+        return torch.stack([self._read[request.id] for request in requests], dim=1)
 
 
 class ClassifierPredictor:
@@ -230,26 +282,6 @@ class ClassifierPredictor:
         return {name: values.to(self.device) for name, values in encoded.items()}
 
 
-class LengthHead(nn.Module):
-    """Two layers on features of a prompt and known lengths: [request, feature], [request, length] -> [request, bucket]."""
-
-    def __init__(self, num_features: int, hidden: int, lengths: Float[torch.Tensor, "request length"]) -> None:
-        super().__init__()
-        self.mean, self.deviation = lengths.mean(0), lengths.std(0, correction=0).clamp(min=1e-3)
-        self.inner = nn.Linear(num_features + lengths.shape[1] * (1 + len(BENDS)), hidden)
-        self.outer = nn.Linear(hidden, NUM_BUCKETS)
-        self.dropout = nn.Dropout(0.5)
-
-    def forward(
-        self, features: Float[torch.Tensor, "request feature"], lengths: Float[torch.Tensor, "request length"]
-    ) -> Float[torch.Tensor, "request bucket"]:
-        scaled = (lengths - self.mean) / self.deviation
-        bent = torch.cat([scaled, *((scaled - bend).relu() for bend in BENDS)], dim=1)
-        inner = self.inner(torch.cat([self.dropout(features), bent], dim=1)).relu()
-        logits: torch.Tensor = self.outer(self.dropout(inner))
-        return logits
-
-
 def most_read_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
     """Tokens, special ones included, that model and tokenizer take; DEFAULT_READ_TOKENS where neither names a limit.
 
@@ -285,3 +317,9 @@ def soft_labels(buckets: Int[torch.Tensor, " request"]) -> Float[torch.Tensor, "
     """A bell of NEIGHBOUR_SPREAD buckets around each bucket."""
     distance = (torch.arange(NUM_BUCKETS) - buckets[:, None]) / NEIGHBOUR_SPREAD
     return (-(distance**2) / 2).softmax(1)
+
+
+def spread(values: Float[torch.Tensor, " value"]) -> float:
+    """The standard deviation; 1 where there is none to speak of."""
+    deviation = float(values.std(correction=0)) if len(values) else 0.0
+    return deviation if deviation > 1e-3 else 1.0

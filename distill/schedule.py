@@ -2,9 +2,13 @@
 
 A policy says three things of a request that waits: how much room its answer is given (`Reservation`), in which order requests
 are looked at (`Order`), and what a batch of them takes in memory (`Memory`). `supervise` makes batches of that until all are
-answered. Length-aware scheduling is the policy that predicts lengths and looks at the longest first: its batches are those of
-decreasing first fit, since filling one batch after the other with the first requests that fit is the same as putting each
-request into the first batch that has room.
+answered, by first fit: filling one batch after the other with the first requests that fit is the same as putting each request
+into the first batch that has room.
+
+S3 looks at the longest first (decreasing first fit), which is right where a batch stays together until its longest row ends.
+Where an evicted row goes on at no cost but that of moving its keys and values, the shortest texts go first and are given less
+room than they may need: batches are as wide as short texts allow, and those that outgrow their room wait until so many have
+that they fill a wide batch of longer ones. `scripts/bench_scheduling.py` compares the two on real lengths.
 
 Nothing here reads a clock, a random number or a rank: the batches are a function of the requests and their answers.
 """
@@ -87,6 +91,8 @@ class Policy:
     least_share: float = 0.0
     """A batch ends as soon as a smaller share of its rows goes on, if others wait: a step costs nearly as much for few rows as
     for many. Its last rows are evicted, with what is left of their reservations."""
+    most_held: int | None = None
+    """Tokens of evicted rows, whose keys and values wait on the host, beyond which no new request begins; None: any number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,8 +170,14 @@ def longest_prompt_first(waiting: Sequence[Waiting]) -> list[Waiting]:
 
 
 def longest_answer_first(waiting: Sequence[Waiting]) -> list[Waiting]:
-    """By decreasing reservation, and so by what is left of the answers: rows of one batch end together."""
+    """By decreasing reservation, and so by what is left of the answers: rows of one batch end together. With first fit it is
+    S3's decreasing first fit."""
     return sorted(waiting, key=lambda row: (-row.num_reserved, row.index))
+
+
+def shortest_text_first(waiting: Sequence[Waiting]) -> list[Waiting]:
+    """By what prompt, answer so far and reservation take together: a batch is a tight rectangle, and a wide one."""
+    return sorted(waiting, key=lambda row: (row.num_read + row.num_reserved, row.index))
 
 
 def next_batch(ordered: Sequence[Waiting], budget: int, memory: Memory, *, may_overtake: bool) -> list[Waiting]:
@@ -233,7 +245,7 @@ def supervise(
     unfinished: dict[int, int] = {}
     require_room(list(waiting.values()), rooms, budget, policy.memory)
     while waiting:
-        ordered = policy.order(list(waiting.values()))
+        ordered = policy.order(may_begin(list(waiting.values()), policy.most_held))
         batch = next_batch(ordered, budget, policy.memory, may_overtake=policy.may_overtake)
         limits = [
             min(limit, rooms[row.index] - row.num_written)
@@ -254,6 +266,14 @@ def supervise(
             fresh = [row for row in waiting.values() if row.num_written == 0]
             for row, tokens in zip(fresh, policy.reservation.reserve([row.index for row in fresh]), strict=True):
                 waiting[row.index] = replace(row, num_reserved=min(tokens, rooms[row.index]))
+
+
+def may_begin(waiting: list[Waiting], most_held: int | None) -> list[Waiting]:
+    """Those that may be in the next batch: all, or those alone that have begun while more than `most_held` tokens are held."""
+    begun = [row for row in waiting if row.num_written]
+    if most_held is None or sum(row.num_read for row in begun) <= most_held:
+        return waiting
+    return begun
 
 
 def evict(row: Waiting, num_new: int, room: int) -> Waiting:

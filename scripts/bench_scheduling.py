@@ -8,10 +8,12 @@ that a run takes minutes on a CPU; predictors read the whole prompt. They start 
 below HELD_OUT; measured is on prompts from there on, and on others that were not seen.
 
 Two kinds of batches: in `classic` ones, S3's, a row that has ended idles until its batch ends; in `leaving` ones, the
-engine's own, it leaves. Policies take turns in every round; medians over the rounds are reported, and ratios are of rounds.
+engine's own, it leaves. How the engine makes batches is compared with first come, first served, with S3's decreasing first
+fit and with an oracle. Policies take turns in every round; medians over the rounds are reported, and ratios are of rounds.
 Seconds are the processor's, learning and predicting included, so that other work on the machine counts less; the clock's are
 in the record too.
-Then steps and batches are counted, without decoding, for several budgets and maxima at the full lengths.
+Then steps and batches are counted, without decoding, for several budgets and maxima at the full lengths, and predictors are
+compared by what they say of held-out prompts after some lessons.
 """
 
 import argparse
@@ -32,8 +34,15 @@ from tqdm import tqdm
 
 from outrider.data.files import write_json
 from outrider.distill.engine import Limits, Request
-from outrider.distill.engines.batch import LEAST_SHARE, RESERVED_SHARE, UNKNOWN_SHARE, BatchDecoder
-from outrider.distill.lengths import NUM_BUCKETS, LengthPredictor, Predicted, Seen
+from outrider.distill.engines.batch import (
+    FIRST_PART,
+    LEAST_SHARE,
+    MOST_HELD,
+    RESERVED_SHARE,
+    UNKNOWN_SHARE,
+    BatchDecoder,
+)
+from outrider.distill.lengths import NUM_BUCKETS, Buckets, LengthPredictor, Predicted, Seen
 from outrider.distill.predictors import make_predictor
 from outrider.distill.schedule import (
     Decode,
@@ -48,6 +57,7 @@ from outrider.distill.schedule import (
     kv_bytes_per_token,
     longest_answer_first,
     longest_prompt_first,
+    shortest_text_first,
     summarise,
     supervise,
 )
@@ -63,8 +73,11 @@ HELD_OUT = 700
 ORACLE = "(d) oracle: known lengths, longest first"
 BASELINE = "(b) first come, actual need reserved"
 MAXIMUM = "(a) first come, maximum reserved"
-OURS = "length-aware, light"
-EMBEDDING = "length-aware, embedding"
+OURS = "by length, light"
+S3 = "S3: light, decreasing first fit"
+NOTHING = "by length, nothing predicted"
+KNOWN = "by length, light and known length"
+EMBEDDING = "by length, embedding"
 """Only counted: it reads prompts at full length, out of proportion to what is decoded where that is scaled."""
 
 SHOWN = (
@@ -146,17 +159,17 @@ def main() -> None:
     rounds: Rounds = {}
     modes: dict[str, type[LeavingDecoder]] = {"classic": ClassicDecoder, "leaving": LeavingDecoder}
     if args.rounds:
-        run(target, work, policies(work, predictors)[ORACLE], LeavingDecoder(target, work).decode, budget)  # warm-up
+        run(target, work, policies(work, {}, budget)[ORACLE], LeavingDecoder(target, work).decode, budget)  # warm-up
     for _ in tqdm(range(args.rounds), unit="round"):
         for mode, decoder in modes.items():
             for factor in (1, *args.maximum_factors):
                 longer = replace(work, max_new_tokens=work.max_new_tokens * factor)
-                for name, policy in policies(longer, predictors).items():
-                    if name == EMBEDDING or (factor > 1 and name not in (MAXIMUM, OURS, ORACLE)):
+                for name, policy in policies(longer, predictors, budget).items():
+                    if name == EMBEDDING or (factor > 1 and name not in (MAXIMUM, S3, OURS, ORACLE)):
                         continue
                     measured = run(target, longer, policy, decoder(target, longer).decode, budget)
                     rounds.setdefault((mode, args.max_new_tokens * factor, name), []).append(measured)
-    report: dict[str, Any] = {"counted": count(predictors, records, args)}
+    report: dict[str, Any] = {"predictors": study(records, args, target), "counted": count(predictors, records, args)}
     if args.rounds:
         report |= {
             "measured": [describe(*key, rounds) for key in rounds],
@@ -166,7 +179,9 @@ def main() -> None:
             "answer_tokens": {"mean": statistics.mean(work.lengths), "deciles": statistics.quantiles(work.lengths, n=10)},
             "budget_bytes": budget * kv_bytes_per_token(target),
             "reserved_share": RESERVED_SHARE,
+            "first_part": FIRST_PART,
             "least_share": LEAST_SHARE,
+            "most_held": MOST_HELD,
             "settings": {**vars(args), "output": str(args.output), "data": args.data.name},
             "environment": asdict(describe_environment(target.device)),
         }
@@ -184,11 +199,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--known-model", default="OpenHermes-2.5-Mistral-7B", help="whose answers the data is said to have")
     parser.add_argument("--requests", type=int, default=160, help="measured by the clock, all held-out ones among them")
     parser.add_argument("--seen", type=int, default=300, help="answers that predictors start from")
+    parser.add_argument("--draws", type=int, default=6, help="of the lessons, where predictors alone are compared")
     parser.add_argument("--scale", type=int, default=8, help="all lengths are divided by it where time is measured")
     parser.add_argument("--max-new-tokens", type=int, default=1024, help="before scaling")
     parser.add_argument("--maximum-factors", type=int, nargs="*", default=[2], help="greater maxima to measure (a) under")
     parser.add_argument("--budget-tokens", type=int, default=16384, help="KV-memory budget in tokens, before scaling")
-    parser.add_argument("--rounds", type=int, default=2, help="0 counts only, and keeps what the record has measured")
+    parser.add_argument("--rounds", type=int, default=3, help="0 counts only, and keeps what the record has measured")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/scheduling.json"))
@@ -232,34 +248,36 @@ def make_workload(
     measured = measured[:count]
     draw.shuffle(measured)
 
-    def request(number: int) -> Request:
-        ids, _, known = records[number]
-        return Request(id=str(number), prompt_ids=ids, seed=number, num_known_tokens=known)
-
     def length(number: int) -> int:
         return max(1, min(max_new_tokens, records[number][1]) // scale)
 
     return Workload(
-        requests=[request(number) for number in measured],
+        requests=[make_request(records, number) for number in measured],
         prompts=[records[number][0][: -(-len(records[number][0]) // scale)] for number in measured],
         lengths=[length(number) for number in measured],
-        seen=[Seen(request=request(number), num_tokens=length(number)) for number in early[: args.seen]],
+        seen=[Seen(request=make_request(records, number), num_tokens=length(number)) for number in early[: args.seen]],
         max_new_tokens=max_new_tokens // scale,
     )
+
+
+def make_request(records: dict[int, Record], number: int, *, knows_lengths: bool = True) -> Request:
+    ids, _, known = records[number]
+    return Request(id=str(number), prompt_ids=ids, seed=number, num_known_tokens=known if knows_lengths else None)
 
 
 def make_predictors(target: HFTarget) -> dict[str, tuple[LengthPredictor, bool]]:
     """Each predictor, and whether it is told the length of another model's answer."""
     return {
-        "length-aware, nothing predicted": (Uniform(), False),
+        NOTHING: (Uniform(), False),
         OURS: (make_predictor("light", target), False),
         EMBEDDING: (make_predictor("embedding", target), False),
-        "length-aware, light and known length": (make_predictor("light", target), True),
+        KNOWN: (make_predictor("light", target), True),
     }
 
 
-def policies(work: Workload, predictors: dict[str, tuple[LengthPredictor, bool]]) -> dict[str, Policy]:
-    """Everything that is compared. What is known is known exactly; (b) to (d) reserve just that."""
+def policies(work: Workload, predictors: dict[str, tuple[LengthPredictor, bool]], budget: int) -> dict[str, Policy]:
+    """Everything that is compared. What is known is known exactly; (b) to (d) reserve just that. S3's batches, decreasing first
+    fit with the whole of what is predicted reserved, end with their last row."""
     maximum, actual = Known([work.max_new_tokens] * len(work.lengths)), Known(work.lengths)
     memory = Rectangle()
     fixed = {
@@ -271,18 +289,22 @@ def policies(work: Workload, predictors: dict[str, tuple[LengthPredictor, bool]]
     }
     predicted = {
         name: Policy(
-            reservation=predict(predictor, work, knows_lengths=knows_lengths),
-            order=longest_answer_first,
+            reservation=predict(predictor, work, knows_lengths=knows_lengths, part=FIRST_PART),
+            order=shortest_text_first,
             memory=memory,
             may_overtake=True,
             least_share=LEAST_SHARE,
+            most_held=MOST_HELD * budget,
         )
         for name, (predictor, knows_lengths) in predictors.items()
     }
+    if OURS in predictors:
+        reservation = predict(predictors[OURS][0], work, knows_lengths=False, part=1.0)
+        fixed[S3] = Policy(reservation=reservation, order=longest_answer_first, memory=memory, may_overtake=True)
     return fixed | predicted
 
 
-def predict(predictor: LengthPredictor, work: Workload, *, knows_lengths: bool) -> Predicted:
+def predict(predictor: LengthPredictor, work: Workload, *, knows_lengths: bool, part: float) -> Predicted:
     def shown(request: Request) -> Request:
         return request if knows_lengths else replace(request, num_known_tokens=None)
 
@@ -290,6 +312,7 @@ def predict(predictor: LengthPredictor, work: Workload, *, knows_lengths: bool) 
         predictor,
         [shown(request) for request in work.requests],
         share=RESERVED_SHARE,
+        part=part,
         unknown=max(1, int(UNKNOWN_SHARE * work.max_new_tokens)),
         seen=[replace(seen, request=shown(seen.request)) for seen in work.seen],
     )
@@ -337,17 +360,56 @@ def describe(mode: str, maximum: int, name: str, rounds: Rounds) -> dict[str, An
     }
 
 
+def study(records: dict[int, Record], args: argparse.Namespace, target: HFTarget) -> list[dict[str, Any]]:
+    """How well held-out prompts' buckets are told, by what is learnt from and how much: means over draws of the lessons."""
+    held_out = [number for number in records if number >= HELD_OUT]
+    early = [number for number in records if number < HELD_OUT]
+    rows = []
+    for name, (predictor, knows_lengths) in make_predictors(target).items():
+        for num_lessons in sorted({100, args.seen, len(early)}):
+            draws = []
+            for seed in range(args.draws):
+                lessons = random.Random(seed).sample(early, min(num_lessons, len(early)))
+                buckets = Buckets.of([records[number][1] for number in lessons])
+                lesson, held = (
+                    [make_request(records, number, knows_lengths=knows_lengths) for number in chosen]
+                    for chosen in (lessons, held_out)
+                )
+                started = time.perf_counter()
+                predictor.learn(lesson, buckets.index([records[number][1] for number in lessons]))
+                probs = predictor.predict(held).double()
+                seconds = time.perf_counter() - started
+                actual = buckets.index([records[number][1] for number in held_out])
+                guess, middle = probs.argmax(1), (probs.cumsum(1) < 0.5).sum(1)
+                draws.append(
+                    {
+                        "bucket_accuracy": (guess == actual).double().mean().item(),
+                        "mean_bucket_distance": (guess - actual).abs().double().mean().item(),
+                        "median_bucket_distance": (middle - actual).abs().double().mean().item(),
+                        "nats": -probs.gather(1, actual[:, None]).log().mean().item(),
+                        "seconds": seconds,
+                    }
+                )
+            means = {key: statistics.mean(draw[key] for draw in draws) for key in draws[0]}
+            rows.append({"predictor": name, "num_lessons": num_lessons, "num_draws": len(draws), **means})
+    return rows
+
+
 def count(
     predictors: dict[str, tuple[LengthPredictor, bool]], records: dict[int, Record], args: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """Batches and their steps at full lengths, nothing decoded: where steps cost the same for few rows as for many, as on an
     accelerator whose time is the reading of weights, that is the time."""
     rows = []
-    for factor in (1, 2, 4):
-        work = make_workload(records, args, scale=1, count=None, max_new_tokens=args.max_new_tokens * factor)
+    for maximum in (
+        args.max_new_tokens // 4,
+        args.max_new_tokens // 2,
+        *(args.max_new_tokens * factor for factor in (1, 2, 4)),
+    ):
+        work = make_workload(records, args, scale=1, count=None, max_new_tokens=maximum)
         for budget in (args.budget_tokens // 2, args.budget_tokens, args.budget_tokens * 4):
             results = {}
-            for name, policy in policies(work, predictors).items():
+            for name, policy in policies(work, predictors, budget).items():
                 results[name], _ = measure(work, policy, counting(work.lengths), budget)
             for name, counted in results.items():
                 steps = {
@@ -380,6 +442,8 @@ def print_tables(report: dict[str, Any]) -> None:
     ratios = ("speed_over_maximum", "speed_over_first_come", "speed_over_oracle")
     measured = [row | {name: row[name] and row[name]["median"] for name in ratios} for row in report.get("measured", [])]
     print_table("measured", ("mode", "max_new_tokens", "policy", "sequences_per_second", *ratios, *SHOWN), measured)
+    told = ("bucket_accuracy", "mean_bucket_distance", "median_bucket_distance", "nats", "seconds")
+    print_table("told of held-out prompts", ("predictor", "num_lessons", *told), report["predictors"])
     ratios = ("maximum_steps_over_own", "first_come_steps_over_own", "oracle_steps_over_own")
     print_table("counted", ("budget_tokens", "max_new_tokens", "policy", *ratios, *SHOWN), report["counted"])
 

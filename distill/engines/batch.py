@@ -26,7 +26,7 @@ from ..schedule import (
     ScheduleStatistics,
     Waiting,
     kv_bytes_per_token,
-    longest_answer_first,
+    shortest_text_first,
     summarise,
     supervise,
 )
@@ -34,11 +34,18 @@ from ..schedule import (
 logger = logging.getLogger(__name__)
 
 RESERVED_SHARE = 0.5
-"""Reserved is the length that an answer keeps to with this probability: overruns are cheap, since nothing is read again."""
+"""Predicted is the length that an answer keeps to with this probability."""
 
-LEAST_SHARE = 0.75
-"""A batch ends when fewer of its rows go on, see `Policy.least_share`. More batches, each of which moves its rows' keys and
-values once; both shares were chosen on lengths that no table of ours is of."""
+FIRST_PART = 0.5
+"""Of the predicted length, reserved at first. Overruns are cheap, since nothing is read again, and room that a text does not
+fill yet makes batches narrow."""
+
+LEAST_SHARE = 0.5
+"""A batch ends when fewer of its rows go on, see `Policy.least_share`. A greater share makes fewer steps of more evictions,
+each of which moves a row's keys and values to the host and back."""
+
+MOST_HELD = 4
+"""Times the KV-memory budget: what evicted rows may hold on the host before no new request begins, see `Policy.most_held`."""
 
 UNKNOWN_SHARE = 0.25
 """Reserved of the maximum as long as nothing is known of lengths."""
@@ -83,15 +90,17 @@ class BatchEngine:
             self.make_predictor(),
             requests,
             share=RESERVED_SHARE,
+            part=FIRST_PART,
             unknown=math.ceil(UNKNOWN_SHARE * self.limits.max_new_tokens),
             seen=self.seen,
         )
         policy = Policy(
             reservation=reservation,
-            order=longest_answer_first,
+            order=shortest_text_first,
             memory=Rectangle(),
             may_overtake=True,
             least_share=LEAST_SHARE,
+            most_held=MOST_HELD * budget,
         )
         reports: list[BatchReport] = []
         lengths = [len(request.prompt_ids) for request in requests]

@@ -227,6 +227,15 @@ def test_unfinished_answers_count_as_long_as_they_are_reserved_for_and_mistakes_
     assert len(recorder.lessons[0]) == LEARN_FIRST + 1
 
 
+def test_a_part_of_the_predicted_length_is_reserved_and_only_what_outgrows_the_whole_is_a_mistake():
+    recorder, requests = Recorder(), make_requests(2 * LEARN_FIRST)
+    seen = [Seen(request=request, num_tokens=40) for request in requests[:LEARN_FIRST]]
+    predicted = Predicted(recorder, requests[LEARN_FIRST:], share=1.0, unknown=17, part=0.3, seen=seen)
+    assert predicted.reserve(range(LEARN_FIRST)) == [12] * LEARN_FIRST
+    assert predicted.observe({index: 40 + index // 16 for index in range(LEARN_FIRST)}, {})
+    assert len(recorder.lessons[-1]) == 2 * LEARN_FIRST + 16
+
+
 def test_what_was_seen_before_predicts_from_the_first_request_on():
     recorder, requests = Recorder(), make_requests(40)
     seen = [Seen(request=request, num_tokens=10 * (index + 1)) for index, request in enumerate(requests)]

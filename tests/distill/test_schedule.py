@@ -19,6 +19,7 @@ from outrider.distill.schedule import (
     longest_answer_first,
     longest_prompt_first,
     next_batch,
+    shortest_text_first,
     summarise,
     supervise,
 )
@@ -77,6 +78,7 @@ def test_without_overtaking_a_batch_ends_at_the_first_request_that_does_not_fit(
 def test_orders_are_stable_so_that_equal_requests_never_change_places():
     waiting = rows((3, 7), (5, 7), (3, 9), (5, 1))
     assert [row.index for row in longest_answer_first(waiting)] == [2, 0, 1, 3]
+    assert [row.index for row in shortest_text_first(waiting)] == [3, 0, 1, 2]
     assert [row.index for row in longest_prompt_first(waiting[::-1])] == [1, 3, 0, 2]
     assert [row.index for row in first_come(waiting[::-1])] == [0, 1, 2, 3]
 
@@ -125,16 +127,20 @@ class Script:
         return decoded
 
 
-def test_everything_is_answered_under_the_budget_however_wrong_the_reservations_are():
+@pytest.mark.parametrize(
+    ("order", "most_held"), [(longest_answer_first, None), (shortest_text_first, None), (shortest_text_first, 200)]
+)
+def test_everything_is_answered_under_the_budget_however_wrong_the_reservations_are(order, most_held):
     draw = random.Random(1)
     prompts = [draw.randint(1, 20) for _ in range(60)]
     lengths = [draw.randint(1, 64) for _ in range(60)]
     script = Script(prompts, lengths, budget=300)
     policy = Policy(
         reservation=Known([draw.randint(1, 64) for _ in lengths]),
-        order=longest_answer_first,
+        order=order,
         memory=Rectangle(),
         may_overtake=True,
+        most_held=most_held,
     )
     reports = list(supervise(prompts, [64] * 60, policy, script, budget=300))
     assert script.written == lengths
@@ -165,6 +171,27 @@ def test_the_last_rows_are_evicted_early_only_where_others_wait():
     policy = Policy(reservation=Known([10] * 5), order=first_come, memory=Rectangle(), may_overtake=True, least_share=0.75)
     list(supervise([1] * 5, [10] * 5, policy, decode, budget=34))
     assert seen == [(3, 3), (2, 0)]
+
+
+def test_no_request_begins_while_more_than_is_allowed_waits_on_the_host():
+    prompts, lengths = [10] * 40, [32] * 40
+    held: list[int] = []
+
+    class Watched(Script):
+        def __call__(self, batch: Sequence[Waiting], limits: Sequence[int], least: int) -> list[Decoded]:
+            waiting = sum(10 + written for written in self.written if 0 < written < 32)
+            if any(row.num_written == 0 for row in batch):
+                held.append(waiting)
+            return super().__call__(batch, limits, least)
+
+    def run(most_held: int | None) -> int:
+        held.clear()
+        order = shortest_text_first
+        policy = Policy(reservation=Known([8] * 40), order=order, memory=Rectangle(), may_overtake=True, most_held=most_held)
+        list(supervise(prompts, [64] * 40, policy, Watched(prompts, lengths, 100), budget=100))
+        return max(held)
+
+    assert run(150) <= 150 < run(None)
 
 
 def test_a_request_that_might_outgrow_the_budget_is_refused_before_any_work():
