@@ -81,8 +81,8 @@ class DistillConfig:
     """Memory for the keys and values of a batch of the engine `batch`, in GiB; reading its prompts takes some besides."""
 
     predictor: str | None = None
-    """What predicts the lengths of answers: `light`, `embedding` (on the target's own states), or a directory or Hub id of a
-    sequence-classification model. The engine `batch` always predicts, None is `light` there; the engine `continuous` admits
+    """What predicts the lengths of answers: `none`, `light`, `embedding` (on the target's own states), or a directory or Hub id
+    of a sequence-classification model. The engine `batch` always predicts, None is `light` there; the engine `continuous` admits
     the longest first where one is named."""
 
     base_url: str | None = None

@@ -1,4 +1,5 @@
-"""The predictors of answer lengths that there are: `light`, `embedding`, or a sequence-classification model of transformers."""
+"""The predictors of answer lengths that there are: `none`, `light`, `embedding`, or a sequence-classification model of
+transformers."""
 
 import math
 from abc import ABC, abstractmethod
@@ -37,15 +38,27 @@ DEFAULT_READ_TOKENS = 512
 
 
 def make_predictor(name: str, target: HFTarget) -> LengthPredictor:
-    """`light`, `embedding`, or a directory or Hub id of an encoder for sequence classification.
+    """`none`, `light`, `embedding`, or a directory or Hub id of an encoder for sequence classification.
 
     Raises ValueError where that can't be loaded.
     """
+    if name == "none":
+        return UniformPredictor()
     if name == "light":
         return LightPredictor(target.vocab_size)
     if name == "embedding":
         return EmbeddingPredictor(target)
     return ClassifierPredictor(name, target.tokenizer, target.device)
+
+
+class UniformPredictor:
+    """Tells no request from another: each gets the same room, of the lengths seen."""
+
+    def learn(self, requests: Sequence[Request], buckets: Int[torch.Tensor, " request"]) -> None:
+        """Nothing is to be learnt."""
+
+    def predict(self, requests: Sequence[Request]) -> Float[torch.Tensor, "request bucket"]:
+        return torch.full((len(requests), NUM_BUCKETS), 1 / NUM_BUCKETS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,8 +234,8 @@ class ClassifierPredictor:
             self.tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise ValueError(
-                f"distill.predictor is {name_or_path!r}; it must be light, embedding, or a sequence-classification model of "
-                f"transformers, whose tokenizer can't be loaded ({error})"
+                f"distill.predictor is {name_or_path!r}; it must be none, light, embedding, or a sequence-classification "
+                f"model of transformers, whose tokenizer can't be loaded ({error})"
             ) from error
         self._model = self._fresh()
         self.read_tokens = most_read_tokens(self._model, self.tokenizer)
@@ -262,7 +275,7 @@ class ClassifierPredictor:
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"distill.predictor is {self.name_or_path!r}, which can't be loaded as a sequence-classification model in "
-                f"safetensors ({error}); choose light, embedding, or another model"
+                f"safetensors ({error}); choose none, light, embedding, or another model"
             ) from error
         loaded: PreTrainedModel = model.to(self.device).eval()
         return loaded

@@ -42,7 +42,7 @@ from outrider.distill.engines.batch import (
     UNKNOWN_SHARE,
     BatchDecoder,
 )
-from outrider.distill.lengths import NUM_BUCKETS, Buckets, LengthPredictor, Predicted, Seen
+from outrider.distill.lengths import Buckets, LengthPredictor, Predicted, Seen
 from outrider.distill.predictors import make_predictor
 from outrider.distill.schedule import (
     Decode,
@@ -107,16 +107,6 @@ class Workload:
 Measured = tuple[ScheduleStatistics, float]  # its seconds are the processor's; beside it, the clock's
 Rounds = dict[tuple[str, int, str], list[Measured]]  # by mode, maximum before scaling, and policy
 Record = tuple[torch.Tensor, int, int]  # a prompt's tokens, the lengths of the model's and of the known model's answer
-
-
-class Uniform:
-    """Predicts nothing: every answer is as likely in one bucket as in another, so all get the same reservation."""
-
-    def learn(self, requests: Sequence[Request], buckets: torch.Tensor) -> None:
-        pass
-
-    def predict(self, requests: Sequence[Request]) -> torch.Tensor:
-        return torch.full((len(requests), NUM_BUCKETS), 1 / NUM_BUCKETS)
 
 
 class LeavingDecoder(BatchDecoder):
@@ -268,7 +258,7 @@ def make_request(records: dict[int, Record], number: int, *, knows_lengths: bool
 def make_predictors(target: HFTarget) -> dict[str, tuple[LengthPredictor, bool]]:
     """Each predictor, and whether it is told the length of another model's answer."""
     return {
-        NOTHING: (Uniform(), False),
+        NOTHING: (make_predictor("none", target), False),
         OURS: (make_predictor("light", target), False),
         EMBEDDING: (make_predictor("embedding", target), False),
         KNOWN: (make_predictor("light", target), True),

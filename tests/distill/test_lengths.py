@@ -21,7 +21,14 @@ from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from outrider.distill.engine import Request
 from outrider.distill.lengths import LEARN_FIRST, NUM_BUCKETS, Buckets, Predicted, Seen
-from outrider.distill.predictors import DEFAULT_READ_TOKENS, ClassifierPredictor, LightPredictor, make_predictor, soft_labels
+from outrider.distill.predictors import (
+    DEFAULT_READ_TOKENS,
+    ClassifierPredictor,
+    LightPredictor,
+    Vocabulary,
+    make_predictor,
+    soft_labels,
+)
 
 SHORT, LONG = 70, 200
 """Tokens that prompts for short and for long answers begin with."""
@@ -121,8 +128,25 @@ def test_the_other_answers_length_tells_more_than_the_prompt():
     assert min(medians[0::2]) > max(medians[1::2])
 
 
+def test_words_of_one_prompt_alone_say_nothing_and_a_prompt_without_known_words_is_like_none():
+    vocabulary = Vocabulary.of([torch.tensor([1, 2, 2]), torch.tensor([1, 3]), torch.tensor([1, 2])])
+    assert vocabulary.words.tolist() == [1, 2]
+    assert vocabulary.rarities[1] > vocabulary.rarities[0]
+    vectors = vocabulary.vectors([torch.tensor([2, 9]), torch.tensor([3, 9])])
+    assert vectors.tolist() == [[0.0, 1.0], [0.0, 0.0]]
+
+
+def test_of_many_lessons_only_so_many_are_compared(monkeypatch):
+    monkeypatch.setattr("outrider.distill.predictors.MOST_LESSONS", 20)
+    predictor = LightPredictor(300)
+    buckets = Buckets.of(lengths_of(96))
+    predictor.learn(make_requests(96), buckets.index(lengths_of(96)))
+    assert len(predictor._lessons.lengths) == 20
+    assert predictor.predict(make_requests(50)).shape == (50, NUM_BUCKETS)
+
+
 def test_a_predictor_that_is_none_is_refused_with_the_choices(target, tmp_path):
-    with pytest.raises(ValueError, match="must be light, embedding, or a sequence-classification model"):
+    with pytest.raises(ValueError, match="must be none, light, embedding, or a sequence-classification model"):
         make_predictor(str(tmp_path), target)
 
 
