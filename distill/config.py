@@ -82,8 +82,8 @@ class DistillConfig:
 
     predictor: str | None = None
     """What predicts the lengths of answers: `none`, `light`, `embedding` (on the target's own states), or a directory or Hub id
-    of a sequence-classification model. The engine `batch` always predicts, None is `light` there; the engine `continuous` admits
-    the longest first where one is named."""
+    of a sequence-classification model. None is `light` for the engine `batch`; the engine `continuous` admits the longest first
+    where one is named."""
 
     base_url: str | None = None
     """Of the server that the engine `openai` asks, with its version: http://HOST:8000/v1."""
