@@ -20,11 +20,16 @@ def verify_command(
 ) -> None:
     """Read every byte of a folder and tell all that is wrong with it. Exits with 1 where anything is."""
     # They load torch.
-    from ..data.manifest import TargetIdentity
+    from ..data.manifest import MANIFEST_FILE, TargetIdentity
     from ..data.verify import find_damage
     from ..distill.answers import find_damage as find_damaged_answers
     from ..distill.answers import is_answers
 
+    if not directory.is_dir():
+        raise ValueError(f"{directory} is {'no folder' if directory.exists() else 'not there'}; name one that distill wrote")
+    stages = [each for each in ("distill", "answers") if (directory / each / MANIFEST_FILE).exists()]
+    if stages and not (directory / MANIFEST_FILE).exists():
+        raise ValueError(f"{directory} is a run's folder; verify {' and '.join(str(directory / each) for each in stages)}")
     identity: TargetIdentity
     if is_answers(directory):
         answers, problems = find_damaged_answers(directory)

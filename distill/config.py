@@ -144,6 +144,8 @@ class DistillConfig:
         problems = []
         if not 0 < self.kv_budget_gib < float("inf"):
             problems.append(f"kv_budget_gib is {self.kv_budget_gib}; it must be a positive number")
+        if self.predictor == "":
+            problems.append("predictor is empty; leave it out, or name none, light, embedding, or a directory or Hub id")
         if self.predictor is not None and self.engine not in ("batch", "continuous"):
             problems.append(
                 f"predictor is {self.predictor!r} and engine {self.engine!r}; only the engines batch and continuous schedule "

@@ -101,6 +101,8 @@ class RegenerationEstimate:
     num_sampled: int
     """Answers that the estimate rests on."""
     tokens_per_answer: float
+    num_answer_tokens: float
+    """Of all answers; turns that will be dropped have none."""
     cut_share: float
     tokens_per_second: float
     """In each process."""
@@ -151,6 +153,7 @@ def estimate_regeneration(
         dropped=dict(dropped.most_common()),
         num_sampled=num_answers,
         tokens_per_answer=num_tokens / num_answers,
+        num_answer_tokens=num_tokens * scale,
         cut_share=num_cut / num_answers,
         tokens_per_second=num_tokens / seconds,
         num_processes=num_processes,
@@ -167,7 +170,8 @@ def regeneration_table(estimate: RegenerationEstimate) -> Table:
         {
             "conversations": f"{estimate.num_conversations:,} with {estimate.num_turns:,} answers",
             "dropped": _drops(estimate.dropped),
-            "tokens of answers": f"about {estimate.tokens_per_answer * estimate.num_turns:,.0f}, as many forwards at most",
+            "tokens of answers": f"about {estimate.num_answer_tokens:,.0f}, in as many forwards at most, beside those of "
+            "the prompts",
             "length": f"{estimate.tokens_per_answer:.0f} tokens an answer, {100 * estimate.cut_share:.0f} % cut by the limit "
             f"(a sample of {estimate.num_sampled:,})",
             "speed": f"{estimate.tokens_per_second:,.0f} tokens of answers a second, {_measured(estimate.num_processes)}",

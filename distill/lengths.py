@@ -1,12 +1,14 @@
 """How long answers will be: predictors of ten length buckets, and the reservations made of them (S3, arXiv 2306.06000).
 
-A predictor gives each request a probability for each bucket. The buckets' edges are the deciles of the lengths that it has
-learnt from: S3 cuts the maximum length into ten equal parts, most of which are empty where most answers are far shorter than
-the maximum. Reserved is a quantile of the predicted distribution, since the upper end of the likeliest bucket alone would say
-nothing of how sure the predictor is.
+A predictor gives each request a probability for each bucket. The buckets' edges are the deciles of the lengths known when it
+learnt last, of which those of unfinished answers are known to be longer only: S3 cuts the maximum length into ten equal parts,
+most of which are empty where most answers are far shorter than the maximum. Reserved is a quantile of the predicted
+distribution, since the upper end of the likeliest bucket alone would say nothing of how sure the predictor is.
 """
 
 import math
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -20,7 +22,7 @@ from .engine import Request
 NUM_BUCKETS = 10
 
 LEARN_FIRST = 32
-"""Lengths that a predictor first learns from; it learns again whenever there are twice as many."""
+"""Complete answers that a predictor first learns from; it learns again whenever there are twice as many."""
 
 
 @runtime_checkable
@@ -41,10 +43,23 @@ class Buckets:
     ends: Float[torch.Tensor, " bucket"]
 
     @classmethod
-    def of(cls, lengths: Sequence[int]) -> "Buckets":
-        """The deciles of `lengths`. Where many answers are equally long, some buckets are empty."""
-        shares = torch.arange(1, NUM_BUCKETS + 1, dtype=torch.float64) / NUM_BUCKETS
-        return cls(torch.tensor(lengths, dtype=torch.float64).quantile(shares))
+    def of(cls, lengths: Sequence[int], unfinished: Sequence[int] = ()) -> "Buckets":
+        """The deciles of complete answers' `lengths` and of `unfinished` ones, which have so many tokens so far.
+
+        The share of answers that are longer than so many tokens is Kaplan and Meier's (1958). Deciles beyond the longest
+        complete answer lie evenly from there up to twice the longest. Where many answers are equally long, buckets are empty.
+        """
+        longer = 1.0
+        ends: list[float] = []
+        every = sorted([*lengths, *unfinished])
+        for length, count in sorted(Counter(lengths).items()):
+            longer *= 1 - count / (len(every) - bisect_left(every, length))
+            while len(ends) < NUM_BUCKETS and 1 - longer >= (len(ends) + 1) / NUM_BUCKETS - 1e-9:
+                ends.append(float(length))
+        last = ends[-1] if ends else 0.0
+        step = (2 * max([*lengths, *unfinished]) - last) / max(1, NUM_BUCKETS - len(ends))
+        ends += [last + step * (index + 1) for index in range(NUM_BUCKETS - len(ends))]
+        return cls(torch.tensor(ends, dtype=torch.float64))
 
     def index(self, lengths: Sequence[int]) -> Int[torch.Tensor, " request"]:
         """The bucket of each length; what is beyond the last end is in the last bucket."""
@@ -75,10 +90,11 @@ class Seen:
 class Predicted:
     """Reservations by predicted length, for one call's `requests` (see `schedule.Reservation`).
 
-    Reserved is `part` of the length that an answer keeps to with probability `share`. It starts from the lengths of `seen`, the
-    same in every call. Fewer than LEARN_FIRST of them predict nothing: each answer then gets `unknown` tokens. It learns
-    again, from all it knows, whenever the number of answers has doubled. Unfinished ones count as long as they are reserved for
-    by then, so that long answers aren't missing; those that outgrew what was predicted, the mistakes, count twice.
+    Reserved is `part` of the length that an answer keeps to with probability `share`. Before LEARN_FIRST answers are complete,
+    those of `seen` included, an answer is taken to be as long as the one that the data has, and where it has none gets
+    `unknown` tokens. It learns again, from all it knows, whenever the number of complete answers has doubled. Unfinished ones
+    count for the middle of the buckets that they may yet end in, since without them long answers would be missing; those that
+    outgrew twice what was predicted, the mistakes, count twice.
     """
 
     def __init__(
@@ -97,43 +113,46 @@ class Predicted:
         self.part = part
         self.unknown = unknown
         self.seen = seen
-        self.first_buckets: dict[int, int] = {}
-        """The first bucket predicted of each request."""
         self.buckets: Buckets | None = None
+        self._first: dict[int, tuple[Buckets, int]] = {}  # the first bucket predicted of each request, and whose
         self._num_learnt = LEARN_FIRST // 2
         self._predicted: dict[int, int] = {}
 
     def reserve(self, indices: Sequence[int]) -> list[int]:
         if self.buckets is None:
             self.observe({}, {})  # what was seen before may do
-        reserved = predicted = [self.unknown] * len(indices)
-        if self.buckets is not None and indices:
-            probs = self.predictor.predict([self.requests[index] for index in indices])
-            self.first_buckets = dict(zip(indices, probs.argmax(1).tolist(), strict=True)) | self.first_buckets
+        if not indices:
+            return []
+        requests = [self.requests[index] for index in indices]
+        if self.buckets is not None:
+            probs = self.predictor.predict(requests)
+            for index, bucket in zip(indices, probs.argmax(1).tolist(), strict=True):
+                self._first.setdefault(index, (self.buckets, bucket))
             predicted = self.buckets.quantile(probs, self.share)
-            reserved = [math.ceil(self.part * tokens) for tokens in predicted]
+        else:
+            # What is reserved where nothing is known is `unknown`.
+            predicted = [request.num_known_tokens or math.ceil(self.unknown / self.part) for request in requests]
         self._predicted |= dict(zip(indices, predicted, strict=True))
-        return reserved
+        return [max(1, math.ceil(self.part * tokens)) for tokens in predicted]
 
     def compare(self, lengths: Sequence[int]) -> tuple[list[int], list[int]]:
         """The buckets that were predicted first, where any were, and those of the `lengths` that all answers had."""
-        if self.buckets is None:
-            return [], []
-        actual = self.buckets.index(lengths).tolist()
-        indices = sorted(self.first_buckets)
-        return [self.first_buckets[index] for index in indices], [actual[index] for index in indices]
+        first = sorted(self._first.items())
+        return [bucket for _, (_, bucket) in first], [int(buckets.index([lengths[index]])) for index, (buckets, _) in first]
 
     def observe(self, lengths: dict[int, int], unfinished: dict[int, int]) -> bool:
-        known = len(self.seen) + len(lengths) + len(unfinished)
-        if known < 2 * self._num_learnt:
+        num_complete = len(self.seen) + len(lengths)
+        if num_complete < 2 * self._num_learnt:
             return False
-        self._num_learnt = known
-        answers = {**lengths, **unfinished}
-        lessons = [(lesson.request, lesson.num_tokens) for lesson in self.seen]
-        for index in sorted(answers):
-            is_mistake = answers[index] > self._predicted[index]
-            lessons += [(self.requests[index], answers[index])] * (2 if is_mistake else 1)
-        if self.buckets is None:
-            self.buckets = Buckets.of([num_tokens for _, num_tokens in lessons])
-        self.predictor.learn([request for request, _ in lessons], self.buckets.index([tokens for _, tokens in lessons]))
+        self._num_learnt = num_complete
+        seen = [lesson.num_tokens for lesson in self.seen]
+        self.buckets = Buckets.of([*seen, *lengths.values()], list(unfinished.values()))
+        lessons = [lesson.request for lesson in self.seen]
+        buckets = self.buckets.index(seen).tolist()
+        answers = dict(sorted({**lengths, **unfinished}.items()))
+        for index, bucket in zip(answers, self.buckets.index(list(answers.values())).tolist(), strict=True):
+            times = 2 if answers[index] > 2 * self._predicted[index] else 1
+            lessons += [self.requests[index]] * times
+            buckets += [(bucket + NUM_BUCKETS) // 2 if index in unfinished else bucket] * times
+        self.predictor.learn(lessons, torch.tensor(buckets))
         return True

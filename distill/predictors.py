@@ -1,10 +1,12 @@
 """The predictors of answer lengths that there are: `none`, `light`, `embedding`, or a sequence-classification model of
 transformers."""
 
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from jaxtyping import Float, Int
@@ -17,6 +19,8 @@ from ..models.hf_target import HFTarget
 from .engine import Request
 from .gaussian import LengthRegression
 from .lengths import NUM_BUCKETS, LengthPredictor
+
+logger = logging.getLogger(__name__)
 
 SEED = 0
 """Of weights and dropout: a predictor is a function of its lessons."""
@@ -277,6 +281,8 @@ class ClassifierPredictor:
                 f"distill.predictor is {self.name_or_path!r}, which can't be loaded as a sequence-classification model in "
                 f"safetensors ({error}); choose none, light, embedding, or another model"
             ) from error
+        if not any("ForSequenceClassification" in name for name in model.config.architectures or []):
+            _warn_of_new_head(self.name_or_path)
         loaded: PreTrainedModel = model.to(self.device).eval()
         return loaded
 
@@ -293,6 +299,13 @@ class ClassifierPredictor:
             return_tensors="pt",
         )
         return {name: values.to(self.device) for name, values in encoded.items()}
+
+
+@cache  # a predictor is made anew for every round
+def _warn_of_new_head(name_or_path: str) -> None:
+    logger.warning(
+        "distill.predictor %s is no sequence-classification model: it gets a head that knows nothing yet", name_or_path
+    )
 
 
 def most_read_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:

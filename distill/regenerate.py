@@ -6,11 +6,14 @@ process is free (see `plan`).
 
 import hashlib
 import logging
+import operator
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -45,8 +48,10 @@ from .answers import (
 from .config import DistillConfig
 from .dialogues import Dialogue, questions
 from .engine import Engine, Limits
+from .engines.batch import BatchEngine
 from .engines.registry import open_engine
 from .plan import deal, peak_memory_bytes, pending_shards, plan_sha256, plan_shards
+from .schedule import ScheduleStatistics
 
 logger = logging.getLogger(__name__)
 
@@ -212,6 +217,8 @@ def _answer_shards(
     with open_engine(config, target, limits) as engine:
         for index, conversations in shards.items():
             started = time.perf_counter()
+            if isinstance(engine, BatchEngine):
+                engine.statistics = None
             examples, counts = answer_conversations(
                 conversations,
                 tokenizer,
@@ -223,7 +230,10 @@ def _answer_shards(
             )
             seconds = time.perf_counter() - started
             progress.set_postfix_str(f"{counts.num_tokens / seconds:.0f} tok/s")
-            write_json(stats_path(output_dir, index), {"engine": type(engine).__name__, "seconds": seconds})
+            note: dict[str, Any] = {"engine": type(engine).__name__, "seconds": seconds}
+            if isinstance(engine, BatchEngine) and engine.statistics is not None:
+                note["schedule"] = asdict(engine.statistics)
+            write_json(stats_path(output_dir, index), note)
             write_answers(output_dir, index, [conversation.id for conversation in conversations], examples, counts)
 
 
@@ -237,7 +247,9 @@ def _finish(output_dir: Path, manifest: AnswersManifest, num_shards: int, unread
     shards = [entry for index in range(num_shards) if (entry := read_answers_entry(output_dir, index)) is not None]
     assert len(shards) == num_shards, "every process has finished its shards"
     num, dropped = _total(shards)
-    seconds = {entry.index: taken for entry in shards if (taken := _read_seconds(output_dir, entry.index)) is not None}
+    notes = {entry.index: note for entry in shards if (note := _read_note(output_dir, entry.index)) is not None}
+    seconds = {index: note["seconds"] for index, note in notes.items()}
+    schedules = [ScheduleStatistics(**note["schedule"]) for note in notes.values() if "schedule" in note]
     num_timed_tokens = sum(entry.counts.num_tokens for entry in shards if entry.index in seconds)
     cut_share = num["num_cut"] / max(1, num["num_answers"])
     tokens_per_second = num_timed_tokens / max(1e-9, sum(seconds.values()))
@@ -252,6 +264,10 @@ def _finish(output_dir: Path, manifest: AnswersManifest, num_shards: int, unread
         "tokens_per_process_second": tokens_per_second,
         "peak_memory_bytes": peak_memory_bytes(device),
     }
+    if schedules:
+        schedule = reduce(operator.add, schedules)
+        statistics["schedule"] = schedule.record()
+        logger.info("by length: %s", schedule)
     write_json(output_dir / STATS_FILE, statistics)
     save_answers_manifest(output_dir, replace(manifest, shards=shards, complete=True))
     logger.info(
@@ -299,9 +315,13 @@ def _is_manifest_complete(output_dir: Path, num_shards: int) -> bool:
     return [read_answers_entry(output_dir, index) for index in range(num_shards)] == manifest.shards
 
 
-def _read_seconds(output_dir: Path, index: int) -> float | None:
+def _read_note(output_dir: Path, index: int) -> dict[str, Any] | None:
     """What a shard took; None where the note is lost, which is no reason to answer it again."""
     try:
-        return float(read_json(stats_path(output_dir, index))["seconds"])
+        note: dict[str, Any] = read_json(stats_path(output_dir, index))
+        float(note["seconds"])
+        if "schedule" in note:
+            ScheduleStatistics(**note["schedule"])
     except (ValueError, KeyError, TypeError):
         return None
+    return note

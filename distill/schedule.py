@@ -15,8 +15,8 @@ Nothing here reads a clock, a random number or a rank: the batches are a functio
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -73,7 +73,7 @@ class Reservation(Protocol):
         """New tokens that each of these requests is given room for, at least 1."""
 
     def observe(self, lengths: dict[int, int], unfinished: dict[int, int]) -> bool:
-        """Learn from all `lengths` of complete answers, and from what those that were evicted are reserved for by now.
+        """Learn from all `lengths` of complete answers, and from how many tokens those that were evicted have so far.
 
         Returns whether reservations have changed, so that those of the requests that nobody has begun are asked for again.
         """
@@ -260,7 +260,7 @@ def supervise(
                 lengths[row.index] = row.num_written + result.num_new
             else:
                 waiting[row.index] = evict(row, result.num_new, rooms[row.index])
-                unfinished[row.index] = waiting[row.index].num_written + waiting[row.index].num_reserved
+                unfinished[row.index] = waiting[row.index].num_written
         yield BatchReport(rows=tuple(batch), decoded=tuple(decoded), num_entries=policy.memory.entries(batch))
         if policy.reservation.observe(lengths, unfinished):
             fresh = [row for row in waiting.values() if row.num_written == 0]
@@ -292,48 +292,86 @@ def evict(row: Waiting, num_new: int, room: int) -> Waiting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleStatistics:
-    """What a schedule took. A row-step is one row in one step of its batch, which has as many steps as its longest row."""
+    """What schedules took, in sums. A row-step is a row in a step of its batch, whose longest row says how many there are."""
 
     num_answers: int
     num_tokens: int
     num_batches: int
     num_steps: int
+    num_row_steps: int
     num_evictions: int
-    padding_share: float
-    """Row-steps that made no token, of all: what the rows that have ended leave empty until their batch ends."""
-    unused_share: float
-    """KV-cache entries reserved in which no token was ever written, of all: over-reservation, and the rectangle's corners."""
+    num_entries: int
+    """KV-cache entries that were reserved, by every batch."""
+    num_entries_written: int
     num_predicted: int
     """Answers of which a length was predicted before they began."""
-    bucket_accuracy: float | None
-    """Share of those whose first predicted bucket was right; None where nothing was predicted."""
-    mean_bucket_distance: float | None
+    num_buckets_right: int
+    """Those whose first predicted bucket was right."""
+    total_bucket_distance: int
     seconds: float
+
+    def __add__(self, other: "ScheduleStatistics") -> "ScheduleStatistics":
+        return ScheduleStatistics(
+            **{field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
+        )
+
+    @property
+    def padding_share(self) -> float:
+        """Row-steps that made no token, of all: what the rows that have ended leave empty until their batch ends."""
+        return 1 - self.num_tokens / max(1, self.num_row_steps)
+
+    @property
+    def unused_share(self) -> float:
+        """Entries reserved in which no token was ever written, of all: over-reservation, and the rectangle's corners."""
+        return 1 - self.num_entries_written / max(1, self.num_entries)
+
+    @property
+    def bucket_accuracy(self) -> float | None:
+        """Share of the predicted ones whose bucket was right; None where nothing was predicted."""
+        return self.num_buckets_right / self.num_predicted if self.num_predicted else None
+
+    @property
+    def mean_bucket_distance(self) -> float | None:
+        return self.total_bucket_distance / self.num_predicted if self.num_predicted else None
 
     @property
     def sequences_per_second(self) -> float:
-        return self.num_answers / self.seconds
+        return self.num_answers / max(1e-9, self.seconds)
+
+    def record(self) -> dict[str, Any]:
+        """The sums and what they say, as JSON values."""
+        shares = ("padding_share", "unused_share", "bucket_accuracy", "mean_bucket_distance", "sequences_per_second")
+        return {**asdict(self), **{name: getattr(self, name) for name in shares}}
+
+    def __str__(self) -> str:
+        told = "nothing predicted"
+        if self.num_predicted:
+            told = (
+                f"of {self.num_predicted} lengths predicted {self.bucket_accuracy:.2f} in the right tenth, "
+                f"{self.mean_bucket_distance:.1f} off in the mean"
+            )
+        return (
+            f"{self.num_answers} answers in {self.num_batches} batches of {self.num_steps} steps, {self.num_evictions} "
+            f"evictions, {self.padding_share:.2f} padding, {self.sequences_per_second:.1f} answers a second; {told}"
+        )
 
 
 def summarise(
     reports: Sequence[BatchReport], predicted: Sequence[int], actual: Sequence[int], seconds: float
 ) -> ScheduleStatistics:
     """Statistics of a schedule's batches; `predicted` and `actual` are the buckets of the answers that have a prediction."""
-    num_tokens = sum(decoded.num_new for report in reports for decoded in report.decoded)
-    row_steps = sum(len(report.rows) * report.num_steps for report in reports)
-    entries = sum(report.num_entries for report in reports)
-    written = sum(row.num_read + decoded.num_new for report in reports for row, decoded in report.pairs)
     distances = [abs(guess - true) for guess, true in zip(predicted, actual, strict=True)]
     return ScheduleStatistics(
         num_answers=sum(decoded.ended for report in reports for decoded in report.decoded),
-        num_tokens=num_tokens,
+        num_tokens=sum(decoded.num_new for report in reports for decoded in report.decoded),
         num_batches=len(reports),
         num_steps=sum(report.num_steps for report in reports),
+        num_row_steps=sum(len(report.rows) * report.num_steps for report in reports),
         num_evictions=sum(report.num_evicted for report in reports),
-        padding_share=1 - num_tokens / row_steps,
-        unused_share=1 - written / entries,
+        num_entries=sum(report.num_entries for report in reports),
+        num_entries_written=sum(row.num_read + decoded.num_new for report in reports for row, decoded in report.pairs),
         num_predicted=len(distances),
-        bucket_accuracy=distances.count(0) / len(distances) if distances else None,
-        mean_bucket_distance=sum(distances) / len(distances) if distances else None,
+        num_buckets_right=distances.count(0),
+        total_bucket_distance=sum(distances),
         seconds=seconds,
     )

@@ -4,8 +4,8 @@
 
 The requests are real prompts, and each answer is as long as the one that a chat model really gave, in the target's tokens: the
 target decodes real steps, and a row ends where the recorded answer does. All lengths, prompts' too, are divided by --scale so
-that a run takes minutes on a CPU; predictors read the whole prompt. They start from --seen answers to prompts whose number is
-below HELD_OUT; measured is on prompts from there on, and on others that were not seen.
+that a run takes minutes on a CPU; predictors read the whole prompt. Like the engine's own they begin with nothing
+seen (--seen gives them answers to begin with, to prompts whose number is below HELD_OUT).
 
 Two kinds of batches: in `classic` ones, S3's, a row that has ended idles until its batch ends; in `leaving` ones, the
 engine's own, it leaves. How the engine makes batches is compared with first come, first served, with S3's decreasing first
@@ -188,7 +188,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--model", default="vicuna-7b-v1.3", help="whose answers' lengths are the target's")
     parser.add_argument("--known-model", default="OpenHermes-2.5-Mistral-7B", help="whose answers the data is said to have")
     parser.add_argument("--requests", type=int, default=160, help="measured by the clock, all held-out ones among them")
-    parser.add_argument("--seen", type=int, default=300, help="answers that predictors start from")
+    parser.add_argument("--seen", type=int, default=0, help="answers that predictors start from, which the engine does without")
     parser.add_argument("--draws", type=int, default=6, help="of the lessons, where predictors alone are compared")
     parser.add_argument("--scale", type=int, default=8, help="all lengths are divided by it where time is measured")
     parser.add_argument("--max-new-tokens", type=int, default=1024, help="before scaling")
@@ -242,17 +242,20 @@ def make_workload(
         return max(1, min(max_new_tokens, records[number][1]) // scale)
 
     return Workload(
-        requests=[make_request(records, number) for number in measured],
+        requests=[make_request(records, number, scale=scale) for number in measured],
         prompts=[records[number][0][: -(-len(records[number][0]) // scale)] for number in measured],
         lengths=[length(number) for number in measured],
-        seen=[Seen(request=make_request(records, number), num_tokens=length(number)) for number in early[: args.seen]],
+        seen=[
+            Seen(request=make_request(records, number, scale=scale), num_tokens=length(number)) for number in early[: args.seen]
+        ],
         max_new_tokens=max_new_tokens // scale,
     )
 
 
-def make_request(records: dict[int, Record], number: int, *, knows_lengths: bool = True) -> Request:
+def make_request(records: dict[int, Record], number: int, *, scale: int = 1, knows_lengths: bool = True) -> Request:
     ids, _, known = records[number]
-    return Request(id=str(number), prompt_ids=ids, seed=number, num_known_tokens=known if knows_lengths else None)
+    num_known_tokens = max(1, known // scale) if knows_lengths else None
+    return Request(id=str(number), prompt_ids=ids, seed=number, num_known_tokens=num_known_tokens)
 
 
 def make_predictors(target: HFTarget) -> dict[str, tuple[LengthPredictor, bool]]:
@@ -339,7 +342,7 @@ def describe(mode: str, maximum: int, name: str, rounds: Rounds) -> dict[str, An
         "mode": mode,
         "max_new_tokens": maximum,
         "policy": name,
-        **asdict(results[0][0]),
+        **results[0][0].record(),
         "seconds": statistics.median(result.seconds for result, _ in results),
         "sequences_per_second": statistics.median(result.sequences_per_second for result, _ in results),
         "rounds_cpu_seconds": [result.seconds for result, _ in results],
@@ -356,7 +359,7 @@ def study(records: dict[int, Record], args: argparse.Namespace, target: HFTarget
     early = [number for number in records if number < HELD_OUT]
     rows = []
     for name, (predictor, knows_lengths) in make_predictors(target).items():
-        for num_lessons in sorted({100, args.seen, len(early)}):
+        for num_lessons in sorted({100, 300, len(early)}):
             draws = []
             for seed in range(args.draws):
                 lessons = random.Random(seed).sample(early, min(num_lessons, len(early)))
@@ -408,7 +411,7 @@ def count(
                     "oracle_steps_over_own": results[ORACLE].num_steps / counted.num_steps,
                 }
                 setting = {"budget_tokens": budget, "max_new_tokens": work.max_new_tokens, "num_requests": len(work.lengths)}
-                rows.append({**setting, "policy": name, **asdict(counted), **steps})
+                rows.append({**setting, "policy": name, **counted.record(), **steps})
     return rows
 
 

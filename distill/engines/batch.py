@@ -17,7 +17,7 @@ from ...models.decoding.tree import empty_tree
 from ...models.hf_target import HFTarget
 from ...models.tree_cache import KeptText
 from ..engine import Answer, Limits, Request
-from ..lengths import LengthPredictor, Predicted, Seen
+from ..lengths import LengthPredictor, Predicted
 from ..schedule import (
     BatchReport,
     Decoded,
@@ -54,9 +54,9 @@ UNKNOWN_SHARE = 0.25
 class BatchEngine:
     """Answers requests in padded batches by predicted length (see `Engine`).
 
-    Every call starts with the same knowledge, a fresh predictor and the lengths `seen`, and learns as its own answers come in:
-    batches and answers are a function of the requests alone. In narrow types a row's logits may differ in their last bits with
-    the size of its batch, which is then the same in every run too.
+    Every call starts with a fresh predictor, and learns as its own answers come in: batches and answers are a function of the
+    requests alone. In narrow types a row's logits may differ in their last bits with the size of its batch, which is then the
+    same in every run too.
     """
 
     def __init__(
@@ -67,16 +67,14 @@ class BatchEngine:
         limits: Limits,
         kv_budget_bytes: int,
         make_predictor: Callable[[], LengthPredictor],
-        seen: Sequence[Seen] = (),
     ) -> None:
         self.target = target
         self.sampling = sampling
         self.limits = limits
         self.kv_budget_bytes = kv_budget_bytes
         self.make_predictor = make_predictor
-        self.seen = seen
         self.statistics: ScheduleStatistics | None = None
-        """Of the last call that came to its end."""
+        """Of all calls that came to their end; whoever reads it may set it to None, to begin anew."""
 
     def answer(self, requests: Sequence[Request]) -> Iterator[Answer]:
         """An answer to every request, batch by batch. Raises ValueError where one has no room in the limits, or might outgrow
@@ -92,7 +90,6 @@ class BatchEngine:
             share=RESERVED_SHARE,
             part=FIRST_PART,
             unknown=math.ceil(UNKNOWN_SHARE * self.limits.max_new_tokens),
-            seen=self.seen,
         )
         policy = Policy(
             reservation=reservation,
@@ -110,8 +107,9 @@ class BatchEngine:
                 if decoded.ended:
                     yield decoder.answer_of(row.index)
         predicted, actual = reservation.compare([len(tokens) for tokens in decoder.tokens])
-        self.statistics = summarise(reports, predicted, actual, time.perf_counter() - started)
-        logger.info("answered by length: %s", self.statistics)
+        statistics = summarise(reports, predicted, actual, time.perf_counter() - started)
+        self.statistics = statistics if self.statistics is None else self.statistics + statistics
+        logger.debug("answered by length: %s", statistics)
 
 
 class BatchDecoder:

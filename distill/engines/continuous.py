@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ class ContinuousEngine:
 
     Greedy answers depend on nothing but rounding. Sampled ones come from a single stream, seeded by the requests of the call:
     on a CPU the same call gives the same answers, but an answer depends on those beside it. `scheduler` makes the scheduler in
-    place of first come, first served; it takes what the classes of transformers' `continuous_batching.scheduler` take.
+    place of first come, first served; it takes what the classes of transformers' `continuous_batching.scheduler` take, and
+    the call's `requests`.
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class ContinuousEngine:
         """An answer to every request, as they end. Raises RuntimeError where transformers fails one."""
         devices = [self._target.device] if self._target.device.type == "cuda" else []
         model: Any = self._target.model
-        with torch.random.fork_rng(devices), self._registered_scheduler() as scheduler_name:
+        with torch.random.fork_rng(devices), self._registered_scheduler(requests) as scheduler_name:
             manager = model.init_continuous_batching(
                 generation_config=self._generation_config(),
                 continuous_batching_config=self._batching_config(requests, scheduler_name),
@@ -110,7 +112,7 @@ class ContinuousEngine:
         return config
 
     @contextmanager
-    def _registered_scheduler(self) -> Iterator[str]:
+    def _registered_scheduler(self, requests: Sequence[Request]) -> Iterator[str]:
         if self._scheduler is None:
             yield "fifo"
             return
@@ -118,7 +120,7 @@ class ContinuousEngine:
         from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING
 
         table: dict[str, Any] = SCHEDULER_MAPPING
-        table[SCHEDULER_NAME] = self._scheduler
+        table[SCHEDULER_NAME] = partial(self._scheduler, requests=requests)
         try:
             yield SCHEDULER_NAME
         finally:

@@ -9,13 +9,12 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.generation.continuous_batching.requests import RequestState
 from transformers.generation.continuous_batching.scheduler import FIFOScheduler
 
 from ..engine import Request
-from ..lengths import LengthPredictor, Predicted, Seen
+from ..lengths import LengthPredictor, Predicted
 
 RESERVED_SHARE = 0.5
 """Promised is the length that an answer keeps to with this probability; the sum of many is surer than each of them."""
@@ -27,8 +26,8 @@ UNKNOWN_SHARE = 0.25
 class LengthAwareScheduler(FIFOScheduler):
     """Runs requests that decode before those that wait, as its base does, and chooses among the waiting ones by length.
 
-    It learns lengths as requests end. Give `functools.partial(LengthAwareScheduler, make_predictor=...)` to `ContinuousEngine`.
-    `reset` forgets the requests and what they taught.
+    It learns lengths as requests end. Give `functools.partial(LengthAwareScheduler, make_predictor=...)` to `ContinuousEngine`,
+    which adds the `requests` that will be asked. `reset` forgets what they taught.
     """
 
     def __init__(
@@ -38,27 +37,18 @@ class LengthAwareScheduler(FIFOScheduler):
         max_requests_per_batch: int,
         *,
         make_predictor: Callable[[], LengthPredictor],
-        seen: Sequence[Seen] = (),
+        requests: Sequence[Request],
     ) -> None:
         self._make_predictor = make_predictor
-        self._seen = seen
+        self._requests = requests
+        self._index = {request.id: index for index, request in enumerate(requests)}
         super().__init__(cache, safety_margin, max_requests_per_batch)
 
     def reset(self) -> None:
         super().reset()
-        self._requests: list[Request] = []
-        self._index: dict[str, int] = {}
         self._promised: dict[str, int] = {}
         self._lengths: dict[int, int] = {}
         self._predicted: Predicted | None = None
-
-    def add_waiting_request(self, state: RequestState) -> None:
-        """One that comes back after it was offloaded keeps its place and its promise."""
-        super().add_waiting_request(state)
-        if state.request_id not in self._index:
-            self._index[state.request_id] = len(self._requests)
-            ids = torch.tensor(state.initial_tokens)
-            self._requests.append(Request(id=state.request_id, prompt_ids=ids, seed=0))
 
     def finish_request(self, request_id: str) -> None:
         state = self.active_requests.get(request_id)
@@ -66,7 +56,9 @@ class LengthAwareScheduler(FIFOScheduler):
         if state is None or request_id not in self._index:
             return
         self._lengths[self._index[request_id]] = max(1, num_written(state))
-        if self._reservation(state).observe(self._lengths, {}):
+        running = [other for other in self.active_requests.values() if other.request_id in self._index]
+        written = {self._index[other.request_id]: max(1, num_written(other)) for other in running}
+        if self._reservation(state).observe(self._lengths, written):
             for waiting in self.waiting_requests:
                 self._promised.pop(waiting, None)
 
@@ -103,9 +95,7 @@ class LengthAwareScheduler(FIFOScheduler):
     def _reservation(self, state: RequestState) -> Predicted:
         if self._predicted is None:
             unknown = math.ceil(UNKNOWN_SHARE * (state.max_new_tokens or 1))
-            self._predicted = Predicted(
-                self._make_predictor(), self._requests, share=RESERVED_SHARE, unknown=unknown, seen=self._seen
-            )
+            self._predicted = Predicted(self._make_predictor(), self._requests, share=RESERVED_SHARE, unknown=unknown)
         return self._predicted
 
 

@@ -17,6 +17,7 @@ from ...models.packing import packed_linears
 from ..config import DistillConfig
 from ..engine import Engine, Limits
 from ..predictors import make_predictor
+from ..schedule import kv_bytes_per_token
 from . import batch, continuous, decoder, openai
 
 logger = logging.getLogger(__name__)
@@ -63,12 +64,19 @@ def _open_decoder(config: DistillConfig, target: HFTarget, limits: Limits, stack
 def _open_batch(config: DistillConfig, target: HFTarget, limits: Limits, stack: ExitStack) -> Engine:
     predict = partial(make_predictor, config.predictor or "light", target)
     predict()  # its mistakes come before any work
+    kv_budget_bytes = int(config.kv_budget_gib * 2**30)
+    num_tokens = kv_budget_bytes // kv_bytes_per_token(target)
+    if num_tokens < limits.max_tokens:
+        raise ValueError(
+            f"distill.kv_budget_gib={config.kv_budget_gib} holds the keys and values of {num_tokens} tokens, and a text may "
+            f"have {limits.max_tokens} (data.max_length); raise it, or lower data.max_length"
+        )
     stack.enter_context(packed_linears(target.model))
     return batch.BatchEngine(
         target,
         sampling=config.sampling,
         limits=limits,
-        kv_budget_bytes=int(config.kv_budget_gib * 2**30),
+        kv_budget_bytes=kv_budget_bytes,
         make_predictor=predict,
     )
 

@@ -29,6 +29,7 @@ from outrider.distill.predictors import (
     make_predictor,
     soft_labels,
 )
+from outrider.distill.schedule import Decoded, Policy, Rectangle, shortest_text_first, supervise
 
 SHORT, LONG = 70, 200
 """Tokens that prompts for short and for long answers begin with."""
@@ -240,23 +241,65 @@ def test_it_learns_first_from_a_few_and_then_whenever_the_answers_have_doubled()
     assert [len(lessons) for lessons in recorder.lessons] == learnt_at
 
 
-def test_unfinished_answers_count_as_long_as_they_are_reserved_for_and_mistakes_twice():
-    recorder, requests = Recorder(), make_requests(LEARN_FIRST)
-    predicted = Predicted(recorder, requests, share=0.5, unknown=30)
-    predicted.reserve(range(LEARN_FIRST))
-    lengths = {index: index + 1 for index in range(LEARN_FIRST - 2)}
-    assert predicted.observe(lengths, {LEARN_FIRST - 2: 30, LEARN_FIRST - 1: 60})
+def test_unfinished_answers_count_for_the_middle_of_what_is_open_to_them_and_mistakes_twice():
+    recorder, requests = Recorder(), make_requests(LEARN_FIRST + 3)
+    predicted = Predicted(recorder, requests, share=0.5, unknown=15)
+    predicted.reserve(range(LEARN_FIRST + 3))
+    lengths = {index: index + 1 for index in range(LEARN_FIRST)}
+    assert not predicted.observe({0: 1}, dict.fromkeys(range(1, LEARN_FIRST + 3), 9))  # only complete ones tell lengths
+    assert predicted.observe(lengths, {LEARN_FIRST: 1, LEARN_FIRST + 1: 31, LEARN_FIRST + 2: 32})
     last = NUM_BUCKETS - 1
-    assert recorder.lessons[0][-3:] == [(requests[-2].id, last), (requests[-1].id, last), (requests[-1].id, last)]
-    assert len(recorder.lessons[0]) == LEARN_FIRST + 1
+    num_mistakes = LEARN_FIRST - 2 * 15  # complete answers of more than twice what was reserved
+    assert recorder.lessons[0][0] == (requests[0].id, 0)
+    assert recorder.lessons[0][LEARN_FIRST + num_mistakes :] == [
+        (requests[LEARN_FIRST].id, NUM_BUCKETS // 2),
+        *[(requests[LEARN_FIRST + 1].id, last)] * 2,
+        *[(requests[LEARN_FIRST + 2].id, last)] * 2,
+    ]
 
 
-def test_a_part_of_the_predicted_length_is_reserved_and_only_what_outgrows_the_whole_is_a_mistake():
+def test_unfinished_answers_move_the_deciles_up_and_what_none_has_reached_is_open():
+    assert Buckets.of([1, 2, 3, 4, 5]).ends.tolist() == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    ends = Buckets.of([1, 2, 3, 4, 5], [5] * 5).ends.tolist()
+    assert ends[:4] == [1, 2, 3, 4]
+    assert ends[4:] == pytest.approx([4 + 1 * k for k in range(1, 7)])  # the fifth decile is at 5 with the rest of it open
+    # Half of all are open from 2 on: of those that are longer, two complete ones tell.
+    assert Buckets.of([1, 1, 3, 4], [2, 2, 2, 2]).ends.tolist() == [1, 1, 3, 3, 3, 3, 4, 4, 4, 4]
+
+
+def test_predictions_of_a_cold_start_end_up_near_the_true_lengths():
+    """Edges were once made of what was reserved for the first unfinished answers, and kept."""
+    draw = random.Random(5)
+    requests = make_requests(400)
+    lengths = [draw.randint(20, 60) if index % 2 else draw.randint(300, 500) for index in range(400)]
+    predictor = Predicted(LightPredictor(300), requests, share=0.5, unknown=64, part=0.5)
+
+    def decode(batch, limits, least):
+        new = [min(lengths[row.index] - row.num_written, limit) for row, limit in zip(batch, limits, strict=True)]
+        return [Decoded(num_new=n, ended=row.num_written + n == lengths[row.index]) for n, row in zip(new, batch, strict=True)]
+
+    policy = Policy(reservation=predictor, order=shortest_text_first, memory=Rectangle(), may_overtake=True)
+    list(supervise([len(request.prompt_ids) for request in requests], [1000] * 400, policy, decode, budget=8000))
+    assert predictor.buckets is not None
+    error = (predictor.buckets.ends - Buckets.of(lengths).ends).abs()
+    assert float(error[:8].max()) < 20  # above, lengths are still open when it learns last
+    assert predictor.buckets.ends[-1] < 1000
+    again = predictor.buckets.quantile(predictor.predictor.predict(requests), 0.5)
+    assert max(again[1::2]) < 150 < min(again[0::2])
+
+
+def test_before_anything_is_learnt_an_answer_is_taken_to_be_as_long_as_the_datas_own():
+    requests = [*make_requests(2, known=True), make_requests(1)[0]]
+    predicted = Predicted(Recorder(), requests, share=0.5, unknown=17, part=0.5)
+    assert predicted.reserve([0, 1, 2]) == [40, 3, 17]
+
+
+def test_a_part_of_the_predicted_length_is_reserved_and_only_what_outgrows_it_twice_is_a_mistake():
     recorder, requests = Recorder(), make_requests(2 * LEARN_FIRST)
     seen = [Seen(request=request, num_tokens=40) for request in requests[:LEARN_FIRST]]
     predicted = Predicted(recorder, requests[LEARN_FIRST:], share=1.0, unknown=17, part=0.3, seen=seen)
     assert predicted.reserve(range(LEARN_FIRST)) == [12] * LEARN_FIRST
-    assert predicted.observe({index: 40 + index // 16 for index in range(LEARN_FIRST)}, {})
+    assert predicted.observe({index: 80 + index // 16 for index in range(LEARN_FIRST)}, {})
     assert len(recorder.lessons[-1]) == 2 * LEARN_FIRST + 16
 
 
@@ -264,5 +307,5 @@ def test_what_was_seen_before_predicts_from_the_first_request_on():
     recorder, requests = Recorder(), make_requests(40)
     seen = [Seen(request=request, num_tokens=10 * (index + 1)) for index, request in enumerate(requests)]
     predicted = Predicted(recorder, requests[:3], share=1.0, unknown=17, seen=seen)
-    assert predicted.reserve([0, 1, 2]) == [49, 49, 49]  # the first decile of 10, 20, ... 400, interpolated
+    assert predicted.reserve([0, 1, 2]) == [40, 40, 40]  # the first decile of 10, 20, ... 400
     assert predicted.compare([1, 1, 400]) == ([0, 0, 0], [0, 0, 9])

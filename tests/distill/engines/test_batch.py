@@ -64,7 +64,7 @@ def test_evicted_rows_go_on_to_the_answers_of_requests_alone(
     assert {cut for _, cut in found.values()} == {True, False}
     assert engine.statistics is not None
     assert engine.statistics.num_evictions > 20
-    assert engine.statistics.num_predicted > 20
+    assert engine.statistics.num_predicted > 10
     assert engine.statistics.num_answers == len(many)
     assert engine.statistics.num_tokens == sum(len(tokens) for tokens, _ in found.values())
 
@@ -75,6 +75,7 @@ def test_batches_are_the_same_in_every_call_whatever_was_asked_before(
     first, second = make_engine(target, SAMPLINGS[1], limits), make_engine(target, SAMPLINGS[1], limits)
     expected = [(answer.id, answer.tokens.tolist()) for answer in first.answer(many)]
     list(second.answer(many[30:]))
+    second.statistics = None
     torch.manual_seed(3)
     assert [(answer.id, answer.tokens.tolist()) for answer in second.answer(many)] == expected
     assert first.statistics is not None

@@ -10,7 +10,7 @@ from transformers.generation.continuous_batching.requests import RequestState, R
 from outrider.distill.engine import Limits, Request
 from outrider.distill.engines.continuous import ContinuousEngine
 from outrider.distill.engines.continuous_scheduler import LengthAwareScheduler, num_written
-from outrider.distill.lengths import LEARN_FIRST, NUM_BUCKETS, Seen
+from outrider.distill.lengths import LEARN_FIRST, NUM_BUCKETS, Predicted, Seen
 from outrider.distill.predictors import LightPredictor
 from outrider.models.decoding import Sampling
 from outrider.models.hf_target import HFTarget
@@ -42,15 +42,21 @@ class FreeEntries(PagedAttentionCache):
         pass
 
 
+BUCKETS = {"short": 0, "brief": 1, "one": 2, "next": 4, "running": 5, "middle": 5, "long": 9}
+
+
 def make_scheduler(free: int) -> LengthAwareScheduler:
     """Buckets end at 10, 20 ... 100 tokens, and half of a bucket is promised beyond its beginning."""
-    lesson = Request(id="seen", prompt_ids=torch.tensor([1]), seed=0)
-    seen = [Seen(request=lesson, num_tokens=num_tokens) for num_tokens in range(1, 101)]
-    return LengthAwareScheduler(FreeEntries(free), 0.0, 8, make_predictor=ByFirstToken, seen=seen)
+    requests = [Request(id=name, prompt_ids=torch.full((5,), bucket), seed=0) for name, bucket in BUCKETS.items()]
+    scheduler = LengthAwareScheduler(FreeEntries(free), 0.0, 8, make_predictor=ByFirstToken, requests=requests)
+    seen = [Seen(request=requests[0], num_tokens=num_tokens) for num_tokens in range(1, 101)]
+    scheduler._predicted = Predicted(ByFirstToken(), requests, share=0.5, unknown=30, seen=seen)
+    scheduler._predicted.observe({}, {})
+    return scheduler
 
 
-def ask(scheduler: LengthAwareScheduler, name: str, bucket: int, num_prompt_tokens: int = 5) -> RequestState:
-    state = RequestState(request_id=name, initial_tokens=[bucket] * num_prompt_tokens, max_new_tokens=120)
+def ask(scheduler: LengthAwareScheduler, name: str) -> RequestState:
+    state = RequestState(request_id=name, initial_tokens=[BUCKETS[name]] * 5, max_new_tokens=120)
     scheduler.add_waiting_request(state)
     return state
 
@@ -61,21 +67,21 @@ def admitted(scheduler: LengthAwareScheduler) -> list[str]:
 
 def test_the_longest_go_first_and_shorter_ones_that_fit_overtake() -> None:
     scheduler = make_scheduler(free=150)
-    for name, bucket in (("short", 0), ("long", 9), ("middle", 5), ("brief", 1)):
-        ask(scheduler, name, bucket)
+    for name in ("short", "long", "middle", "brief"):
+        ask(scheduler, name)
     assert admitted(scheduler) == ["long", "brief", "short"]  # about 100, 21 and 11; middle needs 61 and doesn't fit any more
 
 
 def test_what_runs_keeps_what_it_was_promised() -> None:
     scheduler = make_scheduler(free=100)
-    running = ask(scheduler, "running", 5)
+    running = ask(scheduler, "running")
     assert admitted(scheduler) == ["running"]
     scheduler.waiting_requests.pop("running")
     scheduler.waiting_requests_order.clear()
     scheduler.active_requests["running"] = running
     running.remaining_prefill_tokens, running.status = [], RequestStatus.DECODING
     needed = scheduler.num_needed(running)
-    ask(scheduler, "next", 4)
+    ask(scheduler, "next")
     assert scheduler.num_needed(running) == needed > 50
     assert admitted(scheduler) == []
     running.generated_tokens = [7] * 40
@@ -85,7 +91,7 @@ def test_what_runs_keeps_what_it_was_promised() -> None:
 
 def test_a_promise_that_was_outgrown_is_doubled_up_to_the_limit() -> None:
     scheduler = make_scheduler(free=1000)
-    state = ask(scheduler, "one", 2)
+    state = ask(scheduler, "one")
     scheduler._get_waiting_candidates()
     promised = scheduler.num_needed(state) - 5
     state.remaining_prefill_tokens = []
@@ -97,9 +103,23 @@ def test_a_promise_that_was_outgrown_is_doubled_up_to_the_limit() -> None:
 
 def test_something_runs_even_where_nothing_fits() -> None:
     scheduler = make_scheduler(free=3)
-    ask(scheduler, "short", 0)
-    ask(scheduler, "long", 9)
+    ask(scheduler, "short")
+    ask(scheduler, "long")
     assert admitted(scheduler) == ["long"]
+
+
+def test_what_still_runs_is_known_to_be_longer_when_lengths_are_learnt() -> None:
+    """Of the first answers to end alone, all lengths would seem short."""
+    observed: list[tuple[dict[int, int], dict[int, int]]] = []
+    scheduler = make_scheduler(free=1000)
+    running = {name: ask(scheduler, name) for name in ("short", "long")}
+    for name, state in running.items():
+        scheduler.active_requests[name] = state
+        state.generated_tokens = [7] * 6
+    assert scheduler._predicted is not None
+    scheduler._predicted.observe = lambda lengths, unfinished: observed.append((dict(lengths), unfinished)) or False  # type: ignore[method-assign,func-returns-value]
+    scheduler.finish_request("short")
+    assert observed == [({0: 6}, {6: 6})]
 
 
 def test_tokens_read_again_after_offloading_count_as_written() -> None:
