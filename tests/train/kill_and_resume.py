@@ -29,7 +29,7 @@ from outrider.models.target import load_target
 from outrider.train import checkpoint as checkpoint_module
 from outrider.train import results as results_module
 from outrider.train import run as run_module
-from outrider.train.checkpoint import latest_checkpoint
+from outrider.train.checkpoint import Checkpoints, latest_checkpoint
 from outrider.train.config import TrainConfig
 
 TARGET, SHARDS, OUTPUT = map(Path, sys.argv[1:4])
@@ -72,8 +72,8 @@ def kill_on_call(owner: Any, name: str, number: int, *, after: bool = False) -> 
 MOMENTS: dict[str, Callable[[], None]] = {
     "before the first checkpoint": lambda: kill_on_call(DropoutDrafter, "loss", 1),
     "in the middle of a step": lambda: kill_on_call(DropoutDrafter, "loss", 6),
-    "between a record and its checkpoint": lambda: kill_on_call(run_module, "save_checkpoint", 3),
-    "in a half-written checkpoint": lambda: kill_on_call(torch, "save", 5),
+    "between a record and its checkpoint": lambda: kill_on_call(Checkpoints, "save", 3),
+    "in a half-written checkpoint": lambda: kill_on_call(torch, "save", 3),
     "before a checkpoint gets its name": lambda: kill_on_call(checkpoint_module.os, "replace", 4),
     "before old checkpoints are removed": lambda: kill_on_call(checkpoint_module, "complete_checkpoints", 6),
     "after the last step": lambda: kill_on_call(run_module, "save_results", 1),

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from outrider.train.tracking import read_records
 
 from .conftest import DRAFTER, TRAIN, Run
+from .test_run import TIMING
 
 SCRIPTS = Path(__file__).parent
 STEPS = 5
@@ -33,7 +34,7 @@ def launch(command: list[str], timeout_seconds: float = 120) -> str:
 
 def records(folder: Path) -> list[dict[str, Any]]:
     lines = read_records(folder / "train" / "metrics.jsonl")
-    return [{key: value for key, value in line.items() if key not in ("seconds", "positions_per_second")} for line in lines]
+    return [{key: value for key, value in line.items() if key not in TIMING} for line in lines]
 
 
 def test_a_run_killed_at_any_moment_ends_with_the_bits_of_an_unbroken_one(

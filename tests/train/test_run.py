@@ -32,7 +32,7 @@ from outrider.train.tracking import read_records
 from .conftest import TRAIN, Run, no_file_above, write_shards
 
 RunTrain = Callable[..., Run]
-TIMING = {"seconds", "positions_per_second"}
+TIMING = {"seconds", "positions_per_second", "tokens_per_second"}
 
 
 def weights(run: Run) -> dict[str, torch.Tensor]:
@@ -252,7 +252,7 @@ def test_a_drafter_is_told_of_the_last_tenth_whatever_was_logged_and_interrupted
     assert last["loss"] == float(unbroken.sums.sum() / unbroken.counts.sum())
 
 
-@pytest.mark.parametrize("limit", [20_000, 50_000], ids=["weights", "optimizer"])
+@pytest.mark.parametrize("limit", [20_000, 50_000])
 def test_a_full_disk_is_a_clear_error_and_the_last_checkpoint_is_kept(
     run_train: RunTrain, spy: Any, tmp_path: Path, limit: int
 ) -> None:
