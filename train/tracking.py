@@ -4,6 +4,7 @@ import importlib.util
 import json
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -165,10 +166,15 @@ class TensorBoardSink:
             self._writer.add_text("run", f"```json\n{json.dumps(run_config, indent=1)}\n```")
 
     def log(self, step: int, scalars: Mapping[str, int | float]) -> None:
-        for name, value in scalars.items():
-            if name != "step":
-                self._writer.add_scalar(name, value, step)
-        self._writer.flush()  # so that a kill loses nothing, and a full disk shows
+        try:
+            for name, value in scalars.items():
+                if name != "step":
+                    self._writer.add_scalar(name, value, step)
+            self._writer.flush()  # so that a kill loses nothing, and a full disk shows
+        except OSError:
+            with suppress(OSError):
+                self._writer.file_writer.close()  # type: ignore[attr-defined] # ends its thread, which would try again
+            raise
 
     def finish(self, *, failed: bool) -> None:
         self._writer.close()

@@ -12,19 +12,15 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from forked import DropoutDrafter
 
-from outrider.data.types import DrafterBatch
 from outrider.models.config import TargetConfig
 from outrider.models.drafters import DRAFTERS
-from outrider.models.drafters.objective import Objective
-from outrider.models.drafters.redrafter import Redrafter
-from outrider.models.interfaces import Loss
 from outrider.models.target import load_target
 from outrider.train import checkpoint as checkpoint_module
 from outrider.train import results as results_module
@@ -34,17 +30,6 @@ from outrider.train.config import TrainConfig
 
 TARGET, SHARDS, OUTPUT = map(Path, sys.argv[1:4])
 CONFIG, DRAFTER = TrainConfig(**json.loads(sys.argv[4])), json.loads(sys.argv[5])
-
-
-class DropoutDrafter(Redrafter):
-    """A ReDrafter with dropout: resuming must restore the random numbers too. Counts its losses."""
-
-    calls = 0
-
-    def loss(self, batch: DrafterBatch, objective: Objective) -> Loss:
-        DropoutDrafter.calls += 1
-        hidden_states = torch.nn.functional.dropout(batch.hidden_states, 0.1, self.training)
-        return super().loss(replace(batch, hidden_states=hidden_states), objective)
 
 
 def kill() -> None:
