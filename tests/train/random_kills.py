@@ -2,7 +2,7 @@
 
 python random_kills.py TARGET SHARDS OUTPUT 'JSON of TrainConfig' 'JSON of the drafter' PROCESSES KILLS [SEED]
 
-An unbroken training goes to OUTPUT/unbroken, each one that is killed and resumed to OUTPUT/kill-NUMBER. Prints a JSON object:
+An unbroken training goes to OUTPUT/unbroken, each one that is killed and resumed to OUTPUT/kill-NUMBER. OUTPUT/report.json tells
 of each kill, the seconds after the file of records was there, the step of the last complete checkpoint, and whether another was
 half-written. Processes of a training are forked from one that has imported all that is slow, and killed within milliseconds of
 each other, in random order.
@@ -88,7 +88,8 @@ def main() -> None:
             }
         )
         assert ends(start(name, target)) == [0] * PROCESSES, name
-    sys.stdout.write(json.dumps({"processes": PROCESSES, "unbroken_seconds": seconds, "kills": kills}))
+    report = {"processes": PROCESSES, "unbroken_seconds": seconds, "kills": kills}
+    (OUTPUT / "report.json").write_text(json.dumps(report, indent=1))
 
 
 main()
