@@ -54,7 +54,11 @@ def main() -> None:
         time.sleep(0.001)
     for pid in pids:
         os.kill(pid, signal.SIGTERM)
-    codes = ends(pids)
+    # As launchers do: when one has ended, the others get the signal once more.
+    first, status = os.wait()
+    (second,) = set(pids) - {first}
+    os.kill(second, signal.SIGTERM)
+    codes = [os.waitstatus_to_exitcode(status), *ends([second])]
     left = sorted(path.name for path in checkpoints.iterdir())
     one = fork(1, lambda: train(FOR_ONE, DRAFTER, target, SHARDS, *folders, Accelerator(cpu=True)))
     assert ends(one) == [0]

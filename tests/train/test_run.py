@@ -267,6 +267,12 @@ def test_a_full_disk_is_a_clear_error_and_the_last_checkpoint_is_kept(
     run_train(drafter={"kind": "spy"})
 
 
+def test_a_step_that_sigterm_could_not_save_is_not_called_saved(run_train: RunTrain, spy: Any) -> None:
+    spy.on_loss = staticmethod(lambda call, batch: os.kill(os.getpid(), signal.SIGTERM) or 0.0 if call == 3 else 0.0)
+    with no_file_above(20_000), pytest.raises(OSError, match=r"checkpoint of step 3 .*last complete checkpoint is none"):
+        run_train(drafter={"kind": "spy"}, checkpoint_every=100)
+
+
 def test_bad_shards_are_refused_before_any_work(
     run_train: RunTrain, target: HFTarget, shards_dir: Path, examples: list[DistilledExample], tmp_path: Path, spy: Any
 ) -> None:
