@@ -97,15 +97,14 @@ class Checkpoints:
             self._save_sharded(step, marker)
             return
         generators = gather_object([random_state(self._accelerator.device)])
-        if not self._accelerator.is_main_process:
-            return
-        model: nn.Module = self._accelerator.unwrap_model(self._model)
-        content = {"model": model.state_dict(), "optimizer": self._optimizer.state_dict(), "generators": generators}
-        if self._copy is not None:
-            content = self._copy(content)
-        self._writing = self._pool.submit(self._write, step, content, marker)
+        if self._accelerator.is_main_process:
+            model: nn.Module = self._accelerator.unwrap_model(self._model)
+            content = {"model": model.state_dict(), "optimizer": self._optimizer.state_dict(), "generators": generators}
+            if self._copy is not None:
+                content = self._copy(content)
+            self._writing = self._pool.submit(self._write, step, content, marker)
         if self._copy is None:
-            self._writing.exception()  # waits; `finish` raises it
+            self.finish()
 
     def finish(self) -> None:
         """Wait until what was saved is on the disk. Raises OSError where it could not be written."""

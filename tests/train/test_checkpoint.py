@@ -115,6 +115,14 @@ def test_an_error_of_the_thread_is_told_at_the_next_checkpoint_or_the_end(
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
+def test_without_a_thread_the_error_is_told_at_once(accelerator: Accelerator, tmp_path: Path) -> None:
+    with checkpoints(accelerator, tmp_path, background=False) as (_, made):
+        with no_file_above(100), pytest.raises(OSError, match="checkpoint of step 1 could not be written"):
+            made.save(1, {})
+        made.save(2, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+
+
 def test_an_error_of_the_training_waits_for_the_write_and_is_not_hidden_by_its_error(
     accelerator: Accelerator, tmp_path: Path, slow_disk: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -171,6 +179,33 @@ def test_a_checkpoint_that_this_launch_cannot_read_is_refused_and_not_called_dam
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with checkpoints(accelerator, tmp_path) as (_, made), pytest.raises(ValueError, match=words):
         made.load(path.parent)
+
+
+def test_a_sharded_state_is_written_and_read_by_its_owner_and_only_by_as_many_processes(
+    accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_module, "sharded_by", lambda accelerator: "DEEPSPEED")
+
+    def save_state(folder: str) -> None:
+        (Path(folder) / "pytorch_model").mkdir()
+        torch.save(model.state_dict(), Path(folder) / "pytorch_model" / "rank_0.pt")
+
+    loaded: list[str] = []
+    monkeypatch.setattr(accelerator, "save_state", save_state)
+    monkeypatch.setattr(accelerator, "load_state", loaded.append)
+    with checkpoints(accelerator, tmp_path, keep=1) as (model, made):
+        for step in (1, 2):
+            made.save(step, {"extra": step})
+            assert latest_checkpoint(tmp_path) == tmp_path / f"step-{step:08d}", "it is there when save returns"
+        (kept,) = tmp_path.iterdir()
+        assert made.load(kept)["extra"] == 2
+        assert loaded == [str(kept)]
+        (kept / "pytorch_model" / "rank_0.pt").write_bytes(b"torn")
+        assert latest_checkpoint(tmp_path) is None, "files in folders count too"
+        marker = json.loads((kept / "complete.json").read_text())
+        (kept / "complete.json").write_text(json.dumps({**marker, "num_processes": 4}))
+        with pytest.raises(ValueError, match="is in 4 parts by DEEPSPEED, and there are 1 processes now"):
+            made.load(kept)
 
 
 def test_no_folder_is_no_checkpoint(tmp_path: Path) -> None:
