@@ -37,6 +37,7 @@ from ..models.hf_target import HFTarget
 from ..models.target import load_target
 from ..train.processes import require_supported_launch
 from ..train.run import train
+from ..train.tracking import require_tracker
 from .config import RunConfig, register, to_run_config
 from .errors import user_errors
 
@@ -196,6 +197,8 @@ def _as_run(config: RunConfig, path: Path) -> dict[str, Any]:
 
 def _check_inputs(config: RunConfig) -> None:
     """The evaluation's prompts, and what earlier stages left: a mistake shows before the target is loaded."""
+    for drafter in config.drafter_runs() if "train" in config.stages else ():
+        require_tracker(drafter.train)
     if "train" in config.stages and "distill" not in config.stages:
         manifest = load_manifest(Path(config.output_dir) / "distill")
         for drafter in config.drafter_runs():

@@ -11,66 +11,180 @@ import logging
 import os
 import pickle
 import shutil
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
+import torch
 from accelerate import Accelerator
-from safetensors import SafetensorError
+from accelerate.utils import DistributedType, gather_object
+from torch import nn
 
 from ..data.files import read_json
+from .state import HostCopy, random_state, set_random_state
 
 logger = logging.getLogger(__name__)
 
+FORMAT_VERSION = 2
 MARKER_FILE = "complete.json"
+STATE_FILE = "state.pt"
+"""What `torch.load` reads as {"model": its state, "optimizer": its state, "generators": the random numbers of each process}."""
 
 
-def save_checkpoint(accelerator: Accelerator, directory: Path, step: int, state: dict[str, Any], *, keep: int) -> None:
-    """Write the checkpoint of a step, from all processes, and remove all but the `keep` newest.
+def sharded_by(accelerator: Accelerator) -> str | None:
+    """Who holds weights and optimizer in parts, one per process: DeepSpeed or FSDP, which then write and read them themselves.
 
-    `state` are JSON values beside the accelerator's own state (weights, optimizer, random numbers). Raises OSError where it
-    can't be written; the checkpoints before it are kept.
+    None where the main process has all of it. Only there can the state be copied, and written in the background.
     """
-    final = directory / f"step-{step:08d}"
-    partial = directory / f".{final.name}.partial"
-    directory.mkdir(parents=True, exist_ok=True)
-    try:
+    kind = accelerator.distributed_type
+    return kind.value if kind in (DistributedType.DEEPSPEED, DistributedType.FSDP) else None
+
+
+class Checkpoints:
+    """The checkpoints of a run in a folder, of which the `keep` newest are kept.
+
+    With `background` (and where nothing is sharded) `save` only copies the state to the host; a thread writes it while training
+    goes on. One write at a time: `save` and `finish` wait for the one before, and raise its error, in all processes. All
+    processes must call them together. A context manager: the block's end waits for the write in flight, also after an error.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        directory: Path,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        keep: int,
+        background: bool = True,
+    ) -> None:
+        self.directory = directory
+        self._accelerator = accelerator
+        self._model = model
+        self._optimizer = optimizer
+        self._keep = keep
+        self._copy = HostCopy() if background else None
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._pool.shutdown()  # waits for the write in flight
+        if kind is None:
+            self.finish()
+        elif self._writing is not None and (failure := self._writing.exception()) is not None:
+            logger.error("%s", failure)  # the error on its way says why the run ends
+
+    def save(self, step: int, state: Mapping[str, Any]) -> None:
+        """Take the checkpoint of a step. `state` are JSON values beside weights, optimizer and random numbers.
+
+        Raises OSError where it, or the one before, can't be written; those that are complete are kept.
+        """
+        self.finish()
+        marker = {
+            "step": step,
+            "format_version": FORMAT_VERSION,
+            "sharded_by": sharded_by(self._accelerator),
+            "num_processes": self._accelerator.num_processes,
+            **state,
+        }
+        if marker["sharded_by"] is not None:
+            self._save_sharded(step, marker)
+            return
+        generators = gather_object([random_state(self._accelerator.device)])
+        if self._accelerator.is_main_process:
+            model: nn.Module = self._accelerator.unwrap_model(self._model)
+            content = {"model": model.state_dict(), "optimizer": self._optimizer.state_dict(), "generators": generators}
+            if self._copy is not None:
+                content = self._copy(content)
+            self._writing = self._pool.submit(self._write, step, content, marker)
+        if self._copy is None:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until what was saved is on the disk. Raises OSError where it could not be written."""
+        error = None if self._writing is None else self._writing.exception()
+        self._writing = None
+        # Every process must hear of it: one that went on alone would wait for the others until it is killed.
+        for each in gather_object([error]):
+            if each is not None:
+                raise each
+
+    def _write(self, step: int, content: dict[str, Any], marker: dict[str, Any]) -> None:
+        """All of a checkpoint, by the main process alone."""
+        with _named(self.directory, step) as partial:
+            _begin(partial)
+            torch.save(content, partial / STATE_FILE)
+            _complete(partial, marker)
+        self._remove_old()
+
+    def _save_sharded(self, step: int, marker: dict[str, Any]) -> None:
+        accelerator = self._accelerator
+        with _named(self.directory, step) as partial:
+            if accelerator.is_main_process:
+                _begin(partial)
+            accelerator.wait_for_everyone()
+            accelerator.save_state(str(partial))
+            accelerator.wait_for_everyone()
+            if accelerator.is_main_process:
+                _complete(partial, marker)
         if accelerator.is_main_process:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir()
+            self._remove_old()
         accelerator.wait_for_everyone()
-        accelerator.save_state(str(partial))
-        accelerator.wait_for_everyone()
-        if accelerator.is_main_process:
-            files = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
-            marker = {"step": step, "files": files, **state}
-            (partial / MARKER_FILE).write_text(json.dumps(marker, indent=1, allow_nan=False))
-            os.replace(partial, final)
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own errors for a full disk
-        shutil.rmtree(partial, ignore_errors=True)
-        kept = latest_checkpoint(directory)
-        free_mebibytes = shutil.disk_usage(directory).free // 2**20
-        raise OSError(
-            getattr(error, "errno", None) or errno.EIO,
-            f"the checkpoint of step {step} could not be written to {directory} ({free_mebibytes} MiB free): {error}. "
-            f"The last complete checkpoint is {kept.name if kept else 'none'}. Make room, or move the run to another disk, and "
-            "give the same command again: training goes on from that checkpoint",
-        ) from error
-    if accelerator.is_main_process:
-        for old in complete_checkpoints(directory)[:-keep]:
+
+    def _remove_old(self) -> None:
+        for old in complete_checkpoints(self.directory)[: -self._keep]:
             shutil.rmtree(old)
-    accelerator.wait_for_everyone()
+
+    def load(self, checkpoint: Path) -> dict[str, Any]:
+        """Restore weights, optimizer and random numbers; returns the marker, with what `save` got as `state`.
+
+        Where the number of processes has changed, no process's random numbers are restored. Raises ValueError for a checkpoint
+        that is damaged, or that this launch can't read.
+        """
+        marker = read_marker(checkpoint)
+        _require_readable(checkpoint, marker, self._accelerator)
+        try:
+            if marker["sharded_by"] is not None:
+                self._accelerator.load_state(str(checkpoint))
+                return marker
+            content = torch.load(checkpoint / STATE_FILE, map_location="cpu", weights_only=True)
+            model: nn.Module = self._accelerator.unwrap_model(self._model)
+            model.load_state_dict(content["model"])
+            self._optimizer.load_state_dict(content["optimizer"])
+            if marker["num_processes"] == self._accelerator.num_processes:
+                mine = content["generators"][self._accelerator.process_index]
+                set_random_state(mine, self._accelerator.device)
+        except (RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError) as error:
+            # What torch says of a file that isn't its own is long, and advises to run it.
+            reason = "unreadable" if isinstance(error, pickle.UnpicklingError) else error
+            raise ValueError(
+                f"the checkpoint {checkpoint} is damaged ({reason}); delete it, and the same command goes on from the one "
+                "before, or from the start"
+            ) from error
+        return marker
 
 
-def load_checkpoint(accelerator: Accelerator, checkpoint: Path) -> dict[str, Any]:
-    """Restore the accelerator's state, in every process; returns the marker, with what `save_checkpoint` got as `state`."""
-    try:
-        accelerator.load_state(str(checkpoint))
-    except (RuntimeError, ValueError, KeyError, EOFError, SafetensorError, pickle.UnpicklingError) as error:
-        raise ValueError(
-            f"the checkpoint {checkpoint} is damaged ({error}); delete it, and the same command goes on from the one before, "
-            "or from the start"
-        ) from error
-    return read_marker(checkpoint)
+def _require_readable(checkpoint: Path, marker: Mapping[str, Any], accelerator: Accelerator) -> None:
+    """Raise ValueError for the checkpoint of another version, or of a launch that divides the state otherwise."""
+    here = sharded_by(accelerator)
+    if marker.get("format_version") != FORMAT_VERSION:
+        problem = f"has format {marker.get('format_version', 1)}, and this version of outrider reads format {FORMAT_VERSION}"
+        remedy = "Go on with the version that wrote it, or delete the checkpoints to train anew"
+    elif marker["sharded_by"] != here:
+        problem = f"was written by {marker['sharded_by'] or 'one process for all'}, and this launch uses {here or 'neither'}"
+        remedy = "Launch it as it was launched before"
+    elif here is not None and marker["num_processes"] != accelerator.num_processes:
+        problem = f"is in {marker['num_processes']} parts by {here}, and there are {accelerator.num_processes} processes now"
+        remedy = "Launch as many processes as before; only a run that isn't sharded goes on with another number"
+    else:
+        return
+    raise ValueError(f"the checkpoint {checkpoint} {problem}. {remedy}")
 
 
 def read_marker(checkpoint: Path) -> dict[str, Any]:
@@ -96,6 +210,39 @@ def remove_incomplete(directory: Path) -> None:
         if path not in complete:
             logger.warning("removing %s: it is not complete", path)
             shutil.rmtree(path)
+
+
+@contextmanager
+def _named(directory: Path, step: int) -> Iterator[Path]:
+    """The temporary folder of a step's checkpoint. An error while it is written becomes one message, with the remedy."""
+    directory.mkdir(parents=True, exist_ok=True)
+    partial = directory / f".step-{step:08d}.partial"
+    try:
+        yield partial
+    except (OSError, RuntimeError) as error:  # torch has an error of its own for a full disk
+        shutil.rmtree(partial, ignore_errors=True)
+        kept = latest_checkpoint(directory)
+        free_mebibytes = shutil.disk_usage(directory).free // 2**20
+        raise OSError(
+            getattr(error, "errno", None) or errno.EIO,
+            f"the checkpoint of step {step} could not be written to {directory} ({free_mebibytes} MiB free): {error}. "
+            f"The last complete checkpoint is {kept.name if kept else 'none'}. Make room, or move the run to another disk, and "
+            "give the same command again: training goes on from that checkpoint",
+        ) from error
+
+
+def _begin(partial: Path) -> None:
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+
+
+def _complete(partial: Path, marker: dict[str, Any]) -> None:
+    """Write the marker, and give the folder its name."""
+    paths = [path for path in sorted(partial.rglob("*")) if path.is_file()]
+    files = {path.relative_to(partial).as_posix(): path.stat().st_size for path in paths}
+    (partial / MARKER_FILE).write_text(json.dumps({**marker, "files": files}, indent=1, allow_nan=False))
+    final = partial.with_name(f"step-{marker['step']:08d}")
+    os.replace(partial, final)
 
 
 def _is_complete(checkpoint: Path) -> bool:

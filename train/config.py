@@ -8,11 +8,26 @@ from ..models.drafters.objective import LOSSES, TEACHERS, WEIGHTS
 
 # Our name of a learning rate schedule, and transformers'.
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
-TRACKERS = ("none", "wandb")
+TRACKERS = ("none", "wandb", "tensorboard", "wandb+tensorboard")
 WANDB_MODES = ("online", "offline", "disabled")
+EXPORTS = ("best", "last")
+ON_SPIKE = ("warn", "stop")
 
 MAY_CHANGE_ON_RESUME = frozenset(
-    {"log_every", "checkpoint_every", "keep_checkpoints", "num_threads", "tracker", "wandb_mode", "project"}
+    {
+        "patience",
+        "export",
+        "num_threads",
+        "log_every",
+        "checkpoint_every",
+        "keep_checkpoints",
+        "checkpoint_in_background",
+        "spike_threshold",
+        "on_spike",
+        "tracker",
+        "wandb_mode",
+        "project",
+    }
 )
 """Options that don't change what is learned, so a run may go on with other ones."""
 
@@ -59,6 +74,12 @@ class TrainConfig:
     """Tokens of each such answer, at most."""
     validate_every: int | None = None
     """Steps between two such measurements; None makes one, at the end."""
+    patience: int | None = None
+    """Training ends early where so many measurements in a row were no better than the best one before them; None never does."""
+    export: str = "best"
+    """The drafter that the run leaves: `best`, that of the highest measured tokens per step (kept in `best/` meanwhile), or
+    `last`. It is the best one because that is what was measured, and after an early end the last one is past its peak. They are
+    one and the same where nothing, or only the end, is measured."""
 
     seed: int = 0
     """Draws the first weights, the order of the texts and the positions trained on."""
@@ -73,9 +94,18 @@ class TrainConfig:
     """Steps between two checkpoints: what a killed run loses at most. One more is written at the end."""
     keep_checkpoints: int = 2
     """Newest checkpoints that are kept."""
+    checkpoint_in_background: bool = True
+    """Training waits only for a copy of the state (once more the memory of weights and optimizer, on the host), and a thread
+    writes that. False writes at once, as DeepSpeed and FSDP do in any case."""
+    spike_threshold: float | None = 10.0
+    """A step's loss above the median of the last ones by more than so many of their deviations is a spike (see `SpikeWatch`),
+    which is told with the ids of its texts; None looks for none."""
+    on_spike: str = "warn"
+    """`warn` goes on; `stop` ends the training, with the last checkpoint before the spike kept."""
 
     tracker: str = "none"
-    """`wandb` sends the records to Weights & Biases too; they always go to `metrics.jsonl`."""
+    """`wandb` sends the records to Weights & Biases too, `tensorboard` to event files in the run's folder, `wandb+tensorboard`
+    to both; they always go to `metrics.jsonl`."""
     wandb_mode: str = "online"
     """`online`, `offline` (kept in the run's folder, for `wandb sync`) or `disabled`."""
     project: str = "outrider"
@@ -94,13 +124,15 @@ class TrainConfig:
         ]
         problems += [
             f"{name} is {getattr(self, name)}; it must be a number above 0"
-            for name in ("learning_rate", "max_grad_norm")
+            for name in ("learning_rate", "max_grad_norm", "spike_threshold")
             if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf
         ]
         if self.warmup_steps >= self.steps > 0:
             problems.append(f"warmup_steps is {self.warmup_steps}, not less than steps, which is {self.steps}")
         if self.validate_every is not None and not self.validation_texts:
             problems.append("validate_every is set, but validation_texts is 0; set that too")
+        if self.patience is not None and self.validate_every is None:
+            problems.append("patience is set, but validate_every is not, so there is nothing to wait for; set that too")
         if problems:
             raise ValueError("training configuration: " + "; ".join(problems))
 
@@ -114,6 +146,7 @@ LEAST = {
     "validation_texts": 0,
     "validation_tokens": 1,
     "validate_every": 1,
+    "patience": 1,
     "seed": 0,
     "weight_decay": 0,
     "shuffle_shards": 1,
@@ -128,6 +161,8 @@ CHOICES = {
     "label_weights": WEIGHTS,
     "teacher": TEACHERS,
     "schedule": tuple(SCHEDULES),
+    "export": EXPORTS,
+    "on_spike": ON_SPIKE,
     "tracker": TRACKERS,
     "wandb_mode": WANDB_MODES,
 }

@@ -2,7 +2,8 @@
 
 Texts are numbered through all epochs: position p is text p % n of epoch p // n. Step s, micro batch m and process r read the
 `batch_size` texts from position ((s * accumulation + m) * processes + r) * batch_size on, where s counts from 0. So the same
-texts make a step however they are divided into processes and micro batches.
+texts make a step however they are divided into processes and micro batches. A run that goes on with more or fewer texts per
+step counts on from the position that it had reached.
 """
 
 from collections.abc import Collection
@@ -56,6 +57,7 @@ class BatchStream:
         self.config = config
         self.rank = rank
         self.num_processes = num_processes
+        self._origin = (0, 0)  # a step, and the position where it begins
         self._sizes = tuple(len(entry.ids) for entry in manifest.shards)
         self._held_out = frozenset(held_out)
         # Every shard of the window that is being read, and no more: texts of a window come in one run.
@@ -68,16 +70,30 @@ class BatchStream:
         """Texts per step, over all processes."""
         return self.config.batch_size * self.config.gradient_accumulation * self.num_processes
 
+    @property
+    def num_texts(self) -> int:
+        """Texts of an epoch."""
+        return sum(self._sizes) - len(self._held_out)
+
+    def position(self, step: int) -> int:
+        """Where a step begins."""
+        origin_step, origin = self._origin
+        return origin + (step - origin_step) * self.step_size
+
+    def go_on(self, step: int, position: int) -> None:
+        """Let `step` begin at `position`."""
+        self._origin = (step, position)
+
     def batches(self, step: int) -> list[DrafterBatch]:
         """This process's micro batches of a step, on the CPU."""
         return [self._batch(step, micro) for micro in range(self.config.gradient_accumulation)]
 
     def ids(self, step: int) -> list[str]:
         """The ids of a step's texts, over all processes, without reading a shard."""
-        return [self.entries[shard].ids[row] for shard, row in self._rows(step * self.step_size, self.step_size)]
+        return [self.entries[shard].ids[row] for shard, row in self._rows(self.position(step), self.step_size)]
 
     def _batch(self, step: int, micro: int) -> DrafterBatch:
-        start = ((step * self.config.gradient_accumulation + micro) * self.num_processes + self.rank) * self.config.batch_size
+        start = self.position(step) + (micro * self.num_processes + self.rank) * self.config.batch_size
         examples: list[DistilledExample] = [self._read(shard)[row] for shard, row in self._rows(start, self.config.batch_size)]
         generator = torch.Generator().manual_seed(derived_seed(self.config.seed, "positions", step, micro, self.rank))
         return collate(
@@ -91,12 +107,11 @@ class BatchStream:
 
     def _rows(self, start: int, count: int) -> list[tuple[int, int]]:
         """Shard and row of the texts at `count` positions from `start` on."""
-        num_texts = sum(self._sizes) - len(self._held_out)
         rows = []
         for position in range(start, start + count):
-            epoch = position // num_texts
+            epoch = position // self.num_texts
             order = epoch_order(self._sizes, self.config.seed, epoch, self.config.shuffle_shards, self._held_out)
-            shard, row = order[position % num_texts].tolist()
+            shard, row = order[position % self.num_texts].tolist()
             rows.append((shard, row))
         return rows
 

@@ -71,7 +71,9 @@ class Meter:
         self._first_bad_step = torch.tensor(NO_STEP, device=device)
         self._seconds = 0.0
         self._started = time.perf_counter()
-        self._last_record = (0, 0.0)  # positions and seconds of the run when the last record was made
+        self._last_record = (0, 0, 0.0)  # positions, tokens and seconds of the run when the last record was made
+        self.pause_seconds = 0.0
+        """How long the last pause took."""
 
     @property
     def seconds(self) -> float:
@@ -85,7 +87,8 @@ class Meter:
         try:
             yield
         finally:
-            self._started += time.perf_counter() - started
+            self.pause_seconds = time.perf_counter() - started
+            self._started += self.pause_seconds
 
     def add_step(self, step: int, loss: Loss, grad_norm: torch.Tensor, seen: Int[torch.Tensor, " 2"]) -> None:
         """Take in one optimizer step: its loss, and the positions and tokens it saw, all over all processes."""
@@ -107,14 +110,16 @@ class Meter:
         means = summarize(self._window)
         self._window = None
         (positions, tokens), seconds = self._seen.tolist(), self.seconds
-        last_positions, last_seconds = self._last_record
-        self._last_record = (positions, seconds)
+        last_positions, last_tokens, last_seconds = self._last_record
+        self._last_record = (positions, tokens, seconds)
+        seconds_since = max(seconds - last_seconds, 1e-9)
         return {
             **means,
             "positions_seen": positions,
             "tokens_seen": tokens,
             "seconds": seconds,
-            "positions_per_second": (positions - last_positions) / max(seconds - last_seconds, 1e-9),
+            "positions_per_second": (positions - last_positions) / seconds_since,
+            "tokens_per_second": (tokens - last_tokens) / seconds_since,
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -132,8 +137,8 @@ class Meter:
         device = self._seen.device
         self._window, self.measured = _from_lists(state["window"], device), _from_lists(state["measured"], device)
         self._seen = torch.tensor(state["seen"], device=device)
-        positions, seconds = state["last_record"]
-        self._last_record = (positions, seconds)
+        positions, tokens, seconds = state["last_record"]
+        self._last_record = (positions, tokens, seconds)
         self._seconds = state["seconds"]
         self._started = time.perf_counter()
 

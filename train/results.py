@@ -11,14 +11,16 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from ..data.files import read_json, sha256_file, write_json
+from ..data.files import atomic_write_bytes, read_json, sha256_file, write_json
 from ..data.manifest import Manifest, TargetIdentity
 from ..models.drafters import save_drafter
 from ..models.drafters.checkpoint import CONFIG_FILE, TRAINING_FILE, WEIGHTS_FILE, TrainingFacts, change_options
 from ..models.drafters.registry import parse_drafter_config, starting_weights
 from ..models.interfaces import TrainableDrafter
+from .best import Best
 from .checkpoint import latest_checkpoint, read_marker
 from .config import MAY_CHANGE_ON_RESUME, TrainConfig
+from .division import DIVISION_KEYS, Division
 from .tracking import METRICS_FILE, read_records
 
 logger = logging.getLogger(__name__)
@@ -31,7 +33,8 @@ CHECKPOINTS_DIR = "checkpoints"
 def describe_run(
     config: TrainConfig, drafter_config: Mapping[str, Any], manifest: Manifest, accelerator: Accelerator
 ) -> dict[str, Any]:
-    """All that decides what is learned, as JSON values: two runs with equal descriptions learn the same."""
+    """All that decides what is learned, as JSON values: two runs with equal descriptions learn the same. A run may go on with
+    another division of its steps (see `Division`), and then learns nearly the same."""
     kind, drafter = parse_drafter_config(drafter_config)
     shards = "\n".join(shard.sha256 for shard in manifest.shards)
     started_from = starting_weights(drafter_config)
@@ -54,7 +57,7 @@ def describe_run(
     }
 
 
-def is_trained(run: Mapping[str, Any], output_dir: Path, drafter_dir: Path) -> bool:
+def is_trained(config: TrainConfig, run: Mapping[str, Any], output_dir: Path, drafter_dir: Path) -> bool:
     """Whether the folders hold this very run, finished. Raises ValueError, naming each changed key, where they hold another."""
     remedy = f"Take back the changes, choose another output directory, or delete {output_dir} and {drafter_dir} to train anew"
     checkpoint = latest_checkpoint(output_dir / CHECKPOINTS_DIR)
@@ -68,7 +71,13 @@ def is_trained(run: Mapping[str, Any], output_dir: Path, drafter_dir: Path) -> b
         logger.warning("%s is no summary of a training: it is written anew", summary_path)
         return False
     _require_same_run(summary["run"], run, summary_path, remedy)
-    return bool(summary["drafter_sha256"] == _digests(drafter_dir))
+    # Another end is soon made, from the last checkpoint and the best drafter.
+    return bool(summary["drafter_sha256"] == _digests(drafter_dir) and summary.get("end") == end_of(config))
+
+
+def end_of(config: TrainConfig) -> dict[str, Any]:
+    """What decides how a run ends: which drafter it leaves, and how early."""
+    return {"export": config.export, "patience": config.patience}
 
 
 def take_over_options(drafter_config: Mapping[str, Any], output_dir: Path, drafter_dir: Path) -> None:
@@ -87,10 +96,13 @@ def save_results(
     target: TargetIdentity,
     run: Mapping[str, Any],
     seconds: float,
-    validation: Mapping[str, Any] | None = None,
+    config: TrainConfig,
+    best: Best,
 ) -> None:
-    """The drafter's files, and then the summary, which says that the drafter is complete. Raises ValueError where the records
-    of the training are gone."""
+    """The files of the drafter that `config.export` asks for, and then the summary, which says that they are complete.
+
+    `drafter` is the last one. Raises ValueError where the records of the training are gone.
+    """
     records = read_records(output_dir / METRICS_FILE)
     if not records:
         raise ValueError(
@@ -100,7 +112,15 @@ def save_results(
     metrics = next(record for record in reversed(records) if "loss" in record)
     partial = drafter_dir.with_name(f".{drafter_dir.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    save_drafter(drafter, partial, target)
+    kept = best.record() if config.export == "best" else None
+    if kept is None:
+        save_drafter(drafter, partial, target)
+    else:
+        for name in (WEIGHTS_FILE, CONFIG_FILE):
+            atomic_write_bytes(partial / name, (best.directory / name).read_bytes())
+        # How it drafts may have been changed since it was measured.
+        change_options(partial, {name: getattr(drafter.config, name) for name in drafter.config.RUNTIME_FIELDS})
+        logger.info("the best drafter is that of step %d: %.2f tokens per step", kept.step, kept.tokens_per_step)
     facts = TrainingFacts(
         steps=metrics["step"],
         seconds=seconds,
@@ -117,7 +137,9 @@ def save_results(
     summary = {
         **asdict(facts),
         "metrics": metrics,
-        "validation": validation,
+        "drafter_step": metrics["step"] if kept is None else kept.step,
+        "validation": best.validation if kept is None else kept.validation,
+        "end": end_of(config),
         "drafter_sha256": _digests(drafter_dir),
         "run": run,
     }
@@ -130,6 +152,8 @@ def _digests(directory: Path) -> dict[str, str]:
 
 def _require_same_run(before: Mapping[str, Any], now: Mapping[str, Any], where: Path, remedy: str) -> None:
     old, new = dict(_flat(before)), dict(_flat(now))
+    if Division.of(now).may_follow(Division.of(before)):
+        old, new = ({key: value for key, value in flat.items() if key not in DIVISION_KEYS} for flat in (old, new))
     changes = [
         f"{key} was {old.get(key, 'absent')!r} and is {new.get(key, 'absent')!r}"
         for key in sorted(old.keys() | new.keys())

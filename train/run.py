@@ -4,16 +4,13 @@ import logging
 import math
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
-from tqdm import tqdm
 from transformers import get_scheduler
 
 from ..data.manifest import Manifest, load_manifest
@@ -23,58 +20,24 @@ from ..models.drafters import build_drafter
 from ..models.drafters.objective import Objective
 from ..models.hf_target import HFTarget
 from ..models.interfaces import Loss, TrainableDrafter
-from .checkpoint import latest_checkpoint, load_checkpoint, remove_incomplete, save_checkpoint
+from .best import Best
+from .checkpoint import Checkpoints
 from .config import SCHEDULES, TrainConfig
 from .data import BatchStream, count_label_tokens, label_counts, target_reads, with_hidden_states
 from .metrics import LOSS_FIELDS, Meter, add_losses
 from .processes import SIGTERM_EXIT_CODE, catching_sigterm, require_supported_launch, stop_agreed
 from .results import CHECKPOINTS_DIR, describe_run, is_trained, save_results, take_over_options
-from .tracking import Tracker
-from .validation import Validation, Validator, hold_out
+from .resume import resume, save_step
+from .spikes import SpikeWatch
+from .tracking import Tracker, require_tracker
+from .training import LossModule, Training
+from .validation import Validator, hold_out
+from .watch import is_measured, make_progress, require_sound, validate_now
 
 logger = logging.getLogger(__name__)
 
 MEASURED_SHARE = 0.1
 """Share of the steps, the last ones, that `TrainableDrafter.calibrate` is told of where no texts are held out for that."""
-
-
-class LossModule(nn.Module):
-    """The loss as a forward: that is where data parallelism and autocast hook in."""
-
-    def __init__(self, drafter: TrainableDrafter, objective: Objective) -> None:
-        super().__init__()
-        self.drafter = drafter
-        self.objective = objective
-
-    def forward(self, batch: DrafterBatch) -> Loss:
-        return self.drafter.loss(batch, self.objective)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Training:
-    """All that the loop works on. `run` says what makes it this run and no other."""
-
-    config: TrainConfig
-    run: dict[str, Any]
-    accelerator: Accelerator
-    target: HFTarget
-    stream: BatchStream
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    scheduler: LRScheduler
-    meter: Meter
-    validator: Validator | None
-    reads: TargetReads
-    output_dir: Path
-
-    @property
-    def checkpoints_dir(self) -> Path:
-        return self.output_dir / CHECKPOINTS_DIR
-
-    @property
-    def drafter(self) -> TrainableDrafter:
-        model: LossModule = self.accelerator.unwrap_model(self.model)
-        return model.drafter
 
 
 def train(
@@ -90,13 +53,15 @@ def train(
 
     Goes on from the last complete checkpoint, to the same bits that an unbroken run would have reached; does nothing where the
     drafter is complete. Raises ValueError for shards that are incomplete, damaged or another target's, for a folder of a run
-    with another configuration, and where the loss stops being finite; OSError where the disk is full.
+    with another configuration, and where the loss stops being finite (or, where that is asked for, has a spike); OSError where
+    the disk is full.
     """
     require_supported_launch(accelerator)
+    require_tracker(config)
     manifest = load_manifest(shards_dir)
     manifest.require_target(target.identity)
     run = describe_run(config, drafter_config, manifest, accelerator)
-    if is_trained(run, output_dir, drafter_dir):
+    if is_trained(config, run, output_dir, drafter_dir):
         accelerator.wait_for_everyone()  # all have looked at the files before one changes them
         if accelerator.is_main_process:
             take_over_options(drafter_config, output_dir, drafter_dir)
@@ -105,8 +70,8 @@ def train(
         return
     verify_shards(shards_dir, manifest)
     training = _set_up(config, drafter_config, target, shards_dir, manifest, run, output_dir, accelerator)
-    validation = _fit(training, start=_resume(training))
-    if validation is None:
+    _fit(training, start=resume(training))
+    if training.validator is None:
         assert training.meter.measured is not None, "the last step is always measured"
         training.drafter.calibrate(training.meter.measured)
     if accelerator.is_main_process:
@@ -117,21 +82,22 @@ def train(
             target=target.identity,
             run=run,
             seconds=training.meter.seconds,
-            validation=None if validation is None else validation.record(),
+            config=config,
+            best=training.best,
         )
         logger.info("trained %s in %.0f s", drafter_dir, training.meter.seconds)
     accelerator.wait_for_everyone()
     accelerator.free_memory()
 
 
-def _fit(training: Training, *, start: int) -> Validation | None:
-    """The training loop: steps `start`.. of the run, counted from 0. Returns the measurement at its end, where texts are held
-    out."""
+def _fit(training: Training, *, start: int) -> None:
+    """The training loop: steps `start`.. of the run, counted from 0. Ends early where decoding accepts no more than before."""
     config, accelerator, model, meter = training.config, training.accelerator, training.model, training.meter
-    progress = tqdm(total=config.steps, initial=start, desc="train", unit="step", disable=not accelerator.is_main_process)
     tracker = Tracker(training.output_dir, config, training.run, step=start, active=accelerator.is_main_process)
-    with tracker, progress, catching_sigterm() as sigterm:
-        for step in range(start, config.steps):
+    progress = make_progress(training, start)
+    peaked = training.best.has_peaked(config.patience)
+    with catching_sigterm() as sigterm, training.checkpoints, tracker, progress:
+        for step in range(start, start if peaked else config.steps):
             batches = training.stream.batches(step)
             num_labels, seen = accelerator.reduce(_count(batches, accelerator.device), "sum")
             total: Loss | None = None
@@ -148,43 +114,32 @@ def _fit(training: Training, *, start: int) -> Validation | None:
             training.optimizer.zero_grad()
             learning_rate = training.scheduler.get_last_lr()[0]
             training.scheduler.step()
-            meter.add_step(step, _sum_over_processes(total, accelerator), grad_norm, seen)
+            loss = _sum_over_processes(total, accelerator)
+            meter.add_step(step, loss, grad_norm, seen)
+            training.spikes.add_step(step, loss)
 
             done = step + 1
-            progress.update()
-            log = done % config.log_every == 0 or done == config.steps
+            progress.step()
+            measure = is_measured(training, done)
+            log = done % config.log_every == 0 or done == config.steps or measure
             stop = stop_agreed(sigterm, accelerator, host_waits=log)
             checkpoint = done % config.checkpoint_every == 0 or done == config.steps or stop
-            validate = config.validate_every is not None and done % config.validate_every == 0 and done < config.steps
-            if log or checkpoint or validate:
-                _require_finite(training)
-            if validate:
-                _validate(training, tracker, done)
+            if log or checkpoint:
+                require_sound(training)
             if log:
                 record = {"step": done, **meter.record(), "learning_rate": learning_rate, "grad_norm": float(grad_norm)}
                 tracker.log(record)
-                shown = {name: f"{record[name]:.3g}" for name in ("loss", "positions_per_second", "tokens_per_step_estimate")}
-                progress.set_postfix(shown, refresh=False)
-            if checkpoint:
-                _checkpoint(training, done)
+                peaked = measure and validate_now(training, tracker, done)
+                progress.show(done, record, training.best.latest, measurement_seconds=meter.pause_seconds)
+            if checkpoint or peaked:
+                save_step(training, done)
             if stop:
+                training.checkpoints.finish()
                 logger.warning("stopped by SIGTERM after step %d; the same command goes on from there", done)
                 raise SystemExit(SIGTERM_EXIT_CODE)
-        # Outside of the loop, since a run that was killed after its last step has none left.
-        return _validate(training, tracker, config.steps)
-
-
-def _validate(training: Training, tracker: Tracker, step: int) -> Validation | None:
-    """What decoding accepts now, in the records."""
-    if training.validator is None:
-        return None
-    with training.meter.paused():
-        validation = training.validator(training.drafter)
-    tracker.log({"step": step, **validation.record()})
-    if validation.tokens_per_step is not None:
-        num_texts = training.config.validation_texts
-        logger.info("step %d: %.2f tokens per step on %d held-out prompts", step, validation.tokens_per_step, num_texts)
-    return validation
+            if peaked:
+                logger.info("step %d: tokens per step have peaked; training ends (train.patience=%s)", done, config.patience)
+                break
 
 
 def _set_up(
@@ -251,7 +206,17 @@ def _set_up(
         optimizer=optimizer,
         scheduler=scheduler,
         meter=Meter(accelerator.device, measure_from=config.steps - math.ceil(config.steps * MEASURED_SHARE)),
+        spikes=SpikeWatch(accelerator.device, config.spike_threshold),
         validator=validator,
+        best=Best(output_dir, target.identity),
+        checkpoints=Checkpoints(
+            accelerator,
+            output_dir / CHECKPOINTS_DIR,
+            model,
+            optimizer,
+            keep=config.keep_checkpoints,
+            background=config.checkpoint_in_background,
+        ),
         reads=reads,
         output_dir=output_dir,
     )
@@ -295,41 +260,3 @@ def _count(batches: list[DrafterBatch], device: torch.device) -> list[torch.Tens
 def _sum_over_processes(loss: Loss | None, accelerator: Accelerator) -> Loss:
     assert loss is not None, "a step has at least one micro batch"
     return Loss(**accelerator.reduce({name: getattr(loss, name) for name in LOSS_FIELDS}, "sum"))
-
-
-def _require_finite(training: Training) -> None:
-    step = training.meter.first_bad_step()
-    if step is None:
-        return
-    kept = latest_checkpoint(training.checkpoints_dir)
-    raise ValueError(
-        f"the loss or its gradient is not finite at step {step + 1}, whose texts are {', '.join(training.stream.ids(step))}. "
-        f"Nothing was saved since; the last good checkpoint is {kept or 'none'}. Look at those texts, lower "
-        "train.learning_rate, set train.max_grad_norm or lengthen train.warmup_steps, and train into an empty folder"
-    )
-
-
-def _checkpoint(training: Training, step: int) -> None:
-    state = {
-        "examples_read": step * training.stream.step_size,
-        "scheduler": training.scheduler.state_dict(),
-        "meter": training.meter.state_dict(),
-        "run": training.run,
-    }
-    keep = training.config.keep_checkpoints
-    save_checkpoint(training.accelerator, training.checkpoints_dir, step, state, keep=keep)
-
-
-def _resume(training: Training) -> int:
-    """Restore the last complete checkpoint, if there is one; returns the step to go on from."""
-    if training.accelerator.is_main_process:
-        remove_incomplete(training.checkpoints_dir)
-    training.accelerator.wait_for_everyone()
-    checkpoint = latest_checkpoint(training.checkpoints_dir)
-    if checkpoint is None:
-        return 0
-    marker = load_checkpoint(training.accelerator, checkpoint)
-    training.scheduler.load_state_dict(marker["scheduler"])
-    training.meter.load_state_dict(marker["meter"])
-    logger.info("going on from %s", checkpoint)
-    return int(marker["step"])

@@ -1,38 +1,69 @@
-"""Where the records of a training go: always to a JSON-lines file, on request to Weights & Biases too."""
+"""Where the records of a training go: always to a JSON-lines file, on request to Weights & Biases and TensorBoard too."""
 
+import importlib.util
 import json
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 from uuid import uuid4
 
 from ..data.files import atomic_write_text
 from .config import TrainConfig
 
+logger = logging.getLogger(__name__)
+
 METRICS_FILE = "metrics.jsonl"
 RUN_ID_FILE = "wandb_run_id"
+TENSORBOARD_DIR = "tensorboard"
+PACKAGES = {"wandb": "wandb", "tensorboard": "'outrider[tensorboard]'"}
+"""What each tracker is installed as; the package is named as the tracker is."""
+
+
+class Sink(Protocol):
+    """Where numbers by name go besides the file. What it raises ends it, and not the training."""
+
+    def log(self, step: int, scalars: Mapping[str, int | float]) -> None: ...
+
+    def finish(self, *, failed: bool) -> None: ...
+
+
+def require_tracker(config: TrainConfig) -> None:
+    """Raise ValueError, with the remedy, where the package of a tracker isn't installed."""
+    for name in _names(config):
+        if importlib.util.find_spec(name) is None:
+            raise ValueError(
+                f"train.tracker is {config.tracker}, and the package {name} isn't installed; pip install {PACKAGES[name]}, or "
+                f"set train.tracker=none: the records are in {METRICS_FILE} anyway"
+            )
 
 
 class Tracker:
     """Writes records, one JSON line each. A context manager; every process but the main one passes `active=False`.
 
     `step` is the step that training goes on from. Records of later steps, which a killed run wrote after its last checkpoint,
-    are dropped, since those steps are made again.
+    are dropped, since those steps are made again. A sink that fails is told once and gets no more records.
     """
 
     def __init__(self, output_dir: Path, config: TrainConfig, run_config: dict[str, Any], *, step: int, active: bool) -> None:
         self._path = output_dir / METRICS_FILE if active else None
-        self._wandb_run = _start_wandb(output_dir, config, run_config) if active and config.tracker == "wandb" else None
-        if self._path is not None:
-            kept = [record for record in read_records(self._path) if record["step"] <= step]
-            atomic_write_text(self._path, "".join(_line(record) for record in kept))
+        self._sinks: dict[str, Sink] = {}
+        if self._path is None:
+            return
+        for name in _names(config):
+            self._sinks[name] = SINKS[name](output_dir, config, run_config, step)
+        kept = [record for record in read_records(self._path) if record["step"] <= step]
+        atomic_write_text(self._path, "".join(_line(record) for record in kept))
 
     def __enter__(self) -> "Tracker":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._wandb_run is not None:
-            self._wandb_run.finish(exit_code=0 if kind is None else 1)
+        for name, sink in list(self._sinks.items()):
+            self._attempt(name, partial(sink.finish, failed=kind is not None))
 
     def log(self, record: dict[str, Any]) -> None:
         """Write a record; it must have a `step`. Raises OSError, saying what is kept, where the disk is full."""
@@ -46,8 +77,21 @@ class Tracker:
                     f"the record of step {record['step']} could not be written to {self._path}: {error.strerror}. Complete "
                     "checkpoints are kept. Make room, or move the run to another disk, and give the same command again",
                 ) from error
-        if self._wandb_run is not None:
-            self._wandb_run.log(_scalars(record), step=record["step"])
+        for name, sink in list(self._sinks.items()):
+            self._attempt(name, partial(sink.log, record["step"], _scalars(record)))
+
+    def _attempt(self, name: str, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - whatever another's service raises, the training is worth more
+            del self._sinks[name]
+            logger.warning(
+                "%s fails (%s: %s) and gets no more of this run's records; training goes on, and all of them are in %s",
+                name,
+                type(error).__name__,
+                error,
+                self._path,
+            )
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
@@ -56,6 +100,10 @@ def read_records(path: Path) -> list[dict[str, Any]]:
         return []
     *lines, _ = path.read_text(encoding="utf-8").split("\n")
     return [json.loads(line) for line in lines]
+
+
+def _names(config: TrainConfig) -> list[str]:
+    return [] if config.tracker == "none" else config.tracker.split("+")
 
 
 def _line(record: dict[str, Any]) -> str:
@@ -76,18 +124,63 @@ def _scalars(record: dict[str, Any]) -> dict[str, int | float]:
     return {name: value for name, value in scalars.items() if value is not None}
 
 
-def _start_wandb(output_dir: Path, config: TrainConfig, run_config: dict[str, Any]) -> Any:
-    import wandb  # only here: it is slow to import, and most runs don't want it
+class WandbSink:
+    """A run at Weights & Biases: one for a training, however often that is resumed. Raises ValueError where it can't start."""
 
-    # One run at W&B for one training, however often that is resumed.
-    id_path = output_dir / RUN_ID_FILE
-    if not id_path.exists():
-        atomic_write_text(id_path, uuid4().hex)
-    return wandb.init(
-        project=config.project,
-        mode=config.wandb_mode,  # type: ignore[arg-type]
-        id=id_path.read_text(encoding="utf-8"),
-        resume="allow" if config.wandb_mode == "online" else None,
-        dir=output_dir,
-        config=run_config,
-    )
+    def __init__(self, output_dir: Path, config: TrainConfig, run_config: dict[str, Any], step: int) -> None:
+        import wandb  # only here: it is slow to import, and most runs don't want it
+
+        id_path = output_dir / RUN_ID_FILE
+        if not id_path.exists():
+            atomic_write_text(id_path, uuid4().hex)
+        try:
+            self._run = wandb.init(
+                project=config.project,
+                mode=config.wandb_mode,  # type: ignore[arg-type]
+                id=id_path.read_text(encoding="utf-8"),
+                resume="allow" if config.wandb_mode == "online" else None,
+                dir=output_dir,
+                config=run_config,
+            )
+        except wandb.errors.Error as error:
+            raise ValueError(
+                f"Weights & Biases can't start ({error}); log in, or set train.wandb_mode=offline (and `wandb sync` later) or "
+                f"train.tracker=none: the records are in {METRICS_FILE} anyway"
+            ) from error
+
+    def log(self, step: int, scalars: Mapping[str, int | float]) -> None:
+        self._run.log(dict(scalars), step=step)
+
+    def finish(self, *, failed: bool) -> None:
+        self._run.finish(exit_code=1 if failed else 0)
+
+
+class TensorBoardSink:
+    """Event files for TensorBoard in the run's folder; one more for each resume, which hides what it makes again."""
+
+    def __init__(self, output_dir: Path, config: TrainConfig, run_config: dict[str, Any], step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # only here: an optional package
+
+        self._writer = SummaryWriter(str(output_dir / TENSORBOARD_DIR), purge_step=step + 1)
+        if not step:
+            self._writer.add_text("run", f"```json\n{json.dumps(run_config, indent=1)}\n```")
+
+    def log(self, step: int, scalars: Mapping[str, int | float]) -> None:
+        try:
+            for name, value in scalars.items():
+                if name != "step":
+                    self._writer.add_scalar(name, value, step)
+            self._writer.flush()  # so that a kill loses nothing, and a full disk shows
+        except OSError:
+            with suppress(OSError):
+                self._writer.file_writer.close()  # type: ignore[attr-defined] # ends its thread, which would try again
+            raise
+
+    def finish(self, *, failed: bool) -> None:
+        self._writer.close()
+
+
+SINKS: dict[str, Callable[[Path, TrainConfig, dict[str, Any], int], Sink]] = {
+    "wandb": WandbSink,
+    "tensorboard": TensorBoardSink,
+}

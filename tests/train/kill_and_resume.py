@@ -12,39 +12,24 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from forked import DropoutDrafter
 
-from outrider.data.types import DrafterBatch
 from outrider.models.config import TargetConfig
 from outrider.models.drafters import DRAFTERS
-from outrider.models.drafters.objective import Objective
-from outrider.models.drafters.redrafter import Redrafter
-from outrider.models.interfaces import Loss
 from outrider.models.target import load_target
 from outrider.train import checkpoint as checkpoint_module
 from outrider.train import results as results_module
 from outrider.train import run as run_module
-from outrider.train.checkpoint import latest_checkpoint
+from outrider.train.checkpoint import Checkpoints, latest_checkpoint
 from outrider.train.config import TrainConfig
 
 TARGET, SHARDS, OUTPUT = map(Path, sys.argv[1:4])
 CONFIG, DRAFTER = TrainConfig(**json.loads(sys.argv[4])), json.loads(sys.argv[5])
-
-
-class DropoutDrafter(Redrafter):
-    """A ReDrafter with dropout: resuming must restore the random numbers too. Counts its losses."""
-
-    calls = 0
-
-    def loss(self, batch: DrafterBatch, objective: Objective) -> Loss:
-        DropoutDrafter.calls += 1
-        hidden_states = torch.nn.functional.dropout(batch.hidden_states, 0.1, self.training)
-        return super().loss(replace(batch, hidden_states=hidden_states), objective)
 
 
 def kill() -> None:
@@ -72,8 +57,8 @@ def kill_on_call(owner: Any, name: str, number: int, *, after: bool = False) -> 
 MOMENTS: dict[str, Callable[[], None]] = {
     "before the first checkpoint": lambda: kill_on_call(DropoutDrafter, "loss", 1),
     "in the middle of a step": lambda: kill_on_call(DropoutDrafter, "loss", 6),
-    "between a record and its checkpoint": lambda: kill_on_call(run_module, "save_checkpoint", 3),
-    "in a half-written checkpoint": lambda: kill_on_call(torch, "save", 5),
+    "between a record and its checkpoint": lambda: kill_on_call(Checkpoints, "save", 3),
+    "in a half-written checkpoint": lambda: kill_on_call(torch, "save", 3),
     "before a checkpoint gets its name": lambda: kill_on_call(checkpoint_module.os, "replace", 4),
     "before old checkpoints are removed": lambda: kill_on_call(checkpoint_module, "complete_checkpoints", 6),
     "after the last step": lambda: kill_on_call(run_module, "save_results", 1),

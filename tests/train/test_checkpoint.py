@@ -1,50 +1,155 @@
-"""What counts as a checkpoint."""
+"""What counts as a checkpoint, and how it is written while training goes on."""
 
 import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from accelerate import Accelerator
 
-from outrider.train.checkpoint import (
-    complete_checkpoints,
-    latest_checkpoint,
-    load_checkpoint,
-    remove_incomplete,
-    save_checkpoint,
-)
+from outrider.train import checkpoint as checkpoint_module
+from outrider.train.checkpoint import Checkpoints, complete_checkpoints, latest_checkpoint, remove_incomplete
+
+from .conftest import no_file_above
 
 
-def saved(accelerator: Accelerator, directory: Path, *steps: int, keep: int = 9) -> torch.nn.Module:
+@contextmanager
+def checkpoints(
+    accelerator: Accelerator, directory: Path, *, keep: int = 9, background: bool = True
+) -> Iterator[tuple[torch.nn.Module, Checkpoints]]:
     accelerator.free_memory()
+    torch.manual_seed(0)
     model = torch.nn.Linear(2, 2)
-    prepared = accelerator.prepare(model)
-    for step in steps:
-        torch.nn.init.constant_(model.weight, step)
-        save_checkpoint(accelerator, directory, step, {"extra": step * 10}, keep=keep)
-    return prepared
+    prepared, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    with Checkpoints(accelerator, directory, prepared, optimizer, keep=keep, background=background) as made:
+        yield prepared, made
 
 
-def test_only_the_newest_are_kept_and_the_last_comes_back(accelerator: Accelerator, tmp_path: Path) -> None:
-    model = saved(accelerator, tmp_path, 9, 10, 11, keep=2)
+def saved(accelerator: Accelerator, directory: Path, *steps: int, **options: Any) -> None:
+    with checkpoints(accelerator, directory, **options) as (model, made):
+        for step in steps:
+            torch.nn.init.constant_(model.weight, step)
+            made.save(step, {"extra": step * 10})
+
+
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Nothing is written until the event is set."""
+    event, save = threading.Event(), torch.save
+
+    def save_slowly(*args: Any) -> None:
+        assert event.wait(timeout=20)
+        save(*args)
+
+    monkeypatch.setattr(checkpoint_module.torch, "save", save_slowly)
+    return event
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_only_the_newest_are_kept_and_the_last_comes_back(accelerator: Accelerator, tmp_path: Path, background: bool) -> None:
+    saved(accelerator, tmp_path, 9, 10, 11, keep=2, background=background)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000010", "step-00000011"]
-    torch.nn.init.constant_(model.weight, 0)
-    latest = latest_checkpoint(tmp_path)
-    assert latest is not None
-    marker = load_checkpoint(accelerator, latest)
+    with checkpoints(accelerator, tmp_path) as (model, made):
+        latest = latest_checkpoint(tmp_path)
+        assert latest is not None
+        marker = made.load(latest)
     assert (marker["step"], marker["extra"]) == (11, 110)
     assert torch.equal(model.weight, torch.full((2, 2), 11.0))
+
+
+def test_what_is_written_is_the_state_of_the_step_and_not_that_of_the_writing(
+    accelerator: Accelerator, tmp_path: Path, slow_disk: threading.Event
+) -> None:
+    def train_a_step() -> None:
+        model(torch.rand(3, 2)).sum().backward()
+        made._optimizer.step()
+        made._optimizer.zero_grad()
+
+    with checkpoints(accelerator, tmp_path) as (model, made):
+        train_a_step()
+        made.save(1, {})
+        assert not complete_checkpoints(tmp_path), "save must not wait for the disk"
+        train_a_step()  # from the bits and random numbers of step 1
+        expected = model.weight.detach().clone()
+        slow_disk.set()
+    with checkpoints(accelerator, tmp_path) as (model, made):
+        made.load(tmp_path / "step-00000001")
+        train_a_step()
+    assert torch.equal(model.weight, expected)
+
+
+def test_one_write_at_a_time(accelerator: Accelerator, tmp_path: Path, slow_disk: threading.Event) -> None:
+    with checkpoints(accelerator, tmp_path) as (model, made):
+        torch.nn.init.constant_(model.weight, 1)
+        made.save(1, {})
+        threading.Timer(0.2, slow_disk.set).start()
+        torch.nn.init.constant_(model.weight, 2)
+        made.save(2, {})
+        assert (tmp_path / "step-00000001").is_dir(), "the copy of step 1 is overwritten only when it is on the disk"
+    weights = [torch.load(path / "state.pt")["model"]["weight"] for path in complete_checkpoints(tmp_path)]
+    assert [float(weight[0, 0]) for weight in weights] == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("ask", ["save", "finish", "end"])
+def test_an_error_of_the_thread_is_told_at_the_next_checkpoint_or_the_end(
+    accelerator: Accelerator, tmp_path: Path, ask: str
+) -> None:
+    saved(accelerator, tmp_path, 1)
+
+    def fail() -> None:
+        with checkpoints(accelerator, tmp_path) as (_, made):
+            with no_file_above(100):
+                made.save(2, {})
+                made._writing.exception()
+            if ask == "save":
+                made.save(3, {})
+            elif ask == "finish":
+                made.finish()
+
+    with pytest.raises(OSError, match=r"checkpoint of step 2 could not be written.*step-00000001\. Make room"):
+        fail()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_without_a_thread_the_error_is_told_at_once(accelerator: Accelerator, tmp_path: Path) -> None:
+    with checkpoints(accelerator, tmp_path, background=False) as (_, made):
+        with no_file_above(100), pytest.raises(OSError, match="checkpoint of step 1 could not be written"):
+            made.save(1, {})
+        made.save(2, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+
+
+def test_an_error_of_the_training_waits_for_the_write_and_is_not_hidden_by_its_error(
+    accelerator: Accelerator, tmp_path: Path, slow_disk: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+
+    def interrupted(step: int, most_bytes: int) -> None:
+        with no_file_above(most_bytes), checkpoints(accelerator, tmp_path) as (_, made):
+            made.save(step, {})
+            threading.Timer(0.2, slow_disk.set).start()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(1, most_bytes=100_000)
+    assert len(complete_checkpoints(tmp_path)) == 1
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(2, most_bytes=100)
+    assert "checkpoint of step 2 could not be written" in caplog.text
 
 
 def test_what_is_not_whole_does_not_count_and_is_removed(accelerator: Accelerator, tmp_path: Path) -> None:
     saved(accelerator, tmp_path, 1, 2, 3, 4, 5)
     (tmp_path / "step-00000005" / "complete.json").unlink()  # killed while it was being removed
     (tmp_path / "step-00000004" / "complete.json").write_text('{"step": 4, "fil')  # a power cut tore the marker
-    weights = tmp_path / "step-00000003" / "model.safetensors"
+    weights = tmp_path / "step-00000003" / "state.pt"
     weights.write_bytes(weights.read_bytes()[:-1])  # a power cut tore the weights
     half = tmp_path / ".step-00000006.partial"
     half.mkdir()
-    (half / "model.safetensors").write_bytes(b"half")
+    (half / "state.pt").write_bytes(b"half")
     assert [path.name for path in complete_checkpoints(tmp_path)] == ["step-00000001", "step-00000002"]
     remove_incomplete(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
@@ -56,8 +161,51 @@ def test_a_half_written_checkpoint_is_written_anew(accelerator: Accelerator, tmp
     (half / "leftover").write_bytes(b"")
     saved(accelerator, tmp_path, 1)
     files = json.loads((tmp_path / "step-00000001" / "complete.json").read_text())["files"]
-    assert "leftover" not in files
-    assert "model.safetensors" in files
+    assert list(files) == ["state.pt"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"format_version": 1}, "has format 1, and this version .* reads format 2"),
+        ({"sharded_by": "DEEPSPEED"}, "was written by DEEPSPEED, and this launch uses neither"),
+    ],
+)
+def test_a_checkpoint_that_this_launch_cannot_read_is_refused_and_not_called_damaged(
+    accelerator: Accelerator, tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    saved(accelerator, tmp_path, 1)
+    path = tmp_path / "step-00000001" / "complete.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with checkpoints(accelerator, tmp_path) as (_, made), pytest.raises(ValueError, match=words):
+        made.load(path.parent)
+
+
+def test_a_sharded_state_is_written_and_read_by_its_owner_and_only_by_as_many_processes(
+    accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_module, "sharded_by", lambda accelerator: "DEEPSPEED")
+
+    def save_state(folder: str) -> None:
+        (Path(folder) / "pytorch_model").mkdir()
+        torch.save(model.state_dict(), Path(folder) / "pytorch_model" / "rank_0.pt")
+
+    loaded: list[str] = []
+    monkeypatch.setattr(accelerator, "save_state", save_state)
+    monkeypatch.setattr(accelerator, "load_state", loaded.append)
+    with checkpoints(accelerator, tmp_path, keep=1) as (model, made):
+        for step in (1, 2):
+            made.save(step, {"extra": step})
+            assert latest_checkpoint(tmp_path) == tmp_path / f"step-{step:08d}", "it is there when save returns"
+        (kept,) = tmp_path.iterdir()
+        assert made.load(kept)["extra"] == 2
+        assert loaded == [str(kept)]
+        (kept / "pytorch_model" / "rank_0.pt").write_bytes(b"torn")
+        assert latest_checkpoint(tmp_path) is None, "files in folders count too"
+        marker = json.loads((kept / "complete.json").read_text())
+        (kept / "complete.json").write_text(json.dumps({**marker, "num_processes": 4}))
+        with pytest.raises(ValueError, match="is in 4 parts by DEEPSPEED, and there are 1 processes now"):
+            made.load(kept)
 
 
 def test_no_folder_is_no_checkpoint(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from outrider.models.interfaces import Loss
+from outrider.train import metrics as metrics_module
 from outrider.train.metrics import Meter, add_losses, estimate_tokens_per_step, summarize
 
 
@@ -66,6 +67,24 @@ def _fields(loss: Loss) -> dict[str, torch.Tensor]:
     return {name: getattr(loss, name) for name in ("sums", "counts", "hits", "joint_hits")}
 
 
+def test_speeds_are_of_the_steps_since_the_last_record_and_without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(metrics_module.time, "perf_counter", lambda: now)
+    meter = Meter(torch.device("cpu"))
+    meter.add_step(0, make_loss(), torch.tensor(1.0), torch.tensor([4, 10]))
+    now += 2
+    assert meter.record()["tokens_per_second"] == 5.0
+    restored = Meter(torch.device("cpu"))
+    restored.load_state_dict(json.loads(json.dumps(meter.state_dict())))
+    with restored.paused():
+        now += 60
+    restored.add_step(1, make_loss(), torch.tensor(1.0), torch.tensor([4, 30]))
+    now += 1
+    record = restored.record()
+    assert (record["tokens_per_second"], record["positions_per_second"], record["seconds"]) == (30.0, 4.0, 3.0)
+    assert restored.pause_seconds == 60.0
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_the_first_bad_step_is_remembered_whether_loss_or_gradient(value: float) -> None:
     meter = Meter(torch.device("cpu"))
@@ -86,7 +105,7 @@ def test_the_state_gives_back_the_same_bits_through_json() -> None:
         each.add_step(1, loss, torch.tensor(1.0), torch.tensor([4, 10]))
     records = [meter.record(), restored.record()]
     for record in records:
-        del record["seconds"], record["positions_per_second"]
+        del record["seconds"], record["positions_per_second"], record["tokens_per_second"]
     assert records[0] == records[1]
 
 

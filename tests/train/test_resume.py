@@ -1,6 +1,7 @@
 """Killed and resumed runs, and runs of two processes, against an unbroken run of one: in processes of their own."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -15,11 +16,20 @@ from safetensors.torch import load_file
 from outrider.train.tracking import read_records
 
 from .conftest import DRAFTER, TRAIN, Run
+from .test_run import TIMING
 
 SCRIPTS = Path(__file__).parent
 STEPS = 5
 # Micro batches of unequal label counts, records over several steps, and checkpoints at every one.
 CONFIG = {**TRAIN, "steps": STEPS, "batch_size": 2, "gradient_accumulation": 2, "max_positions": 20, "log_every": 2}
+
+RANDOM_KILLS_CONFIG = {
+    **CONFIG,
+    "steps": 6,
+    "validation_texts": 4,
+    "validation_tokens": 6,
+    "validate_every": 3,
+}
 
 
 def launch(command: list[str], timeout_seconds: float = 120) -> str:
@@ -33,7 +43,7 @@ def launch(command: list[str], timeout_seconds: float = 120) -> str:
 
 def records(folder: Path) -> list[dict[str, Any]]:
     lines = read_records(folder / "train" / "metrics.jsonl")
-    return [{key: value for key, value in line.items() if key not in ("seconds", "positions_per_second")} for line in lines]
+    return [{key: value for key, value in line.items() if key not in TIMING} for line in lines]
 
 
 def test_a_run_killed_at_any_moment_ends_with_the_bits_of_an_unbroken_one(
@@ -56,8 +66,11 @@ def test_a_run_killed_at_any_moment_ends_with_the_bits_of_an_unbroken_one(
         left = sorted(path.name for path in (tmp_path / moment / "train" / "checkpoints").iterdir())
         assert left == ["step-00000004", "step-00000005"], moment
         assert sorted(path.name for path in (tmp_path / moment).iterdir()) == ["drafter", "train"], moment
-    # What a kill may cost is the step in flight.
-    assert {moment: outcome["checkpoint"] for moment, outcome in report.items()} == {
+    # What a kill may cost is the step in flight, and the checkpoint that is being written beside it.
+    lost = {"in the middle of a step", "between a record and its checkpoint"}
+    checkpoints = {moment: outcome["checkpoint"] for moment, outcome in report.items()}
+    assert all(checkpoints[moment] in (1, 2) for moment in lost)
+    assert checkpoints | dict.fromkeys(lost, 2) == {
         "before the first checkpoint": 0,
         "in the middle of a step": 2,
         "between a record and its checkpoint": 2,
@@ -68,6 +81,55 @@ def test_a_run_killed_at_any_moment_ends_with_the_bits_of_an_unbroken_one(
         "with half a drafter": 5,
         "before the summary": 5,
     }
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_kills_at_random_moments_leave_no_trace(
+    processes: int, tiny_target_dir: Path, shards_dir: Path, tmp_path: Path
+) -> None:
+    """More of them: OUTRIDER_KILLS=20 in the environment."""
+    if processes > 1 and not torch.distributed.is_available():
+        pytest.skip("this torch is built without torch.distributed")
+    kills = math.ceil(int(os.environ.get("OUTRIDER_KILLS", "6")) / 2)
+    drafter = {**DRAFTER, "kind": "dropout", "exit_width": 128}
+    folders = [str(tiny_target_dir), str(shards_dir), str(tmp_path)]
+    script = str(SCRIPTS / "random_kills.py")
+    options = [json.dumps(RANDOM_KILLS_CONFIG), json.dumps(drafter), str(processes), str(kills)]
+    launch([script, *folders, *options], timeout_seconds=60 * kills)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert len(report["kills"]) == kills
+    expected = records(tmp_path / "unbroken")
+    assert [record["step"] for record in expected] == [2, 3, 3, 4, 6, 6]
+    for number, kill in enumerate(report["kills"]):
+        folder = tmp_path / f"kill-{number}"
+        assert records(folder) == expected, kill
+        for file in ("drafter/model.safetensors", "train/best/model.safetensors", "train/best/best.json"):
+            assert (folder / file).read_bytes() == (tmp_path / "unbroken" / file).read_bytes(), (file, kill)
+        assert not list((folder / "train").rglob(".*")), kill
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without torch.distributed")
+def test_sigterm_waits_for_the_write_and_one_process_goes_on_with_the_texts_of_two(
+    tiny_target_dir: Path, shards_dir: Path, tmp_path: Path, run_train: Callable[..., Run]
+) -> None:
+    base = {**TRAIN, "steps": 8, "num_threads": 1}
+    for_two, for_one = (
+        {**base, "batch_size": 2, "gradient_accumulation": 2},
+        {**base, "batch_size": 4, "gradient_accumulation": 2},
+    )
+    folders = [str(tiny_target_dir), str(shards_dir), str(tmp_path / "both")]
+    script = str(SCRIPTS / "other_processes.py")
+    report = json.loads(launch([script, *folders, *map(json.dumps, (for_two, for_one, DRAFTER))]))
+    assert report["codes"] == [143, 143]
+    steps = [int(name.removeprefix("step-")) for name in report["left"]]
+    assert len(steps) == 2
+    assert 2 <= steps[-1] < 8, "nothing half-written is left, and the step of the signal is saved"
+    run_train("one", **for_one)
+    pairs = list(zip(records(tmp_path / "both"), records(tmp_path / "one"), strict=True))
+    assert len(pairs) == 8
+    for ours, theirs in pairs:
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+        assert ours["tokens_seen"] == theirs["tokens_seen"]
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without torch.distributed")

@@ -32,7 +32,7 @@ from outrider.train.tracking import read_records
 from .conftest import TRAIN, Run, no_file_above, write_shards
 
 RunTrain = Callable[..., Run]
-TIMING = {"seconds", "positions_per_second"}
+TIMING = {"seconds", "positions_per_second", "tokens_per_second"}
 
 
 def weights(run: Run) -> dict[str, torch.Tensor]:
@@ -252,7 +252,7 @@ def test_a_drafter_is_told_of_the_last_tenth_whatever_was_logged_and_interrupted
     assert last["loss"] == float(unbroken.sums.sum() / unbroken.counts.sum())
 
 
-@pytest.mark.parametrize("limit", [20_000, 50_000], ids=["weights", "optimizer"])
+@pytest.mark.parametrize("limit", [20_000, 50_000])
 def test_a_full_disk_is_a_clear_error_and_the_last_checkpoint_is_kept(
     run_train: RunTrain, spy: Any, tmp_path: Path, limit: int
 ) -> None:
@@ -265,6 +265,12 @@ def test_a_full_disk_is_a_clear_error_and_the_last_checkpoint_is_kept(
         run_train(drafter={"kind": "spy"})
     assert [path.name for path in sorted(checkpoints.iterdir())] == ["step-00000002", "step-00000003"]
     run_train(drafter={"kind": "spy"})
+
+
+def test_a_step_that_sigterm_could_not_save_is_not_called_saved(run_train: RunTrain, spy: Any) -> None:
+    spy.on_loss = staticmethod(lambda call, batch: os.kill(os.getpid(), signal.SIGTERM) or 0.0 if call == 3 else 0.0)
+    with no_file_above(20_000), pytest.raises(OSError, match=r"checkpoint of step 3 .*last complete checkpoint is none"):
+        run_train(drafter={"kind": "spy"}, checkpoint_every=100)
 
 
 def test_bad_shards_are_refused_before_any_work(

@@ -2,14 +2,16 @@
 
 import json
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from outrider.train import tracking
 from outrider.train.config import TrainConfig
-from outrider.train.tracking import Tracker, read_records
+from outrider.train.tracking import Tracker, read_records, require_tracker
 
 from .conftest import no_file_above
 
@@ -93,3 +95,90 @@ def test_the_real_wandb_works_without_a_network(tmp_path: Path, mode: str, monke
     assert write(tmp_path, 1, 2, tracker="wandb", wandb_mode=mode) == [1, 2]
     assert len(list(tmp_path.glob("wandb/offline-run-*/*.wandb"))) == (1 if mode == "offline" else 0)
     json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
+
+
+def events(directory: Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard would show: step and value, by name."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accumulator = EventAccumulator(str(directory / "tensorboard"))
+    accumulator.Reload()
+    names = accumulator.Tags()["scalars"]
+    return {name: [(event.step, event.value) for event in accumulator.Scalars(name)] for name in names}
+
+
+def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path) -> None:
+    write(tmp_path, 1, 2, 3, tracker="tensorboard")
+    time.sleep(1.1)  # TensorBoard reads event files in the order of their names, which hold the second
+    write(tmp_path, 3, 4, resume=2, tracker="tensorboard")
+    shown = events(tmp_path)
+    assert [step for step, _ in shown["loss"]] == [1, 2, 3, 4]
+    assert shown["loss"][1][1] == 0.5
+    assert [value for _, value in shown["accuracy_by_depth/depth1_top2"]] == [0.75] * 4
+    assert "step" not in shown
+
+
+def test_both_trackers_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    assert write(tmp_path, 1, tracker="wandb+tensorboard", wandb_mode="disabled") == [1]
+    assert list((tmp_path / "tensorboard").iterdir())
+    assert (tmp_path / "wandb_run_id").exists()
+
+
+def test_a_tracker_whose_package_is_absent_is_told_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TrainConfig(steps=1, tracker="wandb+tensorboard")
+    require_tracker(config)
+    find_spec = tracking.importlib.util.find_spec
+    monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: None if name == "tensorboard" else find_spec(name))
+    with pytest.raises(ValueError, match=r"the package tensorboard isn't installed; pip install 'outrider\[tensorboard\]'"):
+        require_tracker(config)
+    require_tracker(TrainConfig(steps=1, tracker="wandb"))
+
+
+@pytest.mark.parametrize("fails_in", ["log", "finish"])
+def test_a_tracker_that_fails_is_told_once_and_the_records_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails_in: str
+) -> None:
+    calls: list[int] = []
+
+    class Unreachable:
+        def __init__(self, *_: Any) -> None: ...
+
+        def log(self, step: int, scalars: Any) -> None:
+            calls.append(step)
+            if fails_in == "log" and step == 2:
+                raise ConnectionError("no route to host")
+
+        def finish(self, *, failed: bool) -> None:
+            if fails_in == "finish":
+                raise TimeoutError("no answer")
+
+    monkeypatch.setitem(tracking.SINKS, "wandb", Unreachable)
+    assert write(tmp_path, 1, 2, 3, 4, tracker="wandb+tensorboard") == [1, 2, 3, 4]
+    (warning,) = caplog.records
+    words = "wandb fails (ConnectionError: no route" if fails_in == "log" else "wandb fails (TimeoutError: no answer)"
+    assert words in warning.message
+    assert calls == ([1, 2] if fails_in == "log" else [1, 2, 3, 4])
+    assert [step for step, _ in events(tmp_path)["loss"]] == [1, 2, 3, 4], "the other tracker goes on"
+
+
+# TensorBoard's thread tells its error to whom it may concern, too.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_full_disk_for_event_files_does_not_end_the_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = TrainConfig(steps=9, tracker="tensorboard")
+    with Tracker(tmp_path, config, {}, step=0, active=True) as tracker, no_file_above(4_000):
+        for step in range(1, 41):
+            tracker.log({"step": step, "loss": 0.5, "grad_norm": 0.1, "learning_rate": 0.1})
+    assert [record["step"] for record in read_records(tmp_path / "metrics.jsonl")] == list(range(1, 41))
+    assert sum("tensorboard fails" in record.message for record in caplog.records) == 1
+
+
+def test_wandb_that_cannot_start_is_told_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Error(Exception): ...
+
+    def init(**_: Any) -> Any:
+        raise Error("api_key not configured")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, errors=SimpleNamespace(Error=Error)))
+    with pytest.raises(ValueError, match=r"can't start \(api_key not configured\); log in, or set train\.wandb_mode=offline"):
+        write(tmp_path, 1, tracker="wandb")

@@ -1,0 +1,58 @@
+"""For the scripts that kill trainings: processes that are forked from one that has imported all that is slow, and a drafter
+whose training draws random numbers."""
+
+import os
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from outrider.data.types import DrafterBatch
+from outrider.models.drafters.objective import Objective
+from outrider.models.drafters.redrafter import Redrafter
+from outrider.models.interfaces import Loss
+
+
+class DropoutDrafter(Redrafter):
+    """A ReDrafter with dropout: resuming must restore the random numbers too. Counts its losses."""
+
+    calls = 0
+
+    def loss(self, batch: DrafterBatch, objective: Objective) -> Loss:
+        DropoutDrafter.calls += 1
+        hidden_states = torch.nn.functional.dropout(batch.hidden_states, 0.1, self.training)
+        return super().loss(replace(batch, hidden_states=hidden_states), objective)
+
+
+def fork(processes: int, work: Callable[[], Any]) -> list[int]:
+    """Do the work in so many processes, which torch.distributed joins if they are several; returns their ids."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    pids = []
+    for rank in range(processes):
+        pid = os.fork()
+        if pid == 0:
+            if processes > 1:
+                launch = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "MASTER_PORT": port}
+                os.environ.update({key: str(value) for key, value in launch.items()}, MASTER_ADDR="127.0.0.1")
+            code: Any = 1
+            try:
+                work()
+                code = 0
+            except SystemExit as stopped:
+                code = stopped.code
+            finally:
+                if code == 1:
+                    sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+                os._exit(code)
+        pids.append(pid)
+    return pids
+
+
+def ends(pids: list[int]) -> list[int]:
+    """Wait for processes; returns their exit codes (negative: the signal that ended one)."""
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]

@@ -1,0 +1,95 @@
+"""Trains, kills the training with SIGKILL at a random moment, and trains on, again and again; run by test_resume.py.
+
+python random_kills.py TARGET SHARDS OUTPUT 'JSON of TrainConfig' 'JSON of the drafter' PROCESSES KILLS [SEED]
+
+An unbroken training goes to OUTPUT/unbroken, each one that is killed and resumed to OUTPUT/kill-NUMBER. OUTPUT/report.json
+tells of each kill, the seconds after the file of records was there, the step of the last complete checkpoint, and whether
+another was half-written. Processes of a training are forked from one that has imported all that is slow, and killed within
+milliseconds of each other, in random order.
+"""
+
+import gc
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from forked import DropoutDrafter, ends, fork
+
+from outrider.models.config import TargetConfig
+from outrider.models.drafters import DRAFTERS
+from outrider.models.target import load_target
+from outrider.train.checkpoint import latest_checkpoint
+from outrider.train.config import TrainConfig
+from outrider.train.run import train
+
+TARGET, SHARDS, OUTPUT = map(Path, sys.argv[1:4])
+CONFIG, DRAFTER = TrainConfig(**json.loads(sys.argv[4])), json.loads(sys.argv[5])
+PROCESSES, KILLS = int(sys.argv[6]), int(sys.argv[7])
+RANDOM = Random(int(sys.argv[8]) if len(sys.argv) > 8 else None)
+GAP_SECONDS = 0.02
+"""Most time between the kills of two processes of one training."""
+
+
+def start(name: str, target: Any) -> list[int]:
+    folder = OUTPUT / name
+    return fork(
+        PROCESSES,
+        lambda: train(CONFIG, DRAFTER, target, SHARDS, folder / "train", folder / "drafter", Accelerator(cpu=PROCESSES == 1)),
+    )
+
+
+def begun(name: str) -> float:
+    """Wait until the training writes records, and tell when that was."""
+    deadline = time.perf_counter() + 60
+    while not (OUTPUT / name / "train" / "metrics.jsonl").exists():
+        assert time.perf_counter() < deadline, f"{name} doesn't begin"
+        time.sleep(0.001)
+    return time.perf_counter()
+
+
+def main() -> None:
+    torch.set_num_threads(1)  # no pool of threads that a fork would lose
+    DRAFTERS["dropout"] = DropoutDrafter
+    target = load_target(TargetConfig(name_or_path=str(TARGET), dtype="float32"), torch.device("cpu"))
+    gc.freeze()  # spares every child a walk over what the imports left
+    pids = start("unbroken", target)
+    started = begun("unbroken")
+    assert ends(pids) == [0] * PROCESSES
+    seconds = time.perf_counter() - started
+    kills: list[dict[str, Any]] = []
+    trials = 0
+    while len(kills) < KILLS:
+        trials += 1
+        assert trials <= 3 * KILLS, "trainings end before they are killed"
+        name = f"kill-{len(kills)}"
+        pids = start(name, target)
+        started, delay = begun(name), RANDOM.uniform(0, seconds)
+        time.sleep(delay)
+        for pid in RANDOM.sample(pids, len(pids)):
+            os.kill(pid, signal.SIGKILL)
+            time.sleep(RANDOM.uniform(0, GAP_SECONDS))
+        if -signal.SIGKILL not in ends(pids):
+            (OUTPUT / name).rename(OUTPUT / f"too-late-{trials}")
+            continue
+        checkpoints = OUTPUT / name / "train" / "checkpoints"
+        last = latest_checkpoint(checkpoints)
+        kills.append(
+            {
+                "after_seconds": delay,
+                "checkpoint": int(last.name.removeprefix("step-")) if last else 0,
+                "half_written": bool(list(checkpoints.glob(".*.partial"))),
+            }
+        )
+        assert ends(start(name, target)) == [0] * PROCESSES, name
+    report = {"processes": PROCESSES, "unbroken_seconds": seconds, "kills": kills}
+    (OUTPUT / "report.json").write_text(json.dumps(report, indent=1))
+
+
+main()

@@ -1,0 +1,117 @@
+"""The drafter that decoding measured best."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from outrider.models.drafters import build_drafter, load_drafter
+from outrider.models.hf_target import HFTarget
+from outrider.models.interfaces import TrainableDrafter
+from outrider.train import best as best_module
+from outrider.train.best import Best
+
+from .conftest import DRAFTER
+
+
+@pytest.fixture
+def drafter(target: HFTarget) -> TrainableDrafter:
+    return build_drafter(DRAFTER, target)
+
+
+def measured(value: float | None) -> dict[str, Any]:
+    return {"validation_tokens_per_step": value, "validation_loss": 1.0}
+
+
+def add(best: Best, drafter: TrainableDrafter, step: int, value: float | None) -> bool:
+    """Measure a drafter whose weights are all `step`."""
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.fill_(step)
+    best.add(step, measured(value))
+    return best.keep(drafter)
+
+
+def weight_in(folder: Path) -> float:
+    tensors = load_file(folder / "model.safetensors")
+    return float(max(tensor.float().max() for tensor in tensors.values()))
+
+
+def test_a_worse_drafter_never_replaces_the_best_and_that_can_be_loaded(
+    drafter: TrainableDrafter, target: HFTarget, tmp_path: Path
+) -> None:
+    best = Best(tmp_path, target.identity)
+    kept = [add(best, drafter, step, value) for step, value in [(1, None), (2, 1.5), (3, 1.5), (4, 1.7), (5, 1.6), (6, None)]]
+    assert kept == [False, True, True, True, False, False]
+    record = best.record()
+    assert record is not None
+    assert (record.step, record.tokens_per_step, record.validation) == (4, 1.7, measured(1.7))
+    assert weight_in(tmp_path / "best") == 4
+    load_drafter(tmp_path / "best", target)
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
+    assert best.latest == (5, 1.6)
+
+
+@pytest.mark.parametrize("moment", ["before the record", "before the removal", "between removal and renaming"])
+def test_a_kill_leaves_the_old_or_the_new_one(
+    drafter: TrainableDrafter, target: HFTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    best = Best(tmp_path, target.identity)
+    add(best, drafter, 1, 1.5)
+
+    def die(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        if moment == "before the record":
+            patch.setattr(best_module, "write_json", die)
+        elif moment == "before the removal":
+            patch.setattr(best_module.Best, "_rename", die)
+        else:
+            patch.setattr(best_module.os, "replace", lambda a, b: die() if Path(b).name == "best" else shutil.move(a, b))
+        with pytest.raises(KeyboardInterrupt):
+            add(best, drafter, 2, 1.8)
+    expected = 1 if moment == "before the record" else 2
+    resumed = Best(tmp_path, target.identity)
+    record = resumed.record()
+    assert record is not None
+    assert record.step == expected
+    assert weight_in(tmp_path / "best") == expected
+
+
+def test_a_run_that_begins_anew_does_not_leave_the_drafter_of_another(
+    drafter: TrainableDrafter, target: HFTarget, tmp_path: Path
+) -> None:
+    best = Best(tmp_path, target.identity)
+    add(best, drafter, 1, 1.5)
+    best.clear()
+    assert best.record() is None
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("values", "patience", "peaked"),
+    [
+        ([], 1, False),
+        ([1.5], 1, False),
+        ([1.5, 1.6], 1, False),
+        ([1.5, 1.6, 1.6], 1, True),
+        ([1.5, 1.6, 1.55], 2, False),
+        ([1.5, 1.6, 1.55, 1.59], 2, True),
+        ([1.5, 1.6, 1.55, 1.61], 2, False),
+        ([1.5, 1.4, 1.3, 1.2], None, False),
+        ([1.5, None], 1, True),
+    ],
+)
+def test_patience_counts_measurements_without_a_new_best(
+    target: HFTarget, tmp_path: Path, values: list[float | None], patience: int | None, peaked: bool
+) -> None:
+    best = Best(tmp_path, target.identity)
+    for step, value in enumerate(values):
+        best.add(step, measured(value))
+    resumed = Best(tmp_path, target.identity)
+    resumed.load_state_dict(best.state_dict())
+    assert best.has_peaked(patience) == resumed.has_peaked(patience) == peaked

@@ -1,0 +1,227 @@
+"""A training that watches itself: what decoding accepts, spikes, trackers that fail, steps divided otherwise after a resume."""
+
+import json
+import logging
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from outrider.data.types import DrafterBatch
+from outrider.models.drafters import load_drafter
+from outrider.models.hf_target import HFTarget
+from outrider.models.interfaces import Loss, TrainableDrafter
+from outrider.train import spikes as spikes_module
+from outrider.train.checkpoint import complete_checkpoints
+from outrider.train.data import BatchStream
+from outrider.train.tracking import read_records
+from outrider.train.validation import Validation, Validator
+
+from .conftest import Run
+from .test_run import TIMING, assert_close, records, spy, weights
+
+__all__ = ["spy"]
+RunTrain = Callable[..., Run]
+MEASURED = {"validation_texts": 4, "validation_tokens": 4, "validate_every": 2, "steps": 12}
+
+
+@pytest.fixture
+def measure(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
+    """Let measurements give these tokens per step, one after the other; a list gets the number of each."""
+
+    def script(*values: float | None) -> list[int]:
+        taken: list[int] = []
+        loss = Loss(
+            sums=torch.ones(1),
+            counts=torch.ones(3, dtype=torch.long),
+            hits=torch.ones(3, 1, dtype=torch.long),
+            joint_hits=torch.ones(3, dtype=torch.long),
+        )
+
+        def measured(self: Validator, drafter: TrainableDrafter) -> Validation:
+            taken.append(len(taken))
+            return Validation(tokens_per_step=values[len(taken) - 1], loss=loss)
+
+        monkeypatch.setattr(Validator, "__call__", measured)
+        return taken
+
+    return script
+
+
+def summary(run: Run) -> dict[str, Any]:
+    return json.loads((run.train_dir / "summary.json").read_text())
+
+
+def state_of(run: Run, step: int) -> dict[str, torch.Tensor]:
+    """The drafter's weights in the checkpoint of a step."""
+    state = torch.load(run.train_dir / f"checkpoints/step-{step:08d}/state.pt")["model"]
+    return {name.removeprefix("drafter."): value for name, value in state.items()}
+
+
+def is_of_step(run: Run, step: int) -> bool:
+    exported, state = weights(run), state_of(run, step)
+    assert len(exported) >= 4
+    return all(torch.equal(value, state[name]) for name, value in exported.items())
+
+
+def test_the_best_drafter_outlives_its_checkpoint_and_is_what_the_run_leaves(
+    run_train: RunTrain, measure: Any, target: HFTarget
+) -> None:
+    measure(1.5, 1.9, 1.7, 1.6, 1.8, 1.75)
+    run = run_train(**MEASURED, keep_checkpoints=12)
+    assert is_of_step(run, 4)
+    assert not is_of_step(run, 12)
+    assert (summary(run)["drafter_step"], summary(run)["steps"]) == (4, 12)
+    assert summary(run)["validation"]["validation_tokens_per_step"] == 1.9
+    load_drafter(run.train_dir / "best", target)
+    measure(1.5, 1.9, 1.7, 1.6, 1.8, 1.75)
+    few = run_train("few", **MEASURED, keep_checkpoints=1)
+    assert [path.name for path in complete_checkpoints(few.train_dir / "checkpoints")] == ["step-00000012"]
+    assert all(torch.equal(value, weights(run)[name]) for name, value in weights(few).items())
+
+
+def test_another_export_of_a_finished_run_costs_no_step(run_train: RunTrain, measure: Any, spy: Any) -> None:
+    taken = measure(1.5, 1.9, 1.7, 1.6, 1.8, 1.75)
+    run = run_train(**MEASURED, drafter={"kind": "spy"})
+    steps = spy.calls
+    run_train(**MEASURED, drafter={"kind": "spy"}, export="last")
+    assert is_of_step(run, 12)
+    assert summary(run)["drafter_step"] == 12
+    assert summary(run)["validation"]["validation_tokens_per_step"] == 1.75
+    run_train(**MEASURED, drafter={"kind": "spy", "beam_width": 7}, export="best")
+    assert summary(run)["drafter_step"] == 4
+    assert json.loads((run.drafter_dir / "config.json").read_text())["drafter"]["beam_width"] == 7, "it drafts as asked for now"
+    assert (spy.calls, len(taken)) == (steps, 6)
+
+
+def test_training_ends_when_tokens_per_step_have_peaked_and_stays_ended(run_train: RunTrain, measure: Any, spy: Any) -> None:
+    taken = measure(1.5, 1.9, 1.9, 1.6, 1.7, 2.0)
+    options = {**MEASURED, "drafter": {"kind": "spy"}, "log_every": 5, "checkpoint_every": 100, "export": "last"}
+    run = run_train(**options, patience=2)
+    assert (spy.calls, len(taken)) == (8, 4)
+    assert summary(run)["steps"] == 8
+    assert is_of_step(run, 8)
+    lines = read_records(run.train_dir / "metrics.jsonl")
+    assert [line["step"] for line in lines if "loss" in line] == [2, 4, 5, 6, 8]
+    for lost in ("nothing", "summary.json"):  # finished, or killed before its result was written
+        (run.train_dir / lost).unlink(missing_ok=True)
+        run_train(**options, patience=2)
+        assert (spy.calls, len(taken)) == (8, 4), lost
+    run_train(**options, patience=4)
+    assert (spy.calls, len(taken)) == (12, 6), "with more patience it goes on to the end"
+    assert summary(run)["validation"]["validation_tokens_per_step"] == 2.0
+
+
+def test_an_interrupted_run_remembers_its_measurements(run_train: RunTrain, measure: Any, spy: Any) -> None:
+    measure(1.9, 1.5, 1.6)
+    spy.on_loss = staticmethod(lambda call, batch: os.kill(os.getpid(), signal.SIGTERM) or 0.0 if call == 5 else 0.0)
+    with pytest.raises(SystemExit):
+        run_train(**MEASURED, drafter={"kind": "spy"}, patience=2, log_every=5)
+    measure(1.6)
+    run = run_train(**MEASURED, drafter={"kind": "spy"}, patience=2)
+    assert summary(run)["steps"] == 6
+    assert summary(run)["drafter_step"] == 2
+    steps = [line["step"] for line in read_records(run.train_dir / "metrics.jsonl") if "validation_loss" in line]
+    assert steps == [2, 4, 6]
+
+
+def test_a_run_that_begins_anew_forgets_the_best_of_the_one_before(run_train: RunTrain, measure: Any) -> None:
+    measure(1.5, 1.9, 1.7, 1.6, 1.8, 1.75)
+    run = run_train(**MEASURED)
+    for folder in (run.train_dir / "checkpoints", run.drafter_dir):
+        for path in sorted(folder.rglob("*"), reverse=True):
+            path.rmdir() if path.is_dir() else path.unlink()
+    (run.train_dir / "summary.json").unlink()
+    measure(1.0, 1.1, 1.2, 1.3, 1.4, 1.2)
+    run = run_train(**MEASURED, seed=1)
+    assert summary(run)["drafter_step"] == 10
+
+
+@pytest.fixture
+def short_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spikes_module, "LEAST", 5)
+
+
+def spiked(call: int, batch: DrafterBatch) -> float:
+    return 1000.0 if call == 8 else 0.0
+
+
+@pytest.mark.usefixtures("short_memory")
+def test_a_spike_is_told_with_step_and_texts_and_training_goes_on(
+    run_train: RunTrain, spy: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    spy.on_loss = staticmethod(spiked)
+    with caplog.at_level(logging.WARNING):
+        run = run_train(steps=12, log_every=6, drafter={"kind": "spy"}, checkpoint_every=100)
+    (told,) = [record.message for record in caplog.records if "spike" in record.message]
+    assert "at step 8, whose texts are text-" in told
+    assert told.count("text-") == 4
+    assert summary(run)["steps"] == 12
+
+
+@pytest.mark.usefixtures("short_memory")
+def test_a_spike_stops_the_run_where_that_is_asked_for_and_nothing_is_saved_after_it(run_train: RunTrain, spy: Any) -> None:
+    spy.on_loss = staticmethod(spiked)
+    options = {"steps": 12, "log_every": 6, "drafter": {"kind": "spy"}, "checkpoint_every": 3}
+    with pytest.raises(ValueError, match=r"spike of \d.* at step 8, whose texts are text-.*step-00000006.*on_spike=warn"):
+        run_train(**options, on_spike="stop")
+    spy.calls = 6
+    run = run_train(**options, on_spike="warn")
+    assert summary(run)["steps"] == 12, "the remedy works"
+
+
+def test_the_same_texts_divided_otherwise_go_on_to_the_same_drafter(
+    run_train: RunTrain, spy: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    unbroken = run_train("unbroken", drafter={"kind": "spy"}, batch_size=4)
+    spy.calls = 0
+    spy.on_loss = staticmethod(lambda call, batch: os.kill(os.getpid(), signal.SIGTERM) or 0.0 if call == 3 else 0.0)
+    with pytest.raises(SystemExit):
+        run_train("broken", drafter={"kind": "spy"}, batch_size=4)
+    run = run_train("broken", drafter={"kind": "spy"}, batch_size=2, gradient_accumulation=2)
+    assert_close(run, unbroken)
+    assert records(run)[-1]["tokens_seen"] == records(unbroken)[-1]["tokens_seen"]
+    (told,) = [record.message for record in caplog.records if "the run goes on with" in record.message]
+    assert (
+        "1 process x gradient_accumulation 2 x batch_size 2, where it was 1 process x gradient_accumulation 1 x batch_size 4"
+        in told
+    )
+    assert "every step still reads the same 4 texts" in told
+    with pytest.raises(ValueError, match=r"train\.batch_size was 2 and is 8"):
+        run_train("broken", drafter={"kind": "spy"}, batch_size=8)
+
+
+def test_other_texts_per_step_go_on_at_the_same_text(
+    run_train: RunTrain, spy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    spy.on_loss = staticmethod(lambda call, batch: os.kill(os.getpid(), signal.SIGTERM) or 0.0 if call == 3 else 0.0)
+    with pytest.raises(SystemExit):
+        run_train(drafter={"kind": "spy"}, batch_size=4)
+    # As if two processes had made the three steps: 24 texts, the 22 of the first epoch and two of the second.
+    (*_, last) = complete_checkpoints(tmp_path / "run/train/checkpoints")
+    marker = json.loads((last / "complete.json").read_text())
+    marker["num_processes"] = marker["run"]["num_processes"] = 2
+    marker["examples_read"] = 24
+    (last / "complete.json").write_text(json.dumps(marker))
+    read: list[int] = []
+    rows = BatchStream._rows
+    monkeypatch.setattr(BatchStream, "_rows", lambda self, start, count: read.append(start) or rows(self, start, count))
+    run = run_train(drafter={"kind": "spy"}, batch_size=4)
+    assert read == [24, 28, 32]
+    (told,) = [record.message for record in caplog.records if "the run goes on with" in record.message]
+    assert "a step reads 4 texts and no longer 8; the order stays, from text 3 of epoch 2 on" in told
+    assert "the 3 steps left read 12 texts and not 24" in told
+    assert summary(run)["steps"] == 6
+
+
+def test_a_write_in_the_background_changes_no_bit(run_train: RunTrain) -> None:
+    apart, at_once = run_train("apart"), run_train("at_once", checkpoint_in_background=False)
+    assert records(apart) == records(at_once)
+    ours, theirs = (load_file(run.drafter_dir / "model.safetensors") for run in (apart, at_once))
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+    assert TIMING.isdisjoint(records(apart)[0])

@@ -1,0 +1,98 @@
+"""The drafter that decoding measured best: kept apart from the checkpoints, and the reason to stop early."""
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..data.files import parse_dataclass, read_json, write_json
+from ..data.manifest import TargetIdentity
+from ..models.drafters import save_drafter
+from ..models.interfaces import TrainableDrafter
+
+BEST_DIR = "best"
+RECORD_FILE = "best.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BestRecord:
+    """What `best.json` holds: which step the drafter beside it is of, and what was measured then."""
+
+    step: int
+    tokens_per_step: float
+    validation: dict[str, Any]
+
+
+class Best:
+    """The measurements of a run, and the folder of the drafter that has the highest tokens per step of them.
+
+    The folder is complete at any moment but one: between the removal of the old and the renaming of the new, which then lies
+    beside it under its temporary name and gets its own when it is next looked for.
+    """
+
+    def __init__(self, output_dir: Path, target: TargetIdentity) -> None:
+        self.directory = output_dir / BEST_DIR
+        self._partial = output_dir / f".{BEST_DIR}.partial"
+        self._target = target
+        self._measured: list[tuple[int, float | None]] = []
+        self.validation: dict[str, Any] | None = None
+        """The record of the last measurement."""
+
+    def add(self, step: int, validation: Mapping[str, Any]) -> None:
+        """Take in what was measured after a step."""
+        self._measured.append((step, validation["validation_tokens_per_step"]))
+        self.validation = dict(validation)
+
+    def keep(self, drafter: TrainableDrafter) -> bool:
+        """Put the drafter into the folder unless the one there is better; returns whether it was put there. Main process only.
+
+        Of two that are equal the later one is kept: it has learned more. A drafter of which no step was measured is none.
+        """
+        step, tokens_per_step = self._measured[-1]
+        kept = self.record()
+        if tokens_per_step is None or (kept is not None and kept.tokens_per_step > tokens_per_step):
+            return False
+        shutil.rmtree(self._partial, ignore_errors=True)
+        save_drafter(drafter, self._partial, self._target)
+        assert self.validation is not None
+        record = BestRecord(step=step, tokens_per_step=tokens_per_step, validation=self.validation)
+        write_json(self._partial / RECORD_FILE, asdict(record))  # last: it says that the drafter is there
+        self._rename()
+        return True
+
+    def record(self) -> BestRecord | None:
+        """What is said of the drafter in the folder, where there is one."""
+        if (self._partial / RECORD_FILE).is_file():
+            self._rename()
+        path = self.directory / RECORD_FILE
+        return parse_dataclass(BestRecord, read_json(path), path) if path.is_file() else None
+
+    def clear(self) -> None:
+        """Remove the folder, for a run that begins anew."""
+        for path in (self.directory, self._partial):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _rename(self) -> None:
+        shutil.rmtree(self.directory, ignore_errors=True)
+        os.replace(self._partial, self.directory)
+
+    @property
+    def latest(self) -> tuple[int, float] | None:
+        """Step and tokens per step of the last measurement that has any."""
+        return next(((step, value) for step, value in reversed(self._measured) if value is not None), None)
+
+    def has_peaked(self, patience: int | None) -> bool:
+        """Whether the last `patience` measurements were none of them above the best one before them."""
+        values = [0.0 if value is None else value for _, value in self._measured]
+        return patience is not None and len(values) > patience and max(values[-patience:]) <= max(values[:-patience])
+
+    def state_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {"measured": [list(pair) for pair in self._measured], "validation": self.validation}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state_dict`."""
+        self._measured = [(step, value) for step, value in state["measured"]]
+        self.validation = state["validation"]

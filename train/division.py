@@ -1,0 +1,55 @@
+"""How the texts of a step are divided among processes and micro batches, and what it means to go on with another division."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+DIVISION_KEYS = frozenset({"train.batch_size", "train.gradient_accumulation", "num_processes"})
+"""What says it, in the description of a run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Division:
+    """A step's texts: `batch_size` of them in each of `gradient_accumulation` micro batches of each process."""
+
+    batch_size: int
+    gradient_accumulation: int
+    num_processes: int
+
+    @classmethod
+    def of(cls, run: Mapping[str, Any]) -> "Division":
+        """The division of a described run."""
+        train = run["train"]
+        return cls(
+            batch_size=train["batch_size"],
+            gradient_accumulation=train["gradient_accumulation"],
+            num_processes=run["num_processes"],
+        )
+
+    @property
+    def texts_per_step(self) -> int:
+        return self.batch_size * self.gradient_accumulation * self.num_processes
+
+    def may_follow(self, before: "Division") -> bool:
+        """Whether a run may go on so: with the same texts in every step, or else where the number of processes has changed."""
+        return self.texts_per_step == before.texts_per_step or self.num_processes != before.num_processes
+
+    def __str__(self) -> str:
+        processes = "1 process" if self.num_processes == 1 else f"{self.num_processes} processes"
+        return f"{processes} x gradient_accumulation {self.gradient_accumulation} x batch_size {self.batch_size}"
+
+
+def describe_change(before: Division, now: Division, *, step: int, position: int, num_texts: int, steps_left: int) -> str:
+    """What changes for a run that goes on after `step` at text `position` (counted from 0 through all epochs)."""
+    if now.texts_per_step == before.texts_per_step:
+        order = f"every step still reads the same {now.texts_per_step} texts"
+    else:
+        order = (
+            f"a step reads {now.texts_per_step} texts and no longer {before.texts_per_step}; the order stays, from text "
+            f"{position % num_texts + 1} of epoch {position // num_texts + 1} on, and the {steps_left} steps left read "
+            f"{steps_left * now.texts_per_step} texts and not {steps_left * before.texts_per_step}, at unchanged learning rates"
+        )
+    return (
+        f"after step {step} the run goes on with {now}, where it was {before}: {order}. Random numbers (dropout, the positions "
+        "that train.max_positions draws) and the order of sums are others from here on, so it isn't bit for bit the run it was"
+    )

@@ -1,0 +1,64 @@
+"""What a checkpoint says beside weights, optimizer and random numbers, and how a run goes on from it."""
+
+import logging
+
+from accelerate.utils import set_seed
+
+from .checkpoint import latest_checkpoint, remove_incomplete
+from .data import derived_seed
+from .division import Division, describe_change
+from .training import Training
+
+logger = logging.getLogger(__name__)
+
+
+def save_step(training: Training, step: int) -> None:
+    """Take the checkpoint of a step."""
+    state = {
+        "examples_read": training.stream.position(step),
+        "scheduler": training.scheduler.state_dict(),
+        "meter": training.meter.state_dict(),
+        "spikes": training.spikes.state_dict(),
+        "best": training.best.state_dict(),
+        "run": training.run,
+    }
+    training.checkpoints.save(step, state)
+
+
+def resume(training: Training) -> int:
+    """Restore the last complete checkpoint, if there is one; returns the step to go on from."""
+    accelerator, directory = training.accelerator, training.checkpoints.directory
+    if accelerator.is_main_process:
+        remove_incomplete(directory)
+    accelerator.wait_for_everyone()
+    checkpoint = latest_checkpoint(directory)
+    if checkpoint is None:
+        if accelerator.is_main_process:
+            training.best.clear()
+        return 0
+    marker = training.checkpoints.load(checkpoint)
+    training.scheduler.load_state_dict(marker["scheduler"])
+    training.meter.load_state_dict(marker["meter"])
+    training.spikes.load_state_dict(marker["spikes"])
+    training.best.load_state_dict(marker["best"])
+    step, position = int(marker["step"]), int(marker["examples_read"])
+    training.stream.go_on(step, position)
+    logger.info("going on from %s", checkpoint)
+    _take_over_division(training, Division.of(marker["run"]), step, position)
+    return step
+
+
+def _take_over_division(training: Training, before: Division, step: int, position: int) -> None:
+    """Say what it changes where the steps were divided otherwise until now. New processes draw random numbers of their own."""
+    now = Division.of(training.run)
+    if now == before:
+        return
+    steps_left = training.config.steps - step
+    told = describe_change(
+        before, now, step=step, position=position, num_texts=training.stream.num_texts, steps_left=steps_left
+    )
+    if training.accelerator.is_main_process:
+        logger.warning("%s", told)
+    if now.num_processes != before.num_processes:
+        seed = derived_seed(training.config.seed, "resumed", step, training.accelerator.process_index)
+        set_seed(seed % 2**32)
