@@ -3,9 +3,9 @@
     python scripts/adapt_study.py --output benchmarks/adapt_study.json --plot benchmarks/adapt_study.png
 
 The demo's target, which writes Python, is fine-tuned on C++: the headers that come with PyTorch, which lie wherever this runs.
-A ReDrafter of the original target is then adapted to the fine-tuned one as `conf=adapt_demo` says, and others are trained for it
-from fresh weights: for many steps, whose end is the level to reach, and for as few as the adapted one has. For each seed all of
-them learn from the same labels in the same order, and decode the same held-out prompts every few steps: what counts is the
+A ReDrafter of the original target is then adapted to the fine-tuned one as `conf=adapt_demo` says, and others are trained for
+it from fresh weights: for many steps, whose end is the level to reach, and for as few as the adapted one has. For each seed all
+of them learn from the same labels in the same order, and decode the same held-out prompts every few steps: what counts is the
 tokens per step that decoding really has. The unadapted drafter is measured on those prompts too.
 
 Killed and started again it goes on: what is finished is skipped.
@@ -50,7 +50,7 @@ HEADERS = ("c10", "torch/csrc", "ATen/core", "ATen/native")
 """Folders of torch/include that people wrote; much of the rest is generated."""
 HEADER_BYTES = (1_000, 60_000)
 FINE_TUNING_SHARE = 0.5
-SETTING = {"beam_width": 16, "beam_length": 5, "tree_nodes": 40}
+SETTING = {"beam_width": 8, "beam_length": 4, "tree_nodes": 16}
 SHARES = (0.9, 0.95, 1.0)
 """Of the level of a full training, whose steps are told."""
 UNADAPTED = "unadapted"
@@ -88,14 +88,14 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, default=Path("outputs/adapt_study"), help="targets and runs go there")
     parser.add_argument("--drafter", type=Path, default=None, help="a ReDrafter of the demo's target, in place of a new one")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--texts", type=int, default=300, help="texts that a drafter learns from, of either kind")
-    parser.add_argument("--steps", type=int, default=300, help="of a full training")
+    parser.add_argument("--texts", type=int, default=200, help="texts that a drafter learns from, of either kind")
+    parser.add_argument("--steps", type=int, default=200, help="of a full training")
     parser.add_argument("--positions", type=int, default=512, help="labelled positions of a step, at most")
     parser.add_argument("--fine-tuning-steps", type=int, default=80)
     parser.add_argument("--fine-tuning-rate", type=float, default=5e-4)
-    parser.add_argument("--validation-texts", type=int, default=32)
-    parser.add_argument("--validation-tokens", type=int, default=64)
-    parser.add_argument("--validate-every", type=int, default=10)
+    parser.add_argument("--validation-texts", type=int, default=24)
+    parser.add_argument("--validation-tokens", type=int, default=48)
+    parser.add_argument("--validate-every", type=int, default=20, help="steps, in the full training")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--output", type=Path, default=None, help="write a record of the figures")
     parser.add_argument("--plot", type=Path, default=None, help="write the curves as an image")
@@ -196,11 +196,12 @@ def recipes(args: argparse.Namespace, drafter: Path) -> dict[str, dict[str, Any]
     register()
     with initialize_config_module("outrider.conf", version_base="1.3"):
         recipe = compose("config", overrides=["conf=adapt_demo", f"drafter.start_from={drafter}"]).train
-    schedule = {name: recipe[name] for name in ("steps", "learning_rate", "warmup_steps")}
+    schedule = {name: recipe[name] for name in ("steps", "learning_rate", "warmup_steps", "validate_every")}
+    short = {name: schedule[name] for name in ("steps", "validate_every")}
     return {
         "warm": {"drafter": {"start_from": f"'{drafter.resolve()}'"}, "train": schedule},
-        "cold, as short": {"train": {"steps": schedule["steps"]}},
-        "cold": {"train": {"steps": args.steps}},
+        "cold, as short": {"train": short},
+        "cold": {"train": {"steps": args.steps, "validate_every": args.validate_every}},
     }
 
 
@@ -223,7 +224,6 @@ def train_all(run: Path, target: Path, texts: Path, arms: dict[str, dict[str, An
         f"data.path='{texts.resolve()}'",
         f"variants={as_override(variants)}",
         f"train.validation_texts={args.validation_texts}",
-        f"train.validate_every={args.validate_every}",
     )
 
 
@@ -237,7 +237,7 @@ def train_py(folder: Path, args: argparse.Namespace, *overrides: str) -> None:
         f"train.steps={args.steps}",
         f"train.max_positions={args.positions}",
         f"train.validation_tokens={args.validation_tokens}",
-        f"train.log_every={args.validate_every}",  # a record of the tokens seen beside each measurement
+        "train.log_every=1",  # so that beside each measurement stands what has been read
         "train.checkpoint_every=50",
         *(f"drafter.{name}={value}" for name, value in SETTING.items()),
     ]
