@@ -6,7 +6,9 @@ Beside the scripts that import it, since those are run from here and not install
 import time
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from outrider.data.manifest import TargetIdentity
 from outrider.models.hf_target import HFTarget
@@ -50,6 +52,7 @@ def random_llama(shape: dict[str, int], dtype: torch.dtype, device: torch.device
 
 
 def target_of(model: LlamaForCausalLM, **form: bool) -> HFTarget:
+    """The target around a model, in one of the forms of passes that `HFTarget` has."""
     identity = TargetIdentity(
         name="random",
         revision=None,
@@ -58,7 +61,8 @@ def target_of(model: LlamaForCausalLM, **form: bool) -> HFTarget:
         hidden_size=model.config.hidden_size,
         vocab_size=model.config.vocab_size,
     )
-    return HFTarget(model, None, identity, **form)  # type: ignore[arg-type]  # nothing here has a text
+    empty = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE()))  # nothing here has a text
+    return HFTarget(model, empty, identity, **form)
 
 
 def weight_bytes(model: LlamaForCausalLM) -> int:
