@@ -65,7 +65,7 @@ def main() -> None:
     run = args.folder / "adapted"
     arms = recipes(args, drafter)
     train_all(run, args.folder / "target", texts["drafting"], arms, args)
-    figures = [figures_of(run, seed, list(arms), args) for seed in args.seeds]
+    figures = [figures_of(run, seed, list(arms)) for seed in args.seeds]
     for each in figures:
         each[UNADAPTED] = unadapted(run, drafter, args.folder / "target", each["seed"], args)
     record = {
@@ -195,11 +195,11 @@ def recipes(args: argparse.Namespace, drafter: Path) -> dict[str, dict[str, Any]
     """What each way of training changes in the demo's."""
     register()
     with initialize_config_module("outrider.conf", version_base="1.3"):
-        recipe = compose("config", overrides=["conf=adapt_demo", f"drafter.start_from={drafter}"]).train
+        recipe = compose("config", overrides=["conf=adapt_demo"]).train
     schedule = {name: recipe[name] for name in ("steps", "learning_rate", "warmup_steps", "validate_every")}
     short = {name: schedule[name] for name in ("steps", "validate_every")}
     return {
-        "warm": {"drafter": {"start_from": f"'{drafter.resolve()}'"}, "train": schedule},
+        "warm": {"drafter": {"start_from": drafter}, "train": schedule},
         "cold, as short": {"train": short},
         "cold": {"train": {"steps": args.steps, "validate_every": args.validate_every}},
     }
@@ -219,10 +219,10 @@ def train_all(run: Path, target: Path, texts: Path, arms: dict[str, dict[str, An
     train_py(
         run,
         args,
-        f"target.name_or_path='{target.resolve()}'",
+        f"target.name_or_path={as_override(target)}",
         "data.source=text",
-        f"data.path='{texts.resolve()}'",
-        f"variants={as_override(variants)}",
+        f"data.path={as_override(texts)}",
+        f"+variants={as_override(variants)}",
         f"train.validation_texts={args.validation_texts}",
     )
 
@@ -231,7 +231,7 @@ def train_py(folder: Path, args: argparse.Namespace, *overrides: str) -> None:
     common = [
         "conf=demo",
         "stages=[distill,train]",
-        f"output_dir={folder}",
+        f"output_dir={as_override(folder)}",
         f"num_threads={args.threads}",
         f"data.limit={args.texts}",
         f"train.steps={args.steps}",
@@ -249,16 +249,18 @@ def folder_name(arm: str, seed: int) -> str:
 
 
 def as_override(value: Any) -> str:
-    """A dictionary as Hydra's command line has it."""
+    """A dictionary, a path or a plain value as Hydra's command line has it."""
     if isinstance(value, dict):
         return "{" + ",".join(f"{key}:{as_override(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, Path):
+        return "'" + str(value.resolve()).replace("'", r"\'") + "'"
     return str(value)
 
 
 # --- the figures
 
 
-def figures_of(run: Path, seed: int, arms: Sequence[str], args: argparse.Namespace) -> dict[str, Any]:
+def figures_of(run: Path, seed: int, arms: Sequence[str]) -> dict[str, Any]:
     """The curve of each way, and the steps and tokens that it took to the level of the full training."""
     curves = {arm: curve(run / "variants" / folder_name(arm, seed) / "train" / METRICS_FILE) for arm in arms}
     level = curves["cold"][-1]["tokens_per_step"]
