@@ -32,7 +32,7 @@ TINY = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 1024,
 }
-MATRIX_SIZES = {True: (4096, 8192, 16384), False: (512, 1024)}
+MATRIX_SIZES = {True: (4096, 8192, 16384), False: (256, 512)}
 """On CUDA, and elsewhere."""
 
 

@@ -152,17 +152,16 @@ def run_kind(kind: str, target: HFTarget, args: argparse.Namespace, deadline: fl
         key=lambda case: (case.num_tokens, case.seq),
     )
     measure: Measure | None = None
-    slowest = 0.0  # seconds of a case per token of it, as far as it is known
+    expected = 0.0  # seconds of a case per token, as far as the one before tells
     for case in todo:
-        begun = time.perf_counter()
-        if begun + slowest * case.num_tokens > deadline:
+        if time.perf_counter() + expected * case.num_tokens > deadline:
             yield "skipped", dataclasses.asdict(case)
             continue
         try:
             measure = measure or make_measure(kind, target, args, deadline)
-            begun = time.perf_counter()
-            yield "rows", dataclasses.asdict(case) | measure(case)
-            slowest = (time.perf_counter() - begun) / case.num_tokens
+            row = measure(case)
+            expected = (row["seconds"] + row.get("target_seconds", 0)) * (args.warm_up + args.steps) / case.num_tokens
+            yield "rows", dataclasses.asdict(case) | row
         except RuntimeError as error:
             text = "out of memory: " if isinstance(error, torch.OutOfMemoryError) else ""
             yield "failed", dataclasses.asdict(case) | {"error": text + str(error)[:300]}
