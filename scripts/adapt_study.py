@@ -311,14 +311,16 @@ def unadapted(run: Path, drafter: Path, target_dir: Path, seed: int, args: argpa
 
 
 def table(figures: Sequence[dict[str, Any]]) -> str:
-    """Steps to reach shares of the full training's level, in Markdown."""
+    """Steps, and tokens of text read in them, to reach shares of the full training's level, in Markdown."""
     lines = [
-        "| start | seed | at once | steps to 90 % | to 95 % | to 100 % | at the end, tokens per step |",
+        "| start | seed | at once | steps (tokens) to 90 % | to 95 % | to 100 % | at the end, tokens per step |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for each in figures:
         for arm, points in each["reached"].items():
-            steps = [str(point["step"]) if point else "not reached" for point in points.values()]
+            steps = [
+                f"{point['step']} ({point['text_tokens'] / 1000:.0f}k)" if point else "not reached" for point in points.values()
+            ]
             at_once = f"{each[UNADAPTED]:.2f}" if arm == "warm" else "-"
             last = each["curves"][arm][-1]
             end = f"{last['tokens_per_step']:.2f} after {last['step']}"
@@ -370,7 +372,7 @@ def plot(record: dict[str, Any], path: Path) -> None:
     axes.set_ylabel("tokens per step, decoding held-out prompts")
     axes.set_title("Adapting a ReDrafter after its target was fine-tuned from Python to C++", loc="left", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="lower right", frameon=False, fontsize=9)
+    axes.legend(loc="center right", frameon=False, fontsize=9)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
