@@ -155,7 +155,7 @@ class TrainableDrafter(nn.Module, ABC):
 
     @property
     def wants_token_counts(self) -> bool:
-        """Whether the drafter has a reduced vocabulary, which `choose_draft_vocabulary` fills before training."""
+        """Whether the drafter has a reduced vocabulary that isn't chosen yet: `choose_draft_vocabulary` does that first."""
         return False
 
     def choose_draft_vocabulary(self, token_counts: Int[torch.Tensor, " vocab"]) -> None:

@@ -1,16 +1,20 @@
 """Recipes for real targets and the demos of every kind, through all stages on tiny stand-ins for target, data and prompts."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 from hydra import compose, initialize_config_module
 
 from outrider.cli.config import register, to_run_config
 from outrider.cli.run import run
 
 CONF = Path(__file__).parents[1] / "conf"
-RECIPES = sorted(path.stem for path in (CONF / "conf").glob("*.yaml") if not path.stem.endswith("demo"))
+RECIPES = sorted(
+    path.stem for path in (CONF / "conf").glob("*.yaml") if not path.stem.startswith("adapt") and not path.stem.endswith("demo")
+)
 DEMOS = sorted(path.stem for path in (CONF / "drafter").glob("*_demo.yaml"))
 
 # Sizes alone: what a recipe says of objectives, labels and trees stays as it is.
@@ -86,6 +90,27 @@ def test_the_demo_runs_with_every_kind(tiny_target_dir: Path, questions: Path, t
     sizes = SMALL_DEMOS.get(demo, [])
     methods = run_here(tmp_path, tiny_target_dir, questions, "conf=demo", f"drafter={demo}", data, *sizes)
     assert len(methods) > 2
+
+
+def test_a_drafter_is_adapted_to_a_target_that_has_changed(
+    tiny_target_dir: Path, conversations: Path, questions: Path, tmp_path: Path
+) -> None:
+    data = [f"data.path={conversations}", "data.file=null", "target.dtype=float32"]
+    run_here(tmp_path / "before", tiny_target_dir, questions, "conf=medusa_vicuna7b", "eval.settings=[{}]", *data)
+    changed = shutil.copytree(tiny_target_dir, tmp_path / "changed")
+    weights = safetensors.torch.load_file(changed / "model.safetensors")
+    weights = {name: tensor * 1.01 for name, tensor in weights.items()}
+    safetensors.torch.save_file(weights, changed / "model.safetensors", metadata={"format": "pt"})
+    start = f"drafter.start_from={tmp_path / 'before' / 'drafter'}"
+    held_out = ["train.validation_texts=1", "train.validation_tokens=8", "train.validate_every=1"]
+    methods = run_here(
+        tmp_path / "after", changed, questions, "conf=[medusa_vicuna7b,adapt]", start, "eval.settings=[{}]", *data, *held_out
+    )
+    assert len(methods) == 2
+    assert methods[1].startswith("medusa")
+    before, after = (json.loads((tmp_path / name / "drafter" / "config.json").read_text()) for name in ("before", "after"))
+    assert before["drafter"] == after["drafter"]
+    assert before["target"]["weights_sha256"] != after["target"]["weights_sha256"]
 
 
 def test_recipes_and_demos_are_there() -> None:

@@ -20,7 +20,7 @@ import torch
 from ...data.files import atomic_write_bytes, read_json, write_json
 from ..hf_target import HFTarget
 from ..interfaces import TrainableDrafter
-from .checkpoint import CONFIG_FILE, WEIGHTS_FILE, read_weights
+from .files import CONFIG_FILE, WEIGHTS_FILE, read_weights
 from .redrafter import Redrafter, RedrafterConfig
 from .registry import kind_of, parse_runtime_config
 

@@ -1,4 +1,4 @@
-"""Drafter checkpoints: a directory with `config.json` and `model.safetensors`, read strictly, and maybe `training.json`."""
+"""Drafter checkpoints: a directory with `config.json` and `model.safetensors` (see `files`), and maybe `training.json`."""
 
 import logging
 import math
@@ -7,32 +7,18 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import safetensors.torch
-import torch
 
 from ...data.files import atomic_write_bytes, parse_dataclass, read_json, write_json
 from ...data.manifest import TargetIdentity
 from ..hf_target import HFTarget
 from ..interfaces import TrainableDrafter
-from .registry import DRAFTERS, kind_of, parse_runtime_config
+from .files import CONFIG_FILE, FORMAT_VERSION, WEIGHTS_FILE, DrafterFile, read_drafter_config
+from .registry import drafter_of_weights, kind_of, parse_runtime_config
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1
-CONFIG_FILE, WEIGHTS_FILE, TRAINING_FILE = "config.json", "model.safetensors", "training.json"
-MOST_PROBLEMS = 5
-"""Named in one message."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrafterFile:
-    """What `config.json` holds: which drafter, with which options, for which target."""
-
-    format_version: int
-    kind: str
-    drafter: dict[str, Any]
-    target: TargetIdentity
+TRAINING_FILE = "training.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,25 +69,6 @@ def change_options(directory: Path, options: Mapping[str, Any]) -> bool:
     return True
 
 
-def read_drafter_config(directory: Path) -> DrafterFile:
-    """What a drafter's directory says of itself, without touching the weights.
-
-    Raises ValueError where the directory holds no drafter of this format, or a key is missing or unknown.
-    """
-    path = directory / CONFIG_FILE
-    if not path.is_file():
-        raise ValueError(
-            f"{directory} holds no drafter: it has no {CONFIG_FILE}; give the `drafter/` folder of a finished training"
-        )
-    config = parse_dataclass(DrafterFile, read_json(path), path)
-    if config.format_version != FORMAT_VERSION:
-        raise ValueError(
-            f"{path} has format {config.format_version}, and this version of outrider reads format {FORMAT_VERSION}; "
-            "save the drafter again with this version, or read it with the one that wrote it"
-        )
-    return config
-
-
 def load_drafter(directory: Path, target: HFTarget, **runtime_options: Any) -> TrainableDrafter:
     """The drafter of a directory, bound to `target`, in its device and dtype, ready to draft.
 
@@ -112,15 +79,7 @@ def load_drafter(directory: Path, target: HFTarget, **runtime_options: Any) -> T
     saved = read_drafter_config(directory)
     _require_fitting_target(directory, saved.target, target.identity)
     kind, config = parse_runtime_config({"kind": saved.kind, **saved.drafter}, runtime_options)
-    try:
-        with torch.device("meta"):  # shapes only: a config of absurd sizes must not take the memory for them
-            shapes = DRAFTERS[kind].for_target(config, target).state_dict()
-    except RuntimeError as error:
-        raise ValueError(f"a drafter of the sizes in {directory / CONFIG_FILE} can't be made ({error})") from error
-    tensors = read_weights(directory / WEIGHTS_FILE, shapes)
-    drafter = DRAFTERS[kind].for_target(config, target)
-    drafter.load_state_dict(tensors)
-    drafter.check_weights()
+    drafter = drafter_of_weights(kind, config, directory, target)
     for parameter in drafter.parameters():  # not buffers: rotary frequencies in 16 bits would lose a long text's positions
         parameter.data = parameter.data.to(target.dtype)
     return drafter.to(device=target.device).eval().requires_grad_(False)
@@ -137,29 +96,3 @@ def _require_fitting_target(directory: Path, trained_for: TargetIdentity, target
             f"the drafter in {directory} was trained for {trained_for.name} and doesn't fit {target.name}: "
             f"{'; '.join(problems)}. Evaluate it with its own target, or train one for this target"
         )
-
-
-def read_weights(path: Path, expected: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of a file, which must have the names, shapes and kinds of number of `expected`."""
-    if not path.is_file():
-        raise ValueError(f"{path} is missing; the drafter's export is incomplete: copy or export it again")
-    try:
-        tensors = safetensors.torch.load_file(path)
-    except safetensors.SafetensorError as error:
-        raise ValueError(f"{path} is damaged ({error}); copy or export the drafter again") from error
-    problems = [f"missing {name}" for name in sorted(expected.keys() - tensors.keys())]
-    problems += [f"unknown {name}" for name in sorted(tensors.keys() - expected.keys())]
-    for name in sorted(expected.keys() & tensors.keys()):
-        found, wanted = tensors[name], expected[name]
-        if found.shape != wanted.shape:
-            problems.append(f"{name} is {tuple(found.shape)}, not {tuple(wanted.shape)}")
-        elif found.is_floating_point() != wanted.is_floating_point():
-            problems.append(f"{name} is of {found.dtype}, not {wanted.dtype}")
-        elif not found.isfinite().all():
-            problems.append(f"{name} holds numbers that aren't finite")
-    if problems:
-        more = f"; and {len(problems) - MOST_PROBLEMS} more" if len(problems) > MOST_PROBLEMS else ""
-        raise ValueError(
-            f"{path} doesn't hold the drafter that its config describes: {'; '.join(problems[:MOST_PROBLEMS])}{more}"
-        )
-    return tensors

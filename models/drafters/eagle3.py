@@ -135,11 +135,11 @@ class Eagle3(FeatureDrafter):
 
     @property
     def wants_token_counts(self) -> bool:
-        return self.config.draft_vocab_size is not None
+        return self.config.draft_vocab_size is not None and bool((self.draft_tokens == UNKNOWN).any())
 
     @property
     def vocabulary(self) -> DraftVocabulary:
-        return DraftVocabulary(size=self.vocab_size, tokens=self.draft_tokens if self.wants_token_counts else None)
+        return DraftVocabulary(size=self.vocab_size, tokens=None if self.config.draft_vocab_size is None else self.draft_tokens)
 
     def choose_draft_vocabulary(self, token_counts: Int[torch.Tensor, " vocab"]) -> None:
         """Take the commonest tokens (see `commonest_tokens`). Without a reduced vocabulary there is nothing to choose."""

@@ -161,7 +161,7 @@ class Redrafter(TrainableDrafter):
 
     @property
     def wants_token_counts(self) -> bool:
-        return self.config.draft_vocab_size is not None
+        return self.config.draft_vocab_size is not None and bool((self.draft_tokens == UNKNOWN).any())
 
     def choose_draft_vocabulary(self, token_counts: Int[torch.Tensor, " vocab"]) -> None:
         """Take the commonest tokens (see `commonest_tokens`). Without a reduced vocabulary there is nothing to choose."""
@@ -264,4 +264,4 @@ class Redrafter(TrainableDrafter):
     @property
     def vocabulary(self) -> DraftVocabulary:
         """The tokens that the head's outputs stand for."""
-        return DraftVocabulary(size=self.vocab_size, tokens=self.draft_tokens if self.wants_token_counts else None)
+        return DraftVocabulary(size=self.vocab_size, tokens=None if self.config.draft_vocab_size is None else self.draft_tokens)

@@ -34,11 +34,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from random_target import LLAMA_1B, LLAMA_8B, TINY, memory_bandwidth, random_llama, target_of, weight_bytes
 from tqdm import tqdm
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from outrider.data.files import write_json
-from outrider.data.manifest import TargetIdentity
 from outrider.eval.environment import describe_environment
 from outrider.models.decoding import Acceptance, DraftTree, GreedyAcceptance, TargetOutput, generate
 from outrider.models.decoding.acceptance import follow
@@ -47,25 +47,6 @@ from outrider.models.drafters.draft_model import DraftModel, DraftModelConfig
 from outrider.models.graphs import GraphedDrafter
 from outrider.models.hf_target import HFTarget
 
-LLAMA_8B = {
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 8192,
-}
-LLAMA_1B = {**LLAMA_8B, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64}
-TINY = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-}
 SHAPES = {"llama8b": (LLAMA_8B, LLAMA_1B), "tiny": (TINY, {**TINY, "num_hidden_layers": 1})}
 FORMS = {
     "eager": {},
@@ -276,63 +257,10 @@ class Bench:
         return (GraphedDrafter(drafter) if FORMS[case.form].get("cuda_graphs") else drafter), length * weights
 
 
-def random_llama(shape: dict[str, int], dtype: torch.dtype, device: torch.device) -> LlamaForCausalLM:
-    """A Llama of this shape, its weights drawn on the device."""
-    config = LlamaConfig(**shape, bos_token_id=None, eos_token_id=None, pad_token_id=None)
-    config._attn_implementation = "sdpa"
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config).to(dtype)
-    model = model.to_empty(device=device).eval().requires_grad_(False)
-    torch.manual_seed(0)
-    for parameter in model.parameters():
-        parameter.fill_(1.0) if parameter.ndim == 1 else parameter.normal_(std=0.02)
-    # Of the rotary embeddings nothing is a parameter: to_empty has left them unset.
-    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
-    return model
-
-
-def target_of(model: LlamaForCausalLM, **form: bool) -> HFTarget:
-    identity = TargetIdentity(
-        name="random",
-        revision=None,
-        weights_sha256="",
-        tokenizer_sha256="",
-        hidden_size=model.config.hidden_size,
-        vocab_size=model.config.vocab_size,
-    )
-    return HFTarget(model, None, identity, **form)  # type: ignore[arg-type]  # nothing here has a text
-
-
-def weight_bytes(model: LlamaForCausalLM) -> int:
-    """Of all weights that a pass reads: of the embeddings, a few rows only."""
-    embeddings = model.get_input_embeddings().weight
-    return sum(each.numel() * each.element_size() for each in model.parameters() if each is not embeddings)
-
-
 def cache_bytes_per_token(model: LlamaForCausalLM) -> int:
     config = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * model.dtype.itemsize
-
-
-def memory_bandwidth(device: torch.device, rounds: int = 10) -> float:
-    """Bytes per second that a large copy moves or a large sum reads, whichever are more."""
-    source = torch.ones(2**28 if device.type == "cuda" else 2**24, dtype=torch.float32, device=device)
-    sink = torch.empty_like(source)
-    best = 0.0
-    for work, num_bytes in ((lambda: sink.copy_(source), 2 * source.nbytes), (source.sum, source.nbytes)):
-        work()
-        start = clock(device)
-        for _ in range(rounds):
-            work()  # one after the other: waiting for each would count the host's time too
-        best = max(best, rounds * num_bytes / (clock(device) - start))
-    return best
-
-
-def clock(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 READS = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "nonzero")

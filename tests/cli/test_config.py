@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -12,14 +12,19 @@ from omegaconf import DictConfig, OmegaConf
 
 from outrider.cli.config import DEMO_TARGET, RunConfig, register, to_run_config
 from outrider.cli.main import run_command
+from outrider.data.files import write_json
+from outrider.data.manifest import TargetIdentity
 from outrider.eval.config import EvalConfig, SuiteConfig
+from outrider.models.drafters.files import DrafterFile
+from outrider.models.drafters.medusa import MedusaConfig
 from outrider.models.drafters.objective import LOSSES
 from outrider.models.drafters.registry import parse_drafter_config
 from outrider.train.config import TrainConfig
 
 CONF = Path(__file__).parents[2] / "conf"
 RECIPES = sorted(path.stem for path in (CONF / "conf").glob("*.yaml"))
-DRAFTERS = sorted(path.stem for path in (CONF / "drafter").glob("*.yaml"))
+TRAINED = "trained"
+DRAFTERS = sorted(path.stem for path in (CONF / "drafter").glob("*.yaml") if path.stem != TRAINED)
 
 
 def composed(*overrides: str) -> DictConfig:
@@ -32,21 +37,35 @@ def run_config(*overrides: str) -> RunConfig:
     return to_run_config(composed(*overrides))
 
 
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    """A trained drafter's folder, as far as a configuration reads it: Medusa heads of two layers."""
+    target = TargetIdentity(name="t", revision=None, weights_sha256="1", tokenizer_sha256="2", hidden_size=8, vocab_size=16)
+    saved = DrafterFile(format_version=1, kind="medusa", drafter=asdict(MedusaConfig(num_heads=3, num_layers=2)), target=target)
+    write_json(tmp_path / "drafter" / "config.json", asdict(saved))
+    return tmp_path / "drafter"
+
+
+def required(recipe: str, trained: Path) -> list[str]:
+    """What a recipe leaves to whoever runs it."""
+    return [f"drafter.start_from={trained}"] if recipe.startswith("adapt") else []
+
+
 def test_recipes_exist() -> None:
     published = {"medusa_vicuna7b", "eagle_vicuna7b", "eagle3_llama3_8b", "redrafter_llama3_8b", "redrafter_vicuna7b"}
-    assert {"demo", "ablation_demo", "compare_demo", *published} <= set(RECIPES)
+    assert {"demo", "ablation_demo", "compare_demo", "adapt", "adapt_demo", *published} <= set(RECIPES)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_every_recipe_composes_and_names_its_own_folder(recipe: str) -> None:
-    config = run_config(f"conf={recipe}")
+def test_every_recipe_composes_and_names_its_own_folder(recipe: str, trained: Path) -> None:
+    config = run_config(f"conf={recipe}", *required(recipe, trained))
     assert config.name == recipe
     assert config.output_dir == f"outputs/{recipe}"
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_written_config_is_a_recipe_again(recipe: str) -> None:
-    config = run_config(f"conf={recipe}")
+def test_the_written_config_is_a_recipe_again(recipe: str, trained: Path) -> None:
+    config = run_config(f"conf={recipe}", *required(recipe, trained))
     written = OmegaConf.create(OmegaConf.to_yaml(OmegaConf.structured(config)))
     assert to_run_config(OmegaConf.merge(OmegaConf.structured(RunConfig), written)) == config
 
@@ -148,6 +167,49 @@ def test_a_kinds_demo_trains_and_decodes_as_in_the_comparison(kind: str, learnin
     assert demo.train.learning_rate == compared.train.learning_rate == learning_rate
     assert demo.settings == compared.settings
     assert parse_drafter_config(demo.drafter) == parse_drafter_config(compared.drafter)
+
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if not name.startswith("adapt")])
+def test_any_recipe_can_be_adapted_whatever_it_drafts_with(recipe: str, trained: Path) -> None:
+    """conf=[RECIPE,adapt]: target, data and evaluation of the recipe, drafter and schedule of the adaptation."""
+    plain = run_config(f"conf={recipe}")
+    adapted = composed(f"conf=[{recipe},adapt]", f"drafter.start_from={trained}")
+    alone = composed("conf=adapt", f"drafter.start_from={trained}")
+    assert adapted.drafter.start_from == str(trained)
+    assert "kind" not in adapted.drafter, "the form is the trained drafter's"
+    assert adapted.target.name_or_path == plain.target.name_or_path
+    assert adapted.data.source == plain.data.source
+    schedule = ("steps", "learning_rate", "warmup_steps", "validate_every")
+    assert {name: adapted.train[name] for name in schedule} == {name: alone.train[name] for name in schedule}
+
+
+def test_adapting_is_shorter_and_gentler_than_training() -> None:
+    adapt, vicuna = composed("conf=adapt").train, run_config("conf=redrafter_vicuna7b").train
+    assert (adapt.learning_rate, adapt.steps < vicuna.steps) == (vicuna.learning_rate / 4, True)
+    adapt, demo = composed("conf=adapt_demo").train, run_config("conf=demo").train
+    assert (adapt.learning_rate, adapt.steps < demo.steps) == (demo.learning_rate / 4, True)
+
+
+def test_an_adapted_drafters_form_is_the_trained_ones(trained: Path) -> None:
+    (adapted,) = run_config("conf=adapt", f"drafter.start_from={trained}", "+drafter.tree_nodes=7").drafter_runs()
+    assert parse_drafter_config(adapted.drafter) == ("medusa", MedusaConfig(num_heads=3, num_layers=2, tree_nodes=7))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["drafter.start_from={trained}", "+drafter.num_heads=4"], r"num_heads is 4 and there 3"),
+        (["drafter.start_from={trained}", "+drafter.kind=redrafter"], r"kind is 'redrafter' and there 'medusa'"),
+        (["drafter.start_from={trained}", "+drafter.beam_width=4"], r"medusa has no option beam_width"),
+        (["drafter.start_from={trained}", "distill.horizon=3"], r"num_heads is 3 and distill.horizon 3"),
+        (["drafter.start_from=/nowhere"], r"/nowhere holds no drafter"),
+        (["drafter.start_from=5"], r"drafter.start_from is 5; give the `drafter/` folder"),
+        ([], r"drafter.start_from: Missing mandatory value"),
+    ],
+)
+def test_a_start_that_cannot_be_is_told_before_anything_is_loaded(trained: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run_config("conf=adapt", *(override.format(trained=trained) for override in overrides))
 
 
 def test_one_seed_reaches_every_section() -> None:

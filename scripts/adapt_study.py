@@ -1,0 +1,381 @@
+"""What is a trained drafter worth after its target has been fine-tuned? Steps to get back, from a warm and from a cold start.
+
+    python scripts/adapt_study.py --output benchmarks/adapt_study.json --plot benchmarks/adapt_study.png
+
+The demo's target, which writes Python, is fine-tuned on C++: the headers that come with PyTorch, which lie wherever this runs.
+A ReDrafter of the original target is then adapted to the fine-tuned one as `conf=adapt_demo` says, and others are trained for
+it from fresh weights: for many steps, whose end is the level to reach, and for as few as the adapted one has. For each seed all
+of them learn from the same labels in the same order, and decode the same held-out prompts every few steps: what counts is the
+tokens per step that decoding really has. The unadapted drafter is measured on those prompts too.
+
+Killed and started again it goes on: what is finished is skipped.
+"""
+
+import argparse
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from hydra import compose, initialize_config_module
+from torch.nn import functional as F
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
+
+from outrider.cli.config import DEMO_TARGET, register
+from outrider.data.chat import encode_conversations
+from outrider.data.config import DataConfig
+from outrider.data.files import read_json, write_json
+from outrider.data.manifest import load_manifest
+from outrider.data.sources import load_conversations
+from outrider.eval.environment import describe_environment
+from outrider.models.config import TargetConfig
+from outrider.models.drafters import load_drafter
+from outrider.models.drafters.objective import Objective
+from outrider.models.target import load_target
+from outrider.train.tracking import METRICS_FILE, read_records
+from outrider.train.validation import Validator, hold_out
+
+TRAIN = Path(__file__).parents[1] / "train.py"
+HEADERS = ("c10", "torch/csrc", "ATen/core", "ATen/native")
+"""Folders of torch/include that people wrote; much of the rest is generated."""
+HEADER_BYTES = (1_000, 60_000)
+FINE_TUNING_SHARE = 0.5
+SETTING = {"beam_width": 8, "beam_length": 4, "tree_nodes": 16}
+SHARES = (0.9, 0.95, 1.0)
+"""Of the level of a full training, whose steps are told."""
+UNADAPTED = "unadapted"
+
+
+def main() -> None:
+    args = parse_args()
+    torch.set_num_threads(args.threads)
+    texts = split_headers(args.folder / "texts")
+    fine_tuned = fine_tune(args.folder / "target", texts["fine_tuning"], texts["drafting"], args)
+    drafter = args.drafter or train_original(args.folder / "original", args)
+    run = args.folder / "adapted"
+    arms = recipes(args, drafter)
+    train_all(run, args.folder / "target", texts["drafting"], arms, args)
+    figures = [figures_of(run, seed, list(arms)) for seed in args.seeds]
+    for each in figures:
+        each[UNADAPTED] = unadapted(run, drafter, args.folder / "target", each["seed"], args)
+    record = {
+        "options": {key: value for key, value in vars(args).items() if key not in ("folder", "output", "plot", "drafter")},
+        "arms": arms_for_the_record(arms),
+        "fine_tuning": fine_tuned,
+        "original_tokens_per_step": None if args.drafter else original_level(args.folder / "original"),
+        "figures": figures,
+        "environment": asdict(describe_environment(torch.device("cpu"))),
+    }
+    print(table(figures))
+    if args.output is not None:
+        write_json(args.output, record)
+    if args.plot is not None:
+        plot(record, args.plot)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path("outputs/adapt_study"), help="targets and runs go there")
+    parser.add_argument("--drafter", type=Path, default=None, help="a ReDrafter of the demo's target, in place of a new one")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--texts", type=int, default=200, help="texts that a drafter learns from, of either kind")
+    parser.add_argument("--steps", type=int, default=200, help="of a full training")
+    parser.add_argument("--positions", type=int, default=512, help="labelled positions of a step, at most")
+    parser.add_argument("--fine-tuning-steps", type=int, default=80)
+    parser.add_argument("--fine-tuning-rate", type=float, default=5e-4)
+    parser.add_argument("--validation-texts", type=int, default=24)
+    parser.add_argument("--validation-tokens", type=int, default=48)
+    parser.add_argument("--validate-every", type=int, default=20, help="steps, in the full training")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--output", type=Path, default=None, help="write a record of the figures")
+    parser.add_argument("--plot", type=Path, default=None, help="write the curves as an image")
+    return parser.parse_args()
+
+
+# --- the other text, and the target that has learned it
+
+
+def split_headers(folder: Path) -> dict[str, Path]:
+    """C++ headers in two folders: what the target learns, and what the drafters do. A file's name decides which."""
+    folders = {name: folder / name for name in ("fine_tuning", "drafting")}
+    root = Path(torch.__file__).parent / "include"
+    for part in HEADERS:
+        for path in sorted((root / part).rglob("*.h")):
+            if not HEADER_BYTES[0] <= path.stat().st_size <= HEADER_BYTES[1]:
+                continue
+            name = path.relative_to(root).as_posix()
+            point = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
+            copy = folders["fine_tuning" if point < FINE_TUNING_SHARE else "drafting"] / name
+            if not copy.exists():
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, copy)
+    if not all(each.is_dir() for each in folders.values()):
+        raise ValueError(
+            f"there are no C++ headers below {root}, so there is no text to fine-tune on; install torch's own wheel"
+        )
+    return folders
+
+
+def fine_tune(directory: Path, texts: Path, others: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Go on training the demo's target on other texts, and tell its loss on `others` before and after, in nats per token."""
+    report = directory / "fine_tuning.json"
+    if report.exists():
+        return dict(read_json(report))
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_TARGET)
+    model = AutoModelForCausalLM.from_pretrained(DEMO_TARGET, dtype=torch.float32)
+    rows, held_out = (token_rows(tokenizer, path, args) for path in (texts, others))
+    held_out = held_out[:64]
+    before = token_loss(model.eval(), held_out)
+    started = time.perf_counter()
+    optimizer = torch.optim.AdamW(model.train().parameters(), lr=args.fine_tuning_rate, weight_decay=0.0)
+    scheduler = get_scheduler("cosine", optimizer, num_warmup_steps=5, num_training_steps=args.fine_tuning_steps)
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
+    for step in tqdm(range(args.fine_tuning_steps), desc="fine-tune"):
+        batch = rows[order[torch.arange(step * 8, step * 8 + 8) % len(rows)]]
+        model(input_ids=batch, labels=batch).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    seconds = time.perf_counter() - started
+    after = token_loss(model.eval(), held_out)
+    partial = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    model.to(torch.bfloat16).save_pretrained(partial)  # as the original lies on disk
+    tokenizer.save_pretrained(partial)
+    steps = {"steps": args.fine_tuning_steps, "tokens": args.fine_tuning_steps * 8 * rows.shape[1], "seconds": seconds}
+    write_json(partial / report.name, {**steps, "loss_before": before, "loss_after": after})
+    shutil.rmtree(directory, ignore_errors=True)
+    os.replace(partial, directory)
+    return dict(read_json(report))
+
+
+def token_rows(tokenizer: Any, path: Path, args: argparse.Namespace) -> torch.Tensor:
+    """Texts as the drafters' data has them, packed end to end: [row, 256]."""
+    data = DataConfig(source="text", path=str(path), max_length=4096, prompt_chars_min=60, prompt_chars_max=300)
+    conversations, _ = load_conversations(data)
+    examples, _ = encode_conversations(conversations, tokenizer, data.max_length)
+    tokens = torch.cat([example.input_ids for example in examples]).long()
+    return tokens[: len(tokens) // 256 * 256].view(-1, 256)
+
+
+@torch.no_grad()
+def token_loss(model: Any, rows: torch.Tensor) -> float:
+    losses = [
+        F.cross_entropy(model(input_ids=chunk).logits[:, :-1].flatten(0, 1), chunk[:, 1:].flatten()) for chunk in rows.split(8)
+    ]
+    return torch.stack(losses).mean().item()
+
+
+# --- the trainings
+
+
+def train_original(folder: Path, args: argparse.Namespace) -> Path:
+    """The drafter of the original target, on the texts of the demo."""
+    train_py(folder, args, "data.seed=0", "train.seed=0", f"train.validation_texts={args.validation_texts}")
+    return folder / "drafter"
+
+
+def original_level(folder: Path) -> float:
+    """Its tokens per step on held-out prompts of its own target."""
+    return float(read_json(folder / "train" / "summary.json")["validation"]["validation_tokens_per_step"])
+
+
+def recipes(args: argparse.Namespace, drafter: Path) -> dict[str, dict[str, Any]]:
+    """What each way of training changes in the demo's."""
+    register()
+    with initialize_config_module("outrider.conf", version_base="1.3"):
+        recipe = compose("config", overrides=["conf=adapt_demo"]).train
+    schedule = {name: recipe[name] for name in ("steps", "learning_rate", "warmup_steps", "validate_every")}
+    short = {name: schedule[name] for name in ("steps", "validate_every")}
+    return {
+        "warm": {"drafter": {"start_from": drafter}, "train": schedule},
+        "cold, as short": {"train": short},
+        "cold": {"train": {"steps": args.steps, "validate_every": args.validate_every}},
+    }
+
+
+def arms_for_the_record(arms: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return {name: arm["train"] for name, arm in arms.items()}
+
+
+def train_all(run: Path, target: Path, texts: Path, arms: dict[str, dict[str, Any]], args: argparse.Namespace) -> None:
+    """One distillation of the fine-tuned target, and all drafters on it."""
+    variants = {
+        folder_name(name, seed): {**arm, "train": {**arm["train"], "seed": seed}}
+        for seed in args.seeds
+        for name, arm in arms.items()
+    }
+    train_py(
+        run,
+        args,
+        f"target.name_or_path={as_override(target)}",
+        "data.source=text",
+        f"data.path={as_override(texts)}",
+        f"+variants={as_override(variants)}",
+        f"train.validation_texts={args.validation_texts}",
+    )
+
+
+def train_py(folder: Path, args: argparse.Namespace, *overrides: str) -> None:
+    common = [
+        "conf=demo",
+        "stages=[distill,train]",
+        f"output_dir={as_override(folder)}",
+        f"num_threads={args.threads}",
+        f"data.limit={args.texts}",
+        f"train.steps={args.steps}",
+        f"train.max_positions={args.positions}",
+        f"train.validation_tokens={args.validation_tokens}",
+        "train.log_every=1",  # so that beside each measurement stands what has been read
+        "train.checkpoint_every=50",
+        *(f"drafter.{name}={value}" for name, value in SETTING.items()),
+    ]
+    subprocess.run([sys.executable, str(TRAIN), *common, *overrides], check=True)
+
+
+def folder_name(arm: str, seed: int) -> str:
+    return f"{arm.replace(', ', '_').replace(' ', '_')}_{seed}"
+
+
+def as_override(value: Any) -> str:
+    """A dictionary, a path or a plain value as Hydra's command line has it."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{as_override(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, Path):
+        return "'" + str(value.resolve()).replace("'", r"\'") + "'"
+    return str(value)
+
+
+# --- the figures
+
+
+def figures_of(run: Path, seed: int, arms: Sequence[str]) -> dict[str, Any]:
+    """The curve of each way, and the steps and tokens that it took to the level of the full training."""
+    curves = {arm: curve(run / "variants" / folder_name(arm, seed) / "train" / METRICS_FILE) for arm in arms}
+    level = curves["cold"][-1]["tokens_per_step"]
+    reached = {
+        arm: {
+            f"{share:g}": next((point for point in curves[arm] if point["tokens_per_step"] >= share * level), None)
+            for share in SHARES
+        }
+        for arm in arms
+    }
+    return {"seed": seed, "level": level, "curves": curves, "reached": reached}
+
+
+def curve(path: Path) -> list[dict[str, Any]]:
+    """Tokens per step of decoding at each measurement, and how many tokens of text had been read and positions trained on."""
+    records = read_records(path)
+    seen = {record["step"]: record for record in records if "tokens_seen" in record}
+    return [
+        {
+            "step": record["step"],
+            "tokens_per_step": record["validation_tokens_per_step"],
+            "text_tokens": seen[record["step"]]["tokens_seen"],
+            "positions": seen[record["step"]]["positions_seen"],
+        }
+        for record in records
+        if "validation_tokens_per_step" in record
+    ]
+
+
+def unadapted(run: Path, drafter: Path, target_dir: Path, seed: int, args: argparse.Namespace) -> float:
+    """Tokens per step of the original drafter with the fine-tuned target, on the prompts of the trainings with this seed."""
+    target = load_target(TargetConfig(name_or_path=str(target_dir), dtype="float32"), torch.device("cpu"))
+    manifest = load_manifest(run / "distill")
+    room = target.context_length - args.validation_tokens
+    held_out = hold_out(run / "distill", manifest, args.validation_texts, seed=seed, max_prompt_tokens=room)
+    validator = Validator(
+        held_out,
+        target=target,
+        objective=Objective(),
+        horizon=manifest.horizon,
+        max_new_tokens=args.validation_tokens,
+        batch_size=16,
+        accelerator=Accelerator(cpu=True),
+    )
+    measured = validator(load_drafter(drafter, target, **SETTING)).tokens_per_step
+    assert measured is not None
+    return measured
+
+
+def table(figures: Sequence[dict[str, Any]]) -> str:
+    """Steps, and tokens of text read in them, to reach shares of the full training's level, in Markdown."""
+    lines = [
+        "| start | seed | at once | steps (tokens) to 90 % | to 95 % | to 100 % | at the end, tokens per step |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for each in figures:
+        for arm, points in each["reached"].items():
+            steps = [
+                f"{point['step']} ({point['text_tokens'] / 1000:.0f}k)" if point else "not reached" for point in points.values()
+            ]
+            at_once = f"{each[UNADAPTED]:.2f}" if arm == "warm" else "-"
+            last = each["curves"][arm][-1]
+            end = f"{last['tokens_per_step']:.2f} after {last['step']}"
+            lines.append(f"| {arm} | {each['seed']} | {at_once} | {' | '.join(steps)} | {end} |")
+    return "\n".join(lines)
+
+
+COLORS = {"warm": "#c1440e", "cold, as short": "#7a9cc6", "cold": "#1f4e8c"}
+LABELS = {
+    "warm": "warm: the original target's drafter, conf=adapt_demo",
+    "cold, as short": "cold: fresh weights, as few steps",
+    "cold": "cold: fresh weights, full training",
+}
+
+
+def plot(record: dict[str, Any], path: Path) -> None:
+    """Tokens per step over steps: a thin line for each seed, a thick one for their mean; the levels as lines across."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figures = record["figures"]
+    figure, axes = plt.subplots(figsize=(8, 4.8), layout="constrained")
+    start = mean(each[UNADAPTED] for each in figures)
+    for arm, color in COLORS.items():
+        curves = [each["curves"][arm] for each in figures]
+        steps = [point["step"] for point in curves[0]]
+        values = [[point["tokens_per_step"] for point in curve] for curve in curves]
+        if arm == "warm":  # it begins where the unadapted one stands
+            steps, values = [0, *steps], [[each[UNADAPTED], *line] for each, line in zip(figures, values, strict=True)]
+        for line in values:
+            axes.plot(steps, line, color=color, linewidth=0.7, alpha=0.5)
+        axes.plot(steps, [mean(column) for column in zip(*values, strict=True)], color=color, linewidth=2.2, label=LABELS[arm])
+    level = mean(each["level"] for each in figures)
+    for value, text in ((level, "full training from fresh weights"), (start, "the unadapted drafter")):
+        axes.axhline(value, color="0.4", linewidth=0.9, linestyle="--")
+        axes.annotate(
+            f"{text}: {value:.2f}",
+            (1, value),
+            (-2, 3),
+            xycoords=("axes fraction", "data"),
+            textcoords="offset points",
+            ha="right",
+            fontsize=8,
+            color="0.25",
+        )
+    axes.set_xlabel(f"optimizer steps of {record['options']['positions']} labelled positions")
+    axes.set_ylabel("tokens per step, decoding held-out prompts")
+    axes.set_title("Adapting a ReDrafter after its target was fine-tuned from Python to C++", loc="left", fontsize=11)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="center right", frameon=False, fontsize=9)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()

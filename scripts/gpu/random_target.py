@@ -1,0 +1,104 @@
+"""What the benchmarks share: targets of real sizes with random weights, and what the device does at its best.
+
+Beside the scripts that import it, since those are run from here and not installed.
+"""
+
+import time
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from outrider.data.manifest import TargetIdentity
+from outrider.models.hf_target import HFTarget
+
+LLAMA_8B = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+}
+LLAMA_1B = {**LLAMA_8B, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64}
+TINY = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+}
+MATRIX_SIZES = {True: (4096, 8192, 16384), False: (256, 512)}
+"""On CUDA, and elsewhere."""
+
+
+def random_llama(shape: dict[str, int], dtype: torch.dtype, device: torch.device) -> LlamaForCausalLM:
+    """A Llama of this shape, its weights drawn on the device."""
+    config = LlamaConfig(**shape, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    config._attn_implementation = "sdpa"
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(dtype)
+    model = model.to_empty(device=device).eval().requires_grad_(False)
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        parameter.fill_(1.0) if parameter.ndim == 1 else parameter.normal_(std=0.02)
+    # Of the rotary embeddings nothing is a parameter: to_empty has left them unset.
+    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
+    return model
+
+
+def target_of(model: LlamaForCausalLM, **form: bool) -> HFTarget:
+    """The target around a model, in one of the forms of passes that `HFTarget` has."""
+    identity = TargetIdentity(
+        name="random",
+        revision=None,
+        weights_sha256="",
+        tokenizer_sha256="",
+        hidden_size=model.config.hidden_size,
+        vocab_size=model.config.vocab_size,
+    )
+    empty = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE()))  # nothing here has a text
+    return HFTarget(model, empty, identity, **form)
+
+
+def weight_bytes(model: LlamaForCausalLM) -> int:
+    """Of all weights that a pass reads: of the embeddings, a few rows only."""
+    embeddings = model.get_input_embeddings().weight
+    return sum(each.numel() * each.element_size() for each in model.parameters() if each is not embeddings)
+
+
+def memory_bandwidth(device: torch.device, rounds: int = 10) -> float:
+    """Bytes per second that a large copy moves or a large sum reads, whichever are more."""
+    source = torch.ones(2**28 if device.type == "cuda" else 2**24, dtype=torch.float32, device=device)
+    sink = torch.empty_like(source)
+    best = 0.0
+    for work, num_bytes in ((lambda: sink.copy_(source), 2 * source.nbytes), (source.sum, source.nbytes)):
+        work()
+        start = clock(device)
+        for _ in range(rounds):
+            work()  # one after the other: waiting for each would count the host's time too
+        best = max(best, rounds * num_bytes / (clock(device) - start))
+    return best
+
+
+def matrix_rate(device: torch.device, dtype: torch.dtype, rounds: int = 10) -> float:
+    """Operations per second, a multiplication and an addition being two, of products of square matrices of the best size."""
+    best = 0.0
+    for size in MATRIX_SIZES[device.type == "cuda"]:
+        left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+        product = left @ right  # chooses its kernel
+        start = clock(device)
+        for _ in range(rounds):
+            torch.mm(left, right, out=product)
+        best = max(best, rounds * 2 * size**3 / (clock(device) - start))
+    return best
+
+
+def clock(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
