@@ -19,7 +19,8 @@ from ...data.types import DrafterBatch
 from ..decoding.types import TargetOutput
 from ..hf_target import HFTarget
 from ..interfaces import Loss
-from .feature_drafter import FeatureDrafter, TreeOptions, start_from_target
+from .decoder_layer import start_from_target
+from .feature_drafter import FeatureDrafter, TreeOptions
 from .objective import Labels, Objective, score
 
 
@@ -107,17 +108,17 @@ class Eagle(FeatureDrafter):
         if self.training and self.config.feature_noise:  # otherwise nothing is drawn: validation must not change training
             noisy = features + self.config.feature_noise * (2 * torch.rand_like(features) - 1)
         outputs = self.unroll(batch, labels, noisy, trained_depths=unroll)
+        loss = score(
+            self.logits,
+            (outputs[labels.known],),
+            labels,
+            batch,
+            objective,
+            vocabulary=self.vocabulary,
+            trained_depths=unroll,
+        )
         trained, trained_outputs = labels.first(unroll), outputs[:, :unroll]
-        loss = self._score(trained, trained_outputs, batch, objective)
         next_features = features.flatten(0, 1)[trained.text_index]  # [position, depth, hidden]
         distance = F.smooth_l1_loss(trained_outputs, next_features.to(outputs.dtype), reduction="none").mean(-1)
         regression = (distance * (trained.on_text & trained.known)).sum(0)
-        sums = self.config.classification_weight * loss.sums + self.config.regression_weight * regression
-        with torch.no_grad():
-            measured = self._score(labels, outputs, batch, objective) if unroll < outputs.shape[1] else loss
-        return replace(measured, sums=sums)
-
-    def _score(
-        self, labels: Labels, outputs: Float[torch.Tensor, "position depth hidden"], batch: DrafterBatch, objective: Objective
-    ) -> Loss:
-        return score(self.logits, (outputs[labels.known],), labels, batch, objective, vocabulary=self.vocabulary)
+        return replace(loss, sums=self.config.classification_weight * loss.sums + self.config.regression_weight * regression)

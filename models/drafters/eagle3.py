@@ -19,7 +19,8 @@ from ..decoding.types import TargetOutput
 from ..hf_target import HFTarget
 from ..hidden_states import decoder_layers
 from ..interfaces import Loss
-from .feature_drafter import FeatureDrafter, TreeOptions, start_from_target
+from .decoder_layer import start_from_target
+from .feature_drafter import FeatureDrafter, TreeOptions
 from .objective import DraftVocabulary, Labels, Objective, commonest_tokens, require_draft_tokens, score
 
 
