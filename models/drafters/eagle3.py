@@ -161,7 +161,7 @@ class Eagle3(FeatureDrafter):
         """The objective at all depths, each weighted by its power of `loss_decay` (section 3.2)."""
         labels = Labels.of(batch)
         num_depths = labels.tokens.shape[1]
-        outputs = self.unroll(batch, labels, self.target_features(batch), trained_depths=num_depths)
+        outputs = self.unroll(batch, labels, self.target_features(batch))
         loss = score(self.logits, (outputs[labels.known],), labels, batch, objective, vocabulary=self.vocabulary)
         weights = self.config.loss_decay ** torch.arange(num_depths, device=loss.sums.device)
         return replace(loss, sums=loss.sums * weights)

@@ -186,13 +186,12 @@ class FeatureDrafter(TrainableDrafter):
     # --- training
 
     def unroll(
-        self, batch: DrafterBatch, labels: Labels, features: Float[torch.Tensor, "batch seq feature"], *, trained_depths: int
+        self, batch: DrafterBatch, labels: Labels, features: Float[torch.Tensor, "batch seq feature"]
     ) -> Float[torch.Tensor, "position depth hidden"]:
         """The layer's outputs at every position and depth, as decoding has them: only the first depth is fed features, the
         others the outputs before them (EAGLE-3's training-time test, arXiv 2503.01840, section 3.2).
 
-        The paper unrolls along the text; here the tokens are the target's own continuations. Depths from `trained_depths` on
-        are computed without gradient.
+        The paper unrolls along the text; here the tokens are the target's own continuations.
         """
         branches, text, hidden = Branches.of(batch), Appended(), self.fuse(features)
         next_tokens = pad(batch.input_ids[:, 1:], (0, 1))  # that of a text's last token is read by no branch
@@ -201,10 +200,9 @@ class FeatureDrafter(TrainableDrafter):
         hidden = branches.spread(hidden[batch.positions])
         outputs = []
         for depth, tokens in enumerate(labels.given.clamp(min=0).unbind(1)):
-            with torch.set_grad_enabled(torch.is_grad_enabled() and depth < trained_depths):
-                step = partial(self._go_deeper, branches, depth)
-                run = step if self._keep_activations else partial(checkpoint, step, use_reentrant=False)
-                hidden, *own = run(branches.spread(tokens), hidden, tuple(read))
+            step = partial(self._go_deeper, branches, depth)
+            run = step if self._keep_activations else partial(checkpoint, step, use_reentrant=False)
+            hidden, *own = run(branches.spread(tokens), hidden, tuple(read))
             read.append((own[0], own[1]))
             outputs.append(branches.collect(hidden))
         return torch.stack(outputs, dim=1)
