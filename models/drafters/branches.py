@@ -60,17 +60,11 @@ class Branches:
         """The reverse of `spread`."""
         return values[self.real]
 
-    def mask(self, depth: int, *, with_own_column: bool) -> Bool[torch.Tensor, "batch 1 branch key"]:
-        """What the entries at `depth` see: first the columns of the text, then all entries up to this depth.
-
-        Of its own text what is before the branch, with the column where it begins where `with_own_column`. Every entry sees
-        itself, so that no softmax is of nothing.
-        """
+    def text_mask(self, *, with_own_column: bool) -> Bool[torch.Tensor, "batch 1 branch seq"]:
+        """What a branch sees of its own text: what is before it, with the column where it begins where `with_own_column`."""
         last = self.columns[:, :, None] + int(with_own_column)
         column = torch.arange(self.num_columns, device=last.device)
-        text = (column < last) & (column >= self.starts[:, :, None])  # [batch, branch, column]
-        own = torch.eye(self.columns.shape[1], dtype=torch.bool, device=last.device).repeat(1, depth + 1)
-        return torch.cat([text, own.expand(len(text), -1, -1)], dim=2)[:, None]
+        return ((column < last) & (column >= self.starts[:, :, None]))[:, None]
 
     def whole_mask(self, num_depths: int, *, with_own_column: bool) -> Bool[torch.Tensor, "batch 1 query query"]:
         """What everybody sees where text and entries are read in one pass: each text, causally, then the entries by depth."""
@@ -78,5 +72,7 @@ class Branches:
         causal = torch.ones(self.num_columns, self.num_columns, dtype=torch.bool, device=self.columns.device).tril()
         text = causal & (self.text_starts[:, :, None] == self.text_starts[:, None])  # [rows, column, column]
         rows = [text[:, None].expand(len(self.columns), 1, -1, -1)]
-        rows += [self.mask(depth, with_own_column=with_own_column) for depth in range(num_depths)]
+        of_text = self.text_mask(with_own_column=with_own_column)
+        own = torch.eye(self.columns.shape[1], dtype=torch.bool, device=causal.device).expand(len(of_text), 1, -1, -1)
+        rows += [torch.cat([of_text, own.repeat(1, 1, 1, depth + 1)], dim=3) for depth in range(num_depths)]
         return torch.cat([pad(row, (0, size - row.shape[-1])) for row in rows], dim=2)

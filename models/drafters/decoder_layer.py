@@ -10,6 +10,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..hf_target import HFTarget
 from ..hidden_states import decoder_layers
 from ..tree_attention import IMPLEMENTATION as GROUPED_HEADS
+from .branch_attention import Entries
 
 LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 """Exactly these: another norm would have its place, which isn't known."""
@@ -80,12 +81,17 @@ def _attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
+    entries: Entries | None = None,
+    scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface. Without a mask only keys and values are wanted, and the cache has them already."""
     if attention_mask is None:
         return torch.zeros_like(query).transpose(1, 2), None
-    return ALL_ATTENTION_FUNCTIONS[GROUPED_HEADS](module, query, key, value, attention_mask, **kwargs)
+    if entries is not None:
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return entries.attend(query, attention_mask, scale).transpose(1, 2).contiguous(), None
+    return ALL_ATTENTION_FUNCTIONS[GROUPED_HEADS](module, query, key, value, attention_mask, scaling=scaling, **kwargs)
 
 
 # Masks are always given under this name, so it needs no mask function.

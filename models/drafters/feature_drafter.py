@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
+from transformers.cache_utils import DynamicCache
 
 from ...data.types import DrafterBatch
 from ..decoding.prompts import Prompts
@@ -28,6 +29,7 @@ from ..interfaces import TrainableDrafter
 from ..tree_attention import visible_columns
 from ..tree_cache import TreeCache
 from .beams import MAX_SEARCH_NODES, SearchTree, pack_likeliest
+from .branch_attention import Entries, KeysAndValues
 from .branches import Branches
 from .decoder_layer import make_layer
 from .objective import DraftVocabulary, Labels
@@ -96,23 +98,6 @@ class KeyValues(Protocol):
         """Take up keys and values [batch, kv_head, entry, head_dim], and give back all that are read now."""
 
 
-class Appended:
-    """One pass behind entries that have been read: those stay as they are, its own are in `keys` and `values` after it."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-
-    def __init__(self, read: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()) -> None:
-        self._read = read
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.keys, self.values = key_states, value_states
-        all_keys, all_values = zip(*self._read, (key_states, value_states), strict=True)
-        return torch.cat(all_keys, dim=2), torch.cat(all_values, dim=2)
-
-
 class FeatureDrafter(TrainableDrafter):
     """One decoder layer over pairs of embedding and feature. Subclasses say how the pair goes in and how tokens come out."""
 
@@ -166,10 +151,12 @@ class FeatureDrafter(TrainableDrafter):
         positions: Int[torch.Tensor, "rows seq"],
         cache: KeyValues,
         mask: Bool[torch.Tensor, "batch 1 seq key"] | None,
+        **options: Any,
     ) -> Float[torch.Tensor, "batch seq hidden"]:
         """The layer's outputs at these entries, whose keys and values the cache takes up.
 
-        Without a mask, that is all: of a text before the branches that hang from it, one layer needs no more.
+        `mask` says which of the cache's entries each sees. Without one, that is all: of a text before the branches that hang
+        from it, one layer needs no more.
         """
         attended, residual = self.layer_inputs(self.embed(tokens), hidden)
         attention, _ = self.layer.self_attn(
@@ -177,6 +164,7 @@ class FeatureDrafter(TrainableDrafter):
             position_embeddings=self._target_parts[1](attended, positions),
             attention_mask=mask,
             past_key_values=cache,
+            **options,
         )
         if mask is None:
             return hidden
@@ -193,33 +181,36 @@ class FeatureDrafter(TrainableDrafter):
 
         The paper unrolls along the text; here the tokens are the target's own continuations.
         """
-        branches, text, hidden = Branches.of(batch), Appended(), self.fuse(features)
+        branches, cache, hidden = Branches.of(batch), DynamicCache(), self.fuse(features)
         next_tokens = pad(batch.input_ids[:, 1:], (0, 1))  # that of a text's last token is read by no branch
-        self.read(next_tokens, hidden, batch.position_ids, text, None)
-        read = [(text.keys, text.values)]
+        self.read(next_tokens, hidden, batch.position_ids, cache, None)
+        of_text: Any = cache.layers[0]
+        text = of_text.keys, of_text.values
+        seen = branches.text_mask(with_own_column=False)
         hidden = branches.spread(hidden[batch.positions])
+        own: list[KeysAndValues] = []
         outputs = []
         for depth, tokens in enumerate(labels.given.clamp(min=0).unbind(1)):
-            step = partial(self._go_deeper, branches, depth)
-            run = step if self._keep_activations else partial(checkpoint, step, use_reentrant=False)
-            hidden, *own = run(branches.spread(tokens), hidden, tuple(read))
-            read.append((own[0], own[1]))
+            step = self._go_deeper if self._keep_activations else partial(checkpoint, self._go_deeper, use_reentrant=False)
+            given, positions = branches.spread(tokens), branches.positions + depth
+            hidden, keys, values = step(given, hidden, positions, seen, text, tuple(own))
+            own.append((keys, values))
             outputs.append(branches.collect(hidden))
         return torch.stack(outputs, dim=1)
 
     def _go_deeper(
         self,
-        branches: Branches,
-        depth: int,
         tokens: Int[torch.Tensor, "batch branch"],
         hidden: Float[torch.Tensor, "batch branch hidden"],
-        read: tuple[tuple[torch.Tensor, torch.Tensor], ...],
+        positions: Int[torch.Tensor, "batch branch"],
+        seen: Bool[torch.Tensor, "batch 1 branch seq"],
+        text: KeysAndValues,
+        own: tuple[KeysAndValues, ...],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The outputs at the branches' entries of one depth, and their keys and values."""
-        entries = Appended(read)
-        mask = branches.mask(depth, with_own_column=False)
-        outputs = self.read(tokens, hidden, branches.positions + depth, entries, mask)
-        return outputs, entries.keys, entries.values
+        entries = Entries(text, own)
+        outputs = self.read(tokens, hidden, positions, entries, seen, entries=entries)
+        return outputs, *entries.own[-1]
 
     def checkpoint_activations(self) -> None:
         self._keep_activations = False
