@@ -255,7 +255,6 @@ def recipe(args: argparse.Namespace, kind: str, positions: int | None) -> RunCon
     overrides = [
         f"drafter={kind}_demo",
         "num_threads=1",
-        f"data.limit={args.texts}",
         f"train={{steps: 1000, warmup_steps: 1, batch_size: {args.batch_size}, num_threads: {args.threads}}}",
         f"train.max_positions={'null' if positions is None else positions}",
         f"distill={{features: last_hidden, feature_layers: {LAYERS}, horizon: 5, shard_examples: {args.texts}}}",
@@ -263,8 +262,8 @@ def recipe(args: argparse.Namespace, kind: str, positions: int | None) -> RunCon
     if kind == "eagle":
         overrides.append("drafter.feature_noise=0.0")  # chance would tell the arms apart
     if args.data is not None:
-        chat = f"source: sharegpt, path: {args.data}, split: train, chat_template: vicuna_v1.1, max_length: {args.max_length}"
-        overrides += [f"data={{{chat}}}"]
+        overrides += ["data=sharegpt", f"data.path={args.data}", "data.file=null", "data.chat_template=vicuna_v1.1"]
+    overrides += [f"data.limit={args.texts}", f"data.max_length={args.max_length}"]
     with initialize_config_module("outrider.conf", version_base="1.3"):
         return to_run_config(compose("config", overrides=overrides))
 
@@ -310,7 +309,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default=None, help="a file of conversations in ShareGPT form; else the demo's own texts")
     parser.add_argument("--texts", type=int, default=48)
-    parser.add_argument("--max-length", type=int, default=1024, help="of --data; the demo's texts have their recipe's")
+    parser.add_argument("--max-length", type=int, default=512, help="tokens that the straightforward loop pads to")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument(
         "--arms", nargs="+", choices=ARMS, default=list(ARMS), help="the losses are compared with the first one's"
