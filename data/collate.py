@@ -1,11 +1,11 @@
-"""Distilled examples to padded batches."""
+"""Distilled examples to batches."""
 
 import math
 
 import torch
 from jaxtyping import Bool, Int
-from torch.nn.utils.rnn import pad_sequence
 
+from .layout import packed, padded
 from .types import TOKENS_ONLY, UNKNOWN, DistilledExample, DrafterBatch, TargetReads
 
 LABELS = ("distilled", "text")
@@ -37,8 +37,11 @@ def collate(
     labels: str,
     pad_id: int,
     reads: TargetReads = TOKENS_ONLY,
+    packing: bool = False,
 ) -> DrafterBatch:
-    """Right-pad examples to one batch and choose the positions to train on.
+    """Put examples into one batch and choose the positions to train on.
+
+    Each has a row of its own, right-padded; with `packing`, rows hold several, one behind the other.
 
     `labels` is `distilled` (the target's continuations) or `text` (the text's own). The positions are the same at both: those
     that have a distilled label. Of more than `max_positions` in the batch, `generator` (on the CPU) draws that many.
@@ -47,43 +50,41 @@ def collate(
     """
     if labels not in LABELS:
         raise ValueError(f"labels is {labels!r}; it must be one of {', '.join(LABELS)}")
-    attention_mask = _pad([torch.ones_like(example.example.loss_mask) for example in examples], False)
-    positions = _pad([example.example.wanted & (example.continuations[:, 0] != UNKNOWN) for example in examples], False)
+    texts = [example.example for example in examples]
+    layout = (packed if packing else padded)([len(text.input_ids) for text in texts])
+    positions = [text.wanted & (each.continuations[:, 0] != UNKNOWN) for text, each in zip(texts, examples, strict=True)]
     if labels == "distilled":
         continuations = [example.continuations for example in examples]
     else:
-        continuations = [
-            text_continuations(example.example.input_ids, example.example.loss_mask, example.continuations.shape[1])
-            for example in examples
-        ]
+        horizon = examples[0].continuations.shape[1]
+        continuations = [text_continuations(text.input_ids, text.loss_mask, horizon) for text in texts]
     hidden_states = [example.hidden_states for example in examples if reads.hidden_states and example.hidden_states is not None]
     tops = [example.top for example in examples if reads.top and example.top is not None]
     assert len(hidden_states) == len(examples) * reads.hidden_states, "every example of a batch has what is read of it"
     assert len(tops) == len(examples) * reads.top, "every example of a batch has what is read of it"
     layers = [torch.cat([example.layers[layer].decode() for layer in reads.layers], 1) for example in examples if reads.layers]
     return DrafterBatch(
-        input_ids=_pad([example.example.input_ids.long() for example in examples], pad_id),
-        attention_mask=attention_mask,
-        positions=_thin(positions, max_positions, generator),
-        continuations=_pad([continuation.long() for continuation in continuations], UNKNOWN),
-        hidden_states=_pad([states.decode() for states in hidden_states], 0.0) if hidden_states else None,
-        features=_pad(layers, 0.0) if layers else None,
-        top_tokens=_pad([top.tokens for top in tops], UNKNOWN) if tops else None,
-        top_log_probs=_pad([top.log_probs for top in tops], -math.inf) if tops else None,
+        input_ids=layout.place([text.input_ids.long() for text in texts], pad_id),
+        attention_mask=layout.place([torch.ones_like(text.loss_mask) for text in texts], False),
+        positions=layout.place(_thin(positions, max_positions, generator), False),
+        continuations=layout.place([continuation.long() for continuation in continuations], UNKNOWN),
+        hidden_states=layout.place([states.decode() for states in hidden_states], 0.0) if hidden_states else None,
+        features=layout.place(layers, 0.0) if layers else None,
+        top_tokens=layout.place([top.tokens for top in tops], UNKNOWN) if tops else None,
+        top_log_probs=layout.place([top.log_probs for top in tops], -math.inf) if tops else None,
+        starts=layout.starts() if packing else None,
     )
 
 
-def _pad(values: list[torch.Tensor], padding: int | float) -> torch.Tensor:
-    return pad_sequence(values, batch_first=True, padding_value=padding)
-
-
 def _thin(
-    positions: Bool[torch.Tensor, "batch seq"], max_positions: int | None, generator: torch.Generator
-) -> Bool[torch.Tensor, "batch seq"]:
-    chosen = positions.flatten().nonzero().squeeze(1)
+    positions: list[Bool[torch.Tensor, " _"]], max_positions: int | None, generator: torch.Generator
+) -> list[Bool[torch.Tensor, " _"]]:
+    """Of all texts together at most `max_positions`, the same ones wherever the texts lie."""
+    together = torch.cat(positions)
+    chosen = together.nonzero().squeeze(1)
     if max_positions is None or len(chosen) <= max_positions:
         return positions
     kept = chosen[torch.randperm(len(chosen), generator=generator)[:max_positions]]
-    thinned = torch.zeros_like(positions).flatten()
+    thinned = torch.zeros_like(together)
     thinned[kept] = True
-    return thinned.view_as(positions)
+    return list(thinned.split([len(each) for each in positions]))

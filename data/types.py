@@ -126,12 +126,13 @@ TOKENS_ONLY = TargetReads()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterBatch:
-    """Right-padded distilled examples, as a drafter's `loss` takes them.
+    """Distilled examples, as a drafter's `loss` takes them: one in a row, right-padded, or several behind each other.
 
     `attention_mask` is True on real tokens. `positions` is True where the drafter is to be trained: a subset of the labelled
     positions. `hidden_states` are those of the target's last layer after its final norm, `features` the inputs of the target's
     layers that the drafter reads besides, side by side; None where neither shards nor trainer filled them in. `top_tokens` and
-    `top_log_probs` are those of `TopTokens`, padded likewise.
+    `top_log_probs` are those of `TopTokens`, padded likewise. `starts` says of each token in which column its text begins,
+    where rows hold several (padding counts as a text); None where each holds one.
     """
 
     input_ids: Int[torch.Tensor, "batch seq"]
@@ -142,3 +143,10 @@ class DrafterBatch:
     features: Float[torch.Tensor, "batch seq feature"] | None = None
     top_tokens: Int[torch.Tensor, "batch seq top"] | None = None
     top_log_probs: Float[torch.Tensor, "batch seq top"] | None = None
+    starts: Int[torch.Tensor, "batch seq"] | None = None
+
+    @property
+    def position_ids(self) -> Int[torch.Tensor, "rows seq"]:
+        """Where in its text each token stands, from 0 on; a single row where all rows are alike."""
+        columns = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)[None]
+        return columns if self.starts is None else columns - self.starts

@@ -377,6 +377,11 @@ class HFTarget:
         """
         return self.read_texts(feature_layers, input_ids=input_ids, attention_mask=attention_mask)
 
+    @torch.no_grad()
+    def layer_inputs(self, feature_layers: tuple[int, ...], **inputs: Any) -> Float[torch.Tensor, "batch seq feature"]:
+        """The inputs of `feature_layers` alone, side by side: no layer from the last of them on is computed."""
+        return self._captured.inputs_of(feature_layers, partial(self.model.base_model, **inputs, use_cache=False))
+
     def read_texts(
         self, feature_layers: tuple[int, ...] = (), cache: Cache | None = None, **inputs: Any
     ) -> tuple[Float[torch.Tensor, "batch seq hidden"], Float[torch.Tensor, "batch seq feature"] | None]:

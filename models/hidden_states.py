@@ -1,6 +1,6 @@
 """What goes on inside a model of transformers: its decoder's layers, what each of them reads, and what the head reads."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -8,6 +8,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+
+
+class DeepEnough(Exception):  # noqa: N818 - it is no error
+    """Ends a pass of which no more is wanted."""
 
 
 class CapturedHiddenStates:
@@ -23,6 +27,7 @@ class CapturedHiddenStates:
         self.layers: tuple[int, ...] = ()
         self._hidden_states: torch.Tensor | None = None
         self._inputs: dict[int, torch.Tensor] = {}
+        self._last_layer: int | None = None
         decoder = model.get_decoder()  # some models call it past their base model
         decoder.register_forward_hook(self._capture)
         for index, layer in enumerate(decoder_layers(model)):
@@ -39,13 +44,29 @@ class CapturedHiddenStates:
     def _capture_input(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
         if index in self.layers:
             self._inputs[index] = args[0] if args else kwargs["hidden_states"]
+            if index == self._last_layer:
+                raise DeepEnough
 
     def take(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The last pass's, once: nobody keeps them alive."""
         hidden_states, self._hidden_states = self._hidden_states, None
         assert hidden_states is not None, "the model has not been run"
-        features = torch.cat([self._inputs.pop(index) for index in self.layers], dim=-1) if self.layers else None
-        return hidden_states, features
+        return hidden_states, self._side_by_side() if self.layers else None
+
+    def inputs_of(self, layers: tuple[int, ...], run: Callable[[], object]) -> torch.Tensor:
+        """Run the model, no further than to the last of these layers; their inputs, side by side."""
+        self.layers, self._last_layer = layers, max(layers)
+        try:
+            run()
+        except DeepEnough:
+            return self._side_by_side()
+        finally:
+            self.layers, self._last_layer = (), None
+            self._inputs.clear()
+        raise AssertionError("the model has not read all of its layers")
+
+    def _side_by_side(self) -> torch.Tensor:
+        return torch.cat([self._inputs.pop(index) for index in self.layers], dim=-1)
 
 
 def decoder_layers(model: PreTrainedModel) -> Sequence[nn.Module]:

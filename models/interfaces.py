@@ -164,6 +164,11 @@ class TrainableDrafter(nn.Module, ABC):
     def check_weights(self) -> None:
         """Raise ValueError where loaded weights have the right shapes, but values that can't be."""
 
+    def checkpoint_activations(self) -> None:
+        """In training, keep of decoder layers only what goes into them, and compute the rest anew for the gradient: the same
+        bits in less memory. By default nothing: a drafter without such layers has little to spare, as its loss is computed in
+        chunks anyway."""
+
     @abstractmethod
     def loss(self, batch: DrafterBatch, objective: "Objective") -> Loss:
         """What `objective` says of one batch. Raises ValueError where the batch lacks what this drafter needs."""

@@ -7,6 +7,9 @@ and for `kl` a frozen one the target's. Counted is what the loss takes on top of
 there before; the new gradient of a head that is added to the old one counts. On CUDA that is the allocator's own peak.
 Elsewhere it is the resident memory of a process of its own for every case, in which ballast is laid in first until the counter
 of its highest point begins to rise: what it rises from there on is the loss. Seconds are the processor's on a CPU.
+
+Last come whole steps of an EAGLE drafter at four depths (`step`): with the loss in chunks or of all logits at once, and with
+the activations of its layer kept or computed anew (train.activation_checkpointing).
 """
 
 import argparse
@@ -15,7 +18,8 @@ import resource
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +29,23 @@ from rich.table import Table
 from torch import nn
 from torch.nn import functional as F
 from tqdm import tqdm
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.data.files import write_json
+from outrider.data.manifest import TargetIdentity
 from outrider.data.types import DrafterBatch
 from outrider.eval.environment import describe_environment
+from outrider.models.drafters import build_drafter
 from outrider.models.drafters import objective as objective_module
 from outrider.models.drafters.objective import DraftVocabulary, Labels, Objective, score
+from outrider.models.hf_target import HFTarget
 
 MIB = 2**20
+STEP_DEPTHS = 4
 RUSAGE_UNIT = 1 if sys.platform == "darwin" else 1024
-LOGITS_HELD = {"cross_entropy": 4, "kl": 6}
+LOSSES = ("cross_entropy", "kl")
+METHODS = ("chunks", "whole")
+LOGITS_HELD = {"cross_entropy": 4, "kl": 6, "step": 3}
 """Tensors of labels x vocabulary that the whole loss is expected to hold at its peak, from which it is skipped."""
 
 
@@ -49,25 +60,36 @@ def main() -> None:
         for loss in args.losses
         for vocab in args.vocab_sizes
         for labels in args.labels
-        for method in ("chunks", "whole")
+        for method in METHODS
     ]
-    records = [case | run_case(case, args) for case in tqdm(cases, unit="case")]
+    step_cases = [
+        {"loss": "step", "vocab": vocab, "labels": args.step_labels, "method": method, "activations": activations}
+        | {"hidden": args.step_hidden, "max_chunk": args.max_chunk}
+        for vocab in args.vocab_sizes
+        for method in args.steps
+        for activations in ("kept", "anew")
+    ]
+    records = [case | run_case(case, args) for case in tqdm([*cases, *step_cases], unit="case")]
     report = {
         "cases": records,
         "settings": {name: value for name, value in vars(args).items() if name not in ("case", "output")},
         "environment": asdict(describe_environment(torch.device(args.device))),
     }
     write_json(args.output, report)
-    print_table(records, args)
+    print_table(records[: len(cases)], args)
+    print_steps(records[len(cases) :], args)
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vocab-sizes", type=int, nargs="+", default=[32_000, 128_000])
     parser.add_argument("--labels", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384])
-    parser.add_argument("--losses", nargs="+", choices=list(LOGITS_HELD), default=list(LOGITS_HELD))
+    parser.add_argument("--losses", nargs="*", choices=LOSSES, default=list(LOSSES))
     parser.add_argument("--hidden", type=int, default=256, help="width of the heads")
     parser.add_argument("--max-chunk", type=int, default=objective_module.MAX_CHUNK, help="logits that score holds at a time")
+    parser.add_argument("--steps", nargs="*", choices=METHODS, default=list(METHODS), help="whole steps to measure besides")
+    parser.add_argument("--step-labels", type=int, default=2048, help="labels of a step, a quarter of them positions")
+    parser.add_argument("--step-hidden", type=int, default=1024, help="width of the drafter that makes a step")
     parser.add_argument(
         "--memory-limit-gib", type=float, default=8.0, help="the whole loss is skipped where it would take more"
     )
@@ -95,26 +117,55 @@ def run_case(case: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
 def measure(case: dict[str, Any], device: torch.device) -> dict[str, Any]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    objective_module.MAX_CHUNK = case["max_chunk"]
-    vocab, labels, hidden = case["vocab"], case["labels"], case["hidden"]
-    head = nn.Linear(hidden, vocab, bias=False, device=device)
-    target_head = nn.Linear(hidden, vocab, bias=False, device=device).requires_grad_(False)
-    states = torch.randn(labels, hidden, device=device, requires_grad=True)
-    batch = make_batch(labels, vocab, hidden, device)
-    for tensor in (head.weight, states):
-        tensor.grad = torch.ones_like(tensor)  # not zeros: those take no memory before they are written
-    step = one_step if case["method"] == "chunks" else whole_step
-    # A first, small step takes what libraries keep for good.
-    step(head, target_head, states[:8].detach().requires_grad_(), make_batch(8, vocab, hidden, device), case["loss"])
+    objective_module.MAX_CHUNK = case["max_chunk"] if case["method"] == "chunks" else sys.maxsize
+    run = make_step(case, device) if case["loss"] == "step" else make_loss(case, device)
+    run(8)  # takes what libraries keep for good
     ballast = start_counting(device)
     # One thread: on a CPU its own time tells more than the clock's where others work too.
     clock = time.perf_counter if device.type == "cuda" else time.process_time
     before, started = peak_bytes(device), clock()
-    step(head, target_head, states, batch, case["loss"])
+    run(case["labels"])
     peak = peak_bytes(device) - before
     seconds = clock() - started
     del ballast
     return {"peak_mib": peak / MIB, "seconds": seconds}
+
+
+def make_loss(case: dict[str, Any], device: torch.device) -> Callable[[int], None]:
+    """Forward and backward of a loss of so many labels. All is made before that they read, for as many as the case has."""
+    vocab, hidden, method = case["vocab"], case["hidden"], one_step if case["method"] == "chunks" else whole_step
+    head = nn.Linear(hidden, vocab, bias=False, device=device)
+    target_head = nn.Linear(hidden, vocab, bias=False, device=device).requires_grad_(False)
+    inputs = {}
+    for labels in (8, case["labels"]):
+        states = torch.randn(labels, hidden, device=device, requires_grad=True)
+        inputs[labels] = states, make_batch(labels, vocab, hidden, device)
+        for tensor in (head.weight, states):
+            tensor.grad = torch.ones_like(tensor)  # not zeros: those take no memory before they are written
+    return lambda labels: method(head, target_head, *inputs[labels], case["loss"])
+
+
+def make_step(case: dict[str, Any], device: torch.device) -> Callable[[int], None]:
+    """Forward and backward of an EAGLE drafter with so many labels, at STEP_DEPTHS depths, for a target without layers to
+    speak of."""
+    vocab, hidden = case["vocab"], case["hidden"]
+    sizes = {"hidden_size": hidden, "intermediate_size": 11 * hidden // 4, "num_attention_heads": hidden // 64}
+    config = LlamaConfig(vocab_size=vocab, num_hidden_layers=1, num_key_value_heads=hidden // 64, **sizes)
+    model = LlamaForCausalLM(config).to(device).eval().requires_grad_(False)
+    name = {"name": "random", "revision": None, "weights_sha256": "", "tokenizer_sha256": ""}
+    target = HFTarget(model, None, TargetIdentity(**name, hidden_size=hidden, vocab_size=vocab))
+    drafter = build_drafter({"kind": "eagle", "unroll": STEP_DEPTHS, "classification_weight": 1.0}, target).to(device).train()
+    if case["activations"] == "anew":
+        drafter.checkpoint_activations()
+    batches = {}
+    for labels in (8, case["labels"]):
+        batch = make_batch(labels // STEP_DEPTHS + STEP_DEPTHS, vocab, hidden, device)
+        ahead = torch.stack([batch.input_ids.roll(-1 - depth, 1) for depth in range(STEP_DEPTHS + 1)], dim=2)
+        within = torch.arange(batch.input_ids.shape[1], device=device)[None] < labels // STEP_DEPTHS
+        batches[labels] = replace(batch, positions=within, continuations=ahead)
+    for parameter in drafter.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    return lambda labels: drafter.loss(batches[labels], Objective()).sums.sum().backward()
 
 
 def make_batch(num_labels: int, vocab: int, hidden: int, device: torch.device) -> DrafterBatch:
@@ -182,6 +233,20 @@ def print_table(records: list[dict[str, Any]], args: argparse.Namespace) -> None
     for record in records:
         if "skipped" in record:
             console.print(f"{record['loss']}, {record['vocab']:,} tokens, {record['labels']:,} labels: {record['skipped']}")
+
+
+def print_steps(records: Sequence[dict[str, Any]], args: argparse.Namespace) -> None:
+    title = (
+        f"Peak of a step of EAGLE {args.step_hidden} wide in MiB (seconds), {args.step_labels:,} labels at {STEP_DEPTHS} depths"
+    )
+    table = Table(title=title)
+    for column in ("vocabulary", "loss", "activations kept", "computed anew"):
+        table.add_column(column, justify="right")
+    for kept, anew in zip(records[::2], records[1::2], strict=True):
+        shown = [f"{each['peak_mib']:,.0f} ({each['seconds']:.1f})" if "peak_mib" in each else "-" for each in (kept, anew)]
+        table.add_row(f"{kept['vocab']:,}", kept["method"], *shown)
+    console = Console()
+    console.print(table)
     console.print(f"Written to {args.output}")
 
 

@@ -18,6 +18,7 @@ MAY_CHANGE_ON_RESUME = frozenset(
         "patience",
         "export",
         "num_threads",
+        "activation_checkpointing",
         "log_every",
         "checkpoint_every",
         "keep_checkpoints",
@@ -44,6 +45,12 @@ class TrainConfig:
     """Micro batches per optimizer step."""
     max_positions: int | None = None
     """Positions trained on per micro batch, drawn at random from its labelled ones; None trains on all of them."""
+    packing: bool = False
+    """Put several texts of a micro batch into one row, so that less of it is padding; they don't see each other. The same texts
+    make a step, and the loss is the same but for rounding."""
+    activation_checkpointing: bool = False
+    """Compute what goes on inside the drafter's decoder layers anew for the gradient in place of keeping it: the same bits in
+    less memory and more time. For EAGLE and draft models; the other kinds have no such layers."""
     labels: str = "distilled"
     """`distilled`: the target's own continuations; `text`: the text's next tokens, at the same positions (an ablation)."""
 

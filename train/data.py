@@ -22,6 +22,7 @@ from ..data.types import TOKENS_ONLY, UNKNOWN, DistilledExample, DrafterBatch, T
 from ..models.drafters.objective import Objective
 from ..models.hf_target import HFTarget
 from ..models.interfaces import TrainableDrafter
+from ..models.text_states import states_of_texts
 from .config import TrainConfig
 
 # Any token will do: the attention mask hides the padding.
@@ -103,6 +104,7 @@ class BatchStream:
             labels=self.config.labels,
             pad_id=PAD_ID,
             reads=self._reads,
+            packing=self.config.packing,
         )
 
     def _rows(self, start: int, count: int) -> list[tuple[int, int]]:
@@ -169,13 +171,13 @@ def target_reads(drafter: TrainableDrafter, objective: Objective) -> TargetReads
 def with_hidden_states(batch: DrafterBatch, target: HFTarget, reads: TargetReads) -> DrafterBatch:
     """The batch on the target's device, with the target's states that are read: what it lacks, the target makes anew."""
     batch = to_device(batch, target.device)
-    states = {"hidden_states": batch.hidden_states, "features": batch.features}
-    read = {"hidden_states": reads.hidden_states, "features": bool(reads.layers)}
-    lacking = [name for name in states if read[name] and states[name] is None]
-    if lacking:
-        layers = reads.layers if "features" in lacking else ()
-        made = target.hidden_states(batch.input_ids, batch.attention_mask, layers)
-        states |= {name: each for name, each in zip(states, made, strict=True) if name in lacking}
+    last = reads.hidden_states and batch.hidden_states is None
+    layers = reads.layers if batch.features is None else ()
+    hidden_states, features = states_of_texts(target, batch, last=last, layers=layers)
+    states = {
+        "hidden_states": hidden_states if last else batch.hidden_states,
+        "features": features if layers else batch.features,
+    }
     # Drafters train in float32 whatever the target's type is; autocast, where it is on, goes down again itself.
     return replace(batch, **{name: value.float() for name, value in states.items() if value is not None})
 

@@ -20,6 +20,7 @@ from ..models.drafters import build_drafter
 from ..models.drafters.objective import Objective
 from ..models.hf_target import HFTarget
 from ..models.interfaces import Loss, TrainableDrafter
+from ..models.text_states import require_packing
 from .best import Best
 from .checkpoint import Checkpoints
 from .config import SCHEDULES, TrainConfig
@@ -156,6 +157,8 @@ def _set_up(
         torch.set_num_threads(config.num_threads)
     set_seed(config.seed)
     drafter = build_drafter(drafter_config, target).train()
+    if config.activation_checkpointing:
+        drafter.checkpoint_activations()
     objective = Objective(loss=config.loss, weights=config.label_weights, teacher=config.teacher)
     if objective.needs_teacher:
         target.require_plain_head()
@@ -163,6 +166,8 @@ def _set_up(
     reads = target_reads(drafter, objective)
     manifest.require_top(reads)
     _tell_recomputed(manifest, reads)
+    if config.packing and manifest.stored(reads) != reads:
+        require_packing(target)
     context_length = min(target.context_length, drafter.context_length or target.context_length)
     room = context_length - config.validation_tokens
     held_out = hold_out(shards_dir, manifest, config.validation_texts, seed=config.seed, max_prompt_tokens=room)

@@ -269,6 +269,9 @@ class DraftModel(TrainableDrafter):
     def reads_hidden_states(self) -> bool:
         return False
 
+    def checkpoint_activations(self) -> None:
+        self.model.activation_checkpointing_enable()
+
     def loss(self, batch: DrafterBatch, objective: Objective) -> Loss:
         """The target's continuations behind the batch's positions, teacher-forced, all texts and branches in one pass.
 
@@ -277,22 +280,25 @@ class DraftModel(TrainableDrafter):
         labels, branches = Labels.of(batch), Branches.of(batch)
         num_depths, num_branches, seq = labels.tokens.shape[1], branches.columns.shape[1], branches.num_columns
         given = branches.spread(labels.given.clamp(min=0)).transpose(1, 2)  # [batch, depth, branch]
-        column = torch.arange(seq, device=given.device).expand(len(given), -1)
         depth = torch.arange(1, num_depths + 1, device=given.device)[:, None]
-        positions = torch.cat([column, (branches.columns[:, None] + depth).flatten(1)], dim=1)
+        of_branches = (branches.positions[:, None] + depth).flatten(1)
+        positions = torch.cat([batch.position_ids.expand(len(given), -1), of_branches], dim=1)
         positions = positions.clamp(max=self.reader.context_length - 1)  # as when it drafts beyond them
         states, _ = self.reader.read_texts(
             input_ids=torch.cat([batch.input_ids, given.flatten(1)], dim=1),
             attention_mask=self._masks(branches.whole_mask(num_depths, with_own_column=True), positions),
             position_ids=positions,
         )
-        of_branches = states[:, seq:].unflatten(1, (num_depths, num_branches)).transpose(1, 2)
-        inputs = branches.collect(of_branches)[labels.known]
+        outputs = states[:, seq:].unflatten(1, (num_depths, num_branches)).transpose(1, 2)
+        inputs = branches.collect(outputs)[labels.known]
         vocabulary = DraftVocabulary(size=self.reader.vocab_size)
         return score(self.reader.head, (inputs,), labels, batch, objective, vocabulary=vocabulary)
 
     def _masks(self, visible: torch.Tensor, positions: Int[torch.Tensor, "batch query"]) -> Any:
-        """The additive mask of each kind of layer, as transformers' models take them."""
+        """The additive mask of each kind of layer, as transformers' models take them.
+
+        A window is counted in positions, which start anew with every text of a row; `visible` keeps to the own text anyway.
+        """
         back = (positions[:, :, None] - positions[:, None])[:, None]
         seen = {kind: visible if window is None else visible & (back < window) for kind, window in self._kinds.items()}
         dtype = self.reader.dtype

@@ -19,8 +19,12 @@ from ...data.types import DrafterBatch
 from ..decoding.types import TargetOutput
 from ..hf_target import HFTarget
 from ..interfaces import Loss
-from .feature_drafter import FeatureDrafter, TreeOptions, start_from_target
+from .decoder_layer import start_from_target
+from .feature_drafter import FeatureDrafter, TreeOptions
 from .objective import Labels, Objective, score
+
+MEASURED_EVERY = 4
+"""Depths that aren't trained cost a layer and a head each, for an estimate: so it is made of a share of the positions."""
 
 
 @dataclass(kw_only=True)
@@ -99,25 +103,45 @@ class Eagle(FeatureDrafter):
     def loss(self, batch: DrafterBatch, objective: Objective) -> Loss:
         """Regression of the target's next feature, where the continuation keeps to the text, and the objective on the tokens
         (EAGLE-1, section 3.2). Depths that aren't trained have no sums: they are counted for the estimate of what decoding
-        accepts.
+        accepts, in training at every MEASURED_EVERY-th position.
         """
-        labels, unroll = Labels.of(batch), self.config.unroll
+        all_labels = Labels.of(batch)
+        labels = all_labels.first(self.config.unroll)
         features = self.target_features(batch)
         noisy = features
         if self.training and self.config.feature_noise:  # otherwise nothing is drawn: validation must not change training
             noisy = features + self.config.feature_noise * (2 * torch.rand_like(features) - 1)
-        outputs = self.unroll(batch, labels, noisy, trained_depths=unroll)
-        trained, trained_outputs = labels.first(unroll), outputs[:, :unroll]
-        loss = self._score(trained, trained_outputs, batch, objective)
-        next_features = features.flatten(0, 1)[trained.text_index]  # [position, depth, hidden]
-        distance = F.smooth_l1_loss(trained_outputs, next_features.to(outputs.dtype), reduction="none").mean(-1)
-        regression = (distance * (trained.on_text & trained.known)).sum(0)
+        outputs = self.unroll(batch, labels, noisy)
+        loss = self._score(labels, outputs, batch, objective)
+        next_features = features.flatten(0, 1)[labels.text_index]  # [position, depth, hidden]
+        distance = F.smooth_l1_loss(outputs, next_features.to(outputs.dtype), reduction="none").mean(-1)
+        regression = (distance * (labels.on_text & labels.known)).sum(0)
         sums = self.config.classification_weight * loss.sums + self.config.regression_weight * regression
-        with torch.no_grad():
-            measured = self._score(labels, outputs, batch, objective) if unroll < outputs.shape[1] else loss
-        return replace(measured, sums=sums)
+        if all_labels.tokens.shape[1] > len(sums):
+            loss = self._with_untrained_depths(loss, batch, noisy, objective)
+        return replace(loss, sums=sums)
+
+    @torch.no_grad()
+    def _with_untrained_depths(
+        self, loss: Loss, batch: DrafterBatch, features: Float[torch.Tensor, "batch seq hidden"], objective: Objective
+    ) -> Loss:
+        """The loss with counts and hits of the depths behind those that it is of."""
+        if self.training:
+            places = batch.positions.flatten().nonzero()[:, 0][::MEASURED_EVERY]
+            positions = torch.zeros_like(batch.positions).flatten().index_fill(0, places, True)
+            batch = replace(batch, positions=positions.view_as(batch.positions))
+        labels, num_trained = Labels.of(batch), len(loss.sums)
+        measured = self._score(labels, self.unroll(batch, labels, features), batch, objective, trained_depths=0)
+        deeper = {name: getattr(measured, name)[num_trained:] for name in ("counts", "hits", "joint_hits")}
+        return replace(loss, **{name: torch.cat([getattr(loss, name), values]) for name, values in deeper.items()})
 
     def _score(
-        self, labels: Labels, outputs: Float[torch.Tensor, "position depth hidden"], batch: DrafterBatch, objective: Objective
+        self,
+        labels: Labels,
+        outputs: Float[torch.Tensor, "position depth hidden"],
+        batch: DrafterBatch,
+        objective: Objective,
+        trained_depths: int | None = None,
     ) -> Loss:
-        return score(self.logits, (outputs[labels.known],), labels, batch, objective, vocabulary=self.vocabulary)
+        rows = (outputs[labels.known],)
+        return score(self.logits, rows, labels, batch, objective, vocabulary=self.vocabulary, trained_depths=trained_depths)

@@ -19,7 +19,8 @@ from ..decoding.types import TargetOutput
 from ..hf_target import HFTarget
 from ..hidden_states import decoder_layers
 from ..interfaces import Loss
-from .feature_drafter import FeatureDrafter, TreeOptions, start_from_target
+from .decoder_layer import start_from_target
+from .feature_drafter import FeatureDrafter, TreeOptions
 from .objective import DraftVocabulary, Labels, Objective, commonest_tokens, require_draft_tokens, score
 
 
@@ -160,7 +161,7 @@ class Eagle3(FeatureDrafter):
         """The objective at all depths, each weighted by its power of `loss_decay` (section 3.2)."""
         labels = Labels.of(batch)
         num_depths = labels.tokens.shape[1]
-        outputs = self.unroll(batch, labels, self.target_features(batch), trained_depths=num_depths)
+        outputs = self.unroll(batch, labels, self.target_features(batch))
         loss = score(self.logits, (outputs[labels.known],), labels, batch, objective, vocabulary=self.vocabulary)
         weights = self.config.loss_decay ** torch.arange(num_depths, device=loss.sums.device)
         return replace(loss, sums=loss.sums * weights)

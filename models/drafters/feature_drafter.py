@@ -7,18 +7,17 @@ token t + 2 and stands in for the feature at t + 1, which the target hasn't comp
     entry             (c_0, f_i)  (c_1, g_0)  (c_2, g_1)        f: the target's feature, g: the layer's own output
 """
 
-import copy
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import nn
 from torch.nn.functional import pad
-from transformers.cache_utils import Cache, DynamicCache
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from torch.utils.checkpoint import checkpoint
+from transformers.cache_utils import DynamicCache
 
 from ...data.types import DrafterBatch
 from ..decoding.prompts import Prompts
@@ -26,13 +25,13 @@ from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree
 from ..decoding.types import NO_NODE, Acceptance, TargetOutput
 from ..hf_target import HFTarget
-from ..hidden_states import decoder_layers
 from ..interfaces import TrainableDrafter
-from ..tree_attention import IMPLEMENTATION as GROUPED_HEADS
 from ..tree_attention import visible_columns
 from ..tree_cache import TreeCache
 from .beams import MAX_SEARCH_NODES, SearchTree, pack_likeliest
+from .branch_attention import Entries, KeysAndValues
 from .branches import Branches
+from .decoder_layer import make_layer
 from .objective import DraftVocabulary, Labels
 
 EXPECTED_NEW_TOKENS = 256
@@ -89,6 +88,16 @@ class FeatureState:
     host_num_accepted: tuple[int, ...]
 
 
+@runtime_checkable
+class KeyValues(Protocol):
+    """What the layer's attention asks of a cache."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take up keys and values [batch, kv_head, entry, head_dim], and give back all that are read now."""
+
+
 class FeatureDrafter(TrainableDrafter):
     """One decoder layer over pairs of embedding and feature. Subclasses say how the pair goes in and how tokens come out."""
 
@@ -97,6 +106,7 @@ class FeatureDrafter(TrainableDrafter):
     vocab_size: int
     layer: Any
     """A decoder layer of the target's kind."""
+    _keep_activations: bool = True
 
     def __init__(self, target: HFTarget, *, input_width: int) -> None:
         """The layer's attention reads vectors of `input_width`."""
@@ -139,12 +149,14 @@ class FeatureDrafter(TrainableDrafter):
         tokens: Int[torch.Tensor, "batch seq"],
         hidden: Float[torch.Tensor, "batch seq hidden"],
         positions: Int[torch.Tensor, "rows seq"],
-        cache: Cache,
+        cache: KeyValues,
         mask: Bool[torch.Tensor, "batch 1 seq key"] | None,
+        **options: Any,
     ) -> Float[torch.Tensor, "batch seq hidden"]:
         """The layer's outputs at these entries, whose keys and values the cache takes up.
 
-        Without a mask, that is all: of a text before the branches that hang from it, one layer needs no more.
+        `mask` says which of the cache's entries each sees. Without one, that is all: of a text before the branches that hang
+        from it, one layer needs no more.
         """
         attended, residual = self.layer_inputs(self.embed(tokens), hidden)
         attention, _ = self.layer.self_attn(
@@ -152,6 +164,7 @@ class FeatureDrafter(TrainableDrafter):
             position_embeddings=self._target_parts[1](attended, positions),
             attention_mask=mask,
             past_key_values=cache,
+            **options,
         )
         if mask is None:
             return hidden
@@ -161,25 +174,46 @@ class FeatureDrafter(TrainableDrafter):
     # --- training
 
     def unroll(
-        self, batch: DrafterBatch, labels: Labels, features: Float[torch.Tensor, "batch seq feature"], *, trained_depths: int
+        self, batch: DrafterBatch, labels: Labels, features: Float[torch.Tensor, "batch seq feature"]
     ) -> Float[torch.Tensor, "position depth hidden"]:
         """The layer's outputs at every position and depth, as decoding has them: only the first depth is fed features, the
         others the outputs before them (EAGLE-3's training-time test, arXiv 2503.01840, section 3.2).
 
-        The paper unrolls along the text; here the tokens are the target's own continuations. Depths from `trained_depths` on
-        are computed without gradient.
+        The paper unrolls along the text; here the tokens are the target's own continuations.
         """
         branches, cache, hidden = Branches.of(batch), DynamicCache(), self.fuse(features)
-        next_tokens = pad(batch.input_ids[:, 1:], (0, 1))
-        self.read(next_tokens, hidden, torch.arange(next_tokens.shape[1], device=hidden.device)[None], cache, None)
+        next_tokens = pad(batch.input_ids[:, 1:], (0, 1))  # that of a text's last token is read by no branch
+        self.read(next_tokens, hidden, batch.position_ids, cache, None)
+        of_text: Any = cache.layers[0]
+        text = of_text.keys, of_text.values
+        seen = branches.text_mask(with_own_column=False)
         hidden = branches.spread(hidden[batch.positions])
+        own: list[KeysAndValues] = []
         outputs = []
         for depth, tokens in enumerate(labels.given.clamp(min=0).unbind(1)):
-            with torch.set_grad_enabled(torch.is_grad_enabled() and depth < trained_depths):
-                mask = branches.mask(depth, with_own_column=False)
-                hidden = self.read(branches.spread(tokens), hidden, branches.columns + depth, cache, mask)
+            step = self._go_deeper if self._keep_activations else partial(checkpoint, self._go_deeper, use_reentrant=False)
+            given, positions = branches.spread(tokens), branches.positions + depth
+            hidden, keys, values = step(given, hidden, positions, seen, text, tuple(own))
+            own.append((keys, values))
             outputs.append(branches.collect(hidden))
         return torch.stack(outputs, dim=1)
+
+    def _go_deeper(
+        self,
+        tokens: Int[torch.Tensor, "batch branch"],
+        hidden: Float[torch.Tensor, "batch branch hidden"],
+        positions: Int[torch.Tensor, "batch branch"],
+        seen: Bool[torch.Tensor, "batch 1 branch seq"],
+        text: KeysAndValues,
+        own: tuple[KeysAndValues, ...],
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The outputs at the branches' entries of one depth, and their keys and values."""
+        entries = Entries(text, own)
+        outputs = self.read(tokens, hidden, positions, entries, seen, entries=entries)
+        return outputs, *entries.own[-1]
+
+    def checkpoint_activations(self) -> None:
+        self._keep_activations = False
 
     # --- decoding
 
@@ -311,86 +345,3 @@ class FeatureDrafter(TrainableDrafter):
             rank = torch.arange(1, top.shape[-1] + 1, device=top.device)
             return tokens, (STATIC_FIRST_HIT / rank**2).log().expand_as(top)
         return tokens, top - logits.logsumexp(-1, keepdim=True)
-
-
-# --- the decoder layer
-
-LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-"""Exactly these: another norm would have its place, which isn't known."""
-PROJECTIONS = {
-    *(f"self_attn.{name}_proj" for name in ("q", "k", "v", "o")),
-    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
-}
-
-
-def make_layer(target: HFTarget, input_width: int) -> Any:
-    """A fresh layer of the target's own kind, whose attention reads vectors of `input_width`.
-
-    Raises ValueError where the target's layers are built differently.
-    """
-    layers = decoder_layers(target.model)
-    names = {name for name, _ in layers[0].named_modules()} if layers else set()
-    if {name for name in names if name and "." not in name} != LAYER_PARTS or not names >= PROJECTIONS:
-        raise ValueError(
-            f"the decoder layers of {type(target.model).__name__} aren't built of attention (q, k, v and o projections), a "
-            "gated MLP and a norm before each, so this drafter can't take over their form; choose the drafter redrafter"
-        )
-    norms_have_weights = {"input_layernorm.weight", "post_attention_layernorm.weight"} <= {
-        name for name, _ in layers[0].named_parameters()
-    }
-    if not norms_have_weights or getattr(target.model.config.get_text_config(), "residual_multiplier", 1.0) != 1.0:
-        raise ValueError(
-            f"the decoder layers of {type(target.model).__name__} scale their residual stream, or have norms without weights, "
-            "which this drafter's layer doesn't; choose the drafter redrafter"
-        )
-    if "rotary_emb" not in dict(target.model.get_decoder().named_children()):
-        raise ValueError(
-            f"{type(target.model).__name__} has no rotary embeddings, which this drafter's layer needs; choose the drafter "
-            "redrafter"
-        )
-    config: Any = copy.deepcopy(target.model.config.get_text_config())
-    config._attn_implementation = IMPLEMENTATION
-    make: Any = type(layers[0])
-    layer = make(config, layer_idx=0)
-    for projection in ("q_proj", "k_proj", "v_proj"):
-        old = getattr(layer.self_attn, projection)
-        setattr(layer.self_attn, projection, nn.Linear(input_width, old.out_features, bias=old.bias is not None))
-    return layer
-
-
-@torch.no_grad()
-def start_from_target(layer: Any, fc: nn.Linear, target: HFTarget) -> None:
-    """Let the layer begin as the target's last one, but add nothing yet, and `fc` let through the last of its inputs as it is.
-
-    So the first outputs are the features themselves, at every depth: EAGLE-1's layer, which has no norm at its input, would
-    blow them up otherwise. Where the attention reads a pair, both halves begin with the target's weights: either is a vector of
-    its residual stream.
-    """
-    source = dict(decoder_layers(target.model)[-1].named_parameters())
-    for name, parameter in layer.named_parameters():
-        weight = source[name]
-        parameter.copy_(weight if weight.shape == parameter.shape else torch.cat([weight, weight], dim=1))
-    for parameter in (*layer.self_attn.o_proj.parameters(), *layer.mlp.down_proj.parameters(), *fc.parameters()):
-        parameter.zero_()
-    fc.weight[:, -fc.out_features :].fill_diagonal_(1.0)
-
-
-IMPLEMENTATION = "outrider_drafter"
-
-
-def _attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface. Without a mask only keys and values are wanted, and the cache has them already."""
-    if attention_mask is None:
-        return torch.zeros_like(query).transpose(1, 2), None
-    return ALL_ATTENTION_FUNCTIONS[GROUPED_HEADS](module, query, key, value, attention_mask, **kwargs)
-
-
-# Masks are always given under this name, so it needs no mask function.
-ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _attention)

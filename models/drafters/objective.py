@@ -94,6 +94,8 @@ class Labels:
         text_index = row[:, None] * seq + index.clamp(max=seq - 1)
         given = continuations[:, :-1]
         in_text = batch.attention_mask.flatten()[text_index] & (index < seq)
+        if batch.starts is not None:  # what follows in the row may be another text
+            in_text &= batch.starts.flatten()[text_index] == batch.starts[batch.positions][:, None]
         says_so = (batch.input_ids.flatten()[text_index] == given) & in_text
         return cls(
             given=given,
@@ -154,61 +156,121 @@ def score(
     objective: Objective,
     *,
     vocabulary: DraftVocabulary,
+    trained_depths: int | None = None,
 ) -> Loss:
     """The loss of a drafter whose logits are `predict` of the rows of `inputs`: one per known label, position by position.
 
     A label outside a reduced vocabulary counts as a miss. It adds nothing to the sums where it is the teacher: in the
-    cross-entropy, and in every loss off the text.
+    cross-entropy, and in every loss off the text. Depths from `trained_depths` on have no sums, only counts and hits.
     """
-    known, tokens = labels.known, labels.tokens[labels.known]
-    output, inside = vocabulary.outputs(tokens)
-    teacher: Teacher | TopTeacher | None = None
-    if objective.needs_teacher:
-        teacher = (TopTeacher if objective.teacher == "top_k" else Teacher).of(batch, objective, vocabulary)
-
-    def evaluate(
-        output: torch.Tensor, inside: torch.Tensor, index: torch.Tensor, on_text: torch.Tensor, *rows: torch.Tensor
-    ) -> torch.Tensor:
-        logits = predict(*rows)
-        before = torch.zeros_like(output)
-        if logits.dtype != torch.float32:  # in 16 bits many are equal, and of equals the first one is the arg-max
-            first = torch.arange(logits.shape[1], device=logits.device) < output[:, None]
-            before = ((logits == logits.gather(1, output[:, None])) & first).sum(1)
-        logits = logits.float()
-        label_logit = logits.gather(1, output[:, None])
-        rank = torch.where(inside, before + (logits > label_logit).sum(1), HIT_RANKS).detach()
-        log_q = logits.log_softmax(1)
-        divergence = -log_q.gather(1, output[:, None])[:, 0] * inside
-        overlap = divergence.neg().exp()  # 1 where the label is outside, so that no loss has a part for it
-        if teacher is not None:
-            p, log_q = teacher(index, log_q)
-            inside_p = p if vocabulary.tokens is None else p / p.sum(1, keepdim=True).clamp(min=TINY)
-            if objective.loss == "reverse_kl":
-                of_text = (log_q.exp() * (log_q - inside_p.clamp(min=TINY).log())).sum(1)
-            else:
-                of_text = F.kl_div(log_q, inside_p, reduction="none").sum(1)
-            divergence = torch.where(on_text, of_text, divergence)
-            if objective.loss not in DIVERGENCES:  # two more tensors of all logits, and what their gradient keeps
-                overlap = torch.where(on_text, torch.minimum(p, log_q.exp()).sum(1), overlap)
-        return torch.stack([divergence, overlap, rank.to(divergence.dtype)], dim=1)
-
-    index, on_text = labels.text_index[known], labels.on_text[known]
-    if isinstance(teacher, TopTeacher):
-        on_text = on_text & teacher.known[index]
-    rows = (output, inside, index, on_text, *inputs)
-    width = vocabulary.size if isinstance(teacher, Teacher) else vocabulary.num_outputs
-    divergence, overlap, rank = _in_chunks(evaluate, rows, max(1, MAX_CHUNK // width)).unbind(1)
+    known = labels.known
+    output, inside = vocabulary.outputs(labels.tokens[known])
     depth = torch.arange(known.shape[1], device=known.device).expand_as(known)[known]
+    trained = depth < (known.shape[1] if trained_depths is None else trained_depths)
+    judge = _Judge(predict=predict, objective=objective, teacher=_teacher(batch, objective, vocabulary))
+    index, taught = labels.text_index[known], torch.zeros_like(trained)
+    if judge.teacher is not None:
+        taught = trained & labels.on_text[known] & judge.teacher.knows(index)
+    rows = (output, inside, index, *inputs)
+    # Labels of one kind together: only what the target's distribution teaches has to pay for it.
+    parts = [_judged(judge.by_label, trained & ~taught, rows, vocabulary.num_outputs, always=True)]
+    parts.append(_judged(judge.by_teacher, taught, rows, judge.width(vocabulary), order=index))
+    parts.append(_judged(judge.by_rank, ~trained, rows, vocabulary.num_outputs))
+    places, values = (torch.cat(each) for each in zip(*parts, strict=True))
+    divergence, overlap, rank = values[places.argsort()].unbind(1)
     loss = _combine(divergence, overlap, objective.loss)
-    ranks = torch.full(known.shape, float(HIT_RANKS), device=known.device).masked_scatter(known, rank.float())
+    ranks = torch.full(known.shape, float(HIT_RANKS), device=known.device).masked_scatter(known, rank.detach().float())
     if objective.weights == "reached":
         loss = loss * F.pad((ranks == 0).cumprod(1)[:, :-1], (1, 0), value=1)[known]
     return Loss(
-        sums=torch.zeros(known.shape[1], device=loss.device, dtype=loss.dtype).index_add(0, depth, loss),
+        sums=torch.zeros(known.shape[1], device=loss.device, dtype=loss.dtype).index_add(0, depth, loss)[:trained_depths],
         counts=known.sum(0),
         hits=(ranks[:, :, None] <= torch.arange(HIT_RANKS, device=known.device)).sum(0),
         joint_hits=(ranks == 0).cumprod(1).sum(0),
     )
+
+
+def _judged(
+    evaluate: Callable[..., torch.Tensor],
+    chosen: Bool[torch.Tensor, " label"],
+    rows: tuple[torch.Tensor, ...],
+    width: int,
+    *,
+    order: Int[torch.Tensor, " label"] | None = None,
+    always: bool = False,
+) -> tuple[Int[torch.Tensor, " chosen"], Float[torch.Tensor, "chosen 3"]]:
+    """Which labels were chosen, in the order of `order`, and what `evaluate` makes of their `rows`, chunk by chunk.
+
+    `always`: also of none, so that every parameter has a gradient.
+    """
+    places = chosen.nonzero()[:, 0]
+    if not len(places) and not always:
+        return places, rows[-1].new_zeros(0, 3, dtype=torch.float32)
+    if order is not None:
+        places = places[order[places].argsort(stable=True)]
+    elif len(places) == len(chosen):
+        return places, _in_chunks(evaluate, rows, max(1, MAX_CHUNK // width))
+    return places, _in_chunks(evaluate, tuple(each[places] for each in rows), max(1, MAX_CHUNK // width))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Judge:
+    """What single labels are worth: columns of divergence, overlap, and rank (HIT_RANKS for a label outside the vocabulary)."""
+
+    predict: Callable[..., torch.Tensor]
+    objective: Objective
+    teacher: "Teacher | TopTeacher | None"
+
+    def width(self, vocabulary: DraftVocabulary) -> int:
+        """Columns of the widest tensor that the teacher makes."""
+        return vocabulary.size if isinstance(self.teacher, Teacher) else vocabulary.num_outputs
+
+    def by_label(self, output: torch.Tensor, inside: torch.Tensor, index: torch.Tensor, *rows: torch.Tensor) -> torch.Tensor:
+        """Against the label itself."""
+        logits, rank = _ranked(self.predict(*rows), output, inside)
+        divergence = F.cross_entropy(logits, output, reduction="none") * inside
+        # The overlap is 1 where the label is outside, so that no loss has a part for it.
+        return torch.stack([divergence, divergence.neg().exp(), rank.to(divergence.dtype)], dim=1)
+
+    def by_teacher(self, output: torch.Tensor, inside: torch.Tensor, index: torch.Tensor, *rows: torch.Tensor) -> torch.Tensor:
+        """Against the target's distribution."""
+        assert self.teacher is not None
+        logits, rank = _ranked(self.predict(*rows), output, inside)
+        p, log_q = self.teacher(index, logits.log_softmax(1))
+        inside_p = p if not self.teacher.reduced else p / p.sum(1, keepdim=True).clamp(min=TINY)
+        if self.objective.loss == "reverse_kl":
+            divergence = (log_q.exp() * (log_q - inside_p.clamp(min=TINY).log())).sum(1)
+        else:
+            divergence = F.kl_div(log_q, inside_p, reduction="none").sum(1)
+        overlap = torch.ones_like(divergence)
+        if self.objective.loss not in DIVERGENCES:  # two more tensors of all logits, and what their gradient keeps
+            overlap = torch.minimum(p, log_q.exp()).sum(1)
+        return torch.stack([divergence, overlap, rank.to(divergence.dtype)], dim=1)
+
+    @torch.no_grad()
+    def by_rank(self, output: torch.Tensor, inside: torch.Tensor, index: torch.Tensor, *rows: torch.Tensor) -> torch.Tensor:
+        """Nothing but the rank."""
+        _, rank = _ranked(self.predict(*rows), output, inside)
+        return torch.stack([torch.zeros_like(rank), torch.ones_like(rank), rank], dim=1).float()
+
+
+def _ranked(
+    logits: Float[torch.Tensor, "label output"], output: Int[torch.Tensor, " label"], inside: Bool[torch.Tensor, " label"]
+) -> tuple[Float[torch.Tensor, "label output"], Int[torch.Tensor, " label"]]:
+    """The logits in float32, and how many outputs are likelier than the label's."""
+    own = logits.detach()
+    label = own.gather(1, output[:, None])
+    rank = (own > label).sum(1, dtype=torch.int32)  # in 64 bits, the default, it takes twice as long
+    if own.dtype != torch.float32:  # in 16 bits many are equal, and of equals the first one is the arg-max
+        first = torch.arange(own.shape[1], device=own.device) < output[:, None]
+        rank += ((own == label) & first).sum(1, dtype=torch.int32)
+    return logits.float(), torch.where(inside, rank, HIT_RANKS)
+
+
+def _teacher(batch: DrafterBatch, objective: Objective, vocabulary: DraftVocabulary) -> "Teacher | TopTeacher | None":
+    if not objective.needs_teacher:
+        return None
+    return (TopTeacher if objective.teacher == "top_k" else Teacher).of(batch, objective, vocabulary)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,6 +280,15 @@ class Teacher:
     states: Float[torch.Tensor, "token hidden"]
     head: nn.Linear
     columns: Int[torch.Tensor, " output"] | None
+
+    @property
+    def reduced(self) -> bool:
+        """Whether the drafter has outputs for some tokens only."""
+        return self.columns is not None
+
+    def knows(self, index: Int[torch.Tensor, " label"]) -> Bool[torch.Tensor, " label"]:
+        """Where it has a distribution: everywhere."""
+        return torch.ones_like(index, dtype=torch.bool)
 
     @classmethod
     def of(cls, batch: DrafterBatch, objective: Objective, vocabulary: DraftVocabulary) -> "Teacher":
@@ -231,11 +302,16 @@ class Teacher:
     def __call__(
         self, index: Int[torch.Tensor, " label"], log_q: Float[torch.Tensor, "label output"]
     ) -> tuple[Float[torch.Tensor, "label output"], Float[torch.Tensor, "label output"]]:
-        """p of the drafter's outputs, which with a reduced vocabulary sums to less than 1, and `log_q` as it is."""
+        """p of the drafter's outputs, which with a reduced vocabulary sums to less than 1, and `log_q` as it is.
+
+        Labels of neighbouring positions meet the same token of the text: side by side, they share its distribution.
+        """
         with torch.no_grad():
-            logits: torch.Tensor = self.head(self.states[index].to(self.head.weight.dtype))
+            tokens, place = index.unique_consecutive(return_inverse=True)
+            logits: torch.Tensor = self.head(self.states[tokens].to(self.head.weight.dtype))
             probs = logits.float().softmax(1)
-            return probs if self.columns is None else probs[:, self.columns], log_q
+            probs = probs if self.columns is None else probs[:, self.columns]
+            return probs if len(tokens) == len(index) else probs[place], log_q
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,6 +326,11 @@ class TopTeacher:
     inside: Bool[torch.Tensor, "token top"]
     probs: Float[torch.Tensor, "token top"]
     known: Bool[torch.Tensor, " token"]
+    reduced: bool
+
+    def knows(self, index: Int[torch.Tensor, " label"]) -> Bool[torch.Tensor, " label"]:
+        """Where likeliest tokens are stored."""
+        return self.known[index]
 
     @classmethod
     def of(cls, batch: DrafterBatch, objective: Objective, vocabulary: DraftVocabulary) -> "TopTeacher":
@@ -261,7 +342,13 @@ class TopTeacher:
         tokens = batch.top_tokens.flatten(0, 1).long()
         outputs, inside = vocabulary.outputs(tokens.clamp(min=0).flatten())
         probs = batch.top_log_probs.flatten(0, 1).float().exp()
-        return cls(outputs=outputs.view_as(tokens), inside=inside.view_as(tokens), probs=probs, known=tokens[:, 0] != UNKNOWN)
+        return cls(
+            outputs=outputs.view_as(tokens),
+            inside=inside.view_as(tokens),
+            probs=probs,
+            known=tokens[:, 0] != UNKNOWN,
+            reduced=vocabulary.tokens is not None,
+        )
 
     def __call__(
         self, index: Int[torch.Tensor, " label"], log_q: Float[torch.Tensor, "label output"]

@@ -17,14 +17,18 @@ def test_chunks_take_less_than_all_logits_and_what_does_not_fit_is_skipped(
 ) -> None:
     output = tmp_path / "loss_memory.json"
     sizes = ["--vocab-sizes", VOCAB, "--labels", *LABELS, "--hidden", 8, "--max-chunk", 2**20, "--losses", "cross_entropy"]
+    sizes += ["--steps", "chunks", "--step-labels", 4096, "--step-hidden", 128]
     limit = ["--memory-limit-gib", 4 * LOGITS_MIB / 2 / 1024]
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), *map(str, [*sizes, *limit]), "--device", "cpu", "--output", str(output)])
     runpy.run_path(str(SCRIPT), run_name="__main__")
     report = json.loads(output.read_text())
-    small, small_whole, large, large_whole = report["cases"]
+    small, small_whole, large, large_whole, *steps = report["cases"]
     assert (large["labels"], large["method"], large_whole["method"]) == (LABELS[1], "chunks", "whole")
     assert "more than --memory-limit-gib" in large_whole["skipped"]
     assert small_whole["peak_mib"] > LOGITS_MIB / LABELS[1] * LABELS[0] * 2
     assert small["peak_mib"] < small_whole["peak_mib"]
     assert large["peak_mib"] < 2 * LOGITS_MIB, "half of what the whole loss holds, and most of it what small tensors leave"
     assert report["environment"]["num_threads"] == 1
+    kept, anew = steps
+    assert (kept["activations"], anew["activations"]) == ("kept", "anew")
+    assert anew["peak_mib"] < kept["peak_mib"]

@@ -69,8 +69,10 @@ def largest_difference(left: Run, right: Run) -> float:
     return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
 
 
-def no_pass(*args: Any, **kwargs: Any) -> Any:
-    pytest.fail("the target was run")
+def forbid_passes(target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over texts, in training. (Before it, the head is tried out.)"""
+    for name in ("read_texts", "layer_inputs"):
+        monkeypatch.setattr(target, name, lambda *args, **kwargs: pytest.fail("the target was run"))
 
 
 @pytest.mark.parametrize(
@@ -86,7 +88,7 @@ def test_nothing_is_recomputed_where_all_that_is_read_is_stored(
 ) -> None:
     recomputed = run_train("recomputed", replace_drafter=drafter, steps=3)
     caplog.clear()  # what the first one said
-    monkeypatch.setattr(target, "hidden_states", no_pass)
+    forbid_passes(target, monkeypatch)
     with caplog.at_level(logging.INFO, logger="outrider"):
         spared = run_train("stored", replace_drafter=drafter, shards=stored_dir, steps=3)
     assert "makes them anew" not in caplog.text
@@ -103,7 +105,7 @@ def test_a_draft_model_and_an_eagle3_need_no_hidden_states_where_labels_alone_te
 ) -> None:
     layers_only = [replace(example, hidden_states=None, top=None) for example in stored]
     directory = write_shards(tmp_path / "shards", target.identity, layers_only)
-    monkeypatch.setattr(target, "hidden_states", no_pass)
+    forbid_passes(target, monkeypatch)
     run_train("eagle3", replace_drafter=EAGLE3, shards=directory, steps=3)
     run_train("draft_model", replace_drafter=DRAFT_MODEL, shards=shards_dir, steps=3)
 
@@ -179,7 +181,7 @@ def test_likeliest_tokens_teach_what_hidden_states_do(
 ) -> None:
     """With k the whole vocabulary; and an EAGLE-3 then needs no last hidden states."""
     full = run_train("full", replace_drafter=drafter, loss=loss, steps=3)
-    monkeypatch.setattr(target, "hidden_states", no_pass)
+    forbid_passes(target, monkeypatch)
     top = run_train("top", replace_drafter=drafter, loss=loss, teacher="top_k", shards=stored_dir, steps=3)
     assert losses(top) == pytest.approx(losses(full), rel=5e-3)
     assert losses(run_train("labels", replace_drafter=drafter, shards=stored_dir, steps=3)) != pytest.approx(

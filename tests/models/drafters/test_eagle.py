@@ -159,7 +159,7 @@ def test_training_sees_what_one_branch_at_a_time_sees(kind, family):
     batch = make_batch(family, drafter.feature_layers)
     labels = Labels.of(batch)
     with torch.no_grad():
-        outputs = drafter.unroll(batch, labels, drafter.target_features(batch), trained_depths=HORIZON)
+        outputs = drafter.unroll(batch, labels, drafter.target_features(batch))
         found = drafter.logits(outputs).log_softmax(-1)
     num_checked = 0
     for index, (row, column) in enumerate(batch.positions.nonzero().tolist()):
@@ -196,7 +196,7 @@ def test_eagle_regresses_the_targets_next_feature_where_the_continuation_keeps_t
     regression, classification, both = (loss.sums for loss in losses)
     assert torch.allclose(both, regression + 0.1 * classification)
     drafter, labels = make("eagle", llama), Labels.of(batch)
-    outputs = drafter.unroll(batch, labels, batch.hidden_states, trained_depths=1)
+    outputs = drafter.unroll(batch, labels, batch.hidden_states)
     expected, num_checked = [0.0] * 3, 0
     for index, (row, column) in enumerate(batch.positions.nonzero().tolist()):
         for depth in range(3):

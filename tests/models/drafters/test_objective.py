@@ -11,6 +11,8 @@ from outrider.data.types import UNKNOWN, DrafterBatch
 from outrider.models.drafters import objective as objective_module
 from outrider.models.drafters.objective import LOSSES, DraftVocabulary, Labels, Objective, score
 
+from ..largest import Largest
+
 VOCAB, WIDTH = 11, 6
 TEXT = [[3, 4, 5, 6, 7, 8], [9, 1, 2, 0, 0, 0]]
 # After position 1 of the first text the target goes on as the text does; elsewhere it leaves the text, at once or later.
@@ -107,19 +109,6 @@ def test_chunks_change_neither_loss_nor_gradient(kind, vocabulary, heads, monkey
         for found, expected in zip(other, results[0], strict=True):
             assert torch.allclose(found.float(), expected.float(), atol=1e-5)
     assert results[0][3].abs().sum() > 0
-
-
-class Largest(torch.utils._python_dispatch.TorchDispatchMode):
-    """Elements of the largest tensor that any operator makes."""
-
-    size = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        output = function(*args, **(kwargs or {}))
-        for each in torch.utils._pytree.tree_leaves(output):
-            if isinstance(each, torch.Tensor):
-                self.size = max(self.size, each.numel())
-        return output
 
 
 @pytest.mark.parametrize("kind", LOSSES)

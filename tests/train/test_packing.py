@@ -1,0 +1,170 @@
+"""Several texts in one row: the same losses and gradients as each in a row of its own."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.data.manifest import load_manifest
+from outrider.data.types import DrafterBatch
+from outrider.models.drafters import build_drafter
+from outrider.models.drafters.objective import Labels, Objective
+from outrider.models.hf_target import HFTarget
+from outrider.models.interfaces import Loss
+from outrider.models.text_states import require_packing, states_of_texts
+from outrider.train.config import TrainConfig
+from outrider.train.data import BatchStream, target_reads, with_hidden_states
+from outrider.train.tracking import read_records
+
+from .conftest import DRAFTER, Run
+
+RunTrain = Callable[..., Run]
+KINDS: list[dict[str, Any]] = [
+    DRAFTER,
+    {"kind": "medusa", "num_heads": 3},
+    {"kind": "eagle", "unroll": 3, "feature_noise": 0.0},
+    {"kind": "eagle3", "feature_layers": [0, 1]},
+    {"kind": "draft_model", "init": "target_layers", "num_layers": 1},
+]
+
+
+def make_batch(shards_dir: Path, *, packing: bool, **options: Any) -> DrafterBatch:
+    config = TrainConfig(steps=10, batch_size=6, packing=packing, **options)
+    stream = BatchStream(shards_dir, load_manifest(shards_dir), config, rank=0, num_processes=1)
+    return stream.batches(0)[0]
+
+
+def leave_the_text(batch: DrafterBatch) -> DrafterBatch:
+    """Continuations that say what the next text in the row begins with: its tokens must not pass for the own text's."""
+    continuations = batch.continuations.clone()
+    beyond = batch.input_ids.roll(-1, 1)
+    ends = batch.positions & (batch.starts.roll(-2, 1) != batch.starts)
+    continuations[ends, 1] = beyond.roll(-1, 1)[ends]
+    return replace(batch, continuations=continuations)
+
+
+def by_text(batch: DrafterBatch, values: torch.Tensor) -> dict[tuple[int, ...], torch.Tensor]:
+    """The values of each text's tokens, by its tokens."""
+    starts = torch.zeros_like(batch.input_ids) if batch.starts is None else batch.starts
+    found = {}
+    for row, mask in enumerate(batch.attention_mask):
+        for start in starts[row][mask].unique().tolist():
+            own = mask & (starts[row] == start)
+            found[tuple(batch.input_ids[row, own].tolist())] = values[row, own]
+    return found
+
+
+def test_the_same_texts_labels_and_positions_in_fewer_tokens(shards_dir: Path) -> None:
+    apart, together = (make_batch(shards_dir, packing=packing, max_positions=40) for packing in (False, True))
+    assert together.input_ids.numel() < 0.8 * apart.input_ids.numel()
+    assert len(together.input_ids) < len(apart.input_ids)
+    assert int(together.positions.sum()) == 40
+    for name in ("positions", "continuations"):
+        expected, found = (by_text(batch, getattr(batch, name)) for batch in (apart, together))
+        assert len(expected) == 6
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(expected[text], found[text]) for text in expected), "the draw doesn't depend on the rows"
+    positions = by_text(together, together.position_ids)
+    assert all(values.tolist() == list(range(len(text))) for text, values in positions.items())
+
+
+def test_the_target_reads_packed_texts_as_it_reads_each_alone(shards_dir: Path, target: HFTarget) -> None:
+    apart, together = (make_batch(shards_dir, packing=packing) for packing in (False, True))
+    alone = by_text(apart, states_of_texts(target, apart, last=True, layers=())[0])
+    hidden, features = states_of_texts(target, together, last=True, layers=(1, 0))
+    packed = by_text(together, hidden)
+    assert len(packed) == 6
+    for text, states in packed.items():
+        torch.testing.assert_close(states, alone[text], rtol=1e-4, atol=1e-5)
+    only = states_of_texts(target, together, last=False, layers=(1, 0))
+    assert only[0] is None
+    assert torch.equal(only[1], features)
+
+
+def test_a_single_row_as_flash_attention_wants_it_gives_the_same_states(
+    shards_dir: Path, target: HFTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flash attention itself needs a GPU; that texts and padding are told apart in one row doesn't."""
+    together = make_batch(shards_dir, packing=True, shuffle_shards=1)
+    together = DrafterBatch(  # two rows
+        **{
+            name: torch.cat([value, value.flip(0)])
+            for name in DrafterBatch.__dataclass_fields__
+            if (value := getattr(together, name)) is not None
+        }
+    )
+    in_rows, _ = states_of_texts(target, together, last=True, layers=())
+    seen = []
+    monkeypatch.setattr(target.model.config, "_attn_implementation_internal", "flash_attention_2")
+    monkeypatch.setattr(
+        target, "read_texts", lambda layers, **inputs: seen.append(inputs) or (inputs["input_ids"][..., None].float(), None)
+    )
+    states_of_texts(target, together, last=True, layers=())
+    monkeypatch.undo()
+    assert [value.shape for value in seen[0].values()] == [(1, together.input_ids.numel())] * 2
+    in_one_row, _ = target.read_texts(**seen[0])
+    torch.testing.assert_close(in_one_row.view_as(in_rows), in_rows, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "kl"])
+@pytest.mark.parametrize("options", KINDS, ids=lambda options: options["kind"])
+def test_losses_and_gradients_equal_those_of_the_padded_batch(
+    options: dict[str, Any], loss: str, shards_dir: Path, target: HFTarget
+) -> None:
+    torch.manual_seed(0)
+    drafter = build_drafter(options, target).train()
+    objective = Objective(loss=loss, head=target.head)
+    reads = target_reads(drafter, objective)
+
+    def run(batch: DrafterBatch) -> tuple[Loss, list[torch.Tensor]]:
+        drafter.zero_grad()
+        result = drafter.loss(with_hidden_states(batch, target, reads), objective)
+        result.sums.sum().backward()
+        return result, [parameter.grad.clone() for parameter in drafter.parameters() if parameter.grad is not None]
+
+    (expected, gradients), (found, ours) = (run(make_batch(shards_dir, packing=packing)) for packing in (False, True))
+    torch.testing.assert_close(found.sums, expected.sums, rtol=1e-4, atol=1e-4)
+    for name in ("counts", "hits", "joint_hits"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    assert len(ours) == len(gradients) >= 4
+    for ours_, theirs in zip(ours, gradients, strict=True):
+        torch.testing.assert_close(ours_, theirs, rtol=1e-3, atol=1e-3 * max(1.0, float(theirs.abs().max())))
+
+
+def test_a_continuation_never_counts_as_on_the_next_text(shards_dir: Path) -> None:
+    batch = leave_the_text(make_batch(shards_dir, packing=True))
+    labels = Labels.of(batch)
+    row, column = batch.positions.nonzero(as_tuple=True)
+    num_crossing = 0
+    for index, (r, c) in enumerate(zip(row.tolist(), column.tolist(), strict=True)):
+        end = c + 1
+        while end < batch.input_ids.shape[1] and batch.starts[r, end] == batch.starts[r, c] and batch.attention_mask[r, end]:
+            end += 1
+        beyond = [depth for depth in range(labels.tokens.shape[1]) if c + 1 + depth >= end]
+        assert not labels.on_text[index, beyond].any()
+        num_crossing += bool(beyond)
+    assert num_crossing > 3
+
+
+def test_training_on_packed_rows_learns_the_same(run_train: RunTrain) -> None:
+    def losses(run: Run) -> list[float]:
+        return [record["loss"] for record in read_records(run.train_dir / "metrics.jsonl")]
+
+    apart, together = run_train("apart"), run_train("together", packing=True)
+    assert losses(together) == pytest.approx(losses(apart), rel=1e-4)
+
+
+def test_a_target_that_would_read_across_texts_is_refused(target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    require_packing(target)
+    read_texts = target.read_texts
+
+    def blind(layers: tuple[int, ...] = (), **inputs: Any) -> Any:
+        inputs.pop("position_ids", None)
+        return read_texts(layers, **inputs)
+
+    monkeypatch.setattr(target, "read_texts", blind)
+    with pytest.raises(ValueError, match=r"Llama.* reads texts differently when they stand in one row.*train\.packing=false"):
+        require_packing(target)
