@@ -43,7 +43,7 @@ clean: ## Remove the environment, caches and builds; outputs/ stays
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(if $(TORCH_INDEX),$(BIN)/pip install "$$(grep '^torch==' constraints.txt)" --index-url $(TORCH_INDEX))
-	$(BIN)/pip install -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install -c constraints.txt -e '.[dev,deepspeed]'
 	touch $@
 
 # The folders under the names that they are installed under, for tools that read files instead of importing them.

@@ -41,7 +41,8 @@ def save_checkpoint(accelerator: Accelerator, directory: Path, step: int, state:
         accelerator.save_state(str(partial))
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            files = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
+            paths = sorted(path for path in partial.rglob("*") if path.is_file())  # DeepSpeed's lie in a folder of their own
+            files = {path.relative_to(partial).as_posix(): path.stat().st_size for path in paths}
             marker = {"step": step, "files": files, **state}
             (partial / MARKER_FILE).write_text(json.dumps(marker, indent=1, allow_nan=False))
             os.replace(partial, final)

@@ -19,6 +19,7 @@ from ..models.drafters.registry import parse_drafter_config, starting_weights
 from ..models.interfaces import TrainableDrafter
 from .checkpoint import latest_checkpoint, read_marker
 from .config import MAY_CHANGE_ON_RESUME, TrainConfig
+from .parallel import sharding
 from .tracking import METRICS_FILE, read_records
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ def describe_run(
         "target": {"weights_sha256": manifest.target.weights_sha256},
         **({} if started_from is None else {"started_from": {"weights_sha256": started_from}}),
         "num_processes": accelerator.num_processes,
+        **({} if (kind := sharding(accelerator)) is None else {"sharding": kind}),
         "mixed_precision": accelerator.mixed_precision,
     }
 

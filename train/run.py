@@ -2,8 +2,8 @@
 
 import logging
 import math
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from .checkpoint import latest_checkpoint, load_checkpoint, remove_incomplete, s
 from .config import SCHEDULES, TrainConfig
 from .data import BatchStream, count_label_tokens, label_counts, target_reads, with_hidden_states
 from .metrics import LOSS_FIELDS, Meter, add_losses
+from .parallel import backward, finish_step, gather_weights, micro_batch, needs_whole_copy, prepare
 from .processes import SIGTERM_EXIT_CODE, catching_sigterm, require_supported_launch, stop_agreed
 from .results import CHECKPOINTS_DIR, describe_run, is_trained, save_results, take_over_options
 from .tracking import Tracker
@@ -39,20 +40,23 @@ MEASURED_SHARE = 0.1
 
 
 class LossModule(nn.Module):
-    """The loss as a forward: that is where data parallelism and autocast hook in."""
+    """The loss as a forward: that is where data parallelism and autocast hook in. They know a tuple of tensors, in the order
+    of LOSS_FIELDS, and no dataclass."""
 
     def __init__(self, drafter: TrainableDrafter, objective: Objective) -> None:
         super().__init__()
         self.drafter = drafter
         self.objective = objective
 
-    def forward(self, batch: DrafterBatch) -> Loss:
-        return self.drafter.loss(batch, self.objective)
+    def forward(self, batch: DrafterBatch) -> tuple[torch.Tensor, ...]:
+        loss = self.drafter.loss(batch, self.objective)
+        return tuple(getattr(loss, name) for name in LOSS_FIELDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """All that the loop works on. `run` says what makes it this run and no other."""
+    """All that the loop works on. `run` says what makes it this run and no other; `copy`, on the host, is there where what is
+    trained can't draft as it is."""
 
     config: TrainConfig
     run: dict[str, Any]
@@ -66,15 +70,22 @@ class Training:
     validator: Validator | None
     reads: TargetReads
     output_dir: Path
+    copy: TrainableDrafter | None
 
     @property
     def checkpoints_dir(self) -> Path:
         return self.output_dir / CHECKPOINTS_DIR
 
-    @property
-    def drafter(self) -> TrainableDrafter:
+    @contextmanager
+    def whole_drafter(self) -> Iterator[TrainableDrafter]:
+        """The drafter with the weights of now, able to draft in every process. All of them take part."""
         model: LossModule = self.accelerator.unwrap_model(self.model)
-        return model.drafter
+        if self.copy is None:
+            yield model.drafter
+            return
+        gather_weights(self.accelerator, model.drafter, self.copy.to(self.accelerator.device))
+        yield self.copy
+        self.copy.to("cpu")
 
 
 def train(
@@ -106,20 +117,21 @@ def train(
     verify_shards(shards_dir, manifest)
     training = _set_up(config, drafter_config, target, shards_dir, manifest, run, output_dir, accelerator)
     validation = _fit(training, start=_resume(training))
-    if validation is None:
-        assert training.meter.measured is not None, "the last step is always measured"
-        training.drafter.calibrate(training.meter.measured)
-    if accelerator.is_main_process:
-        save_results(
-            training.drafter,
-            drafter_dir,
-            output_dir,
-            target=target.identity,
-            run=run,
-            seconds=training.meter.seconds,
-            validation=None if validation is None else validation.record(),
-        )
-        logger.info("trained %s in %.0f s", drafter_dir, training.meter.seconds)
+    with training.whole_drafter() as drafter:
+        if validation is None:
+            assert training.meter.measured is not None, "the last step is always measured"
+            drafter.calibrate(training.meter.measured)
+        if accelerator.is_main_process:
+            save_results(
+                drafter,
+                drafter_dir,
+                output_dir,
+                target=target.identity,
+                run=run,
+                seconds=training.meter.seconds,
+                validation=None if validation is None else validation.record(),
+            )
+            logger.info("trained %s in %.0f s", drafter_dir, training.meter.seconds)
     accelerator.wait_for_everyone()
     accelerator.free_memory()
 
@@ -136,16 +148,15 @@ def _fit(training: Training, *, start: int) -> Validation | None:
             num_labels, seen = accelerator.reduce(_count(batches, accelerator.device), "sum")
             total: Loss | None = None
             for index, batch in enumerate(batches):
-                with nullcontext() if index == len(batches) - 1 else accelerator.no_sync(model):
-                    loss: Loss = model(with_hidden_states(batch, training.target, training.reads))
+                batch = with_hidden_states(batch, training.target, training.reads)
+                with micro_batch(accelerator, model, last=index == len(batches) - 1):
+                    loss = Loss(**dict(zip(LOSS_FIELDS, model(batch), strict=True)))
                     # A sum over the labels of the whole step, whichever process and micro batch has them; times the
                     # number of processes because data parallelism takes the gradients' mean.
                     scale = accelerator.num_processes / num_labels[: len(loss.sums)].sum().clamp(min=1)
-                    accelerator.backward(loss.sums.sum() * scale)
+                    backward(accelerator, model, loss.sums.sum() * scale)
                 total = add_losses(total, loss)
-            grad_norm = accelerator.clip_grad_norm_(model.parameters(), config.max_grad_norm or math.inf)
-            training.optimizer.step()
-            training.optimizer.zero_grad()
+            grad_norm = finish_step(accelerator, model, training.optimizer, config.max_grad_norm)
             learning_rate = training.scheduler.get_last_lr()[0]
             training.scheduler.step()
             meter.add_step(step, _sum_over_processes(total, accelerator), grad_norm, seen)
@@ -178,8 +189,8 @@ def _validate(training: Training, tracker: Tracker, step: int) -> Validation | N
     """What decoding accepts now, in the records."""
     if training.validator is None:
         return None
-    with training.meter.paused():
-        validation = training.validator(training.drafter)
+    with training.meter.paused(), training.whole_drafter() as drafter:
+        validation = training.validator(drafter)
     tracker.log({"step": step, **validation.record()})
     if validation.tokens_per_step is not None:
         num_texts = training.config.validation_texts
@@ -222,6 +233,10 @@ def _set_up(
     )
     if drafter.wants_token_counts:
         drafter.choose_draft_vocabulary(count_label_tokens(shards_dir, manifest, target.vocab_size))
+    copy = None
+    if needs_whole_copy(accelerator):
+        copy = build_drafter(drafter_config, target)
+        copy.load_state_dict(drafter.state_dict())
     set_seed(config.seed + accelerator.process_index)  # dropout and the like differ by process, the first weights don't
     optimizer = _make_optimizer(drafter, config)
     scheduler = get_scheduler(
@@ -239,8 +254,13 @@ def _set_up(
             accelerator=accelerator,
         )
     # The scheduler stays ours: accelerate would step a prepared one once per process.
-    accelerator.free_memory()
-    model, optimizer = accelerator.prepare(LossModule(drafter, objective), optimizer)
+    model, optimizer = prepare(
+        accelerator,
+        LossModule(drafter, objective),
+        optimizer,
+        batch_size=config.batch_size,
+        max_grad_norm=config.max_grad_norm,
+    )
     return Training(
         config=config,
         run=run,
@@ -254,6 +274,7 @@ def _set_up(
         validator=validator,
         reads=reads,
         output_dir=output_dir,
+        copy=copy,
     )
 
 

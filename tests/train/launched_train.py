@@ -1,28 +1,32 @@
-"""Trains as a launched process; run by test_resume.py under torchrun.
+"""Trains as one of the processes that were launched together; run by test_resume.py and test_deepspeed.py.
 
-python launched_train.py TARGET SHARDS OUTPUT 'JSON of TrainConfig' 'JSON of the drafter'
+python launched_train.py TARGET SHARDS OUTPUT 'JSON of the trainings, by name: {"config": TrainConfig, "drafter": {...}}'
+
+A training with a "from" goes on where that other one's checkpoint of the step "at" was written, as after a kill.
 """
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
 
 from outrider.models.config import TargetConfig
 from outrider.models.target import load_target
 from outrider.train.config import TrainConfig
+from outrider.train.launch import make_accelerator
 from outrider.train.run import train
 
 target_dir, shards_dir, output_dir = map(Path, sys.argv[1:4])
-train(
-    TrainConfig(**json.loads(sys.argv[4])),
-    json.loads(sys.argv[5]),
-    load_target(TargetConfig(name_or_path=str(target_dir), dtype="float32"), torch.device("cpu")),
-    shards_dir,
-    output_dir / "train",
-    output_dir / "drafter",
-    Accelerator(),
-)
+accelerator = make_accelerator()
+target = load_target(TargetConfig(name_or_path=str(target_dir), dtype="float32"), torch.device("cpu"))
+for name, training in json.loads(sys.argv[4]).items():
+    folder = output_dir / name
+    if "from" in training and accelerator.is_main_process:
+        step = f"step-{training['at']:08d}"
+        shutil.copytree(output_dir / training["from"] / "train/checkpoints" / step, folder / "train/checkpoints" / step)
+    accelerator.wait_for_everyone()
+    config = TrainConfig(**training["config"])
+    train(config, training["drafter"], target, shards_dir, folder / "train", folder / "drafter", accelerator)
 torch.distributed.destroy_process_group()
