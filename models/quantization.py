@@ -68,8 +68,9 @@ def make_config(options: Mapping[str, Any]) -> Any:
     name = given.pop("type", None)
     kind = getattr(torchao.quantization, str(name), None)
     if not str(name).endswith("Config") or kind is None:
-        raise ValueError(f"target.quantization.type is {name!r}; name a configuration of torchao.quantization, such as "
-                         "Int8WeightOnlyConfig")
+        raise ValueError(
+            f"target.quantization.type is {name!r}; name a configuration of torchao.quantization, such as Int8WeightOnlyConfig"
+        )
     return TorchAoConfig(_make(kind, given))
 
 

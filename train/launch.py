@@ -1,6 +1,7 @@
 """The accelerator of the processes that a training was launched with: GPUs or a CPU, with DeepSpeed, FSDP or neither."""
 
 import os
+import warnings
 from datetime import timedelta
 from importlib.util import find_spec
 
@@ -25,6 +26,9 @@ def make_accelerator(mixed_precision: str | None = None) -> Accelerator:
     `mixed_precision` is `no` or `bf16`; None takes the launcher's. Raises ValueError where DeepSpeed is asked for and absent.
     """
     deepspeed = launched_with("DEEPSPEED")
+    if deepspeed:
+        # DeepSpeed calls torch by old names, and torch says so at every call.
+        warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     if deepspeed and find_spec("deepspeed") is None:
         raise ValueError(
             "the launch asks for DeepSpeed, which is not installed: pip install 'outrider[deepspeed]', or launch with a "

@@ -1,7 +1,7 @@
 """All that differs between the ways in which processes share a training: alone, DDP, DeepSpeed's ZeRO, FSDP2.
 
-The loop says when a step's last micro batch comes, and what the loss is; here is what that means to each of them. Only the drafter
-is ever handed over to them. The target is none of their business.
+The loop says when a step's last micro batch comes, and what the loss is; here is what that means to each of them. Only the
+drafter is ever handed over to them. The target is none of their business.
 """
 
 import math
@@ -77,6 +77,15 @@ def micro_batch(accelerator: Accelerator, model: Any, *, last: bool) -> Iterator
             yield
 
 
+def make_anchor(accelerator: Accelerator) -> torch.Tensor:
+    """A zero to add to the loss: what tells ZeRO-3 that a backward has ended.
+
+    It reduces the gradients of a module that it gathers at once when the gradient of the module's input is there, and a batch
+    has none. autograd takes what was recorded last first, so that of an input older than all the rest comes last.
+    """
+    return torch.zeros((), device=accelerator.device, requires_grad=sharding(accelerator) == "zero3")
+
+
 def backward(accelerator: Accelerator, model: Any, loss: torch.Tensor) -> None:
     """Add the loss's gradient to those of the step."""
     if uses_deepspeed(accelerator):
@@ -111,8 +120,8 @@ def _full(accelerator: Accelerator, parameter: nn.Parameter) -> torch.Tensor:
         return parameter.full_tensor()
     if not uses_deepspeed(accelerator):
         return parameter
+    from deepspeed.runtime.zero import GatheredParameters
     from deepspeed.utils import safe_get_full_fp32_param
-    from deepspeed.zero import GatheredParameters
 
     of_optimizer: torch.Tensor | None = safe_get_full_fp32_param(parameter)
     if of_optimizer is not None:

@@ -27,7 +27,7 @@ from .checkpoint import latest_checkpoint, load_checkpoint, remove_incomplete, s
 from .config import SCHEDULES, TrainConfig
 from .data import BatchStream, count_label_tokens, label_counts, target_reads, with_hidden_states
 from .metrics import LOSS_FIELDS, Meter, add_losses
-from .parallel import backward, finish_step, gather_weights, micro_batch, needs_whole_copy, prepare
+from .parallel import backward, finish_step, gather_weights, make_anchor, micro_batch, needs_whole_copy, prepare
 from .processes import SIGTERM_EXIT_CODE, catching_sigterm, require_supported_launch, stop_agreed
 from .results import CHECKPOINTS_DIR, describe_run, is_trained, save_results, take_over_options
 from .tracking import Tracker
@@ -48,8 +48,9 @@ class LossModule(nn.Module):
         self.drafter = drafter
         self.objective = objective
 
-    def forward(self, batch: DrafterBatch) -> tuple[torch.Tensor, ...]:
+    def forward(self, batch: DrafterBatch, anchor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         loss = self.drafter.loss(batch, self.objective)
+        loss = replace(loss, sums=loss.sums + anchor)
         return tuple(getattr(loss, name) for name in LOSS_FIELDS)
 
 
@@ -150,7 +151,7 @@ def _fit(training: Training, *, start: int) -> Validation | None:
             for index, batch in enumerate(batches):
                 batch = with_hidden_states(batch, training.target, training.reads)
                 with micro_batch(accelerator, model, last=index == len(batches) - 1):
-                    loss = Loss(**dict(zip(LOSS_FIELDS, model(batch), strict=True)))
+                    loss = Loss(**dict(zip(LOSS_FIELDS, model(batch, make_anchor(accelerator)), strict=True)))
                     # A sum over the labels of the whole step, whichever process and micro batch has them; times the
                     # number of processes because data parallelism takes the gradients' mean.
                     scale = accelerator.num_processes / num_labels[: len(loss.sums)].sum().clamp(min=1)

@@ -2,15 +2,20 @@
 
 python launched_train.py TARGET SHARDS OUTPUT 'JSON of the trainings, by name: {"config": TrainConfig, "drafter": {...}}'
 
-A training with a "from" goes on where that other one's checkpoint of the step "at" was written, as after a kill.
+A training with a "from" goes on where that other one's checkpoint of the step "at" was written, as after a kill. "zero_stage"
+and "mixed_precision" take the place of the launcher's, "shards" that of SHARDS.
 """
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 
 from outrider.models.config import TargetConfig
 from outrider.models.target import load_target
@@ -19,14 +24,26 @@ from outrider.train.launch import make_accelerator
 from outrider.train.run import train
 
 target_dir, shards_dir, output_dir = map(Path, sys.argv[1:4])
+
+
+def relaunched(training: dict[str, Any]) -> Accelerator:
+    """The same processes as if launched otherwise, which spares importing everything anew."""
+    AcceleratorState._reset_state()
+    os.environ["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = str(training.get("zero_stage", 2))
+    return make_accelerator(training.get("mixed_precision"))
+
+
 accelerator = make_accelerator()
 target = load_target(TargetConfig(name_or_path=str(target_dir), dtype="float32"), torch.device("cpu"))
 for name, training in json.loads(sys.argv[4]).items():
     folder = output_dir / name
+    if "zero_stage" in training:
+        accelerator = relaunched(training)
     if "from" in training and accelerator.is_main_process:
         step = f"step-{training['at']:08d}"
         shutil.copytree(output_dir / training["from"] / "train/checkpoints" / step, folder / "train/checkpoints" / step)
     accelerator.wait_for_everyone()
     config = TrainConfig(**training["config"])
-    train(config, training["drafter"], target, shards_dir, folder / "train", folder / "drafter", accelerator)
+    shards = Path(training.get("shards", shards_dir))
+    train(config, training["drafter"], target, shards, folder / "train", folder / "drafter", accelerator)
 torch.distributed.destroy_process_group()
