@@ -7,6 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 PACKAGES = {
     "bitsandbytes": ("bitsandbytes",),
     "torchao": ("torchao",),
@@ -16,15 +18,14 @@ PACKAGES = {
 """What each method is computed by, under the names that are both imported and installed."""
 
 
-def check_quantization(options: Mapping[str, Any]) -> None:
-    """Raise ValueError for options without a known `method`, or one whose packages are absent."""
+def check_method(options: Mapping[str, Any]) -> None:
+    """Raise ValueError for options without a known `method`."""
     method = options.get("method")
     if method not in PACKAGES:
         raise ValueError(
             f"target.quantization is {dict(options)}; it needs a method of {', '.join(PACKAGES)}, as in "
             "{method: bitsandbytes, load_in_4bit: true} or {method: torchao, type: Int8WeightOnlyConfig}"
         )
-    require_packages(str(method))
 
 
 def require_packages(method: str) -> None:
@@ -54,9 +55,10 @@ def make_config(options: Mapping[str, Any]) -> Any:
     """transformers' configuration of these options, which but for `method` are its own.
 
     torchao's are a `type`, the name of a configuration of `torchao.quantization`, and that one's options. Raises ValueError for
-    options that there aren't.
+    options that there aren't, and where packages are absent.
     """
-    check_quantization(options)
+    check_method(options)
+    require_packages(options["method"])
     from transformers import AwqConfig, BitsAndBytesConfig, GPTQConfig, TorchAoConfig  # they look for their packages
 
     given = {name: value for name, value in options.items() if name != "method"}
@@ -72,6 +74,15 @@ def make_config(options: Mapping[str, Any]) -> Any:
             f"target.quantization.type is {name!r}; name a configuration of torchao.quantization, such as Int8WeightOnlyConfig"
         )
     return TorchAoConfig(_make(kind, given))
+
+
+def require_plain_weights(module: nn.Module, remedy: str) -> None:
+    """Raise ValueError where linear layers of a module, or what stands in their place, hold no plain weights to copy."""
+    for name, part in module.named_modules():
+        weight = getattr(part, "weight", None)
+        plain = type(weight) is nn.Parameter and weight.is_floating_point()
+        if name.endswith(("proj", "fc1", "fc2")) and not plain:
+            raise ValueError(f"the target is quantised, and a drafter can't begin with its layers: {remedy}")
 
 
 def _make(kind: Any, options: Mapping[str, Any]) -> Any:

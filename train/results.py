@@ -48,10 +48,13 @@ def describe_run(
             "data_sha256": manifest.data_sha256,
             "sha256": hashlib.sha256(shards.encode()).hexdigest(),
         },
-        "target": {"weights_sha256": manifest.target.weights_sha256},
+        "target": {
+            "weights_sha256": manifest.target.weights_sha256,
+            **({"quantization": manifest.target.quantization} if manifest.target.quantization else {}),
+        },
         **({} if started_from is None else {"started_from": {"weights_sha256": started_from}}),
         "num_processes": accelerator.num_processes,
-        **({} if (kind := sharding(accelerator)) is None else {"sharding": kind}),
+        **({} if (divided := sharding(accelerator)) is None else {"sharding": divided}),
         "mixed_precision": accelerator.mixed_precision,
     }
 

@@ -56,8 +56,8 @@ class LossModule(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """All that the loop works on. `run` says what makes it this run and no other; `copy`, on the host, is there where what is
-    trained can't draft as it is."""
+    """All that the loop works on. `run` says what makes it this run and no other; `trained` is the drafter within `model`, and
+    `copy`, on the host, is there where that can't draft as it is."""
 
     config: TrainConfig
     run: dict[str, Any]
@@ -71,6 +71,7 @@ class Training:
     validator: Validator | None
     reads: TargetReads
     output_dir: Path
+    trained: TrainableDrafter
     copy: TrainableDrafter | None
 
     @property
@@ -80,11 +81,10 @@ class Training:
     @contextmanager
     def whole_drafter(self) -> Iterator[TrainableDrafter]:
         """The drafter with the weights of now, able to draft in every process. All of them take part."""
-        model: LossModule = self.accelerator.unwrap_model(self.model)
         if self.copy is None:
-            yield model.drafter
+            yield self.trained
             return
-        gather_weights(self.accelerator, model.drafter, self.copy.to(self.accelerator.device))
+        gather_weights(self.accelerator, self.trained, self.copy.to(self.accelerator.device))
         yield self.copy
         self.copy.to("cpu")
 
@@ -275,6 +275,7 @@ def _set_up(
         validator=validator,
         reads=reads,
         output_dir=output_dir,
+        trained=drafter,
         copy=copy,
     )
 
