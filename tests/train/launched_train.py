@@ -1,9 +1,10 @@
-"""Trains as one of the processes that were launched together; run by test_resume.py and test_deepspeed.py.
+"""Trains as one of the processes that were launched together; run by test_processes.py and test_deepspeed.py.
 
 python launched_train.py TARGET SHARDS OUTPUT 'JSON of the trainings, by name: {"config": TrainConfig, "drafter": {...}}'
 
 A training with a "from" goes on where that other one's checkpoint of the step "at" was written, as after a kill. "zero_stage"
-and "mixed_precision" take the place of the launcher's, "shards" that of SHARDS.
+and "mixed_precision" take the place of the launcher's, "shards" that of SHARDS. With "fsdp" it is FSDP2 that shares all
+trainings from there on.
 """
 
 import json
@@ -15,7 +16,8 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 from outrider.models.config import TargetConfig
 from outrider.models.target import load_target
@@ -33,12 +35,24 @@ def relaunched(training: dict[str, Any]) -> Accelerator:
     return make_accelerator(training.get("mixed_precision"))
 
 
+def with_fsdp2(accelerator: Accelerator) -> Accelerator:
+    """accelerate knows FSDP on accelerators only, though all that it does with it runs on a CPU."""
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="no_wrap", reshard_after_forward=True, state_dict_type="SHARDED_STATE_DICT"
+    )
+    PartialState._shared_state["distributed_type"] = accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = plugin
+    return accelerator
+
+
 accelerator = make_accelerator()
 target = load_target(TargetConfig(name_or_path=str(target_dir), dtype="float32"), torch.device("cpu"))
 for name, training in json.loads(sys.argv[4]).items():
     folder = output_dir / name
     if "zero_stage" in training:
         accelerator = relaunched(training)
+    if training.get("fsdp"):
+        accelerator = with_fsdp2(accelerator)
     if "from" in training and accelerator.is_main_process:
         step = f"step-{training['at']:08d}"
         shutil.copytree(output_dir / training["from"] / "train/checkpoints" / step, folder / "train/checkpoints" / step)
