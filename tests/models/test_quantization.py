@@ -16,6 +16,8 @@ from outrider.models.hf_target import HFTarget
 from outrider.models.packing import packed_linears
 from outrider.models.target import load_target
 
+pytest.importorskip("torchao")  # pip install 'outrider[quantization]'
+
 INT8 = {"method": "torchao", "type": "Int8WeightOnlyConfig"}
 
 

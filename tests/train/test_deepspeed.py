@@ -10,6 +10,8 @@ import torch
 from .conftest import Run
 from .launching import CONFIG, DRAFTERS, IN_ONE_PROCESS, STEPS, launch, numbers, weights
 
+pytest.importorskip("deepspeed")  # pip install 'outrider[deepspeed]'
+
 TRAININGS = [("zero1", "redrafter"), *(("zero2", kind) for kind in DRAFTERS), *(("zero3", kind) for kind in DRAFTERS)]
 TOLERANCE = 1e-4
 """Relative, of losses in float32: sums over two processes and over one are rounded differently, and Adam's steps by each
