@@ -1,14 +1,17 @@
 # The environment lies in VENV. TORCH_INDEX chooses torch's wheels, for example:
 #   make install TORCH_INDEX=https://download.pytorch.org/whl/cu130
+# EXTRAS are installed beside what is needed: make install EXTRAS=deepspeed,quantization
 # OUTPUT is where the demo's results go, in place of outputs/demo.
 PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?=
+EXTRAS ?=
 OUTPUT ?=
 BIN := $(abspath $(VENV))/bin
 STAMP := $(VENV)/.installed
 PACKAGES := cli conf data distill eval models train
 TYPES := build/types/outrider
+comma := ,
 # One process on one device, and no questions about it.
 LAUNCH := $(BIN)/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
 
@@ -43,7 +46,7 @@ clean: ## Remove the environment, caches and builds; outputs/ stays
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(if $(TORCH_INDEX),$(BIN)/pip install "$$(grep '^torch==' constraints.txt)" --index-url $(TORCH_INDEX))
-	$(BIN)/pip install -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install -c constraints.txt -e '.[dev$(if $(EXTRAS),$(comma)$(EXTRAS))]'
 	touch $@
 
 # The folders under the names that they are installed under, for tools that read files instead of importing them.

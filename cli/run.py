@@ -4,14 +4,12 @@ import logging
 import sys
 from collections import Counter
 from contextlib import ExitStack
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import hydra
 import torch
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
@@ -35,6 +33,7 @@ from ..models.drafters import build_drafter
 from ..models.drafters.registry import require_horizon
 from ..models.hf_target import HFTarget
 from ..models.target import load_target
+from ..train.launch import make_accelerator
 from ..train.processes import require_supported_launch
 from ..train.run import train
 from ..train.tracking import require_tracker
@@ -65,9 +64,7 @@ def _compose_and_run(composed: DictConfig) -> None:
 
 def run(config: RunConfig) -> None:
     """Run the stages. Each skips what is complete and resumes what was interrupted."""
-    # Ranks may finish their shards hours apart; the default limit of a collective is minutes.
-    patience = InitProcessGroupKwargs(timeout=timedelta(days=1))
-    accelerator = Accelerator(mixed_precision=config.mixed_precision, kwargs_handlers=[patience])
+    accelerator = make_accelerator(config.mixed_precision)
     require_supported_launch(accelerator)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)

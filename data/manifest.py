@@ -21,13 +21,15 @@ class TargetIdentity:
     """Which target: two targets are the same when their weights, configurations and tokenizers are, whatever they are called.
 
     `name` and `revision` are for people (a path may change), the digests decide. `config_sha256` is of what changes answers:
-    not of names, versions or the type that weights are stored in.
+    not of names, versions or the type that weights are stored in. `quantization` are the options that the weights are quantised
+    by when they are loaded, in one line; empty where they are used as they are stored.
     """
 
     name: str
     revision: str | None
     weights_sha256: str
     config_sha256: str = ""
+    quantization: str = ""
     tokenizer_sha256: str
     hidden_size: int
     vocab_size: int

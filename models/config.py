@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from .quantization import check_method
+
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
@@ -25,6 +27,10 @@ class TargetConfig:
     """Replay those passes as CUDA graphs: a step then costs the card's time and not Python's. Needs a CUDA device."""
     device: str | None = None
     """For example `cuda:1`; None takes the launcher's device, else the first accelerator, else the CPU."""
+    quantization: dict[str, Any] | None = None
+    """Quantise the weights while they are loaded: a `method` (bitsandbytes, torchao, gptq or awq) and transformers' options of
+    it, such as {method: bitsandbytes, load_in_4bit: true} or {method: torchao, type: Int8WeightOnlyConfig}. Weights that are
+    stored quantised need nothing here. A quantised target is another target: distil with it what a drafter for it learns."""
     trust_remote_code: bool = False
     """Run modelling code that comes with the weights. Off unless you have read that code."""
 
@@ -38,3 +44,5 @@ class TargetConfig:
             raise ValueError(
                 f"target.attn_implementation is {self.attn_implementation!r}; a draft tree needs a 4-D mask: use sdpa or eager"
             )
+        if self.quantization is not None:
+            check_method(self.quantization)

@@ -36,8 +36,8 @@ def packed_linears(*modules: nn.Module) -> Iterator[int]:
 
 
 def _can_pack(module: nn.Module) -> TypeGuard[nn.Linear]:
-    # Subclasses may compute something else.
-    if type(module) is not nn.Linear or "forward" in vars(module):
+    # Subclasses may compute something else, and quantised weights are kept in a form of their own.
+    if type(module) is not nn.Linear or type(module.weight) is not nn.Parameter or "forward" in vars(module):
         return False
     return module.weight.device.type == "cpu" and module.weight.dtype == torch.float32
 

@@ -15,6 +15,7 @@ from ..data.files import sha256_file
 from ..data.manifest import TargetIdentity
 from .config import TargetConfig
 from .hf_target import HFTarget
+from .quantization import describe, make_config, require_packages, stored_method
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +37,7 @@ def load_target(config: TargetConfig | str, device: torch.device | None = None, 
     place = _parse_device(config.device) if config.device else device or _default_device()
     if config.cuda_graphs and place.type != "cuda":
         raise ValueError(f"target.cuda_graphs is on, and the target goes to {place}; choose a CUDA device, or turn it off")
-    model = _load_model(config, safetensors_only)
-    model.to(device=place)  # type: ignore[call-arg]  # transformers wraps `to` in a way that hides its signature
+    model = _load_model(config, place, safetensors_only)
     model.eval().requires_grad_(False)
     vocab_size = model.config.get_text_config().vocab_size
     if len(tokenizer) > vocab_size:
@@ -50,6 +50,7 @@ def load_target(config: TargetConfig | str, device: torch.device | None = None, 
         revision=config.revision,
         weights_sha256=weights_digest(config.name_or_path, getattr(model.config, "_commit_hash", None)),
         config_sha256=config_digest(config.name_or_path),
+        quantization=describe(config.quantization),
         tokenizer_sha256=tokenizer_digest(tokenizer),
         hidden_size=model.config.get_text_config().hidden_size,
         vocab_size=vocab_size,
@@ -112,8 +113,16 @@ def _check_stop_tokens(target: HFTarget) -> None:
         )
 
 
-def _load_model(config: TargetConfig, safetensors_only: bool) -> PreTrainedModel:
+def _load_model(config: TargetConfig, place: torch.device, safetensors_only: bool) -> PreTrainedModel:
     dtype = config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+    stored = stored_method(config.name_or_path)
+    if stored is not None:
+        require_packages(stored)
+    quantized: dict[str, Any] = {}
+    if config.quantization is not None:
+        quantized = {"quantization_config": make_config(config.quantization)}
+    if quantized or stored:
+        quantized["device_map"] = {"": place}  # they are quantised where they go to, and some can't be moved later
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             config.name_or_path,
@@ -123,8 +132,9 @@ def _load_model(config: TargetConfig, safetensors_only: bool) -> PreTrainedModel
             trust_remote_code=config.trust_remote_code,
             use_safetensors=True if safetensors_only else None,
             output_loading_info=True,
+            **quantized,
         )
-    except (OSError, ValueError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError, pickle.UnpicklingError) as error:
         raise ValueError(
             f"the target {config.name_or_path!r} can't be loaded: {error}. Do config.json and the weights belong together, and "
             "is the download complete?"
@@ -136,6 +146,8 @@ def _load_model(config: TargetConfig, safetensors_only: bool) -> PreTrainedModel
             f"the weights of {config.name_or_path!r} lack {len(missing)} tensors that the model needs "
             f"(the first: {missing[0]}); they would be random: complete the download, or point to the right directory"
         )
+    if not quantized:
+        model.to(device=place)  # type: ignore[call-arg]  # transformers wraps `to` in a way that hides its signature
     return model
 
 

@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
+
+from .launch import launched_with
 
 SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
 
@@ -18,6 +21,20 @@ def require_supported_launch(accelerator: Accelerator) -> None:
         raise ValueError(
             f"{launched} processes were launched, but accelerate sees {accelerator.num_processes}: each would train alone, "
             "over the same files. On a CPU, set ACCELERATE_USE_CPU=true and use accelerate launch --multi_gpu"
+        )
+    for feature, kind in (("DEEPSPEED", DistributedType.DEEPSPEED), ("FSDP", DistributedType.FSDP)):
+        if launched_with(feature) and accelerator.distributed_type != kind:
+            raise ValueError(
+                f"the launch asks for {feature}, and accelerate runs {accelerator.distributed_type.value} instead, which would "
+                "shard nothing: it knows FSDP on accelerators only, and DeepSpeed on a CPU only where ACCELERATE_USE_CPU is "
+                "not set. Launch with another file of conf/launch/"
+            )
+    if accelerator.distributed_type == DistributedType.DEEPSPEED and (
+        clipping := accelerator.state.deepspeed_plugin.gradient_clipping
+    ) not in ("auto", None):
+        raise ValueError(
+            f"the launch sets gradient_clipping to {clipping}; leave it out, and set train.max_grad_norm, which each training "
+            "of a recipe has of its own"
         )
     if accelerator.gradient_accumulation_steps != 1:
         raise ValueError(

@@ -21,6 +21,7 @@ from .best import Best
 from .checkpoint import latest_checkpoint, read_marker
 from .config import MAY_CHANGE_ON_RESUME, TrainConfig
 from .division import DIVISION_KEYS, Division
+from .parallel import sharding
 from .tracking import METRICS_FILE, read_records
 
 logger = logging.getLogger(__name__)
@@ -50,9 +51,13 @@ def describe_run(
             "data_sha256": manifest.data_sha256,
             "sha256": hashlib.sha256(shards.encode()).hexdigest(),
         },
-        "target": {"weights_sha256": manifest.target.weights_sha256},
+        "target": {
+            "weights_sha256": manifest.target.weights_sha256,
+            **({"quantization": manifest.target.quantization} if manifest.target.quantization else {}),
+        },
         **({} if started_from is None else {"started_from": {"weights_sha256": started_from}}),
         "num_processes": accelerator.num_processes,
+        **({} if (divided := sharding(accelerator)) is None else {"sharding": divided}),
         "mixed_precision": accelerator.mixed_precision,
     }
 

@@ -3,7 +3,6 @@
 import logging
 import math
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from .checkpoint import Checkpoints
 from .config import SCHEDULES, TrainConfig
 from .data import BatchStream, count_label_tokens, label_counts, target_reads, with_hidden_states
 from .metrics import LOSS_FIELDS, Meter, add_losses
+from .parallel import backward, finish_step, make_anchor, micro_batch, needs_whole_copy, prepare
 from .processes import SIGTERM_EXIT_CODE, catching_sigterm, require_supported_launch, stop_agreed
 from .results import CHECKPOINTS_DIR, describe_run, is_trained, save_results, take_over_options
 from .resume import resume, save_step
@@ -72,21 +72,22 @@ def train(
     verify_shards(shards_dir, manifest)
     training = _set_up(config, drafter_config, target, shards_dir, manifest, run, output_dir, accelerator)
     _fit(training, start=resume(training))
-    if training.validator is None:
-        assert training.meter.measured is not None, "the last step is always measured"
-        training.drafter.calibrate(training.meter.measured)
-    if accelerator.is_main_process:
-        save_results(
-            training.drafter,
-            drafter_dir,
-            output_dir,
-            target=target.identity,
-            run=run,
-            seconds=training.meter.seconds,
-            config=config,
-            best=training.best,
-        )
-        logger.info("trained %s in %.0f s", drafter_dir, training.meter.seconds)
+    with training.whole_drafter() as drafter:
+        if training.validator is None:
+            assert training.meter.measured is not None, "the last step is always measured"
+            drafter.calibrate(training.meter.measured)
+        if accelerator.is_main_process:
+            save_results(
+                drafter,
+                drafter_dir,
+                output_dir,
+                target=target.identity,
+                run=run,
+                seconds=training.meter.seconds,
+                config=config,
+                best=training.best,
+            )
+            logger.info("trained %s in %.0f s", drafter_dir, training.meter.seconds)
     accelerator.wait_for_everyone()
     accelerator.free_memory()
 
@@ -103,16 +104,15 @@ def _fit(training: Training, *, start: int) -> None:
             num_labels, seen = accelerator.reduce(_count(batches, accelerator.device), "sum")
             total: Loss | None = None
             for index, batch in enumerate(batches):
-                with nullcontext() if index == len(batches) - 1 else accelerator.no_sync(model):
-                    loss: Loss = model(with_hidden_states(batch, training.target, training.reads))
+                batch = with_hidden_states(batch, training.target, training.reads)
+                with micro_batch(accelerator, model, last=index == len(batches) - 1):
+                    loss = Loss(**dict(zip(LOSS_FIELDS, model(batch, make_anchor(accelerator)), strict=True)))
                     # A sum over the labels of the whole step, whichever process and micro batch has them; times the
                     # number of processes because data parallelism takes the gradients' mean.
                     scale = accelerator.num_processes / num_labels[: len(loss.sums)].sum().clamp(min=1)
-                    accelerator.backward(loss.sums.sum() * scale)
+                    backward(accelerator, model, loss.sums.sum() * scale)
                 total = add_losses(total, loss)
-            grad_norm = accelerator.clip_grad_norm_(model.parameters(), config.max_grad_norm or math.inf)
-            training.optimizer.step()
-            training.optimizer.zero_grad()
+            grad_norm = finish_step(accelerator, model, training.optimizer, config.max_grad_norm)
             learning_rate = training.scheduler.get_last_lr()[0]
             training.scheduler.step()
             loss = _sum_over_processes(total, accelerator)
@@ -182,6 +182,10 @@ def _set_up(
     )
     if drafter.wants_token_counts:
         drafter.choose_draft_vocabulary(count_label_tokens(shards_dir, manifest, target.vocab_size))
+    copy = None
+    if needs_whole_copy(accelerator):
+        copy = build_drafter(drafter_config, target)
+        copy.load_state_dict(drafter.state_dict())
     set_seed(config.seed + accelerator.process_index)  # dropout and the like differ by process, the first weights don't
     optimizer = _make_optimizer(drafter, config)
     scheduler = get_scheduler(
@@ -199,8 +203,13 @@ def _set_up(
             accelerator=accelerator,
         )
     # The scheduler stays ours: accelerate would step a prepared one once per process.
-    accelerator.free_memory()
-    model, optimizer = accelerator.prepare(LossModule(drafter, objective), optimizer)
+    model, optimizer = prepare(
+        accelerator,
+        LossModule(drafter, objective),
+        optimizer,
+        batch_size=config.batch_size,
+        max_grad_norm=config.max_grad_norm,
+    )
     return Training(
         config=config,
         run=run,
@@ -224,6 +233,8 @@ def _set_up(
         ),
         reads=reads,
         output_dir=output_dir,
+        trained=drafter,
+        copy=copy,
     )
 
 

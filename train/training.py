@@ -1,6 +1,8 @@
 """All that the training loop works on."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,31 +14,36 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..data.types import DrafterBatch, TargetReads
 from ..models.drafters.objective import Objective
 from ..models.hf_target import HFTarget
-from ..models.interfaces import Loss, TrainableDrafter
+from ..models.interfaces import TrainableDrafter
 from .best import Best
 from .checkpoint import Checkpoints
 from .config import TrainConfig
 from .data import BatchStream
-from .metrics import Meter
+from .metrics import LOSS_FIELDS, Meter
+from .parallel import gather_weights
 from .spikes import SpikeWatch
 from .validation import Validator
 
 
 class LossModule(nn.Module):
-    """The loss as a forward: that is where data parallelism and autocast hook in."""
+    """The loss as a forward: that is where data parallelism and autocast hook in. They know a tuple of tensors, in the order
+    of LOSS_FIELDS, and no dataclass."""
 
     def __init__(self, drafter: TrainableDrafter, objective: Objective) -> None:
         super().__init__()
         self.drafter = drafter
         self.objective = objective
 
-    def forward(self, batch: DrafterBatch) -> Loss:
-        return self.drafter.loss(batch, self.objective)
+    def forward(self, batch: DrafterBatch, anchor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        loss = self.drafter.loss(batch, self.objective)
+        loss = replace(loss, sums=loss.sums + anchor)
+        return tuple(getattr(loss, name) for name in LOSS_FIELDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """All that the loop works on. `run` says what makes it this run and no other."""
+    """All that the loop works on. `run` says what makes it this run and no other; `trained` is the drafter within `model`, and
+    `copy`, on the host, is there where that can't draft as it is."""
 
     config: TrainConfig
     run: dict[str, Any]
@@ -53,8 +60,15 @@ class Training:
     checkpoints: Checkpoints
     reads: TargetReads
     output_dir: Path
+    trained: TrainableDrafter
+    copy: TrainableDrafter | None
 
-    @property
-    def drafter(self) -> TrainableDrafter:
-        model: LossModule = self.accelerator.unwrap_model(self.model)
-        return model.drafter
+    @contextmanager
+    def whole_drafter(self) -> Iterator[TrainableDrafter]:
+        """The drafter with the weights of now, able to draft in every process. All of them take part."""
+        if self.copy is None:
+            yield self.trained
+            return
+        gather_weights(self.accelerator, self.trained, self.copy.to(self.accelerator.device))
+        yield self.copy
+        self.copy.to("cpu")

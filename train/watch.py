@@ -33,11 +33,11 @@ def is_measured(training: Training, done: int) -> bool:
 def validate_now(training: Training, tracker: Tracker, step: int) -> bool:
     """What decoding accepts now, in the records; the best drafter is kept. Returns whether that has peaked."""
     assert training.validator is not None
-    with training.meter.paused():
-        validation = training.validator(training.drafter)
+    with training.meter.paused(), training.whole_drafter() as drafter:
+        validation = training.validator(drafter)
         training.best.add(step, validation.record())
         if training.accelerator.is_main_process:
-            training.best.keep(training.drafter)
+            training.best.keep(drafter)
     tracker.log({"step": step, **validation.record()})
     if validation.tokens_per_step is not None:
         num_texts = training.config.validation_texts

@@ -9,6 +9,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..hf_target import HFTarget
 from ..hidden_states import decoder_layers
+from ..quantization import require_plain_weights
 from ..tree_attention import IMPLEMENTATION as GROUPED_HEADS
 from .branch_attention import Entries
 
@@ -63,6 +64,7 @@ def start_from_target(layer: Any, fc: nn.Linear, target: HFTarget) -> None:
     blow them up otherwise. Where the attention reads a pair, both halves begin with the target's weights: either is a vector of
     its residual stream.
     """
+    require_plain_weights(decoder_layers(target.model)[-1], "set drafter.init=random")
     source = dict(decoder_layers(target.model)[-1].named_parameters())
     for name, parameter in layer.named_parameters():
         weight = source[name]

@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ..config import TargetConfig
 from ..hf_target import HFTarget
+from ..quantization import require_plain_weights
 from ..target import load_target, weights_digest
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ def _shape(config: Any) -> dict[str, Any]:
 @torch.no_grad()
 def first_layers(model: PreTrainedModel, target: HFTarget) -> None:
     """Give a model, the target cut short, the target's own weights."""
+    require_plain_weights(target.model, "set drafter.init=random")
     weights, theirs = model.state_dict(), target.model.state_dict()
     if missing := sorted(weights.keys() - theirs.keys()):
         raise ValueError(f"the target has no {missing[0]}, so the draft model can't begin with its layers; set init=random")

@@ -1,17 +1,12 @@
-"""Killed and resumed runs, and runs of two processes, against an unbroken run of one: in processes of their own."""
+"""Killed and resumed runs against an unbroken one: in processes of their own."""
 
 import json
 import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import pytest
-import torch
-from safetensors.torch import load_file
 
 from outrider.train.tracking import read_records
 
@@ -130,29 +125,3 @@ def test_sigterm_waits_for_the_write_and_one_process_goes_on_with_the_texts_of_t
     for ours, theirs in pairs:
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
         assert ours["tokens_seen"] == theirs["tokens_seen"]
-
-
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without torch.distributed")
-def test_two_processes_train_as_one_with_the_same_texts_per_step(
-    tiny_target_dir: Path, shards_dir: Path, tmp_path: Path, run_train: Callable[..., Run]
-) -> None:
-    validation = {"validation_texts": 5, "validation_tokens": 8}
-    config = {**TRAIN, **validation, "batch_size": 2, "gradient_accumulation": 2}
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    folders = [str(tiny_target_dir), str(shards_dir), str(tmp_path / "two")]
-    launch([*torchrun, str(SCRIPTS / "launched_train.py"), *folders, json.dumps(config), json.dumps(DRAFTER)])
-    one = run_train("one", batch_size=8, **validation)
-    ours, theirs = load_file(tmp_path / "two/drafter/model.safetensors"), load_file(one.drafter_dir / "model.safetensors")
-    assert len(ours) >= 4
-    for name in ours:
-        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-5)
-    *pairs, measured = zip(records(tmp_path / "two"), records(tmp_path / "one"), strict=True)
-    assert len(pairs) == TRAIN["steps"]
-    for two_record, one_record in pairs:
-        assert two_record["loss"] == pytest.approx(one_record["loss"], rel=1e-4)
-        assert two_record["grad_norm"] == pytest.approx(one_record["grad_norm"], rel=1e-3)
-        assert two_record["positions_seen"] == one_record["positions_seen"]
-        assert two_record["tokens_seen"] == one_record["tokens_seen"]
-    of_two, of_one = measured
-    assert of_two["validation_tokens_per_step"] == pytest.approx(of_one["validation_tokens_per_step"])
-    assert of_two["validation_loss"] == pytest.approx(of_one["validation_loss"], rel=1e-3)

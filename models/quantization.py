@@ -1,0 +1,95 @@
+"""Targets in few bits, by transformers' own quantisers: what an option asks for, and whether the packages for it are there."""
+
+import inspect
+import json
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+PACKAGES = {
+    "bitsandbytes": ("bitsandbytes",),
+    "torchao": ("torchao",),
+    "gptq": ("gptqmodel", "optimum"),
+    "awq": ("gptqmodel",),
+}
+"""What each method is computed by, under the names that are both imported and installed."""
+
+
+def check_method(options: Mapping[str, Any]) -> None:
+    """Raise ValueError for options without a known `method`."""
+    method = options.get("method")
+    if method not in PACKAGES:
+        raise ValueError(
+            f"target.quantization is {dict(options)}; it needs a method of {', '.join(PACKAGES)}, as in "
+            "{method: bitsandbytes, load_in_4bit: true} or {method: torchao, type: Int8WeightOnlyConfig}"
+        )
+
+
+def require_packages(method: str) -> None:
+    """Raise ValueError, with the command that installs them, where packages of a method are absent."""
+    missing = [name for name in PACKAGES.get(method, ()) if find_spec(name) is None]
+    if missing:
+        raise ValueError(
+            f"a target quantised by {method} needs packages that aren't installed: pip install {' '.join(missing)}"
+        )
+
+
+def stored_method(name_or_path: str) -> str | None:
+    """The method that the weights in a directory were quantised by; None where they weren't, or it isn't a directory."""
+    path = Path(name_or_path) / "config.json"
+    if not path.is_file():
+        return None
+    stored = json.loads(path.read_text()).get("quantization_config")
+    return None if stored is None else str(stored.get("quant_method", "bitsandbytes"))  # which once didn't say so
+
+
+def describe(options: Mapping[str, Any] | None) -> str:
+    """The options in one line, the same for the same options: a part of a target's identity. Empty without any."""
+    return "" if options is None else json.dumps(dict(options), sort_keys=True)
+
+
+def make_config(options: Mapping[str, Any]) -> Any:
+    """transformers' configuration of these options, which but for `method` are its own.
+
+    torchao's are a `type`, the name of a configuration of `torchao.quantization`, and that one's options. Raises ValueError for
+    options that there aren't, and where packages are absent.
+    """
+    check_method(options)
+    require_packages(options["method"])
+    from transformers import AwqConfig, BitsAndBytesConfig, GPTQConfig, TorchAoConfig  # they look for their packages
+
+    given = {name: value for name, value in options.items() if name != "method"}
+    if options["method"] != "torchao":
+        classes: dict[str, Any] = {"bitsandbytes": BitsAndBytesConfig, "gptq": GPTQConfig, "awq": AwqConfig}
+        return _make(classes[options["method"]], given)
+    import torchao.quantization
+
+    name = given.pop("type", None)
+    kind = getattr(torchao.quantization, str(name), None)
+    if not str(name).endswith("Config") or kind is None:
+        raise ValueError(
+            f"target.quantization.type is {name!r}; name a configuration of torchao.quantization, such as Int8WeightOnlyConfig"
+        )
+    return TorchAoConfig(_make(kind, given))
+
+
+def require_plain_weights(module: nn.Module, remedy: str) -> None:
+    """Raise ValueError where linear layers of a module, or what stands in their place, hold no plain weights to copy."""
+    for name, part in module.named_modules():
+        weight = getattr(part, "weight", None)
+        plain = type(weight) is nn.Parameter and weight.is_floating_point()
+        if name.endswith(("proj", "fc1", "fc2")) and not plain:
+            raise ValueError(f"the target is quantised, and a drafter can't begin with its layers: {remedy}")
+
+
+def _make(kind: Any, options: Mapping[str, Any]) -> Any:
+    known = [name for name in inspect.signature(kind).parameters if name != "kwargs"]
+    if unknown := sorted(options.keys() - set(known)):
+        raise ValueError(f"target.quantization has {', '.join(unknown)}; {kind.__name__} takes {', '.join(known)}")
+    try:
+        return kind(**options)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"target.quantization: {kind.__name__} refuses {dict(options)}: {error}") from error

@@ -1,0 +1,123 @@
+"""The files of conf/launch/, read and checked as `accelerate launch` does, and launches that can't be."""
+
+from argparse import Namespace
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+from accelerate import Accelerator
+from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils import DeepSpeedPlugin, DistributedType, FullyShardedDataParallelPlugin
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+
+from outrider.train import launch
+from outrider.train.launch import make_accelerator
+from outrider.train.processes import require_supported_launch
+
+from .conftest import REPOSITORY
+
+FILES = sorted((REPOSITORY / "conf" / "launch").glob("*.yaml"))
+NAMES = {
+    *("one_gpu", "one_gpu_offload", "one_node", "one_node_zero", "one_node_fsdp2", "several_nodes", "several_nodes_zero"),
+    "cpu",
+}
+
+
+def parsed(file: Path, *options: str) -> Namespace:
+    """The launcher's arguments, with what the file says filled in."""
+    arguments = launch_command_parser().parse_args(["--config_file", str(file), *options, "train.py"])
+    arguments, _, _ = _validate_launch_command(arguments)
+    arguments.deepspeed_fields_from_accelerate_config = ""
+    arguments.main_process_port = 0
+    return arguments
+
+
+def config_of(file: Path) -> ClusterConfig:
+    config = load_config_from_file(str(file))  # refuses unknown keys
+    assert isinstance(config, ClusterConfig)
+    return config
+
+
+def test_every_file_is_known_here() -> None:
+    assert {file.stem for file in FILES} == NAMES
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_file_launches_as_many_processes_as_its_name_says_and_sets_nothing_that_a_training_sets(file: Path) -> None:
+    config = config_of(file)
+    assert config.mixed_precision == ("no" if file.stem == "cpu" else "bf16")
+    machines, processes_each = {"one": (1, 8), "several": (2, 8), "cpu": (1, 2)}[file.stem.split("_")[0]]
+    assert (config.num_machines, config.num_processes) == (
+        machines,
+        1 if file.stem.startswith("one_gpu") else machines * processes_each,
+    )
+    assert not {"gradient_accumulation_steps", "gradient_clipping"} & {*config.deepspeed_config}
+    parser = launch_command_parser()
+    known = {action.dest for action in parser._actions}
+    sections = {"": config.deepspeed_config, "fsdp_": config.fsdp_config}
+    for prefix, section in sections.items():
+        assert {key if key.startswith(prefix) else prefix + key for key in section} <= known, "accelerate would not read it"
+    assert bool(config.deepspeed_config) == (config.distributed_type == DistributedType.DEEPSPEED)
+    assert bool(config.fsdp_config) == (config.distributed_type == DistributedType.FSDP)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "stage", "offload"),
+    [
+        ("one_node_zero", [], 2, "none"),
+        ("one_node_zero", ["--zero_stage", "1"], 1, "none"),
+        ("one_node_zero", ["--zero_stage", "3", "--offload_optimizer_device", "cpu"], 3, "cpu"),
+        ("several_nodes_zero", [], 2, "none"),
+        ("one_gpu_offload", [], 2, "cpu"),
+    ],
+)
+def test_deepspeed_gets_the_stage_of_the_file_or_of_the_command_line(
+    name: str, options: list[str], stage: int, offload: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("deepspeed")
+    arguments = parsed(REPOSITORY / f"conf/launch/{name}.yaml", *options)
+    command, environment = prepare_deepspeed_cmd_env(arguments)
+    assert command is None, "torchrun starts the processes, not DeepSpeed's own launcher, which wants ssh or pdsh"
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)
+    plugin = DeepSpeedPlugin()
+    assert plugin.zero_stage == stage
+    assert plugin.deepspeed_config["zero_optimization"]["offload_optimizer"]["device"] == offload
+    assert plugin.gradient_clipping == "auto"
+    assert not plugin.zero3_init_flag
+
+
+def test_fsdp_gets_version_2_and_loads_the_target_in_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, value in prepare_multi_gpu_env(parsed(REPOSITORY / "conf/launch/one_node_fsdp2.yaml")).items():
+        monkeypatch.setenv(key, value)
+    plugin = FullyShardedDataParallelPlugin()
+    assert (plugin.fsdp_version, plugin.auto_wrap_policy, plugin.cpu_ram_efficient_loading) == (2, None, False)
+
+
+@pytest.mark.parametrize("feature", ["DEEPSPEED", "FSDP"])
+def test_sharding_that_accelerate_would_leave_out_in_silence_is_refused(feature: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = Accelerator(cpu=True)
+    monkeypatch.setenv(f"ACCELERATE_USE_{feature}", "true")
+    with pytest.raises(ValueError, match=f"asks for {feature}, and accelerate runs NO instead"):
+        require_supported_launch(accelerator)
+
+
+def test_clipping_by_the_launcher_is_refused_since_it_would_hide_that_of_the_training() -> None:
+    accelerator = Mock(
+        spec=Accelerator,
+        num_processes=1,
+        gradient_accumulation_steps=1,
+        mixed_precision="no",
+        distributed_type=DistributedType.DEEPSPEED,
+        state=Mock(deepspeed_plugin=Mock(gradient_clipping=0.3)),
+    )
+    with pytest.raises(ValueError, match=r"gradient_clipping to 0\.3.*train\.max_grad_norm"):
+        require_supported_launch(accelerator)
+
+
+def test_deepspeed_that_is_not_installed_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setattr(launch, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install 'outrider\[deepspeed\]'"):
+        make_accelerator()

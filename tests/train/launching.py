@@ -1,0 +1,74 @@
+"""What the tests of several processes share: trainings, a way to launch them, and what they leave."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from outrider.train.tracking import read_records
+
+from ..conftest import REPOSITORY
+from .conftest import DRAFTER, TRAIN
+
+SCRIPT = Path(__file__).parent / "launched_train.py"
+STEPS = 4
+# Micro batches of unequal label counts, gradients that are clipped, a learning rate that falls, texts measured by decoding.
+CONFIG = {
+    **TRAIN,
+    "steps": STEPS,
+    "batch_size": 2,
+    "gradient_accumulation": 2,
+    "max_grad_norm": 0.1,
+    "weight_decay": 0.1,
+    "validation_texts": 2,
+    "validation_tokens": 8,
+    "checkpoint_every": 2,
+}
+IN_ONE_PROCESS = {"batch_size": 8, "gradient_accumulation": 1}
+"""The same texts a step, by a single process in a single micro batch."""
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "redrafter": DRAFTER,
+    "medusa": {"kind": "medusa", "num_heads": 3},
+    "eagle": {"kind": "eagle", "feature_noise": 0.0},
+    "eagle3": {"kind": "eagle3"},
+}
+NUMBERS = ("loss", "grad_norm", "learning_rate", "positions_seen", "validation_loss", "validation_tokens_per_step")
+
+
+def launch(arguments: list[str], target_dir: Path, shards_dir: Path, output: Path, trainings: dict[str, Any]) -> None:
+    """`accelerate launch` of launched_train.py with these arguments, on whatever port is free."""
+    folders = [str(target_dir), str(shards_dir), str(output)]
+    command = [
+        "accelerate.commands.launch",
+        "--main_process_port",
+        "0",
+        *arguments,
+        str(SCRIPT),
+        *folders,
+        json.dumps(trainings),
+    ]
+    result = subprocess.run(
+        [sys.executable, "-m", *command],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        cwd=REPOSITORY,
+    )
+    assert result.returncode == 0, result.stderr[-8000:]
+
+
+def numbers(folder: Path) -> list[dict[str, float]]:
+    """What was logged, without the parts that a clock decides."""
+    lines = read_records(folder / "train" / "metrics.jsonl")
+    return [{name: line[name] for name in NUMBERS if name in line} for line in lines]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "drafter" / "model.safetensors")

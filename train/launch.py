@@ -1,0 +1,59 @@
+"""The accelerator of the processes that a training was launched with: GPUs or a CPU, with DeepSpeed, FSDP or neither."""
+
+import os
+import warnings
+from datetime import timedelta
+from importlib.util import find_spec
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs, str_to_bool
+from transformers.integrations import unset_hf_deepspeed_config
+
+PATIENCE = timedelta(days=1)
+"""Limit of a collective. Processes may finish their shards hours apart, and the libraries' own limit is minutes."""
+
+
+def launched_with(feature: str) -> bool:
+    """Whether `accelerate launch` was told of a feature: `CPU`, `DEEPSPEED`, `FSDP`."""
+    return bool(str_to_bool(os.environ.get(f"ACCELERATE_USE_{feature}", "false")))
+
+
+def make_accelerator(mixed_precision: str | None = None) -> Accelerator:
+    """The accelerator of this process, joined with the others that were launched beside it.
+
+    On a machine without an accelerator several processes meet over gloo, with DeepSpeed or without it, whatever launched them.
+    `mixed_precision` is `no` or `bf16`; None takes the launcher's. Raises ValueError where DeepSpeed is asked for and absent.
+    """
+    deepspeed = launched_with("DEEPSPEED")
+    if deepspeed:
+        # DeepSpeed calls torch by old names, and torch says so at every call.
+        warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    if deepspeed and find_spec("deepspeed") is None:
+        raise ValueError(
+            "the launch asks for DeepSpeed, which is not installed: pip install 'outrider[deepspeed]', or launch with a "
+            "configuration without it, such as conf/launch/one_node_fsdp2.yaml"
+        )
+    on_cpu = not torch.accelerator.is_available()
+    patience = InitProcessGroupKwargs(timeout=PATIENCE)
+    if on_cpu and deepspeed:
+        # accelerate looks for a backend among accelerators only, and would leave every process alone.
+        patience = InitProcessGroupKwargs(timeout=PATIENCE, backend="gloo")
+        os.environ.pop("ACCELERATE_USE_CPU", None)  # it would turn DeepSpeed off
+        _spare_deepspeed_compiling()
+    accelerator = Accelerator(
+        mixed_precision=mixed_precision,
+        cpu=on_cpu and not deepspeed and "LOCAL_RANK" in os.environ,
+        kwargs_handlers=[patience],
+    )
+    # transformers would partition every model that is loaded from now on. Only the drafter is; the target stays whole.
+    unset_hf_deepspeed_config()
+    return accelerator
+
+
+def _spare_deepspeed_compiling() -> None:
+    """On a CPU DeepSpeed would compile, for minutes, an exchange of its own through shared memory; gloo does as well."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed.ops  # an optional package, and slow to import
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

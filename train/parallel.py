@@ -1,0 +1,130 @@
+"""All that differs between the ways in which processes share a training: alone, DDP, DeepSpeed's ZeRO, FSDP2.
+
+The loop says when a step's last micro batch comes, and what the loss is; here is what that means to each of them. Only the
+drafter is ever handed over to them. The target is none of their business.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..models.interfaces import TrainableDrafter
+
+
+def uses_deepspeed(accelerator: Accelerator) -> bool:
+    return bool(accelerator.distributed_type == DistributedType.DEEPSPEED)
+
+
+def sharding(accelerator: Accelerator) -> str | None:
+    """What of a training each process holds a part of only: `zero1` to `zero3`, `fsdp`; None where each holds all."""
+    if uses_deepspeed(accelerator):
+        return f"zero{accelerator.state.deepspeed_plugin.zero_stage}"
+    return "fsdp" if accelerator.distributed_type == DistributedType.FSDP else None
+
+
+def needs_whole_copy(accelerator: Accelerator) -> bool:
+    """Whether what is trained can't draft as it is: processes hold parts of its weights, or hold them in 16 bits."""
+    kind = sharding(accelerator)
+    return kind in ("zero3", "fsdp") or (uses_deepspeed(accelerator) and accelerator.mixed_precision != "no")
+
+
+def prepare(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    batch_size: int,
+    max_grad_norm: float | None,
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Hand the model and its optimizer over. `batch_size` is that of a micro batch of one process."""
+    accelerator.free_memory()  # of the training before this one
+    if uses_deepspeed(accelerator):
+        from deepspeed.utils import set_z3_leaf_modules  # an optional package, and slow to import
+
+        accelerator.state.deepspeed_plugin.deepspeed_config.update(
+            train_micro_batch_size_per_gpu=batch_size,
+            # The loop tells the last micro batch, and has divided by what the whole step counts.
+            gradient_accumulation_steps=1,
+            train_batch_size=batch_size * accelerator.num_processes,
+            gradient_clipping=max_grad_norm or 0.0,
+        )
+        # ZeRO-3 gathers a drafter's weights at once, and not module by module: which of its modules run, and how often (the
+        # loss is computed in chunks of labels), differs between processes, and each gathering needs all of them.
+        set_z3_leaf_modules(model, [type(model)])
+    # A short horizon leaves parts of a drafter without a gradient.
+    accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)
+    prepared: tuple[nn.Module, torch.optim.Optimizer] = accelerator.prepare(model, optimizer)
+    return prepared
+
+
+@contextmanager
+def micro_batch(accelerator: Accelerator, model: Any, *, last: bool) -> Iterator[None]:
+    """Forward and backward of one micro batch of a step; only with the `last` one gradients are exchanged for good."""
+    if uses_deepspeed(accelerator):
+        model.set_gradient_accumulation_boundary(last)
+        yield
+    elif last:
+        yield
+    else:
+        with accelerator.no_sync(model):
+            yield
+
+
+def make_anchor(accelerator: Accelerator) -> torch.Tensor:
+    """A zero to add to the loss: what tells ZeRO-3 that a backward has ended.
+
+    It reduces the gradients of a module that it gathers at once when the gradient of the module's input is there, and a batch
+    has none. autograd takes what was recorded last first, so that of an input older than all the rest comes last.
+    """
+    return torch.zeros((), device=accelerator.device, requires_grad=sharding(accelerator) == "zero3")
+
+
+def backward(accelerator: Accelerator, model: Any, loss: torch.Tensor) -> None:
+    """Add the loss's gradient to those of the step."""
+    if uses_deepspeed(accelerator):
+        model.backward(loss)  # accelerator.backward would end a step with every micro batch
+    else:
+        accelerator.backward(loss)
+
+
+def finish_step(
+    accelerator: Accelerator, model: Any, optimizer: torch.optim.Optimizer, max_grad_norm: float | None
+) -> torch.Tensor:
+    """Clip the gradients, take the optimizer's step, forget the gradients. Returns their norm before the clipping."""
+    if uses_deepspeed(accelerator):
+        model.step()
+        return torch.as_tensor(model.get_global_grad_norm(), dtype=torch.float32, device=accelerator.device)
+    norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or math.inf)
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+@torch.no_grad()
+def gather_weights(accelerator: Accelerator, trained: TrainableDrafter, whole: TrainableDrafter) -> None:
+    """Copy the parameters of `trained` into `whole`, in float32 and in full. All processes take part, and get all of them."""
+    sources = dict(trained.named_parameters())
+    for name, parameter in whole.named_parameters():
+        parameter.copy_(_full(accelerator, sources[name]))
+
+
+def _full(accelerator: Accelerator, parameter: nn.Parameter) -> torch.Tensor:
+    if isinstance(parameter, DTensor):
+        return parameter.full_tensor()
+    if not uses_deepspeed(accelerator):
+        return parameter
+    from deepspeed.runtime.zero import GatheredParameters
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    of_optimizer: torch.Tensor | None = safe_get_full_fp32_param(parameter)
+    if of_optimizer is not None:
+        return of_optimizer.view(getattr(parameter, "ds_shape", parameter.shape))
+    with GatheredParameters([parameter]):  # one that isn't trained
+        return parameter.detach().clone()
