@@ -5,8 +5,12 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import pytest
+import torch
 
 from outrider.train.tracking import read_records
 
