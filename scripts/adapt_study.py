@@ -4,9 +4,10 @@
 
 The demo's target, which writes Python, is fine-tuned on C++: the headers that come with PyTorch, which lie wherever this runs.
 A ReDrafter of the original target is then adapted to the fine-tuned one as `conf=adapt_demo` says, and others are trained for
-it from fresh weights: for many steps, whose end is the level to reach, and for as few as the adapted one has. For each seed all
-of them learn from the same labels in the same order, and decode the same held-out prompts every few steps: what counts is the
-tokens per step that decoding really has. The unadapted drafter is measured on those prompts too.
+it from fresh weights: for many steps, whose end is the level to reach, and for as few as the adapted one has. One more is
+adapted at the peak learning rate of those, to see whether the recipe's lower one is the better. For each seed all of them learn
+from the same labels in the same order, and decode the same held-out prompts every few steps: what counts is the tokens per step
+that decoding really has. The unadapted drafter is measured on those prompts too.
 
 Killed and started again it goes on: what is finished is skipped.
 """
@@ -198,8 +199,10 @@ def recipes(args: argparse.Namespace, drafter: Path) -> dict[str, dict[str, Any]
         recipe = compose("config", overrides=["conf=adapt_demo"]).train
     schedule = {name: recipe[name] for name in ("steps", "learning_rate", "warmup_steps", "validate_every")}
     short = {name: schedule[name] for name in ("steps", "validate_every")}
+    start = {"start_from": drafter}
     return {
-        "warm": {"drafter": {"start_from": drafter}, "train": schedule},
+        "warm": {"drafter": start, "train": schedule},
+        "warm, full rate": {"drafter": start, "train": short},
         "cold, as short": {"train": short},
         "cold": {"train": {"steps": args.steps, "validate_every": args.validate_every}},
     }
@@ -328,9 +331,10 @@ def table(figures: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-COLORS = {"warm": "#c1440e", "cold, as short": "#7a9cc6", "cold": "#1f4e8c"}
+COLORS = {"warm": "#c1440e", "warm, full rate": "#e8a33d", "cold, as short": "#7a9cc6", "cold": "#1f4e8c"}
 LABELS = {
     "warm": "warm: the original target's drafter, conf=adapt_demo",
+    "warm, full rate": "warm, at the learning rate of the cold ones",
     "cold, as short": "cold: fresh weights, as few steps",
     "cold": "cold: fresh weights, full training",
 }

@@ -53,8 +53,9 @@ def test_the_trainings_differ_in_start_and_schedule_alone(study: Any, target: HF
                 f"+variants={variants}",
             ],
         )
-    warm, short, cold = to_run_config(composed).drafter_runs()
-    assert warm.drafter["start_from"] == str(drafter)
+    warm, steep, short, cold = to_run_config(composed).drafter_runs()
+    assert warm.drafter["start_from"] == steep.drafter["start_from"] == str(drafter)
+    assert steep.train == short.train
     assert (warm.train.steps, short.train.steps, cold.train.steps) == (100, 100, 120)
     assert warm.train.learning_rate < short.train.learning_rate == cold.train.learning_rate
     assert parse_drafter_config(warm.drafter) == parse_drafter_config(cold.drafter)
@@ -66,9 +67,10 @@ def test_steps_to_the_level_are_those_of_the_first_measurement_there(
     options = {"validation_texts": 4, "validation_tokens": 8, "log_every": 1}
     start = run_train("start", steps=40)
     run_train("variants/warm_0", replace_drafter={"start_from": str(start.drafter_dir)}, validate_every=1, **options)
+    run_train("variants/warm_full_rate_0", replace_drafter={"start_from": str(start.drafter_dir)}, validate_every=3, **options)
     run_train("variants/cold_as_short_0", validate_every=3, **options)
     run_train("variants/cold_0", steps=12, validate_every=4, **options)
-    figures = study.figures_of(tmp_path, 0, ["warm", "cold, as short", "cold"])
+    figures = study.figures_of(tmp_path, 0, ["warm", "warm, full rate", "cold, as short", "cold"])
     assert [point["step"] for point in figures["curves"]["cold"]] == [4, 8, 12]
     assert figures["level"] == figures["curves"]["cold"][-1]["tokens_per_step"]
     warm = figures["curves"]["warm"]
