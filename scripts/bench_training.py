@@ -274,7 +274,7 @@ def padding_shares(args: argparse.Namespace, manifest: Manifest, max_length: int
         len(each.example.input_ids) for entry in manifest.shards for each in read_shard(folder(args), entry, TOKENS_ONLY)
     ]
     shares: dict[str, dict[str, float]] = {}
-    for size in (4, 8, 16):
+    for size in (size for size in (4, 8, 16) if size <= len(lengths)):
         batches = [lengths[start : start + size] for start in range(0, len(lengths) - size + 1, size)]
         real = sum(map(sum, batches))
         spent = {

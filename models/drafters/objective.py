@@ -172,10 +172,13 @@ def score(
     if judge.teacher is not None:
         taught = trained & labels.on_text[known] & judge.teacher.knows(index)
     rows = (output, inside, index, *inputs)
-    # Labels of one kind together: only what the target's distribution teaches has to pay for it.
-    parts = [_judged(judge.by_label, trained & ~taught, rows, vocabulary.num_outputs, always=True)]
-    parts.append(_judged(judge.by_teacher, taught, rows, judge.width(vocabulary), order=index))
-    parts.append(_judged(judge.by_rank, ~trained, rows, vocabulary.num_outputs))
+    # Labels of one kind together: only what the target's distribution teaches has to pay for it. Which kinds there are doesn't
+    # depend on the labels: every process runs the same modules, and every parameter has a gradient.
+    parts = [_judged(judge.by_label, trained & ~taught, rows, vocabulary.num_outputs)]
+    if judge.teacher is not None:
+        parts.append(_judged(judge.by_teacher, taught, rows, judge.width(vocabulary), order=index))
+    if trained_depths is not None:
+        parts.append(_judged(judge.by_rank, ~trained, rows, vocabulary.num_outputs))
     places, values = (torch.cat(each) for each in zip(*parts, strict=True))
     divergence, overlap, rank = values[places.argsort()].unbind(1)
     loss = _combine(divergence, overlap, objective.loss)
@@ -197,15 +200,9 @@ def _judged(
     width: int,
     *,
     order: Int[torch.Tensor, " label"] | None = None,
-    always: bool = False,
 ) -> tuple[Int[torch.Tensor, " chosen"], Float[torch.Tensor, "chosen 3"]]:
-    """Which labels were chosen, in the order of `order`, and what `evaluate` makes of their `rows`, chunk by chunk.
-
-    `always`: also of none, so that every parameter has a gradient.
-    """
+    """Which labels were chosen, in the order of `order`, and what `evaluate` makes of their `rows`, chunk by chunk."""
     places = chosen.nonzero()[:, 0]
-    if not len(places) and not always:
-        return places, rows[-1].new_zeros(0, 3, dtype=torch.float32)
     if order is not None:
         places = places[order[places].argsort(stable=True)]
     elif len(places) == len(chosen):

@@ -200,6 +200,37 @@ def test_no_tensor_of_all_labels_and_the_whole_vocabulary_is_made(reduced, monke
     assert len(rows) * vocab > vocab * WIDTH
 
 
+def test_the_target_is_asked_only_about_tokens_of_the_text_and_once_about_each(heads):
+    """Its head is as large as the drafter's, and continuations of neighbouring positions meet the same tokens."""
+    target_head, head = heads
+    batch = make_batch()
+    labels = Labels.of(batch)
+    asked: list[int] = []
+    target_head.register_forward_hook(lambda module, args, output: asked.append(len(args[0])))
+    objective = Objective(loss="kl", head=target_head)
+    score(head, (drafter_rows(labels),), labels, batch, objective, vocabulary=DraftVocabulary(size=VOCAB))
+    on_text = labels.on_text & labels.known
+    met = labels.text_index[on_text].tolist()
+    assert sum(asked) == len(set(met)) < len(met) < int(labels.known.sum())
+
+
+def test_depths_that_are_not_trained_are_counted_but_have_no_loss(heads):
+    target_head, head = heads
+    batch = make_batch()
+    labels = Labels.of(batch)
+    rows = drafter_rows(labels).requires_grad_()
+    objective, vocabulary = Objective(loss="kl_tv", head=target_head), DraftVocabulary(size=VOCAB)
+    whole = score(head, (rows,), labels, batch, objective, vocabulary=vocabulary)
+    first = score(head, (rows,), labels, batch, objective, vocabulary=vocabulary, trained_depths=1)
+    torch.testing.assert_close(first.sums, whole.sums[:1])
+    for name in ("counts", "hits", "joint_hits"):
+        assert torch.equal(getattr(first, name), getattr(whole, name)), name
+    first.sums.sum().backward()
+    depth = torch.arange(labels.known.shape[1]).expand_as(labels.known)[labels.known]
+    assert rows.grad[depth == 0].any(1).all()
+    assert not rows.grad[depth > 0].any()
+
+
 def with_top(batch: DrafterBatch, target_head: nn.Linear, k: int) -> DrafterBatch:
     """The batch with the target's likeliest tokens in place of its hidden states, in any order, as shards have them."""
     log_probs = target_head(batch.hidden_states).log_softmax(-1)
