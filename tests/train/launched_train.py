@@ -45,11 +45,12 @@ def with_fsdp2(accelerator: Accelerator) -> Accelerator:
     return accelerator
 
 
-accelerator = make_accelerator()
+accelerator, way = make_accelerator(), None
 target = load_target(TargetConfig(name_or_path=str(target_dir), dtype="float32"), torch.device("cpu"))
 for name, training in json.loads(sys.argv[4]).items():
     folder = output_dir / name
-    if "zero_stage" in training:
+    before, way = way, (training.get("zero_stage"), training.get("mixed_precision"))
+    if "zero_stage" in training and way != before:
         accelerator = relaunched(training)
     if training.get("fsdp"):
         accelerator = with_fsdp2(accelerator)
