@@ -324,7 +324,7 @@ def table(figures: Sequence[dict[str, Any]]) -> str:
             steps = [
                 f"{point['step']} ({point['text_tokens'] / 1000:.0f}k)" if point else "not reached" for point in points.values()
             ]
-            at_once = f"{each[UNADAPTED]:.2f}" if arm == "warm" else "-"
+            at_once = f"{each[UNADAPTED]:.2f}" if arm.startswith("warm") else "-"
             last = each["curves"][arm][-1]
             end = f"{last['tokens_per_step']:.2f} after {last['step']}"
             lines.append(f"| {arm} | {each['seed']} | {at_once} | {' | '.join(steps)} | {end} |")
@@ -354,7 +354,7 @@ def plot(record: dict[str, Any], path: Path) -> None:
         curves = [each["curves"][arm] for each in figures]
         steps = [point["step"] for point in curves[0]]
         values = [[point["tokens_per_step"] for point in curve] for curve in curves]
-        if arm == "warm":  # it begins where the unadapted one stands
+        if arm.startswith("warm"):  # it begins where the unadapted one stands
             steps, values = [0, *steps], [[each[UNADAPTED], *line] for each, line in zip(figures, values, strict=True)]
         for line in values:
             axes.plot(steps, line, color=color, linewidth=0.7, alpha=0.5)
