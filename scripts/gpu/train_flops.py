@@ -87,13 +87,15 @@ def eagle3(drafter: Any, config: Any, *, batch: int, seq: int, positions: int, d
     """One step's forward and backward of EAGLE-3 with the target's distribution as its teacher.
 
     Of the text before a branch the layer's keys and values are needed; at each depth all of the layer, over half the text in
-    the mean and the branch's own entries; for each label the drafter's head, and the target's for the teacher.
+    the mean and the branch's own entries; for each label the drafter's head; and the target's, as the teacher, for each token
+    of the text that labels meet, at most.
     """
     hidden, kv_width = config.hidden_size, config.num_key_value_heads * head_dim_of(config)
     entries = positions * depths
     fusion = FROZEN_INPUTS * drafter.fc.in_features * hidden * batch * seq
     text = TRAINED * 2 * (2 * hidden) * kv_width * batch * seq
     layer = TRAINED * layer_weights(config, input_width=2 * hidden) * entries
-    heads = (TRAINED * drafter.lm_head.out_features + FORWARD * config.vocab_size) * hidden * entries
+    heads = TRAINED * drafter.lm_head.out_features * hidden * entries
+    heads += FORWARD * config.vocab_size * hidden * min(entries, batch * seq)
     pairs = entries * ((seq + 1) / 2 + (depths + 1) / 2)
     return Operations(fusion + text + layer + heads, 3 * pairs * pair_operations(config))

@@ -40,6 +40,11 @@ def launch(command: list[str], timeout_seconds: float = 120) -> str:
     return result.stdout
 
 
+def report_of(command: list[str]) -> Any:
+    """What a script prints last; libraries print before it."""
+    return json.loads(launch(command).splitlines()[-1])
+
+
 def records(folder: Path) -> list[dict[str, Any]]:
     lines = read_records(folder / "train" / "metrics.jsonl")
     return [{key: value for key, value in line.items() if key not in TIMING} for line in lines]
@@ -50,9 +55,7 @@ def test_a_run_killed_at_any_moment_ends_with_the_bits_of_an_unbroken_one(
 ) -> None:
     drafter = {**DRAFTER, "kind": "dropout"}
     script = str(SCRIPTS / "kill_and_resume.py")
-    report = json.loads(
-        launch([script, str(tiny_target_dir), str(shards_dir), str(tmp_path), json.dumps(CONFIG), json.dumps(drafter)])
-    )
+    report = report_of([script, str(tiny_target_dir), str(shards_dir), str(tmp_path), json.dumps(CONFIG), json.dumps(drafter)])
     assert len(report) == 9
     unbroken = tmp_path / "unbroken"
     expected = records(unbroken)
@@ -118,7 +121,7 @@ def test_sigterm_waits_for_the_write_and_one_process_goes_on_with_the_texts_of_t
     )
     folders = [str(tiny_target_dir), str(shards_dir), str(tmp_path / "both")]
     script = str(SCRIPTS / "other_processes.py")
-    report = json.loads(launch([script, *folders, *map(json.dumps, (for_two, for_one, DRAFTER))]))
+    report = report_of([script, *folders, *map(json.dumps, (for_two, for_one, DRAFTER))])
     assert report["codes"] == [143, 143]
     steps = [int(name.removeprefix("step-")) for name in report["left"]]
     assert len(steps) == 2
