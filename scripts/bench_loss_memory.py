@@ -88,7 +88,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=256, help="width of the heads")
     parser.add_argument("--max-chunk", type=int, default=objective_module.MAX_CHUNK, help="logits that score holds at a time")
     parser.add_argument("--steps", nargs="*", choices=METHODS, default=list(METHODS), help="whole steps to measure besides")
-    parser.add_argument("--step-labels", type=int, default=2048, help="labels of a step, a quarter of them positions")
+    parser.add_argument("--step-labels", type=int, default=8192, help="labels of a step, a quarter of them positions")
     parser.add_argument("--step-hidden", type=int, default=1024, help="width of the drafter that makes a step")
     parser.add_argument(
         "--memory-limit-gib", type=float, default=8.0, help="the whole loss is skipped where it would take more"

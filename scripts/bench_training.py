@@ -13,10 +13,12 @@ processor, which other work on the machine disturbs less.
 
 import argparse
 import copy
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from random import Random
 from statistics import median
 from typing import Any
 
@@ -33,9 +35,8 @@ from outrider.cli.config import RunConfig, register, to_run_config
 from outrider.data.files import write_json
 from outrider.data.layout import packed, padded
 from outrider.data.manifest import Manifest
-from outrider.data.shards import read_shard
 from outrider.data.types import TOKENS_ONLY, UNKNOWN, DrafterBatch
-from outrider.distill.run import distill
+from outrider.distill.run import distill, load_examples
 from outrider.eval.environment import describe_environment
 from outrider.models.drafters import build_drafter
 from outrider.models.drafters.objective import Objective
@@ -250,8 +251,8 @@ def folder(args: argparse.Namespace) -> Path:
     return path
 
 
-def recipe(args: argparse.Namespace, kind: str, positions: int | None) -> RunConfig:
-    """The demo's, with this kind of drafter."""
+def recipe(args: argparse.Namespace, kind: str, positions: int | None, *, own_length: bool = False) -> RunConfig:
+    """The demo's, with this kind of drafter, and texts of --max-length or of the `own_length` of their recipe."""
     overrides = [
         f"drafter={kind}_demo",
         "num_threads=1",
@@ -263,24 +264,25 @@ def recipe(args: argparse.Namespace, kind: str, positions: int | None) -> RunCon
         overrides.append("drafter.feature_noise=0.0")  # chance would tell the arms apart
     if args.data is not None:
         overrides += ["data=sharegpt", f"data.path={args.data}", "data.file=null", "data.chat_template=vicuna_v1.1"]
-    overrides += [f"data.limit={args.texts}", f"data.max_length={args.max_length}"]
+    overrides += [f"data.limit={args.texts}"] + [f"data.max_length={args.max_length}"] * (not own_length)
     with initialize_config_module("outrider.conf", version_base="1.3"):
         return to_run_config(compose("config", overrides=overrides))
 
 
-def padding_shares(args: argparse.Namespace, manifest: Manifest, max_length: int) -> dict[str, dict[str, float]]:
-    """Share of a batch's tokens that is padding, over all texts in their order, by batch size."""
-    lengths = [
-        len(each.example.input_ids) for entry in manifest.shards for each in read_shard(folder(args), entry, TOKENS_ONLY)
-    ]
+def padding_shares(args: argparse.Namespace, target: HFTarget) -> dict[str, dict[str, float]]:
+    """Share of a batch's tokens that is padding, of --padding-texts texts of the recipe's own maximum length, by batch size."""
+    config = recipe(args, KINDS[0], None, own_length=True)
+    examples, _ = load_examples(replace(config.data, limit=args.padding_texts), target.tokenizer)
+    lengths = [len(example.input_ids) for example in examples]
+    Random(0).shuffle(lengths)
     shares: dict[str, dict[str, float]] = {}
-    for size in (size for size in (4, 8, 16) if size <= len(lengths)):
+    for size in (size for size in (2, 4, 8, 16) if size <= len(lengths)):
         batches = [lengths[start : start + size] for start in range(0, len(lengths) - size + 1, size)]
         real = sum(map(sum, batches))
         spent = {
-            "to the maximum": sum(size * max_length for _ in batches),
-            "to the longest": sum(padded(batch).shape[0] * padded(batch).shape[1] for batch in batches),
-            "packed": sum(packed(batch).shape[0] * packed(batch).shape[1] for batch in batches),
+            "to the maximum": len(batches) * size * config.data.max_length,
+            "to the longest": sum(math.prod(padded(batch).shape) for batch in batches),
+            "packed": sum(math.prod(packed(batch).shape) for batch in batches),
         }
         shares[str(size)] = {name: 1 - real / tokens for name, tokens in spent.items()}
     return shares
@@ -294,7 +296,7 @@ def main() -> None:
     target = load_target(config.target, torch.device("cpu"))
     manifest = distill(config.distill, config.data, target, target.tokenizer, folder(args), Accelerator(cpu=True))
     cases = [run_case(args, kind, positions, manifest, target) for kind in args.kinds for positions in args.positions]
-    shares = padding_shares(args, manifest, config.data.max_length)
+    shares = padding_shares(args, target)
     report = {
         "cases": cases,
         "padding": shares,
@@ -310,6 +312,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--data", default=None, help="a file of conversations in ShareGPT form; else the demo's own texts")
     parser.add_argument("--texts", type=int, default=48)
     parser.add_argument("--max-length", type=int, default=512, help="tokens that the straightforward loop pads to")
+    parser.add_argument("--padding-texts", type=int, default=400, help="texts that the shares of padding are of")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument(
         "--arms", nargs="+", choices=ARMS, default=list(ARMS), help="the losses are compared with the first one's"

@@ -14,7 +14,7 @@ def test_every_kind_of_drafter_has_the_losses_of_a_straightforward_loop(
     demo_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "training.json"
-    sizes = ["--texts", 4, "--max-length", 96, "--batch-size", 2, "--positions", 24, "--steps", 1]
+    sizes = ["--texts", 4, "--max-length", 96, "--batch-size", 2, "--positions", 24, "--steps", 1, "--padding-texts", 4]
     monkeypatch.chdir(demo_target_dir.parents[1])
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), *map(str, sizes), "--folder", str(tmp_path), "--output", str(output)])
     runpy.run_path(str(SCRIPT), run_name="__main__")

@@ -129,6 +129,14 @@ def test_stored_hidden_states_train_the_same_drafter_as_recomputed_ones(
     assert_close(run_train("recomputed"), run_train("stored", shards=directory))
 
 
+def test_activations_computed_anew_train_the_same_drafter_also_from_the_middle_of_a_run(run_train: RunTrain) -> None:
+    eagle3 = {"kind": "eagle3", "feature_layers": [0, 1]}
+    kept = run_train("kept", replace_drafter=eagle3, steps=3)
+    anew = run_train("anew", replace_drafter=eagle3, steps=3, activation_checkpointing=True)
+    assert all(torch.equal(value, weights(kept)[name]) for name, value in weights(anew).items())
+    run_train("kept", replace_drafter=eagle3, steps=3, activation_checkpointing=True)
+
+
 def test_steps_end_the_run_and_not_only_an_epoch(run_train: RunTrain, spy: Any) -> None:
     run_train(steps=7, batch_size=8, gradient_accumulation=2, drafter={"kind": "spy"})
     assert spy.calls == 7 * 2
