@@ -53,8 +53,10 @@ def test_the_models_own_generation_config_has_no_say(target: HFTarget, requests:
 
 def test_another_scheduler_decides_who_comes_next(target: HFTarget, requests: list[Request], limits: Limits) -> None:
     made: list[FIFOScheduler] = []
+    told: list[Request] = []
 
-    def make(*args: object, **kwargs: object) -> FIFOScheduler:
+    def make(*args: object, requests: list[Request], **kwargs: object) -> FIFOScheduler:
+        told.extend(requests)
         made.append(FIFOScheduler(*args, **kwargs))
         return made[-1]
 
@@ -62,6 +64,7 @@ def test_another_scheduler_decides_who_comes_next(target: HFTarget, requests: li
     scheduled = ContinuousEngine(target, sampling=GREEDY, limits=limits, scheduler=make)
     assert texts(scheduled, requests) == texts(plain, requests)
     assert len(made) == 1
+    assert [request.id for request in told] == [request.id for request in requests]
     assert set(SCHEDULER_MAPPING) == {"fifo", "prefill_first"}
 
 
