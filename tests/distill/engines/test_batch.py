@@ -33,7 +33,7 @@ def exact_target(tiny_target_dir: Path) -> HFTarget:
 def many(requests: list[Request]) -> list[Request]:
     """So many that lengths are learnt on the way."""
     return [
-        replace(request, id=f"{request.id}/{copy}", seed=100 * copy + request.seed) for copy in range(6) for request in requests
+        replace(request, id=f"{request.id}/{copy}", seed=100 * copy + request.seed) for copy in range(8) for request in requests
     ]
 
 
@@ -64,7 +64,7 @@ def test_evicted_rows_go_on_to_the_answers_of_requests_alone(
     assert {cut for _, cut in found.values()} == {True, False}
     assert engine.statistics is not None
     assert engine.statistics.num_evictions > 20
-    assert engine.statistics.num_predicted > 10
+    assert engine.statistics.num_predicted > 20
     assert engine.statistics.num_answers == len(many)
     assert engine.statistics.num_tokens == sum(len(tokens) for tokens, _ in found.values())
 
