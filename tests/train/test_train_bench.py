@@ -97,13 +97,17 @@ def test_the_formula_of_a_step_is_what_torch_counts(bench: Any, tiny: HFTarget, 
     case = bench.Case(kind, 40, 3)
     step = bench.TrainingStep(bench.TRAININGS[kind], kind, tiny, ARGS, FOREVER)
     batch = bench.random_batch(case, tiny.vocab_size, ARGS.horizon, 60)
+    taught: list[int] = []  # tokens of the text whose distribution the target's head makes: those that labels on the text meet
+    if step.objective.head is not None:
+        step.objective.head.register_forward_hook(lambda head, inputs, logits: taught.append(len(logits)))
     with FlopCounterMode(display=False) as counter:
         step.drafter.loss(with_hidden_states(batch, tiny, step.reads), step.objective).sums.sum().backward()
     needed = step.operations(case, int(batch.positions.sum())).linear
     assert batch.positions.sum() == 60
-    # EAGLE-3's teacher is asked of the tokens that labels meet, fewer than the formula's most, and its layer does a little more
-    # with the text before branches than is needed.
-    assert linear_operations(counter) == pytest.approx(needed, rel=0.15 if kind == "eagle3" else 1e-12)
+    if kind == "eagle3":  # transformers' attention makes queries and outputs of the text before branches too, for nothing
+        needed += 2 * 3 * tiny.hidden_size**2 * case.num_tokens
+        needed -= 2 * tiny.hidden_size * tiny.vocab_size * (case.num_tokens - sum(taught))  # the formula's is the most
+    assert linear_operations(counter) == needed
 
 
 def test_the_formula_of_labelling_is_what_torch_counts_at_the_agreement_asked_for(bench: Any, tiny: HFTarget) -> None:
