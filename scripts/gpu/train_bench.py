@@ -312,7 +312,8 @@ def random_batch(case: Case, vocab_size: int, horizon: int, max_positions: int) 
     count = min(case.seq - horizon, max(1, max_positions // case.batch))
     positions = torch.zeros_like(texts, dtype=torch.bool)
     positions[:, torch.linspace(0, case.seq - horizon - 1, count).long()] = True
-    continuations = torch.randint(vocab_size, (*texts.shape, horizon), generator=generator)
+    # They keep to the text, so that a teacher is asked of all of them: off the text there is none to ask.
+    continuations = torch.stack([texts.roll(-depth, 1) for depth in range(1, horizon + 1)], dim=2)
     return DrafterBatch(
         input_ids=texts, attention_mask=torch.ones_like(positions), positions=positions, continuations=continuations
     )
