@@ -26,8 +26,8 @@ install: $(STAMP) ## Make .venv and install outrider with its pinned dependencie
 demo: $(STAMP) ## Distil, train and evaluate a ReDrafter for the embedded target (minutes on two cores)
 	$(LAUNCH) train.py conf=demo $(if $(OUTPUT),output_dir=$(OUTPUT))
 
-test: $(STAMP) ## Run the whole test suite
-	$(BIN)/python -m pytest
+test: $(STAMP) ## Run the whole test suite, on up to four cores
+	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist worksteal
 
 lint: $(STAMP) $(TYPES) ## Lint, format check, types and the import contract: what .ci/run and pre-commit run
 	$(BIN)/ruff check .

@@ -62,6 +62,11 @@ class RunConfig:
             problems.append(f"stages is {self.stages}; name at least one of {', '.join(STAGES)}, and each once")
         if self.name in ("", "..") or Path(self.name).name != self.name:
             problems.append(f"name is {self.name!r}; it names a folder, so it must be one plain word")
+        if self.target.tensor_parallel and "eval" in self.stages:
+            problems.append(
+                f"target.tensor_parallel is on, and stages is {self.stages}: evaluation runs in one process, which must hold "
+                "the whole target. Set stages=[distill,train], and evaluate with a quantised target or in a serving engine"
+            )
         if not 0 <= self.seed < 2**32:
             problems.append(f"seed is {self.seed}; it must be between 0 and {2**32 - 1}")
         if self.num_threads is not None and self.num_threads < 1:

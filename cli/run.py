@@ -33,6 +33,7 @@ from ..models.drafters import build_drafter
 from ..models.drafters.registry import require_horizon
 from ..models.hf_target import HFTarget
 from ..models.target import load_target
+from ..models.tensor_parallel import Worker
 from ..train.launch import make_accelerator
 from ..train.processes import require_supported_launch
 from ..train.run import train
@@ -136,13 +137,14 @@ def _print_plan(config: RunConfig, target: HFTarget, folder: Path, accelerator: 
     """What is left of the distillation would take. All processes measure, since they will share the machine; the first one
     prints."""
     overlap, data, options = prompt_overlap(config), config.data, config.distill
+    num_workers = Worker.of(accelerator, tensor_parallel=target.tensor_parallel).num_workers
     tables: list[Table] = []
     examples: list[Example] = []
     if options.mode == "regenerate":
         conversations, unread = load_conversations(data, overlap)
         dropped = Counter[str]()
         if missing := missing_conversations(options, data, target, conversations, folder / "answers"):
-            told, examples = estimate_regeneration(options, data, target, missing, unread, accelerator.num_processes)
+            told, examples = estimate_regeneration(options, data, target, missing, unread, num_workers)
             tables.append(regeneration_table(told))
     else:
         examples, dropped = load_examples(data, target.tokenizer, overlap)
@@ -150,7 +152,7 @@ def _print_plan(config: RunConfig, target: HFTarget, folder: Path, accelerator: 
     if examples:
         require_branch_attention(target, max(len(example.input_ids) for example in examples) + max(options.horizon - 2, 0))
         accelerator.wait_for_everyone()
-        tables.append(estimate_table(estimate(options, target, examples, dropped, folder, accelerator.num_processes)))
+        tables.append(estimate_table(estimate(options, target, examples, dropped, folder, num_workers)))
     if accelerator.is_main_process:
         for table in tables:
             Console().print(table)

@@ -17,6 +17,7 @@ from ..data.config import DataConfig
 from ..data.sources import describe_drops
 from ..data.types import Conversation, Example
 from ..models.hf_target import HFTarget
+from ..models.tensor_parallel import agreed
 from .config import DistillConfig
 from .engines.registry import open_engine
 from .features import bytes_per_token
@@ -140,7 +141,7 @@ def estimate_regeneration(
             num_answers, num_cut = num_answers + counts.num_answers, num_cut + counts.num_cut
             num_tokens += counts.num_tokens
             examples += [each.to_example() for each in answered]
-            if time.perf_counter() - started > MEASURED_SECONDS:
+            if _is_enough(target, time.perf_counter() - started):
                 break
         seconds = time.perf_counter() - started
     if not examples:
@@ -218,6 +219,11 @@ def _measured(num_processes: int) -> str:
     return "measured" if num_processes == 1 else f"measured, in each of {num_processes} processes"
 
 
+def _is_enough(target: HFTarget, seconds: float) -> bool:
+    enough = seconds > MEASURED_SECONDS
+    return agreed(enough, target.device) if target.tensor_parallel else enough
+
+
 def _measure(config: DistillConfig, target: HFTarget, examples: Sequence[Example]) -> tuple[Counter[str], int, float]:
     """Label texts drawn at random until there are enough: the counts, the tokens of text and the seconds."""
     drawn = Random(0).sample(range(len(examples)), len(examples))
@@ -235,6 +241,6 @@ def _measure(config: DistillConfig, target: HFTarget, examples: Sequence[Example
                 num_positions=stats.num_positions, num_agreeing=stats.num_agreeing, num_branch_tokens=stats.num_branch_tokens
             )
             num_tokens += stats.num_text_tokens
-            if time.perf_counter() - started > MEASURED_SECONDS:
+            if _is_enough(target, time.perf_counter() - started):
                 break
         return counts, num_tokens, time.perf_counter() - started

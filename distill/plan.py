@@ -14,6 +14,7 @@ import torch
 from accelerate import Accelerator
 
 from ..data.types import Conversation, Example
+from ..models.tensor_parallel import Worker
 
 T = TypeVar("T")
 Shards = list[list[Example]]
@@ -54,6 +55,6 @@ def peak_memory_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else 1024 * peak  # macOS counts bytes, Linux KiB
 
 
-def deal(pending: Sequence[int], rank: int, num_processes: int) -> list[int]:
-    """The shards among the pending ones that process `rank` makes. For example, 3 4 7 9 11 among two: 3 7 11 and 4 9."""
-    return list(pending[rank::num_processes])
+def deal(pending: Sequence[int], worker: Worker) -> list[int]:
+    """The shards among the pending ones that a worker makes. For example, 3 4 7 9 11 among two: 3 7 11 and 4 9."""
+    return list(pending[worker.index :: worker.num_workers])

@@ -28,6 +28,7 @@ from ..data.manifest import MANIFEST_FILE
 from ..data.sources import describe_drops, load_conversations
 from ..data.types import Conversation, Example
 from ..models.hf_target import HFTarget
+from ..models.tensor_parallel import Worker
 from .answers import (
     AnswerCounts,
     AnsweredExample,
@@ -94,9 +95,12 @@ def regenerate(
             path.unlink()
         save_answers_manifest(output_dir, manifest)
     accelerator.wait_for_everyone()
-    if own := deal(pending, accelerator.process_index, accelerator.num_processes):
+    # A server answers whoever asks it.
+    together = target.tensor_parallel and config.engine != "openai"
+    worker = Worker.of(accelerator, tensor_parallel=together)
+    if own := deal(pending, worker):
         finished = sum(map(count_turns, plan)) - sum(count_turns(plan[index]) for index in pending)
-        finished //= accelerator.num_processes  # its share of what there was
+        finished //= worker.num_workers  # its share of what there was
         logger.info("%d of %d shards are to be answered, %d by this process", len(pending), len(plan), len(own))
         with tqdm(
             total=finished + sum(count_turns(plan[index]) for index in own),
@@ -105,17 +109,18 @@ def regenerate(
             desc="regenerate",
             disable=not accelerator.is_main_process,
         ) as progress:
-            _answer_shards(config, {index: plan[index] for index in own}, target, tokenizer, limits, output_dir, progress)
+            shards = {index: plan[index] for index in own}
+            _answer_shards(config, shards, target, tokenizer, limits, output_dir, progress, worker)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process and not _is_manifest_complete(output_dir, len(plan)):
         _finish(output_dir, manifest, len(plan), unread, target.device)
     accelerator.wait_for_everyone()
-    shards = load_answers_manifest(output_dir).shards
-    examples = [example.to_example() for entry in shards for example in read_answers(output_dir, entry)]
+    entries = load_answers_manifest(output_dir).shards
+    examples = [example.to_example() for entry in entries for example in read_answers(output_dir, entry)]
     if not examples:
         raise ValueError(
             f"the target gave none of {len(conversations)} conversations an answer that can be used; dropped turns: "
-            f"{describe_drops(_total(shards)[1])}. Check data.max_length, the chat template and the target"
+            f"{describe_drops(_total(entries)[1])}. Check data.max_length, the chat template and the target"
         )
     return examples
 
@@ -212,6 +217,7 @@ def _answer_shards(
     limits: Limits,
     output_dir: Path,
     progress: tqdm,
+    worker: Worker,
 ) -> None:
     """Answer and write these shards. `progress` counts turns."""
     with open_engine(config, target, limits) as engine:
@@ -230,6 +236,8 @@ def _answer_shards(
             )
             seconds = time.perf_counter() - started
             progress.set_postfix_str(f"{counts.num_tokens / seconds:.0f} tok/s")
+            if not worker.speaks:
+                continue
             note: dict[str, Any] = {"engine": type(engine).__name__, "seconds": seconds}
             if isinstance(engine, BatchEngine) and engine.statistics is not None:
                 note["schedule"] = asdict(engine.statistics)

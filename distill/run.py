@@ -23,6 +23,7 @@ from ..data.shards import forget, is_written, read_entry, verify_shard, write_sh
 from ..data.sources import describe_drops, load_conversations
 from ..data.types import DistilledExample, Example
 from ..models.hf_target import HFTarget
+from ..models.tensor_parallel import Worker
 from .config import DistillConfig
 from .continuations import label_continuations, require_branch_attention
 from .features import require_features, require_space, stored_example
@@ -90,8 +91,9 @@ def distill(
         _remove_leftovers(output_dir)
         save_manifest(output_dir, manifest)
     accelerator.wait_for_everyone()
-    if own := deal(pending, accelerator.process_index, accelerator.num_processes):
-        _make_shards(config, target, plan, pending, own, output_dir, accelerator)
+    worker = Worker.of(accelerator, tensor_parallel=target.tensor_parallel)
+    if own := deal(pending, worker):
+        _make_shards(config, target, plan, pending, own, output_dir, accelerator, worker)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         if _is_manifest_complete(output_dir, len(plan)):
@@ -231,11 +233,12 @@ def _make_shards(
     own: Sequence[int],
     output_dir: Path,
     accelerator: Accelerator,
+    worker: Worker,
 ) -> None:
-    """Label and write this process's `own` of the `pending` shards."""
+    """Label and write this worker's `own` of the `pending` shards."""
     logger.info("%d of %d shards are to be labelled, %d by this process", len(pending), len(plan), len(own))
     finished = sum(map(_num_tokens, plan)) - sum(_num_tokens(plan[index]) for index in pending)
-    finished //= accelerator.num_processes  # its share of what there was
+    finished //= worker.num_workers  # its share of what there was
     with tqdm(
         total=finished + sum(_num_tokens(plan[index]) for index in own),
         initial=finished,
@@ -246,9 +249,10 @@ def _make_shards(
     ) as progress:
         for index in own:
             labelled, stats = label_shard(config, target, plan[index], progress)
-            # Before the shard, whose sidecar then vouches for both.
-            write_json(_stats_path(output_dir, index), asdict(stats))
-            write_shard(output_dir, index, labelled)
+            if worker.speaks:
+                # Before the shard, whose sidecar then vouches for both.
+                write_json(_stats_path(output_dir, index), asdict(stats))
+                write_shard(output_dir, index, labelled)
 
 
 def _num_tokens(examples: Sequence[Example]) -> int:

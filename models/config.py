@@ -31,6 +31,9 @@ class TargetConfig:
     """Quantise the weights while they are loaded: a `method` (bitsandbytes, torchao, gptq or awq) and transformers' options of
     it, such as {method: bitsandbytes, load_in_4bit: true} or {method: torchao, type: Int8WeightOnlyConfig}. Weights that are
     stored quantised need nothing here. A quantised target is another target: distil with it what a drafter for it learns."""
+    tensor_parallel: bool = False
+    """Hold one copy of the target in slices over all processes of the launch, for one that doesn't fit on one device (see
+    `tensor_parallel`). Distils and trains; evaluation runs in one process, and needs the whole of it."""
     trust_remote_code: bool = False
     """Run modelling code that comes with the weights. Off unless you have read that code."""
 
@@ -43,6 +46,12 @@ class TargetConfig:
         if self.attn_implementation not in ("sdpa", "eager"):
             raise ValueError(
                 f"target.attn_implementation is {self.attn_implementation!r}; a draft tree needs a 4-D mask: use sdpa or eager"
+            )
+        if self.tensor_parallel and (
+            clashing := [name for name in ("compiled", "cuda_graphs", "device", "quantization") if getattr(self, name)]
+        ):
+            raise ValueError(
+                f"target.tensor_parallel doesn't go together with target.{' and target.'.join(clashing)}; leave one out"
             )
         if self.quantization is not None:
             check_method(self.quantization)

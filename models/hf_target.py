@@ -35,7 +35,8 @@ class HFTarget:
     Holds the KV cache of one batch of prompts at a time. Make it with `outrider.models.target.load_target`.
 
     `compiled` runs the model's passes over draft trees through `torch.compile`, `cuda_graphs` replays them as CUDA graphs (see
-    `GraphedFunction`); both may be on. Prefills are read as they are, since no two have the same shape.
+    `GraphedFunction`); both may be on. Prefills are read as they are, since no two have the same shape. With `tensor_parallel`
+    each process holds a slice of the model, and all of them must read the same texts together (see `tensor_parallel.turns`).
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class HFTarget:
         *,
         compiled: bool = False,
         cuda_graphs: bool = False,
+        tensor_parallel: bool = False,
         recorder: Recorder[TargetOutput] | None = None,
     ) -> None:
         self.model = model
@@ -58,6 +60,7 @@ class HFTarget:
         self._feature_layers: tuple[int, ...] = ()
         self.compiled = compiled
         self.cuda_graphs = cuda_graphs
+        self.tensor_parallel = tensor_parallel
         self._read_tree = partial(self._read_tree_with, torch.compile(model) if compiled else model)
         self._graphs = GraphedFunction(self._read_tree, recorder) if cuda_graphs else None
 

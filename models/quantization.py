@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 PACKAGES = {
     "bitsandbytes": ("bitsandbytes",),
@@ -80,7 +81,7 @@ def require_plain_weights(module: nn.Module, remedy: str) -> None:
     """Raise ValueError where linear layers of a module, or what stands in their place, hold no plain weights to copy."""
     for name, part in module.named_modules():
         weight = getattr(part, "weight", None)
-        plain = type(weight) is nn.Parameter and weight.is_floating_point()
+        plain = (type(weight) is nn.Parameter or isinstance(weight, DTensor)) and weight.is_floating_point()
         if name.endswith(("proj", "fc1", "fc2")) and not plain:
             raise ValueError(f"the target is quantised, and a drafter can't begin with its layers: {remedy}")
 

@@ -16,6 +16,7 @@ from ..data.manifest import TargetIdentity
 from .config import TargetConfig
 from .hf_target import HFTarget
 from .quantization import describe, make_config, require_packages, stored_method
+from .tensor_parallel import make_sharding, require_whole_ends
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,14 @@ def load_target(config: TargetConfig | str, device: torch.device | None = None, 
         hidden_size=model.config.get_text_config().hidden_size,
         vocab_size=vocab_size,
     )
-    target = HFTarget(model, tokenizer, identity, compiled=config.compiled, cuda_graphs=config.cuda_graphs)
+    target = HFTarget(
+        model,
+        tokenizer,
+        identity,
+        compiled=config.compiled,
+        cuda_graphs=config.cuda_graphs,
+        tensor_parallel=config.tensor_parallel,
+    )
     _check_stop_tokens(target)
     return target
 
@@ -118,11 +126,13 @@ def _load_model(config: TargetConfig, place: torch.device, safetensors_only: boo
     stored = stored_method(config.name_or_path)
     if stored is not None:
         require_packages(stored)
-    quantized: dict[str, Any] = {}
+    placed: dict[str, Any] = {}  # what says more of how and where to load it
     if config.quantization is not None:
-        quantized = {"quantization_config": make_config(config.quantization)}
-    if quantized or stored:
-        quantized["device_map"] = {"": place}  # they are quantised where they go to, and some can't be moved later
+        placed = {"quantization_config": make_config(config.quantization)}
+    if placed or stored:
+        placed["device_map"] = {"": place}  # they are quantised where they go to, and some can't be moved later
+    if config.tensor_parallel:
+        placed = {"distributed_config": make_sharding(config)}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             config.name_or_path,
@@ -132,7 +142,7 @@ def _load_model(config: TargetConfig, place: torch.device, safetensors_only: boo
             trust_remote_code=config.trust_remote_code,
             use_safetensors=True if safetensors_only else None,
             output_loading_info=True,
-            **quantized,
+            **placed,
         )
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError, pickle.UnpicklingError) as error:
         raise ValueError(
@@ -146,7 +156,9 @@ def _load_model(config: TargetConfig, place: torch.device, safetensors_only: boo
             f"the weights of {config.name_or_path!r} lack {len(missing)} tensors that the model needs "
             f"(the first: {missing[0]}); they would be random: complete the download, or point to the right directory"
         )
-    if not quantized:
+    if config.tensor_parallel:
+        require_whole_ends(model)
+    if not placed:
         model.to(device=place)  # type: ignore[call-arg]  # transformers wraps `to` in a way that hides its signature
     return model
 

@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 
 from ..data.types import DrafterBatch
 from .hf_target import NARROW_PROBE_TOLERANCE, PROBE_TOLERANCE, HFTarget
+from .tensor_parallel import turns
 
 LastStates = Float[torch.Tensor, "batch seq hidden"]
 LayerInputs = Float[torch.Tensor, "batch seq feature"]
@@ -24,12 +25,12 @@ def states_of_texts(
     if not last and not layers:
         return None, None
     shape = batch.input_ids.shape
-    inputs = _inputs(target, batch)
-    if last:
-        states, features = target.read_texts(layers, **inputs)
-    else:
-        states, features = None, target.layer_inputs(layers, **inputs)
-    states, features = (None if each is None else each.reshape(*shape, -1) for each in (states, features))
+    own = _inputs(target, batch)
+    states, features = None, None
+    for is_own, inputs in turns(own, target.device) if target.tensor_parallel else [(True, own)]:
+        read = target.read_texts(layers, **inputs) if last else (None, target.layer_inputs(layers, **inputs))
+        if is_own:
+            states, features = (None if each is None else each.reshape(*shape, -1) for each in read)
     return states, features
 
 

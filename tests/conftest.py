@@ -6,6 +6,8 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["MPLBACKEND"] = "Agg"
 os.environ["WANDB_MODE"] = "disabled"
+# The models of the tests are so small that a second thread only gets in the way of the first, in processes that tests start too.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 from jaxtyping import install_import_hook
 
@@ -19,7 +21,6 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-# The models of the tests are so small that a second thread only gets in the way of the first.
 torch.set_num_threads(1)
 
 REPOSITORY = Path(__file__).parents[1]

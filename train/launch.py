@@ -35,6 +35,8 @@ def make_accelerator(mixed_precision: str | None = None) -> Accelerator:
             "configuration without it, such as conf/launch/one_node_fsdp2.yaml"
         )
     on_cpu = not torch.accelerator.is_available()
+    if on_cpu:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # where it is installed, DeepSpeed is asked, and says so on stdout
     patience = InitProcessGroupKwargs(timeout=PATIENCE)
     if on_cpu and deepspeed:
         # accelerate looks for a backend among accelerators only, and would leave every process alone.
@@ -53,7 +55,6 @@ def make_accelerator(mixed_precision: str | None = None) -> Accelerator:
 
 def _spare_deepspeed_compiling() -> None:
     """On a CPU DeepSpeed would compile, for minutes, an exchange of its own through shared memory; gloo does as well."""
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed.ops  # an optional package, and slow to import
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -25,6 +25,7 @@ from ..models.drafters import NullDrafter
 from ..models.drafters.objective import Objective
 from ..models.hf_target import HFTarget
 from ..models.interfaces import Drafter, Loss, TrainableDrafter
+from ..models.tensor_parallel import Worker
 from .data import PAD_ID, TextPlace, derived_seed, target_reads, with_hidden_states
 from .metrics import LOSS_FIELDS, add_losses, summarize
 
@@ -107,12 +108,13 @@ class Validator:
         batch_size: int,
         accelerator: Accelerator,
     ) -> None:
-        if len(held_out) < accelerator.num_processes:
+        self._worker = Worker.of(accelerator, tensor_parallel=target.tensor_parallel)
+        if len(held_out) < self._worker.num_workers:
             raise ValueError(
                 f"train.validation_texts is {len(held_out)}, fewer than the {accelerator.num_processes} processes; raise it"
             )
         self._prompts = [text.prompt.to(target.device) for text in held_out]
-        self._mine = range(accelerator.process_index, len(held_out), accelerator.num_processes)
+        self._mine = range(self._worker.index, len(held_out), self._worker.num_workers)
         self._target = target
         self._objective = replace(objective, teacher="full")  # of the target's own answers nothing is stored
         self._horizon = horizon
@@ -135,7 +137,7 @@ class Validator:
             drafter.train(was_training)
             self._target.release_cache()
         num_tokens = sum(len(answer) - 1 for answer in answers.values())  # the prefill's token is no step's
-        counts = torch.tensor([num_tokens, num_steps], device=self._target.device)
+        counts = torch.tensor([num_tokens, num_steps], device=self._target.device) * self._worker.speaks
         num_tokens, num_steps = self._accelerator.reduce(counts, "sum").tolist()
         return Validation(tokens_per_step=num_tokens / num_steps if num_steps else None, loss=loss)
 
@@ -169,7 +171,8 @@ class Validator:
             loss = drafter.loss(with_hidden_states(batch, self._target, reads), self._objective)
             total = add_losses(total, loss)
         assert total is not None, "every process has a prompt"
-        return Loss(**self._accelerator.reduce({name: getattr(total, name) for name in LOSS_FIELDS}, "sum"))
+        sums = {name: getattr(total, name) * self._worker.speaks for name in LOSS_FIELDS}
+        return Loss(**self._accelerator.reduce(sums, "sum"))
 
     def _batch(self, rows: Sequence[int]) -> DrafterBatch:
         """Prompts and the target's answers to them, whose own next tokens are what it would say."""

@@ -10,6 +10,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..hf_target import HFTarget
 from ..hidden_states import decoder_layers
 from ..quantization import require_plain_weights
+from ..tensor_parallel import whole
 from ..tree_attention import IMPLEMENTATION as GROUPED_HEADS
 from .branch_attention import Entries
 
@@ -67,7 +68,7 @@ def start_from_target(layer: Any, fc: nn.Linear, target: HFTarget) -> None:
     require_plain_weights(decoder_layers(target.model)[-1], "set drafter.init=random")
     source = dict(decoder_layers(target.model)[-1].named_parameters())
     for name, parameter in layer.named_parameters():
-        weight = source[name]
+        weight = whole(source[name])
         parameter.copy_(weight if weight.shape == parameter.shape else torch.cat([weight, weight], dim=1))
     for parameter in (*layer.self_attn.o_proj.parameters(), *layer.mlp.down_proj.parameters(), *fc.parameters()):
         parameter.zero_()

@@ -10,6 +10,7 @@ from ..config import TargetConfig
 from ..hf_target import HFTarget
 from ..quantization import require_plain_weights
 from ..target import load_target, weights_digest
+from ..tensor_parallel import whole
 
 if TYPE_CHECKING:
     from .draft_model import DraftModelConfig
@@ -84,7 +85,7 @@ def first_layers(model: PreTrainedModel, target: HFTarget) -> None:
     if missing := sorted(weights.keys() - theirs.keys()):
         raise ValueError(f"the target has no {missing[0]}, so the draft model can't begin with its layers; set init=random")
     for name, weight in weights.items():
-        weight.copy_(theirs[name])
+        weight.copy_(whole(theirs[name]))
 
 
 def weights_digest_at(path: str) -> str:

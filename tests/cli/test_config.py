@@ -212,6 +212,12 @@ def test_a_start_that_cannot_be_is_told_before_anything_is_loaded(trained: Path,
         run_config("conf=adapt", *(override.format(trained=trained) for override in overrides))
 
 
+def test_a_target_in_slices_is_not_evaluated() -> None:
+    with pytest.raises(ValueError, match=r"must hold the whole target. Set stages=\[distill,train\]"):
+        run_config("conf=demo", "target.tensor_parallel=true")
+    assert run_config("conf=demo", "target.tensor_parallel=true", "stages=[distill,train]").target.tensor_parallel
+
+
 def test_one_seed_reaches_every_section() -> None:
     config = run_config("seed=7")
     assert (config.data.seed, config.train.seed, config.eval.seed) == (7, 7, 7)

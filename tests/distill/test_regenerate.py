@@ -414,8 +414,8 @@ regenerate(config, data, target, target.tokenizer, Path(output_dir), Accelerator
 
 
 def test_killed_at_random_moments_it_resumes_to_the_same_bytes(target: HFTarget, tiny_target_dir: Path, tmp_path: Path) -> None:
-    data = write_conversations(tmp_path / "chats.jsonl", 90)
-    folder, num_shards = tmp_path / "killed", 30
+    data = write_conversations(tmp_path / "chats.jsonl", 54)
+    folder, num_shards = tmp_path / "killed", 18
     rng = random.Random()
     kept: dict[str, int] = {}
     for attempt in range(2):

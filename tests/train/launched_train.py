@@ -3,8 +3,8 @@
 python launched_train.py TARGET SHARDS OUTPUT 'JSON of the trainings, by name: {"config": TrainConfig, "drafter": {...}}'
 
 A training with a "from" goes on where that other one's checkpoint of the step "at" was written, as after a kill. "zero_stage"
-and "mixed_precision" take the place of the launcher's, "shards" that of SHARDS. With "fsdp" it is FSDP2 that shares all
-trainings from there on.
+and "mixed_precision" take the place of the launcher's, "shards" that of SHARDS. "tensor_parallel" holds the target in slices.
+With "fsdp" it is FSDP2 that shares all trainings from there on.
 """
 
 import json
@@ -46,7 +46,7 @@ def with_fsdp2(accelerator: Accelerator) -> Accelerator:
 
 
 accelerator, way = make_accelerator(), None
-target = load_target(TargetConfig(name_or_path=str(target_dir), dtype="float32"), torch.device("cpu"))
+targets = {False: load_target(TargetConfig(name_or_path=str(target_dir), dtype="float32"), torch.device("cpu"))}
 for name, training in json.loads(sys.argv[4]).items():
     folder = output_dir / name
     before, way = way, (training.get("zero_stage"), training.get("mixed_precision"))
@@ -60,5 +60,8 @@ for name, training in json.loads(sys.argv[4]).items():
     accelerator.wait_for_everyone()
     config = TrainConfig(**training["config"])
     shards = Path(training.get("shards", shards_dir))
-    train(config, training["drafter"], target, shards, folder / "train", folder / "drafter", accelerator)
+    in_slices = training.get("tensor_parallel", False)
+    if in_slices not in targets:
+        targets[in_slices] = load_target(TargetConfig(name_or_path=str(target_dir), dtype="float32", tensor_parallel=True))
+    train(config, training["drafter"], targets[in_slices], shards, folder / "train", folder / "drafter", accelerator)
 torch.distributed.destroy_process_group()

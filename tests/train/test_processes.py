@@ -20,6 +20,8 @@ KINDS = {
     "one depth": "redrafter",  # its recurrence gets no gradient, which DDP refuses unless it is told
     "medusa": "medusa",
     "eagle": "eagle",
+    "sliced redrafter": "redrafter",
+    "sliced eagle": "eagle",  # begins with the weights of a layer that is in slices
     "fsdp medusa": "medusa",
     "fsdp eagle3": "eagle3",
 }
@@ -41,6 +43,8 @@ def launched(tiny_target_dir: Path, shards_dir: Path, short_shards_dir: Path, tm
     trainings: dict[str, Any] = {
         name: {"config": CONFIG, "drafter": DRAFTERS[kind], "fsdp": name.startswith("fsdp")} for name, kind in KINDS.items()
     }
+    for name in trainings:
+        trainings[name]["tensor_parallel"] = name.startswith("sliced")
     trainings["one depth"]["shards"] = str(short_shards_dir)
     trainings["fsdp resumed"] = {**trainings["fsdp medusa"], "from": "fsdp medusa", "at": 2}
     launch(["--config_file", "conf/launch/cpu.yaml"], tiny_target_dir, shards_dir, output, trainings)
