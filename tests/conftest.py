@@ -6,7 +6,7 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["MPLBACKEND"] = "Agg"
 os.environ["WANDB_MODE"] = "disabled"
-# The models of the tests are so small that a second thread only gets in the way of the first, in processes that tests start too.
+# The models of the tests are so small that a second thread only gets in the way, in the processes that tests start too.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 from jaxtyping import install_import_hook
