@@ -27,7 +27,7 @@ class TargetConfig:
     """Replay those passes as CUDA graphs: a step then costs the card's time and not Python's. Needs a CUDA device."""
     device: str | None = None
     """For example `cuda:1`; None takes the launcher's device, else the first accelerator, else the CPU."""
-    quantization: dict[str, Any] | None = None
+    quantization: Any = None  # a mapping; Hydra can't put one where the type says that there may be none
     """Quantise the weights while they are loaded: a `method` (bitsandbytes, torchao, gptq or awq) and transformers' options of
     it, such as {method: bitsandbytes, load_in_4bit: true} or {method: torchao, type: Int8WeightOnlyConfig}. Weights that are
     stored quantised need nothing here. A quantised target is another target: distil with it what a drafter for it learns."""

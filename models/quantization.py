@@ -19,12 +19,12 @@ PACKAGES = {
 """What each method is computed by, under the names that are both imported and installed."""
 
 
-def check_method(options: Mapping[str, Any]) -> None:
-    """Raise ValueError for options without a known `method`."""
-    method = options.get("method")
+def check_method(options: Any) -> None:
+    """Raise ValueError for what isn't options with a known `method`."""
+    method = options.get("method") if isinstance(options, Mapping) else None
     if method not in PACKAGES:
         raise ValueError(
-            f"target.quantization is {dict(options)}; it needs a method of {', '.join(PACKAGES)}, as in "
+            f"target.quantization is {options}; it needs a method of {', '.join(PACKAGES)}, as in "
             "{method: bitsandbytes, load_in_4bit: true} or {method: torchao, type: Int8WeightOnlyConfig}"
         )
 

@@ -25,7 +25,7 @@ def states_of_texts(
     if not last and not layers:
         return None, None
     shape = batch.input_ids.shape
-    own = _inputs(target, batch)
+    own = _inputs(batch)
     states, features = None, None
     for is_own, inputs in turns(own, target.device) if target.tensor_parallel else [(True, own)]:
         read = target.read_texts(layers, **inputs) if last else (None, target.layer_inputs(layers, **inputs))
@@ -34,15 +34,11 @@ def states_of_texts(
     return states, features
 
 
-def _inputs(target: HFTarget, batch: DrafterBatch) -> dict[str, Any]:
-    """Several texts in a row are told apart by their positions, which start anew: transformers makes the block mask of them.
-    Flash attention, which takes no masks, makes the lengths of the texts of them, in a batch of one row."""
+def _inputs(batch: DrafterBatch) -> dict[str, Any]:
+    """Several texts in a row are told apart by their positions, which start anew: transformers makes the block mask of them."""
     if batch.starts is None:
         return {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
-    inputs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
-    if "flash" in target.model.config.get_text_config()._attn_implementation:
-        inputs = {name: value.view(1, -1) for name, value in inputs.items()}
-    return inputs
+    return {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
 
 
 def require_packing(target: HFTarget) -> None:

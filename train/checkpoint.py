@@ -11,6 +11,7 @@ import logging
 import os
 import pickle
 import shutil
+import zipfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -125,7 +126,7 @@ class Checkpoints:
 
     def _save_sharded(self, step: int, marker: dict[str, Any]) -> None:
         accelerator = self._accelerator
-        with _named(self.directory, step) as partial:
+        with _named(self.directory, step, removes=accelerator.is_main_process) as partial:
             if accelerator.is_main_process:
                 _begin(partial)
             accelerator.wait_for_everyone()
@@ -150,6 +151,7 @@ class Checkpoints:
         marker = read_marker(checkpoint)
         _require_readable(checkpoint, marker, self._accelerator)
         try:
+            _require_sound(checkpoint, marker)
             if marker["sharded_by"] is not None:
                 self._accelerator.load_state(str(checkpoint))
                 return marker
@@ -160,7 +162,7 @@ class Checkpoints:
             if marker["num_processes"] == self._accelerator.num_processes:
                 mine = content["generators"][self._accelerator.process_index]
                 set_random_state(mine, self._accelerator.device)
-        except (RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError) as error:
+        except (RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
             # What torch says of a file that isn't its own is long, and advises to run it.
             reason = "unreadable" if isinstance(error, pickle.UnpicklingError) else error
             raise ValueError(
@@ -168,6 +170,16 @@ class Checkpoints:
                 "before, or from the start"
             ) from error
         return marker
+
+
+def _require_sound(checkpoint: Path, marker: Mapping[str, Any]) -> None:
+    """Raise ValueError where bytes have changed since they were written. What torch saves are archives with a checksum of each
+    part, which it doesn't look at."""
+    for name in marker["files"]:
+        if zipfile.is_zipfile(checkpoint / name):
+            with zipfile.ZipFile(checkpoint / name) as archive:
+                if (part := archive.testzip()) is not None:
+                    raise ValueError(f"{part} in {name} has another checksum")
 
 
 def _require_readable(checkpoint: Path, marker: Mapping[str, Any], accelerator: Accelerator) -> None:
@@ -213,16 +225,23 @@ def remove_incomplete(directory: Path) -> None:
 
 
 @contextmanager
-def _named(directory: Path, step: int) -> Iterator[Path]:
-    """The temporary folder of a step's checkpoint. An error while it is written becomes one message, with the remedy."""
+def _named(directory: Path, step: int, *, removes: bool = True) -> Iterator[Path]:
+    """The temporary folder of a step's checkpoint. An error while it is written becomes one message, with the remedy.
+
+    Of several processes that write into it, one `removes` what is left then.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     partial = directory / f".step-{step:08d}.partial"
     try:
         yield partial
-    except (OSError, RuntimeError) as error:  # torch has an error of its own for a full disk
-        shutil.rmtree(partial, ignore_errors=True)
-        kept = latest_checkpoint(directory)
+    except (OSError, RuntimeError) as error:
+        # torch has an error of its own for a full disk. Others, such as another process's end, aren't the disk's.
+        if isinstance(error, RuntimeError) and "inline_container" not in str(error):
+            raise
         free_mebibytes = shutil.disk_usage(directory).free // 2**20
+        if removes:
+            shutil.rmtree(partial, ignore_errors=True)
+        kept = latest_checkpoint(directory)
         raise OSError(
             getattr(error, "errno", None) or errno.EIO,
             f"the checkpoint of step {step} could not be written to {directory} ({free_mebibytes} MiB free): {error}. "
@@ -249,7 +268,7 @@ def _is_complete(checkpoint: Path) -> bool:
     if not (checkpoint / MARKER_FILE).is_file():
         return False
     try:
-        files = read_marker(checkpoint)["files"]
-    except ValueError:  # the marker itself was torn by a power cut
+        files = dict(read_marker(checkpoint)["files"])
+    except (ValueError, KeyError, TypeError):  # the marker itself was torn by a power cut
         return False
     return all((checkpoint / name).is_file() and (checkpoint / name).stat().st_size == size for name, size in files.items())

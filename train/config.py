@@ -47,7 +47,7 @@ class TrainConfig:
     """Positions trained on per micro batch, drawn at random from its labelled ones; None trains on all of them."""
     packing: bool = False
     """Put several texts of a micro batch into one row, so that less of it is padding; they don't see each other. The same texts
-    make a step, and the loss is the same but for rounding."""
+    make a step, and the loss is the same but for rounding (and EAGLE-1's feature noise, which is drawn by place)."""
     activation_checkpointing: bool = False
     """Compute what goes on inside the drafter's decoder layers anew for the gradient in place of keeping it: the same bits in
     less memory and more time. For EAGLE and draft models; the other kinds have no such layers."""
@@ -134,6 +134,10 @@ class TrainConfig:
             for name in ("learning_rate", "max_grad_norm", "spike_threshold")
             if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf
         ]
+        if self.weight_decay == math.inf:
+            problems.append("weight_decay is inf; it must be a number")
+        if self.seed >= 2**32:
+            problems.append(f"seed is {self.seed}; it must be less than {2**32}")
         if self.warmup_steps >= self.steps > 0:
             problems.append(f"warmup_steps is {self.warmup_steps}, not less than steps, which is {self.steps}")
         if self.validate_every is not None and not self.validation_texts:

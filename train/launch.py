@@ -1,6 +1,9 @@
 """The accelerator of the processes that a training was launched with: GPUs or a CPU, with DeepSpeed, FSDP or neither."""
 
+import ctypes
 import os
+import signal
+import sys
 import warnings
 from datetime import timedelta
 from importlib.util import find_spec
@@ -9,6 +12,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, str_to_bool
 from transformers.integrations import unset_hf_deepspeed_config
+
+PR_SET_PDEATHSIG = 1
+"""Linux's prctl(2)."""
 
 PATIENCE = timedelta(days=1)
 """Limit of a collective. Processes may finish their shards hours apart, and the libraries' own limit is minutes."""
@@ -25,6 +31,7 @@ def make_accelerator(mixed_precision: str | None = None) -> Accelerator:
     On a machine without an accelerator several processes meet over gloo, with DeepSpeed or without it, whatever launched them.
     `mixed_precision` is `no` or `bf16`; None takes the launcher's. Raises ValueError where DeepSpeed is asked for and absent.
     """
+    _end_with_launcher()
     deepspeed = launched_with("DEEPSPEED")
     if deepspeed:
         # DeepSpeed calls torch by old names, and torch says so at every call.
@@ -51,6 +58,12 @@ def make_accelerator(mixed_precision: str | None = None) -> Accelerator:
     # transformers would partition every model that is loaded from now on. Only the drafter is; the target stays whole.
     unset_hf_deepspeed_config()
     return accelerator
+
+
+def _end_with_launcher() -> None:
+    """Have Linux send SIGTERM when the launcher dies. Of a single process, `accelerate launch` doesn't pass its own on."""
+    if sys.platform == "linux" and "ACCELERATE_MIXED_PRECISION" in os.environ:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _spare_deepspeed_compiling() -> None:

@@ -3,15 +3,16 @@
 import os
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from .launch import launched_with
 
 SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
+LOOK_SECONDS = 5.0
 
 
 def require_supported_launch(accelerator: Accelerator) -> None:
@@ -45,23 +46,36 @@ def require_supported_launch(accelerator: Accelerator) -> None:
         raise ValueError(f"training in mixed precision {accelerator.mixed_precision!r} isn't supported; use bf16 or no")
 
 
-@contextmanager
-def catching_sigterm() -> Iterator[threading.Event]:
-    """An event that SIGTERM sets, in place of ending the process."""
-    event = threading.Event()
-    previous = signal.signal(signal.SIGTERM, lambda *_: event.set())
-    try:
-        yield event
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+class Sigterm:
+    """Whether a SIGTERM has come to any of the processes, so that all of them end after the same step.
 
+    A context manager: within, the signal ends nothing by itself. Asking each other makes the host wait for the device, so it is
+    done wherever the host waits anyway, and about every LOOK_SECONDS: launchers kill what is left after half a minute.
+    """
 
-def stop_agreed(sigterm: threading.Event, accelerator: Accelerator, *, host_waits: bool) -> bool:
-    """Whether to stop after this step. Several processes agree on it, and only at steps where the host waits anyway."""
-    if accelerator.num_processes == 1:
-        return sigterm.is_set()
-    if not host_waits:
-        return False
-    if sigterm.is_set():
-        accelerator.set_trigger()
-    return bool(accelerator.check_trigger())
+    def __init__(self, accelerator: Accelerator, *, step: int) -> None:
+        self._accelerator = accelerator
+        self._come = threading.Event()
+        self._looked_at = step, time.monotonic()
+        self._next_look = step
+
+    def __enter__(self) -> "Sigterm":
+        self._previous = signal.signal(signal.SIGTERM, lambda *_: self._come.set())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGTERM, self._previous)
+
+    def stops(self, done: int, *, host_waits: bool) -> bool:
+        """Whether to stop after step `done`, the same in all processes. To be asked after every step."""
+        if self._accelerator.num_processes == 1:
+            return self._come.is_set()
+        if not host_waits and done < self._next_look:
+            return False
+        step, then = self._looked_at
+        self._looked_at = done, time.monotonic()
+        told = torch.tensor([self._come.is_set(), (self._looked_at[1] - then) / (done - step)], dtype=torch.float32)
+        num_come, seconds = self._accelerator.reduce(told.to(self._accelerator.device), "sum").tolist()
+        # Of the sum over processes, so that none looks when the others don't.
+        self._next_look = done + max(1, int(LOOK_SECONDS * self._accelerator.num_processes / seconds))
+        return bool(num_come)

@@ -48,9 +48,10 @@ class Progress:
         self._clock.tick(start, seconds)
         self._bar = tqdm(
             total=num_steps,
+            unit=" steps",
             initial=start,
             desc="train",
-            bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]",
+            bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}, {rate_fmt}{postfix}]",
             disable=not active,
         )
 

@@ -114,6 +114,11 @@ def save_results(
             f"{output_dir / METRICS_FILE} holds no record of the training, so there is nothing to sum up; delete {output_dir} "
             "and train again"
         )
+    if bad := [name for name, weight in drafter.state_dict().items() if not weight.isfinite().all()]:
+        raise ValueError(
+            f"the trained drafter's {bad[0]} isn't finite, so it isn't saved; delete the newest checkpoint in {output_dir} and "
+            "give the same command again, or train anew at a lower train.learning_rate"
+        )
     metrics = next(record for record in reversed(records) if "loss" in record)
     partial = drafter_dir.with_name(f".{drafter_dir.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)

@@ -26,7 +26,7 @@ from .config import SCHEDULES, TrainConfig
 from .data import BatchStream, count_label_tokens, label_counts, target_reads, with_hidden_states
 from .metrics import LOSS_FIELDS, Meter, add_losses
 from .parallel import backward, finish_step, make_anchor, micro_batch, needs_whole_copy, prepare
-from .processes import SIGTERM_EXIT_CODE, catching_sigterm, require_supported_launch, stop_agreed
+from .processes import SIGTERM_EXIT_CODE, Sigterm, require_supported_launch
 from .results import CHECKPOINTS_DIR, describe_run, is_trained, save_results, take_over_options
 from .resume import resume, save_step
 from .spikes import SpikeWatch
@@ -98,7 +98,7 @@ def _fit(training: Training, *, start: int) -> None:
     tracker = Tracker(training.output_dir, config, training.run, step=start, active=accelerator.is_main_process)
     progress = make_progress(training, start)
     peaked = training.best.has_peaked(config.patience)
-    with catching_sigterm() as sigterm, training.checkpoints, tracker, progress:
+    with Sigterm(accelerator, step=start) as sigterm, training.checkpoints, tracker, progress:
         for step in range(start, start if peaked else config.steps):
             batches = training.stream.batches(step)
             num_labels, seen = accelerator.reduce(_count(batches, accelerator.device), "sum")
@@ -123,7 +123,7 @@ def _fit(training: Training, *, start: int) -> None:
             progress.step()
             measure = is_measured(training, done)
             log = done % config.log_every == 0 or done == config.steps or measure
-            stop = stop_agreed(sigterm, accelerator, host_waits=log)
+            stop = sigterm.stops(done, host_waits=log)
             checkpoint = done % config.checkpoint_every == 0 or done == config.steps or stop
             if log or checkpoint:
                 require_sound(training)
@@ -170,6 +170,11 @@ def _set_up(
         require_packing(target)
     context_length = min(target.context_length, drafter.context_length or target.context_length)
     room = context_length - config.validation_tokens
+    if config.validation_texts and room < 1:
+        raise ValueError(
+            f"train.validation_tokens is {config.validation_tokens}, and target and drafter read {context_length} tokens at "
+            "most: that leaves no room for a prompt; lower it"
+        )
     held_out = hold_out(shards_dir, manifest, config.validation_texts, seed=config.seed, max_prompt_tokens=room)
     stream = BatchStream(
         shards_dir,

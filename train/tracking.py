@@ -99,7 +99,13 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     *lines, _ = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines]
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            records.append(dict(json.loads(line)))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path}, line {number} is no record ({error}); delete the line") from error
+    return records
 
 
 def _names(config: TrainConfig) -> list[str]:

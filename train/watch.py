@@ -67,7 +67,10 @@ def require_sound(training: Training) -> None:
         if training.accelerator.is_main_process:
             logger.warning("%s", told)
         return
-    training.checkpoints.finish()
+    try:
+        training.checkpoints.finish()
+    except OSError as error:  # two things went wrong, and both are told
+        told += f". Besides, {error.strerror}"
     kept = latest_checkpoint(training.checkpoints.directory)
     raise ValueError(
         f"{told}. Nothing was saved since; the last good checkpoint is {kept or 'none'}. Look at those texts, lower "

@@ -184,6 +184,9 @@ class FeatureDrafter(TrainableDrafter):
         branches, cache, hidden = Branches.of(batch), DynamicCache(), self.fuse(features)
         next_tokens = pad(batch.input_ids[:, 1:], (0, 1))  # that of a text's last token is read by no branch
         self.read(next_tokens, hidden, batch.position_ids, cache, None)
+        if not len(labels.given):  # nothing is asked of these texts; yet the loss must have a gradient, of nothing
+            nothing = torch.cat([each.flatten()[:0] for each in self.parameters() if each.requires_grad])
+            return hidden.new_zeros(0, *labels.given.shape[1:], hidden.shape[-1]) + nothing.sum()
         of_text: Any = cache.layers[0]
         text = of_text.keys, of_text.values
         seen = branches.text_mask(with_own_column=False)

@@ -1,6 +1,7 @@
 """Recipes, and what becomes of mistakes in them."""
 
 import re
+import shlex
 from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from outrider.models.drafters.registry import parse_drafter_config
 from outrider.train.config import TrainConfig
 
 CONF = Path(__file__).parents[2] / "conf"
+README = CONF.parent / "README.md"
 RECIPES = sorted(path.stem for path in (CONF / "conf").glob("*.yaml"))
 TRAINED = "trained"
 DRAFTERS = sorted(path.stem for path in (CONF / "drafter").glob("*.yaml") if path.stem != TRAINED)
@@ -210,6 +212,20 @@ def test_an_adapted_drafters_form_is_the_trained_ones(trained: Path) -> None:
 def test_a_start_that_cannot_be_is_told_before_anything_is_loaded(trained: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         run_config("conf=adapt", *(override.format(trained=trained) for override in overrides))
+
+
+QUANTISED = re.findall(r"accelerate launch .*?train\.py (.*'target\.quantization=.*)", README.read_text())
+
+
+@pytest.mark.parametrize("command", QUANTISED)
+def test_a_quantised_target_can_be_asked_for_as_the_readme_does(command: str) -> None:
+    target = run_config(*shlex.split(command)).target
+    assert target.quantization["method"] in command
+    assert len(target.quantization) == 2
+
+
+def test_the_readme_quantises_targets() -> None:
+    assert len(QUANTISED) >= 2
 
 
 def test_a_target_in_slices_is_not_evaluated() -> None:

@@ -319,6 +319,15 @@ def test_every_objective_has_a_finite_gradient(kind, target, batch, loss, weight
     assert any(gradient.any() for gradient in gradients.values())
 
 
+def test_texts_without_a_label_teach_nothing_and_break_nothing(kind, target, batch):
+    drafter, batch = make(kind, target, batch)
+    result = drafter.loss(replace(batch, positions=torch.zeros_like(batch.positions)), Objective())
+    assert not result.counts.any()
+    assert not result.sums.any()
+    result.sums.sum().backward()
+    assert not any(each.grad.any() for each in drafter.parameters() if each.grad is not None)
+
+
 def test_the_targets_parameters_are_neither_trained_nor_saved(kind, target, batch):
     drafter, batch = make(kind, target, batch)
     memory = {each.data_ptr() for each in target.model.parameters()}

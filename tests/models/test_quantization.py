@@ -21,7 +21,7 @@ pytest.importorskip("torchao")  # pip install 'outrider[quantization]'
 INT8 = {"method": "torchao", "type": "Int8WeightOnlyConfig"}
 
 
-def load(directory: Path, options: dict[str, Any] | None) -> HFTarget:
+def load(directory: Path, options: Any) -> HFTarget:
     return load_target(TargetConfig(name_or_path=str(directory), dtype="float32", quantization=options), torch.device("cpu"))
 
 
@@ -103,11 +103,12 @@ def test_an_absent_package_is_told_with_its_command_before_weights_are_read(
     [
         ({}, "it needs a method of bitsandbytes, torchao, gptq, awq"),
         ({"method": "magic"}, "it needs a method of"),
+        ("torchao", "target.quantization is torchao; it needs a method of"),
         ({"method": "torchao"}, "type is None; name a configuration of torchao"),
         ({"method": "torchao", "type": "quantize_"}, "type is 'quantize_'"),
         ({**INT8, "bits": 3}, "quantization has bits; Int8WeightOnlyConfig takes "),
     ],
 )
-def test_options_that_there_are_not_are_named(options: dict[str, Any], words: str, tiny_target_dir: Path) -> None:
+def test_options_that_there_are_not_are_named(options: Any, words: str, tiny_target_dir: Path) -> None:
     with pytest.raises(ValueError, match=words):
         load(tiny_target_dir, options)

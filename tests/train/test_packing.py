@@ -84,31 +84,6 @@ def test_the_target_reads_packed_texts_as_it_reads_each_alone(shards_dir: Path, 
     assert torch.equal(only[1], features)
 
 
-def test_a_single_row_as_flash_attention_wants_it_gives_the_same_states(
-    shards_dir: Path, target: HFTarget, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Flash attention itself needs a GPU; that texts and padding are told apart in one row doesn't."""
-    together = make_batch(shards_dir, packing=True, shuffle_shards=1)
-    together = DrafterBatch(  # two rows
-        **{
-            name: torch.cat([value, value.flip(0)])
-            for name in DrafterBatch.__dataclass_fields__
-            if (value := getattr(together, name)) is not None
-        }
-    )
-    in_rows, _ = states_of_texts(target, together, last=True, layers=())
-    seen = []
-    monkeypatch.setattr(target.model.config, "_attn_implementation_internal", "flash_attention_2")
-    monkeypatch.setattr(
-        target, "read_texts", lambda layers, **inputs: seen.append(inputs) or (inputs["input_ids"][..., None].float(), None)
-    )
-    states_of_texts(target, together, last=True, layers=())
-    monkeypatch.undo()
-    assert [value.shape for value in seen[0].values()] == [(1, together.input_ids.numel())] * 2
-    in_one_row, _ = target.read_texts(**seen[0])
-    torch.testing.assert_close(in_one_row.view_as(in_rows), in_rows, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("loss", ["cross_entropy", "kl"])
 @pytest.mark.parametrize("options", KINDS, ids=lambda options: options["kind"])
 def test_losses_and_gradients_equal_those_of_the_padded_batch(

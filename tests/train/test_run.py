@@ -24,6 +24,7 @@ from outrider.models.drafters.objective import Objective
 from outrider.models.drafters.redrafter import Redrafter
 from outrider.models.hf_target import HFTarget
 from outrider.models.interfaces import Loss
+from outrider.train import run as run_module
 from outrider.train.checkpoint import complete_checkpoints
 from outrider.train.config import TrainConfig
 from outrider.train.run import train
@@ -201,6 +202,46 @@ def test_a_damaged_checkpoint_is_named_with_what_to_do(run_train: RunTrain) -> N
             path.write_bytes(bytes(byte ^ 0x5A for byte in path.read_bytes()))
     (run.train_dir / "summary.json").unlink()
     with pytest.raises(ValueError, match=f"the checkpoint .*{newest.name} is damaged .*; delete it"):
+        run_train()
+
+
+def test_a_few_flipped_bytes_of_a_checkpoint_are_noticed(run_train: RunTrain) -> None:
+    run = run_train()
+    state = max((run.train_dir / "checkpoints").glob("step-*")) / "state.pt"
+    content = bytearray(state.read_bytes())
+    weights_at = content.index(next(iter(weights(run).values())).numpy().tobytes()[:16])
+    content[weights_at : weights_at + 16] = b"\xff" * 16  # sizes and structure stay
+    state.write_bytes(content)
+    (run.train_dir / "summary.json").unlink()
+    with pytest.raises(ValueError, match=r"is damaged \(.* has another checksum\); delete it"):
+        run_train()
+
+
+@pytest.mark.parametrize("marker", ["{}", "[]", '{"files": 3}'])
+def test_a_marker_that_is_none_makes_a_checkpoint_incomplete(marker: str, run_train: RunTrain) -> None:
+    run = run_train()
+    newest = max((run.train_dir / "checkpoints").glob("step-*"))
+    (newest / "complete.json").write_text(marker)
+    assert newest not in complete_checkpoints(newest.parent)
+    (run.train_dir / "summary.json").unlink()
+    run_train()
+    assert newest in complete_checkpoints(newest.parent)
+
+
+def test_a_drafter_that_is_not_finite_is_not_saved(run_train: RunTrain, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = []
+    finish_step = run_module.finish_step
+
+    def spoil(accelerator: Any, model: Any, *args: Any) -> torch.Tensor:
+        norm: torch.Tensor = finish_step(accelerator, model, *args)
+        steps.append(norm)
+        if len(steps) == 6:  # after the last loss has been looked at
+            with torch.no_grad():
+                next(model.parameters()).view(-1)[0] = torch.nan
+        return norm
+
+    monkeypatch.setattr(run_module, "finish_step", spoil)
+    with pytest.raises(ValueError, match=r"isn't finite, so it isn't saved"):
         run_train()
 
 

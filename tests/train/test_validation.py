@@ -196,7 +196,8 @@ def test_prompts_fit_a_draft_model_of_a_shorter_context(run_train: RunTrain, tin
     ("options", "words"),
     [
         ({"validation_texts": 22}, "22, and the shards hold 22 texts"),
-        ({"validation_texts": 3, "validation_tokens": 10_000}, "only 0 texts have a prompt"),
+        ({"validation_texts": 3, "validation_tokens": 10_000}, "is 10000, and target and drafter read 1024 tokens at most"),
+        ({"validation_texts": 3, "validation_tokens": 1_022}, "only 0 texts have a prompt of at most 2 tokens"),
         ({"validate_every": 2}, "validation_texts is 0"),
     ],
 )
