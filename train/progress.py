@@ -48,7 +48,7 @@ class Progress:
         self._clock.tick(start, seconds)
         self._bar = tqdm(
             total=num_steps,
-            unit=" steps",
+            unit="step",
             initial=start,
             desc="train",
             bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}, {rate_fmt}{postfix}]",
@@ -66,12 +66,19 @@ class Progress:
         self._bar.update()
 
     def show(
-        self, done: int, record: Mapping[str, Any], measured: tuple[int, float] | None, *, measurement_seconds: float
+        self,
+        done: int,
+        record: Mapping[str, Any],
+        measured: tuple[int, float] | None,
+        *,
+        measurement_seconds: float,
+        ended: bool = False,
     ) -> None:
-        """Renew what stands beside the bar: from a record of the training, and the last measurement (step, tokens per step)."""
+        """Renew what stands beside the bar: from a record of the training, and the last measurement (step, tokens per step).
+        `ended` tells that no step comes after this one."""
         self._clock.tick(done, record["seconds"])
         parts = [f"{record['tokens_per_second']:,.0f} tokens/s", f"loss {record['loss']:.3g}"]
-        left = self._clock.seconds_left(measurement_seconds)
+        left = None if ended else self._clock.seconds_left(measurement_seconds)
         if left is not None:
             end = datetime.now().astimezone() + timedelta(seconds=left)
             day = "" if end.date() == datetime.now().astimezone().date() else f"{end:%b %d} "

@@ -131,7 +131,8 @@ def _fit(training: Training, *, start: int) -> None:
                 record = {"step": done, **meter.record(), "learning_rate": learning_rate, "grad_norm": float(grad_norm)}
                 tracker.log(record)
                 peaked = measure and validate_now(training, tracker, done)
-                progress.show(done, record, training.best.latest, measurement_seconds=meter.pause_seconds)
+                measured = training.best.latest
+                progress.show(done, record, measured, measurement_seconds=meter.pause_seconds, ended=peaked)
             if checkpoint or peaked:
                 save_step(training, done)
             if stop:
@@ -185,6 +186,8 @@ def _set_up(
         held_out=[text.place for text in held_out],
         reads=reads,
     )
+    if stream.step_size > stream.num_texts:
+        logger.warning("a step reads %d texts, of %d that there are: some of them twice", stream.step_size, stream.num_texts)
     if drafter.wants_token_counts:
         drafter.choose_draft_vocabulary(count_label_tokens(shards_dir, manifest, target.vocab_size))
     copy = None
