@@ -124,11 +124,12 @@ def _settings(texts: list[str], widths: list[int], **options: int | None) -> lis
     if texts and (widths or common):
         raise ValueError("--setting says all that a method changes; leave out --beam-width, --beam-length and --tree-nodes")
     if texts:
-        return [_setting(text) for text in texts]
+        return [parse_setting(text) for text in texts]
     return [{"beam_width": width, **common} for width in widths] or [common]
 
 
-def _setting(text: str) -> dict[str, Any]:
+def parse_setting(text: str) -> dict[str, Any]:
+    """A setting as the command line has it. Raises ValueError for a text that is none."""
     try:
         setting = yaml.safe_load(text)
     except yaml.YAMLError:

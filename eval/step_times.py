@@ -1,0 +1,107 @@
+"""How long the target takes to verify a tree, by batch and tree size: measured on a grid, and linear between its points."""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from jaxtyping import Int
+from tqdm import tqdm
+
+from ..models.decoding.loop import Stopwatch
+from ..models.decoding.prompts import Prompts
+from ..models.decoding.tree import DraftTree, empty_tree
+from ..models.decoding.types import NO_NODE, Acceptance
+from ..models.hf_target import HFTarget
+
+DEPTH = 5
+"""Of the trees that are verified: the cost is in their nodes, and hardly in their form."""
+NUM_ACCEPTED = 2
+"""Draft tokens that are committed each time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """Seconds of a verify step and its commit: `seconds[b][n]` at `batch_sizes[b]` and `node_counts[n]`, both ascending."""
+
+    batch_sizes: tuple[int, ...]
+    node_counts: tuple[int, ...]
+    seconds: tuple[tuple[float, ...], ...]
+
+    def __call__(self, batch: int, nodes: int) -> float:
+        """Seconds for any batch and tree: linear between the measured ones, and beyond them as between the last two."""
+        b, along_batch = _place(self.batch_sizes, batch)
+        n, along_nodes = _place(self.node_counts, nodes)
+        at = [_mix(row[n : n + 2], along_nodes) for row in self.seconds[b : b + 2]]
+        return max(_mix(at, along_batch), min(map(min, self.seconds)))
+
+
+def _place(points: Sequence[int], value: int) -> tuple[int, float]:
+    """The point that a value lies behind, with a point after it, and how far it is to that one."""
+    if len(points) == 1:
+        return 0, 0.0
+    index = min(max(bisect_right(points, value) - 1, 0), len(points) - 2)
+    return index, (value - points[index]) / (points[index + 1] - points[index])
+
+
+def _mix(ends: Sequence[float], along: float) -> float:
+    return ends[0] if len(ends) == 1 else ends[0] + along * (ends[1] - ends[0])
+
+
+@torch.inference_mode()
+def measure_step_times(
+    target: HFTarget,
+    texts: Sequence[Int[torch.Tensor, " _"]],
+    batch_sizes: Sequence[int],
+    node_counts: Sequence[int],
+    *,
+    repeats: int = 20,
+) -> StepTimes:
+    """Medians of `repeats` steps behind `texts`, the tree sizes in turns. A batch takes texts again where there are too few."""
+    seconds = []
+    sizes, counts = sorted(set(batch_sizes)), sorted(set(node_counts))
+    with tqdm(total=len(sizes) * (repeats + 1), desc="target", unit="round") as progress:
+        for size in sizes:
+            batch = [texts[index % len(texts)] for index in range(size)]
+            room = (repeats + 1) * len(counts) * (NUM_ACCEPTED + 1)
+            room = min(room, target.context_length - max(map(len, batch)) - 1)
+            target.prefill(Prompts.of(batch), max_new_tokens=room, max_nodes=max(counts))
+            last_token = torch.stack([text[-1] for text in batch])
+            taken: dict[int, list[float]] = {count: [] for count in counts}
+            for _ in range(repeats + 1):  # the first round warms up
+                for count in counts:
+                    taken[count].append(_time_step(target, last_token, count))
+                progress.update()
+            seconds.append(tuple(median(taken[count][1:]) for count in counts))
+    target.release_cache()
+    return StepTimes(batch_sizes=tuple(sizes), node_counts=tuple(counts), seconds=tuple(seconds))
+
+
+def _time_step(target: HFTarget, last_token: Int[torch.Tensor, " batch"], num_nodes: int) -> float:
+    """One step of so many nodes, after which the text is as long as it was before."""
+    tree = _tree(last_token, num_nodes)
+    num_accepted = min(NUM_ACCEPTED, tree.max_depth)
+    path = torch.full((len(last_token), tree.max_depth), NO_NODE, device=last_token.device)
+    if num_accepted:  # the last node's ancestors, from the first on
+        path[:, :num_accepted] = tree.lineage[:, -1].flip(1)[:, :num_accepted]
+    counts = [num_accepted] * len(last_token)
+    acceptance = Acceptance(path=path, num_accepted=torch.tensor(counts, device=last_token.device), bonus_token=last_token)
+    lap = Stopwatch(last_token.device)
+    lap()
+    target.verify(last_token, tree)
+    target.commit(tree, acceptance, counts)
+    seconds = lap()
+    target.rewind(acceptance.num_accepted + 1, [count + 1 for count in counts])
+    return seconds
+
+
+def _tree(last_token: Int[torch.Tensor, " batch"], num_nodes: int) -> DraftTree:
+    """As many chains as make paths of DEPTH, grown side by side."""
+    if not num_nodes:
+        return empty_tree(len(last_token), last_token.device)
+    width = -(-num_nodes // DEPTH)
+    parents = torch.arange(num_nodes, device=last_token.device) - width
+    parents = torch.where(parents < 0, NO_NODE, parents).expand(len(last_token), -1)
+    tokens = torch.arange(num_nodes, device=last_token.device).expand(len(last_token), -1)
+    return DraftTree(tokens=tokens, parents=parents, max_depth=-(-num_nodes // width))

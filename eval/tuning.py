@@ -1,0 +1,283 @@
+"""Which setting of a drafter decodes fastest here, predicted from parts that are measured apart.
+
+The target's step is measured by batch and tree size (`StepTimes`); the drafter, the rule and the loop run for real, over
+answers that the target has given once (`ReplayTarget`). The tokens of a replay over the seconds of both is the speed of
+decoding, for any number of settings at the price of drafting alone.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any, cast
+
+import torch
+from tqdm import tqdm
+
+from ..models.decoding.loop import generate
+from ..models.decoding.sampling import RowSeeds
+from ..models.drafters import NullDrafter, load_drafter
+from ..models.drafters.checkpoint import read_drafter_config
+from ..models.drafters.registry import parse_runtime_config
+from ..models.drafters.tuned import Choice
+from ..models.hf_target import HFTarget
+from ..models.interfaces import AcceptanceRule, Drafter, Target
+from ..models.packing import packed_linears
+from .replay import Answered, ReplayTarget
+from .step_times import StepTimes
+
+GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
+    "draft_model": {"length": (2, 3, 4, 6), "top_k": (1, 2, 4), "tree_nodes": (4, 8, 16, 32)},
+    "eagle": {"depth": (2, 3, 4, 5, 7), "top_k": (1, 2, 4, 8), "tree_nodes": (2, 4, 8, 16, 32, 60)},
+    "eagle3": {"depth": (2, 3, 4, 5, 7), "top_k": (1, 2, 4, 8), "tree_nodes": (2, 4, 8, 16, 32, 60)},
+    "medusa": {"tree_nodes": (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)},
+    "redrafter": {"beam_width": (1, 2, 4, 8, 16), "beam_length": (2, 3, 4, 5), "tree_nodes": (None, 4, 8, 16, 32)},
+}
+"""What is tried of each kind, every combination that makes sense."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """A setting in batches of one size; None is plain decoding. Speeds as in `Choice`."""
+
+    setting: dict[str, Any] | None
+    batch_size: int
+    tokens_per_step: float
+    tokens_per_second: float
+    own_seconds: float
+    """Of drafter, rule and loop, per step: what isn't the target's. 0 where decoding was measured as a whole."""
+    num_nodes: float
+    """Mean per step."""
+
+
+def candidates(directory: Path) -> list[dict[str, Any]]:
+    """Settings of the drafter in a directory that are worth trying: its own first. Raises ValueError for an unknown kind."""
+    saved = read_drafter_config(directory)
+    config = {"kind": saved.kind, **saved.drafter}
+    _, own = parse_runtime_config(config, {})
+    grid = GRIDS[saved.kind]
+    found = [{name: getattr(own, name) for name in grid}]
+    for values in product(*grid.values()):
+        setting = dict(zip(grid, values, strict=True))
+        if setting not in found and _makes_sense(setting):
+            found.append(setting)
+    return found
+
+
+def _makes_sense(setting: Mapping[str, Any]) -> bool:
+    """Whether no smaller setting drafts the same: a chain has no more nodes than tokens, and a tree more than a chain."""
+    length = next((setting[name] for name in ("beam_length", "depth", "length") if name in setting), None)
+    width = next((setting[name] for name in ("beam_width", "top_k") if name in setting), None)
+    nodes = setting.get("tree_nodes")
+    if length is None or width is None:
+        return True
+    if width == 1:
+        return nodes is None or nodes == min((each for each in (2, 4, 8) if each >= length), default=length)
+    return nodes is None or length <= nodes <= length * width * (width if "top_k" in setting else 1)
+
+
+@contextmanager
+def loaded(directory: Path, target: HFTarget, setting: Mapping[str, Any] | None, *, pack: bool) -> Iterator[Drafter[Any]]:
+    """The drafter in a setting, as the evaluation runs it."""
+    if setting is None:
+        yield NullDrafter()
+        return
+    drafter = load_drafter(directory, target, **setting)
+    with packed_linears(*([drafter] if pack else [])):
+        # A TrainableDrafter is an nn.Module first, so that its type doesn't say that it drafts.
+        yield cast("Drafter[Any]", drafter)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """One verify step of a batch. Seconds are 0 unless phases were timed."""
+
+    rows: int
+    nodes: int
+    own_seconds: float
+    """Of drafter and rule."""
+    verify_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What decoding some prompts took: tokens behind those of the prefills, and steps, a row each."""
+
+    num_tokens: int
+    num_steps: int
+    passes: tuple[Pass, ...]
+    seconds: float
+
+    @property
+    def tokens_per_step(self) -> float:
+        return self.num_tokens / self.num_steps
+
+    @property
+    def num_nodes(self) -> float:
+        """Mean per pass."""
+        return sum(each.nodes for each in self.passes) / len(self.passes)
+
+    @property
+    def own_seconds(self) -> float:
+        """All but the target's. Of passes with equally many rows the median counts: a moment's disturbance is no property of
+        a setting."""
+        by_rows: dict[int, list[float]] = {}
+        for each in self.passes:
+            by_rows.setdefault(each.rows, []).append(each.own_seconds)
+        loop = self.seconds - sum(each.own_seconds + each.verify_seconds for each in self.passes)
+        return loop + sum(len(seconds) * median(seconds) for seconds in by_rows.values())
+
+
+def run(
+    target: Target,
+    drafter: Drafter[Any],
+    rule: AcceptanceRule,
+    answered: Sequence[Answered],
+    *,
+    timed: bool,
+) -> Run:
+    """Decode one batch, from its first token on. An answer of a replay ends where it ended."""
+    options: dict[str, Any] = {
+        "max_new_tokens": [len(each.answer) for each in answered],
+        "generator": RowSeeds([each.seed for each in answered]),
+        "timed": timed,
+    }
+    stream = generate(target, drafter, rule, [each.prompt for each in answered], **options)
+    next(stream)
+    device = answered[0].prompt.device
+    started = time.perf_counter()
+    steps = list(stream)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return Run(
+        seconds=time.perf_counter() - started,
+        num_tokens=sum(len(tokens) for step in steps for tokens in step.tokens),
+        num_steps=sum(len(step.rows) for step in steps),
+        passes=tuple(
+            Pass(
+                rows=len(step.rows),
+                nodes=step.num_nodes,
+                own_seconds=0.0 if step.seconds is None else step.seconds.draft + step.seconds.accept,
+                verify_seconds=0.0 if step.seconds is None else step.seconds.verify,
+            )
+            for step in steps
+        ),
+    )
+
+
+def predict(
+    drafter: Drafter[Any],
+    rule: AcceptanceRule,
+    answered: Sequence[Answered],
+    times: StepTimes,
+    *,
+    vocab_size: int,
+    setting: dict[str, Any] | None,
+    batch_size: int,
+) -> Prediction:
+    """How fast the answers would be decoded in batches of this size, in their order."""
+    batches = [answered[start : start + batch_size] for start in range(0, len(answered), batch_size)]
+    run(ReplayTarget(batches[0], vocab_size), drafter, rule, batches[0], timed=False)  # warms up
+    runs = [run(ReplayTarget(batch, vocab_size), drafter, rule, batch, timed=True) for batch in batches]
+    total = sum_of(runs)
+    seconds = total.own_seconds + sum(times(each.rows, each.nodes) for each in total.passes)
+    return Prediction(
+        setting=setting,
+        batch_size=batch_size,
+        tokens_per_step=total.tokens_per_step,
+        tokens_per_second=total.num_tokens / seconds,
+        own_seconds=total.own_seconds / len(total.passes),
+        num_nodes=total.num_nodes,
+    )
+
+
+def predict_all(
+    directory: Path,
+    target: HFTarget,
+    rule: AcceptanceRule,
+    answered: Sequence[Answered],
+    times: StepTimes,
+    *,
+    settings: Sequence[dict[str, Any]],
+    batch_sizes: Sequence[int],
+    pack: bool,
+) -> list[Prediction]:
+    """Predictions of plain decoding and of every setting, for every batch size."""
+    found = []
+    with tqdm(total=(1 + len(settings)) * len(batch_sizes), desc="settings", unit="setting") as progress:
+        for setting in (None, *settings):
+            with loaded(directory, target, setting, pack=pack) as drafter:
+                for size in batch_sizes:
+                    options: dict[str, Any] = {"setting": setting, "batch_size": size}
+                    found.append(predict(drafter, rule, answered, times, vocab_size=target.vocab_size, **options))
+                    progress.update()
+    return found
+
+
+@torch.inference_mode()
+def measure_all(
+    directory: Path,
+    target: HFTarget,
+    rule: AcceptanceRule,
+    answered: Sequence[Answered],
+    *,
+    settings: Sequence[dict[str, Any]],
+    batch_sizes: Sequence[int],
+    pack: bool,
+    rounds: int = 3,
+) -> list[Prediction]:
+    """What `predict_all` predicts, measured: the target decodes the same answers in every setting, in turns, `rounds` times.
+
+    Of each setting the median round counts.
+    """
+    seconds: dict[tuple[int, int], list[float]] = {}
+    counts: dict[tuple[int, int], Run] = {}
+    with tqdm(total=rounds * (1 + len(settings)) * len(batch_sizes), desc="check", unit="run") as progress:
+        for size in batch_sizes:
+            batches = [answered[start : start + size] for start in range(0, len(answered), size)]
+            for _ in range(rounds):
+                for index, setting in enumerate((None, *settings)):
+                    with loaded(directory, target, setting, pack=pack) as drafter:
+                        run(target, drafter, rule, [replace(each, answer=each.answer[:8]) for each in batches[0]], timed=False)
+                        runs = [run(target, drafter, rule, batch, timed=False) for batch in batches]
+                    counts[size, index] = sum_of(runs)
+                    seconds.setdefault((size, index), []).append(counts[size, index].seconds)
+                    progress.update()
+    target.release_cache()
+    return [
+        Prediction(
+            setting=None if index == 0 else settings[index - 1],
+            batch_size=size,
+            tokens_per_step=total.tokens_per_step,
+            tokens_per_second=total.num_tokens / median(seconds[size, index]),
+            own_seconds=0.0,
+            num_nodes=total.num_nodes,
+        )
+        for (size, index), total in counts.items()
+    ]
+
+
+def sum_of(runs: Sequence[Run]) -> Run:
+    """Several batches together."""
+    return Run(
+        num_tokens=sum(each.num_tokens for each in runs),
+        num_steps=sum(each.num_steps for each in runs),
+        passes=tuple(each for part in runs for each in part.passes),
+        seconds=sum(each.seconds for each in runs),
+    )
+
+
+def choose(predictions: Sequence[Prediction], batch_size: int) -> Choice:
+    """The fastest way to decode batches of this size, plain decoding among them."""
+    of_size = [each for each in predictions if each.batch_size == batch_size]
+    (plain,) = [each for each in of_size if each.setting is None]
+    best = max(of_size, key=lambda each: each.tokens_per_second)
+    return Choice(
+        setting=best.setting,
+        tokens_per_step=best.tokens_per_step,
+        tokens_per_second=best.tokens_per_second,
+        plain_tokens_per_second=plain.tokens_per_second,
+    )

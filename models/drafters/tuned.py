@@ -1,0 +1,146 @@
+"""How a drafter is best run on a machine, for each batch size: what `outrider tune` has found, in a file beside its weights."""
+
+import math
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from ...data.files import parse_dataclass, read_json, write_json
+from ..hf_target import HFTarget
+from ..interfaces import Drafter
+from .checkpoint import load_drafter
+from .null import NullDrafter
+
+TUNED_FILE = "tuned.json"
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """What a speed depends on: a choice is good where all of it is the same."""
+
+    device: str
+    num_threads: int
+    """torch's on a CPU; 0 elsewhere."""
+    target: str
+    """Digests of the target's weights and quantisation."""
+    dtype: str
+    form: str
+    """See `HFTarget.form`."""
+    temperature: float
+    """0 is greedy decoding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The best way to decode batches of one size. Speeds are decoded tokens per second, of the whole batch."""
+
+    setting: dict[str, Any] | None
+    """Run-time options of the drafter; None where plain decoding is faster than any."""
+    tokens_per_step: float
+    tokens_per_second: float
+    plain_tokens_per_second: float
+
+    @property
+    def speedup(self) -> float:
+        return self.tokens_per_second / self.plain_tokens_per_second
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuned:
+    """All choices for a place, by batch size (as text: JSON knows no other keys)."""
+
+    place: Place
+    choices: dict[str, Choice]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TunedFile:
+    """What the file holds: a machine each, say."""
+
+    format_version: int
+    entries: list[Tuned]
+
+
+def describe_place(target: HFTarget, temperature: float = 0.0) -> Place:
+    """Where this process decodes with this target."""
+    on_cpu = target.device.type == "cpu"
+    return Place(
+        device=device_name(target.device),
+        num_threads=torch.get_num_threads() if on_cpu else 0,
+        target=" ".join([target.identity.weights_sha256[:16], target.identity.quantization]).strip(),
+        dtype=str(target.dtype).removeprefix("torch."),
+        form=target.form,
+        temperature=temperature,
+    )
+
+
+def device_name(device: torch.device) -> str:
+    """The model of a GPU or a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return cpu_model() if device.type == "cpu" else str(device)
+
+
+def cpu_model() -> str:
+    """The processor's name, as far as the system tells."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def save_tuned(directory: Path, place: Place, choices: Mapping[int, Choice]) -> None:
+    """Write the choices for a place beside the drafter, in the place of earlier ones for it."""
+    kept = [entry for entry in _read(directory) if entry.place != place]
+    entry = Tuned(place=place, choices={str(size): choice for size, choice in sorted(choices.items())})
+    write_json(directory / TUNED_FILE, asdict(TunedFile(format_version=FORMAT_VERSION, entries=[*kept, entry])))
+
+
+def tuned_choice(directory: Path, target: HFTarget, *, batch_size: int = 1, temperature: float = 0.0) -> Choice:
+    """What was chosen here for batches of this size, or for the measured size that is nearest by their quotient.
+
+    Raises ValueError, with the command to run, where nothing was tuned for this place.
+    """
+    place = describe_place(target, temperature)
+    entries = _read(directory)
+    for entry in entries:
+        if entry.place == place:
+            size = min(entry.choices, key=lambda size: abs(math.log(int(size) / batch_size)))
+            return entry.choices[size]
+    known = "; ".join(", ".join(f"{key} {value}" for key, value in asdict(entry.place).items()) for entry in entries)
+    raise ValueError(
+        f"{directory} isn't tuned for {', '.join(f'{key} {value}' for key, value in asdict(place).items())} (it is for: "
+        f"{known or 'nothing'}); run `outrider tune --drafter {directory} --target ...` here first"
+    )
+
+
+def load_tuned(directory: Path, target: HFTarget, *, batch_size: int = 1, temperature: float = 0.0) -> Drafter[Any]:
+    """The drafter of a directory in the setting that was chosen here; one that drafts nothing where that is faster.
+
+    Raises ValueError as `load_drafter` and `tuned_choice` do.
+    """
+    choice = tuned_choice(directory, target, batch_size=batch_size, temperature=temperature)
+    if choice.setting is None:
+        return NullDrafter()
+    # A TrainableDrafter is an nn.Module first, so that its type doesn't say that it drafts.
+    return cast("Drafter[Any]", load_drafter(directory, target, **choice.setting))
+
+
+def _read(directory: Path) -> list[Tuned]:
+    path = directory / TUNED_FILE
+    if not path.is_file():
+        return []
+    file = parse_dataclass(TunedFile, read_json(path), path)
+    if file.format_version != FORMAT_VERSION:
+        raise ValueError(
+            f"{path} has format {file.format_version}, and this version of outrider reads {FORMAT_VERSION}; delete it, and "
+            "run `outrider tune` again"
+        )
+    return file.entries

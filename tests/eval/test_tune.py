@@ -1,0 +1,176 @@
+"""Tuning: a replay takes the very steps of decoding, and the choice follows from what was measured."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.eval.config import EvalConfig, SuiteConfig
+from outrider.eval.replay import Answered, ReplayTarget, answer_prompts
+from outrider.eval.run import acceptance_rule
+from outrider.eval.step_times import StepTimes, measure_step_times
+from outrider.eval.tune import TUNING_FILE, regret, tune
+from outrider.eval.tune_cli import tune_command
+from outrider.eval.tuning import GRIDS, Pass, Prediction, Run, candidates, choose, run
+from outrider.models.drafters import DRAFTERS, NullDrafter, build_drafter, save_drafter
+from outrider.models.drafters.oracle import OracleDrafter
+from outrider.models.drafters.registry import parse_runtime_config
+from outrider.models.drafters.tuned import TUNED_FILE, Choice, describe_place, load_tuned, save_tuned, tuned_choice
+from outrider.models.hf_target import HFTarget
+
+PROMPTS = [[1, 70, 71, 72, 2], [9, 8], [40, 41, 42, 43, 44, 45, 46, 47]]
+WIDE: dict[str, dict[str, Any]] = {
+    "draft_model": {"num_layers": 2, "init": "target_layers", "top_k": 3, "tree_nodes": 8},
+    "eagle": {"depth": 3, "top_k": 6, "tree_nodes": 30},
+    "eagle3": {"depth": 3, "top_k": 6, "tree_nodes": 30},
+    "medusa": {"num_heads": 3, "tree_nodes": 60},
+    "redrafter": {"beam_width": 12, "beam_length": 3, "exit_width": 16},
+}
+"""Trees so wide that drafters without any training are right now and then."""
+
+
+def answered_by(target: HFTarget, temperature: float, layers: tuple[int, ...] = ()) -> list[Answered]:
+    prompts = [torch.tensor(prompt) for prompt in PROMPTS]
+    rule = acceptance_rule("exact", temperature)
+    return answer_prompts(target, prompts, rule, max_new_tokens=24, feature_layers=layers, batch_size=2)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kind", [*WIDE, "oracle"])
+def test_a_replay_takes_the_steps_that_decoding_takes(kind: str, temperature: float, tiny_target: HFTarget) -> None:
+    torch.manual_seed(0)
+    drafter: Any = None if kind == "oracle" else build_drafter({"kind": kind, **WIDE[kind]}, tiny_target).eval()
+    answered = answered_by(tiny_target, temperature, () if drafter is None else drafter.feature_layers)
+    drafter = drafter or OracleDrafter([each.answer.tolist() for each in answered], [1, 3, 2], tiny_target.vocab_size)
+    rule = acceptance_rule("exact", temperature)
+    real = run(tiny_target, drafter, rule, answered, timed=False)
+    replayed = run(ReplayTarget(answered, tiny_target.vocab_size), drafter, rule, answered, timed=True)
+    assert replayed.passes == tuple(
+        replace(each, own_seconds=again.own_seconds, verify_seconds=again.verify_seconds)
+        for each, again in zip(real.passes, replayed.passes, strict=True)
+    )
+    assert (replayed.num_tokens, replayed.num_steps) == (real.num_tokens, real.num_steps)
+    assert real.num_tokens == sum(len(each.answer) - 1 for each in answered)
+    assert kind not in ("oracle", "draft_model", "medusa") or real.tokens_per_step > 1, "something was accepted"
+    assert 0 < replayed.own_seconds < replayed.seconds
+
+
+def test_every_kind_is_replayed_and_has_a_grid_of_its_own_options(tiny_target: HFTarget, tmp_path: Path) -> None:
+    assert WIDE.keys() == DRAFTERS.keys() == GRIDS.keys()
+    for kind, options in WIDE.items():
+        save_drafter(build_drafter({"kind": kind, **options}, tiny_target), tmp_path / kind, tiny_target.identity)
+        settings = candidates(tmp_path / kind)
+        assert 10 <= len(settings) <= 130
+        assert len({json.dumps(setting) for setting in settings}) == len(settings)
+        for setting in settings:
+            parse_runtime_config({"kind": kind, **options}, setting)
+        assert {name: value for name, value in options.items() if name in settings[0]}.items() <= settings[0].items()
+
+
+def test_times_between_measured_points_lie_on_lines() -> None:
+    times = StepTimes(batch_sizes=(1, 4), node_counts=(0, 2, 10), seconds=((1.0, 2.0, 6.0), (4.0, 5.0, 9.0)))
+    assert times(1, 0) == 1.0
+    assert times(1, 1) == pytest.approx(1.5)
+    assert times(4, 6) == pytest.approx(7.0)
+    assert times(2, 0) == pytest.approx(2.0)
+    assert times(1, 12) == pytest.approx(7.0), "beyond the last point as between the last two"
+    assert StepTimes(batch_sizes=(1,), node_counts=(0, 2), seconds=((1.0, 0.5),))(1, 8) == 0.5, "never below what was measured"
+    assert StepTimes(batch_sizes=(2,), node_counts=(3,), seconds=((7.0,),))(9, 9) == 7.0
+
+
+def test_the_targets_steps_are_measured_for_every_size(tiny_target: HFTarget) -> None:
+    texts = [torch.tensor(prompt) for prompt in PROMPTS]
+    times = measure_step_times(tiny_target, texts, [4, 1], [8, 0, 1], repeats=3)
+    assert (times.batch_sizes, times.node_counts) == ((1, 4), (0, 1, 8))
+    assert all(0 < seconds < 5 for row in times.seconds for seconds in row)
+
+
+def test_a_moments_disturbance_is_no_property_of_a_setting() -> None:
+    steps = [Pass(rows=1, nodes=2, own_seconds=seconds, verify_seconds=1.0) for seconds in (0.1, 0.1, 9.0)]
+    disturbed = Run(num_tokens=6, num_steps=3, passes=tuple(steps), seconds=3 + 9.2 + 0.6)
+    assert disturbed.own_seconds == pytest.approx(0.3 + 0.6)
+
+
+def prediction(setting: dict[str, Any] | None, speed: float, size: int = 1) -> Prediction:
+    return Prediction(
+        setting=setting, batch_size=size, tokens_per_step=2.0, tokens_per_second=speed, own_seconds=0.0, num_nodes=1.0
+    )
+
+
+def test_speculation_is_off_where_it_loses_and_regret_is_what_the_choice_lacks() -> None:
+    found = [prediction(None, 10.0), prediction({"a": 1}, 12.0), prediction({"a": 2}, 11.0)]
+    found += [prediction(None, 10.0, 8), prediction({"a": 1}, 9.0, 8), prediction({"a": 2}, 8.0, 8)]
+    assert choose(found, 1).setting == {"a": 1}
+    assert choose(found, 1).speedup == pytest.approx(1.2)
+    assert choose(found, 8).setting is None
+    assert choose(found, 8).speedup == 1.0
+    measured = [prediction(None, 5.0), prediction({"a": 1}, 9.0), prediction({"a": 2}, 10.0)]
+    assert regret(choose(found, 1), measured, 1) == pytest.approx(0.1)
+
+
+def test_a_choice_is_kept_for_its_place_and_read_for_the_nearest_batch_size(
+    tiny_target: HFTarget, tiny_drafter_dir: Path, tmp_path: Path
+) -> None:
+    for path in tiny_drafter_dir.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    place = describe_place(tiny_target)
+    facts = {"tokens_per_step": 2.0, "tokens_per_second": 30.0, "plain_tokens_per_second": 20.0}
+    one, eight = Choice(setting={"beam_width": 2}, **facts), Choice(setting=None, **facts)
+    with pytest.raises(ValueError, match="isn't tuned for .* run `outrider tune --drafter"):
+        tuned_choice(tmp_path, tiny_target)
+    save_tuned(tmp_path, replace(place, device="another"), {1: eight})
+    save_tuned(tmp_path, place, {1: eight})
+    save_tuned(tmp_path, place, {8: eight, 1: one})
+    assert len(json.loads((tmp_path / TUNED_FILE).read_text())["entries"]) == 2
+    assert [tuned_choice(tmp_path, tiny_target, batch_size=size) for size in (1, 2, 4, 100)] == [one, one, eight, eight]
+    drafter: Any = load_tuned(tmp_path, tiny_target)
+    assert drafter.config.beam_width == 2
+    assert isinstance(load_tuned(tmp_path, tiny_target, batch_size=8), NullDrafter)
+    with pytest.raises(ValueError, match=r"temperature 0.5 \(it is for: .*device another"):
+        tuned_choice(tmp_path, tiny_target, temperature=0.5)
+
+
+def test_tuning_finds_measures_and_writes(
+    tiny_target: HFTarget, tiny_drafter_dir: Path, questions: Path, tmp_path: Path
+) -> None:
+    config = EvalConfig(suites=[SuiteConfig(name="mt_bench", path=str(questions))], max_new_tokens=8, pack_weights=False)
+    settings = [{"beam_width": 1, "beam_length": 2}, {"beam_width": 3, "beam_length": 2}]
+    options: dict[str, Any] = {"settings": settings, "batch_sizes": [1, 2], "check": True, "write": False}
+    tuning = tune(config, tiny_target, tiny_drafter_dir, tmp_path, **options)
+    assert not (tiny_drafter_dir / TUNED_FILE).exists()
+    assert [(each.batch_size, each.setting) for each in tuning.predictions if each.batch_size == 2] == [
+        (2, None),
+        *((2, setting) for setting in settings),
+    ]
+    by_key = {(each.batch_size, str(each.setting)): each for each in tuning.measured}
+    for each in tuning.predictions:
+        assert by_key[each.batch_size, str(each.setting)].tokens_per_step == each.tokens_per_step
+    assert all(0 <= lost < 1 for lost in tuning.regrets.values())
+    written = json.loads((tmp_path / TUNING_FILE).read_text())
+    assert written["choices"]["1"] == asdict(tuning.choices[1])
+    assert written["place"]["dtype"] == "float32"
+
+
+def test_the_command_prints_a_table_and_a_verdict(
+    tiny_target_dir: Path, tiny_drafter_dir: Path, questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments: dict[str, Any] = {"target": str(tiny_target_dir), "drafter": tiny_drafter_dir, "suite": "mt_bench"}
+    arguments |= {"suite_path": str(questions), "max_new_tokens": 6, "write": False, "output": tmp_path, "pack_weights": False}
+    tune_command(**arguments, setting=["{beam_width: 2}"], batch_size=[2])
+    told = capsys.readouterr().out
+    assert "plain decoding" in told.replace("\n", " ")
+    assert "beam_width=2" in told.replace("\n", " ")
+    assert "Batches of 2: " in told
+    with pytest.raises(ValueError, match="--batch-size is 0"):
+        tune_command(**arguments, batch_size=[0])
+
+
+def test_drafts_drawn_at_random_cannot_be_replayed(tiny_target: HFTarget, questions: Path, tmp_path: Path) -> None:
+    drafter = build_drafter({"kind": "draft_model", "num_layers": 1, "temperature": 1.0}, tiny_target)
+    save_drafter(drafter, tmp_path / "drawn", tiny_target.identity)
+    config = EvalConfig(suites=[SuiteConfig(name="mt_bench", path=str(questions))], temperatures=[1.0], max_new_tokens=8)
+    with pytest.raises(ValueError, match="draws its drafts at random"):
+        tune(config, tiny_target, tmp_path / "drawn", tmp_path)
