@@ -19,6 +19,12 @@ TOKENS_NOTE = (
     "Tok/step: tokens emitted per target step, bonus included, prefill excluded. Tok/s and speedup: whole generations, prefill "
     "included; the interval is a bootstrap over prompts."
 )
+BATCHES_NOTE = (
+    "Batches: a step is a pass over all rows, and Tok/step what it emits for one of them. Tok/s is the whole batch's, and the "
+    "speedup that over plain decoding in batches of the same prompts; its bootstrap draws batches. Draft ms is for all rows, "
+    "and the roofline reads the weights once for a token of every row. A row's last digits depend on its neighbours, so that "
+    "answers which differ are audited as in low precision."
+)
 CEILING_NOTE = (
     "* tau / (1 + rho), with rho the drafter's time over that of one plain step: the speedup if verifying a tree cost no more "
     "than a plain step. Computed, not measured. It, the time split and Draft ms, the drafter's time per step, come from a "
@@ -67,15 +73,16 @@ def footnotes(rows: Sequence[Row]) -> list[str]:
         TOKENS_NOTE,
         CEILING_NOTE,
         _roofline_note(first),
-        f"Decoding in {first['dtype']}, batch size {first['batch_size']}, up to {first['max_new_tokens']} new tokens.",
+        f"Decoding in {first['dtype']}, batch size {_sizes(rows)}, up to {first['max_new_tokens']} new tokens.",
     ]
+    notes += [BATCHES_NOTE] if any(row["batch_size"] > 1 for row in rows) else []
     notes += [SAMPLING_NOTE] if any(row["temperature"] > 0 for row in rows) else []
     notes += [BY_RULE_NOTE] if any(row["lossless"] is None for row in rows) else []
     notes += [TYPICAL_NOTE] if any(row["lossless_label"] == LOSSY for row in rows) else []
     for group, (row, *_) in _groups(rows).items():
         num_answers = row["num_turns"] * row["num_repeats"]
         note = (
-            f"{group} (prompts {row['prompt_set_revision'][:12]}): {row['num_prompts']} prompts, {row['num_turns']} turns, "
+            f"{group} (prompts {_prompts(row)}): {row['num_prompts']} prompts, {row['num_turns']} turns, "
             f"each answered {row['num_repeats']} time(s); {row['num_truncated']} of {num_answers} answers ended at the limit."
         )
         if row["num_skipped"]:
@@ -88,10 +95,11 @@ def footnotes(rows: Sequence[Row]) -> list[str]:
 def markdown(rows: Sequence[Row]) -> str:
     """The table and its notes as a Markdown page."""
     columns = (*RESULT_COLUMNS, *COST_COLUMNS)
-    lines = [("Suite", "Temperature", "Method", *columns), ("---", "---:", "---", *["---:"] * len(columns))]
+    lines = [("Suite", "Temperature", "Batch", "Method", *columns), ("---", "---:", "---:", "---", *["---:"] * len(columns))]
     for row in rows:
         texts = cells(row)
-        lines.append((row["suite"], f"{row['temperature']:g}", row["method"], *(texts[column] for column in columns)))
+        place = (row["suite"], f"{row['temperature']:g}", str(row["batch_size"]), row["method"])
+        lines.append((*place, *(texts[column] for column in columns)))
     table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     notes = "\n".join(f"- {note}" for note in footnotes(rows))
     return f"{table}\n\n{notes}\n".replace("*", "\\*")
@@ -119,11 +127,20 @@ def print_table(rows: Sequence[Row], console: Console | None = None) -> None:
 
 
 def _groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """The rows by suite and temperature, under the names that a reader sees."""
+    """The rows by suite, temperature and batch size, under the names that a reader sees."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(f"{row['suite']}, {decoding_name(row)}", []).append(row)
     return groups
+
+
+def _prompts(row: Row) -> str:
+    digest = row["prompt_set_revision"][:12]
+    return digest if row["prompt_set_source"] is None else f"{digest} of {row['prompt_set_source']}"
+
+
+def _sizes(rows: Sequence[Row]) -> str:
+    return ", ".join(str(size) for size in dict.fromkeys(row["batch_size"] for row in rows))
 
 
 def _count(number: int) -> str:
