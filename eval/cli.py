@@ -1,12 +1,14 @@
 """`outrider eval`: the speedup table of any exported drafter."""
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 import yaml
 from rich.console import Console
+from rich.markup import escape
 
 from .config import EvalConfig, SuiteConfig
 
@@ -21,8 +23,8 @@ def eval_command(
     suite_revision: Annotated[list[str] | None, typer.Option(help="SUITE=COMMIT of a suite on the Hub.")] = None,
     limit: Annotated[int | None, typer.Option(help="Draw at most so many prompts of each suite.")] = None,
     beam_width: Annotated[list[int] | None, typer.Option(help="Beams of a ReDrafter. Repeat to compare widths.")] = None,
-    beam_length: Annotated[int | None, typer.Option(help="Draft tokens per beam of a ReDrafter.")] = None,
-    tree_nodes: Annotated[int | None, typer.Option(help="Nodes of the draft tree, whatever the kind.")] = None,
+    beam_length: Annotated[list[int] | None, typer.Option(help="Draft tokens per beam. Repeat, for each width.")] = None,
+    tree_nodes: Annotated[list[int] | None, typer.Option(help="Nodes of the draft tree, of any kind. Repeat.")] = None,
     setting: Annotated[
         list[str] | None, typer.Option(help="Options of any drafter: '{depth: 5, top_k: 8}'. Repeat to compare.")
     ] = None,
@@ -61,7 +63,7 @@ def eval_command(
 
     config = EvalConfig(
         suites=_suites(suite, suite_path or [], suite_revision or [], limit),
-        settings=_settings(setting or [], beam_width or [], beam_length=beam_length, tree_nodes=tree_nodes),
+        settings=_settings(setting or [], beam_width=beam_width, beam_length=beam_length, tree_nodes=tree_nodes),
         temperatures=temperature or [0.0],
         batch_sizes=batch_size or [1],
         acceptance=acceptance,
@@ -94,9 +96,9 @@ def eval_command(
     rows = evaluate(config, loaded, loaded.tokenizer, drafter, output)
     console = Console()
     print_table(rows, console)
-    console.print(f"Records, summary, table and plots: {output}", soft_wrap=True)
+    console.print(f"Records, summary, tables and plots: {escape(str(output))}", soft_wrap=True)
     if broken := dict.fromkeys(row["method"] for row in rows if is_broken(row)):
-        console.print(f"[bold red]NOT LOSSLESS:[/] {', '.join(broken)}", soft_wrap=True)
+        console.print(f"[bold red]NOT LOSSLESS:[/] {escape(', '.join(broken))}", soft_wrap=True)
         raise typer.Exit(1)
 
 
@@ -131,14 +133,14 @@ def _by_suite(texts: list[str], names: list[str], option: str, what: str) -> dic
     return by_name
 
 
-def _settings(texts: list[str], widths: list[int], **options: int | None) -> list[dict[str, Any]]:
-    """One setting per text, or one per width; what isn't given stays as the drafter has it."""
-    common = {name: value for name, value in options.items() if value is not None}
-    if texts and (widths or common):
+def _settings(texts: list[str], **options: list[int] | None) -> list[dict[str, Any]]:
+    """One setting per text, or per combination of the options' values; what isn't given stays as the drafter has it."""
+    given = {name: values for name, values in options.items() if values}
+    if texts and given:
         raise ValueError("--setting says all that a method changes; leave out --beam-width, --beam-length and --tree-nodes")
     if texts:
         return [_setting(text) for text in texts]
-    return [{"beam_width": width, **common} for width in widths] or [common]
+    return [dict(zip(given, values, strict=True)) for values in product(*given.values())]
 
 
 def _setting(text: str) -> dict[str, Any]:

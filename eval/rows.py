@@ -9,6 +9,7 @@ from ..models.drafters.checkpoint import TrainingFacts
 from . import stats
 from .config import EvalConfig
 from .lossless import Mismatch, judge
+from .outliers import find_outliers
 from .records import BASELINE, EvalRecord, GroupKey
 from .roofline import Roofline
 
@@ -76,6 +77,8 @@ class Row(TypedDict):
     num_within_noise: int
     """Mismatched prompts that the audit, of low precision or of samples, explains by arithmetic noise."""
     first_mismatch: dict[str, Any] | None
+    outliers: list[dict[str, Any]]
+    """Answers that took far longer per step than the method's others (Outlier); they are in every figure."""
     by_category: dict[str, dict[str, Any]]
 
 
@@ -179,5 +182,6 @@ def _row(
         num_mismatched_prompts=lossless.num_mismatched,
         num_within_noise=lossless.num_within_noise,
         first_mismatch=lossless.first,
+        outliers=[asdict(outlier) for outlier in find_outliers(own)],
         by_category=categories,
     )

@@ -31,11 +31,13 @@ from .plots import plot_comparison, plot_suite
 from .records import BASELINE, EvalRecord, GroupKey, RecordFile
 from .roofline import Roofline, measure_roofline
 from .rows import DrafterFacts, Row, build_rows
+from .table_files import csv_table, latex_table
 from .tables import markdown
 
 logger = logging.getLogger(__name__)
 
-RUN_FILE, RECORDS_FILE, SUMMARY_FILE, TABLE_FILE = "run.json", "records.jsonl", "summary.json", "table.md"
+RUN_FILE, RECORDS_FILE, SUMMARY_FILE = "run.json", "records.jsonl", "summary.json"
+TABLE_FILE, CSV_FILE, LATEX_FILE = "table.md", "table.csv", "table.tex"
 Settings = Mapping[Path, Sequence[dict[str, Any]]]
 """Run-time options by drafter's directory, each one a method of the table: in place of the configuration's."""
 
@@ -277,6 +279,8 @@ def write_results(rows: Sequence[Row], output_dir: Path) -> None:
     """Summary, tables, and per suite and batch size a plot of each temperature and a comparison of its drafters."""
     write_json(output_dir / SUMMARY_FILE, rows)
     atomic_write_text(output_dir / TABLE_FILE, markdown(rows))
+    atomic_write_text(output_dir / CSV_FILE, csv_table(rows))
+    atomic_write_text(output_dir / LATEX_FILE, latex_table(rows))
     first_temperature, first_size = rows[0]["temperature"], rows[0]["batch_size"]
     for suite, size in dict.fromkeys((row["suite"], row["batch_size"]) for row in rows):
         own = [row for row in rows if (row["suite"], row["batch_size"]) == (suite, size)]

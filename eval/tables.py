@@ -1,5 +1,6 @@
 """The table of an evaluation, for the terminal and as Markdown."""
 
+import re
 from collections.abc import Sequence
 
 from rich import box
@@ -13,6 +14,7 @@ from .rows import Row, decoding_name, is_broken
 
 RESULT_COLUMNS = ("Tok/step", "Tok/s", "Speedup [95 %]", "Ceiling*", "Lossless")
 COST_COLUMNS = ("Params", "Trained s", "Draft ms", "Draft", "Verify", "Accept", "Rest", "Of roofline")
+NUM_OUTLIERS_NAMED = 3
 METHOD_WIDTH = 14
 """Characters for the name of a method on the narrowest terminal."""
 TOKENS_NOTE = (
@@ -36,7 +38,7 @@ SAMPLING_NOTE = (
 )
 BY_RULE_NOTE = (
     "by rule: a method that draws its drafts at random gives another sample than plain decoding by design. That it is "
-    "lossless is claimed by its acceptance rule, which `outrider certify` tests."
+    "lossless is claimed by its acceptance rule, which the command outrider certify tests."
 )
 
 TYPICAL_NOTE = (
@@ -89,20 +91,28 @@ def footnotes(rows: Sequence[Row]) -> list[str]:
             note += f" {row['num_skipped']} turns were SKIPPED: too long for the target's context window, or a drafter's."
         notes.append(note)
     notes.extend(_mismatch_note(row) for row in rows if row["first_mismatch"])
+    notes.extend(_outlier_note(row) for row in rows if row["outliers"])
     return notes
+
+
+def escape_markdown(text: str) -> str:
+    """The text as Markdown shows it, on one line. Underscores within a word are left: they mean nothing there."""
+    text = re.sub(r"[\\`*|<>&$~]", r"\\\g<0>", " ".join(text.split()))
+    return re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\\_", text)
 
 
 def markdown(rows: Sequence[Row]) -> str:
     """The table and its notes as a Markdown page."""
     columns = (*RESULT_COLUMNS, *COST_COLUMNS)
-    lines = [("Suite", "Temperature", "Batch", "Method", *columns), ("---", "---:", "---:", "---", *["---:"] * len(columns))]
+    heads = ("Suite", "Temperature", "Batch", "Method", *columns)
+    lines = [tuple(map(escape_markdown, heads)), ("---", "---:", "---:", "---", *["---:"] * len(columns))]
     for row in rows:
         texts = cells(row)
         place = (row["suite"], f"{row['temperature']:g}", str(row["batch_size"]), row["method"])
-        lines.append((*place, *(texts[column] for column in columns)))
+        lines.append(tuple(map(escape_markdown, (*place, *(texts[column] for column in columns)))))
     table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    notes = "\n".join(f"- {note}" for note in footnotes(rows))
-    return f"{table}\n\n{notes}\n".replace("*", "\\*")
+    notes = "\n".join(f"- {escape_markdown(note)}" for note in footnotes(rows))
+    return f"{table}\n\n{notes}\n"
 
 
 def print_table(rows: Sequence[Row], console: Console | None = None) -> None:
@@ -116,10 +126,11 @@ def print_table(rows: Sequence[Row], console: Console | None = None) -> None:
             head = column.replace(" ", "\n") if columns is COST_COLUMNS else column
             table.add_column(head, justify="right", no_wrap=True)
         for group, of_group in _groups(rows).items():
-            table.add_row(group, style="bold")
+            table.add_row(Text(group), style="bold")
             for row in of_group:
                 texts = cells(row)
-                table.add_row(row["method"], *(texts[column] for column in columns), style="red" if is_broken(row) else None)
+                shown = (Text(text) for text in (row["method"], *(texts[column] for column in columns)))
+                table.add_row(*shown, style="red" if is_broken(row) else None)
             table.add_section()
         console.print(table)
     for note in footnotes(rows):
@@ -184,4 +195,18 @@ def _mismatch_note(row: Row) -> str:
         f"{where}: {row['num_mismatched_prompts']} prompts differ from plain decoding, the first at "
         f"{place} (counted from 0); an audit of them found every token to be the target's choice within this precision's own "
         "noise."
+    )
+
+
+def _outlier_note(row: Row) -> str:
+    outliers, num_named = row["outliers"], NUM_OUTLIERS_NAMED
+    named = ", ".join(
+        f"{'prompts' if len(outlier['prompt_ids']) > 1 else 'prompt'} {', '.join(outlier['prompt_ids'])} turn "
+        f"{outlier['turn'] + 1} ({outlier['ratio']:.1f}x)"
+        for outlier in outliers[:num_named]
+    )
+    more = f" and {len(outliers) - num_named} more, named in the summary" if len(outliers) > num_named else ""
+    return (
+        f"Outliers of {row['method']} on {row['suite']} ({decoding_name(row)}), by seconds per step over their median: "
+        f"{named}{more}. They are in every figure: if the machine was busy, measure again, with repeats."
     )
