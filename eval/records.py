@@ -159,6 +159,18 @@ class EvalRecord:
         return json.dumps(dataclasses.asdict(self), ensure_ascii=False)
 
 
+def group_name(key: GroupKey, first: GroupKey) -> str:
+    """What the files of a group are named after: the suite, and what isn't as in the run's `first` group."""
+    suite, temperature, batch_size = key
+    return "-".join(
+        [
+            suite,
+            *([f"b{batch_size}"] if batch_size != first[2] else []),
+            *([f"t{temperature:g}"] if temperature != first[1] else []),
+        ]
+    )
+
+
 class RecordFile:
     """The records of a run: a JSON-lines file that grows batch by batch and survives being killed.
 

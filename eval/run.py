@@ -23,12 +23,13 @@ from ..models.graphs import GraphedDrafter
 from ..models.hf_target import HFTarget
 from ..models.interfaces import AcceptanceRule, Drafter, TrainableDrafter
 from ..models.packing import packed_linears
+from .answers import write_answers
 from .config import EvalConfig
 from .environment import Environment, describe_environment, differences, digest_of
 from .lossless import Mismatch, audit, find_mismatches, is_exact
 from .measure import Bench, Method, answer_seed
 from .plots import plot_comparison, plot_suite
-from .records import BASELINE, EvalRecord, GroupKey, RecordFile
+from .records import BASELINE, EvalRecord, GroupKey, RecordFile, group_name
 from .roofline import Roofline, measure_roofline
 from .rows import DrafterFacts, Row, build_rows
 from .table_files import csv_table, latex_table
@@ -38,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 RUN_FILE, RECORDS_FILE, SUMMARY_FILE = "run.json", "records.jsonl", "summary.json"
 TABLE_FILE, CSV_FILE, LATEX_FILE = "table.md", "table.csv", "table.tex"
+ANSWERS_DIR = "answers"
 Settings = Mapping[Path, Sequence[dict[str, Any]]]
 """Run-time options by drafter's directory, each one a method of the table: in place of the configuration's."""
 
@@ -132,6 +134,8 @@ def evaluate(
         drafters=facts,
     )
     write_results(rows, output_dir)
+    time = (output_dir / RECORDS_FILE).stat().st_mtime
+    write_answers(file.records.values(), suites, tokenizer, output_dir / ANSWERS_DIR, time)
     return rows
 
 
@@ -281,14 +285,15 @@ def write_results(rows: Sequence[Row], output_dir: Path) -> None:
     atomic_write_text(output_dir / TABLE_FILE, markdown(rows))
     atomic_write_text(output_dir / CSV_FILE, csv_table(rows))
     atomic_write_text(output_dir / LATEX_FILE, latex_table(rows))
-    first_temperature, first_size = rows[0]["temperature"], rows[0]["batch_size"]
-    for suite, size in dict.fromkeys((row["suite"], row["batch_size"]) for row in rows):
+    groups: dict[GroupKey, list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["suite"], row["temperature"], row["batch_size"]), []).append(row)
+    first = next(iter(groups))
+    for key, own in groups.items():
+        plot_suite(own, output_dir / f"{group_name(key, first)}.png")
+    for suite, size in dict.fromkeys((suite, size) for suite, _, size in groups):
         own = [row for row in rows if (row["suite"], row["batch_size"]) == (suite, size)]
-        name = suite if size == first_size else f"{suite}-b{size}"
-        for temperature in dict.fromkeys(row["temperature"] for row in own):
-            suffix = "" if temperature == first_temperature else f"-t{temperature:g}"
-            plot_suite([row for row in own if row["temperature"] == temperature], output_dir / f"{name}{suffix}.png")
-        plot_comparison(own, output_dir / f"{name}-comparison.png")
+        plot_comparison(own, output_dir / f"{group_name((suite, first[1], size), first)}-comparison.png")
 
 
 @contextmanager
