@@ -42,6 +42,8 @@ class Row(TypedDict):
     num_turns: int
     """Answers per repeat."""
     num_repeats: int
+    num_batches: int
+    """What the intervals are over: batches, or at batch size 1 prompts."""
     num_skipped: int
     """Turns left out because the target's context window is too small for them."""
     num_truncated: int
@@ -158,6 +160,7 @@ def _row(
         num_prompts=stats.num_prompts(own),
         num_turns=len({(record.prompt_id, record.turn) for record in own}),
         num_repeats=config.repeats,
+        num_batches=len({record.unit for record in own}),
         num_skipped=num_skipped,
         num_truncated=sum(record.truncated for record in own),
         num_tokens=sum(len(record.token_ids) for record in own),

@@ -16,6 +16,7 @@ CSV_COLUMNS = (
     "num_prompts",
     "num_turns",
     "num_repeats",
+    "num_batches",
     "num_skipped",
     "num_truncated",
     "num_tokens",

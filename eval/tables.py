@@ -15,6 +15,8 @@ from .rows import Row, decoding_name, is_broken
 RESULT_COLUMNS = ("Tok/step", "Tok/s", "Speedup [95 %]", "Ceiling*", "Lossless")
 COST_COLUMNS = ("Params", "Trained s", "Draft ms", "Draft", "Verify", "Accept", "Rest", "Of roofline")
 NUM_OUTLIERS_NAMED = 3
+FEW_BATCHES = 8
+"""A bootstrap over fewer hardly knows how far they spread."""
 METHOD_WIDTH = 14
 """Characters for the name of a method on the narrowest terminal."""
 TOKENS_NOTE = (
@@ -85,7 +87,8 @@ def footnotes(rows: Sequence[Row]) -> list[str]:
         num_answers = row["num_turns"] * row["num_repeats"]
         note = (
             f"{group} (prompts {_prompts(row)}): {row['num_prompts']} prompts, {row['num_turns']} turns, "
-            f"each answered {row['num_repeats']} time(s); {row['num_truncated']} of {num_answers} answers ended at the limit."
+            f"each answered {row['num_repeats']} time(s){_in_batches(row)}; {row['num_truncated']} of {num_answers} answers "
+            "ended at the limit."
         )
         if row["num_skipped"]:
             note += f" {row['num_skipped']} turns were SKIPPED: too long for the target's context window, or a drafter's."
@@ -143,6 +146,13 @@ def _groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
     for row in rows:
         groups.setdefault(f"{row['suite']}, {decoding_name(row)}", []).append(row)
     return groups
+
+
+def _in_batches(row: Row) -> str:
+    if row["batch_size"] == 1:
+        return ""
+    few = ", too few for an interval to say much" if row["num_batches"] < FEW_BATCHES else ""
+    return f", in {row['num_batches']} batches{few}"
 
 
 def _prompts(row: Row) -> str:

@@ -109,3 +109,7 @@ def test_batch_sizes_share_no_lines(records: list[EvalRecord]) -> None:
     assert rows[2]["tokens_per_second"] == 2 * rows[0]["tokens_per_second"]
     assert rows[2]["roofline_fraction"] == rows[0]["roofline_fraction"]
     assert rows[2]["tokens_per_step"] == rows[0]["tokens_per_step"]
+    assert [row["num_batches"] for row in rows] == [6, 6, 3, 3]
+    told = [note for note in footnotes(rows) if "in 3 batches, too few for an interval to say much" in note]
+    assert len(told) == 1
+    assert told[0].startswith("mt_bench, greedy, batch size 2 ")
