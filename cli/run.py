@@ -169,7 +169,7 @@ def prompt_overlap(config: RunConfig) -> PromptOverlap | None:
     if num_words is None:
         return None
     try:
-        suites = [load_suite(suite.name, suite.path) for suite in config.eval.suites]
+        suites = [load_suite(suite.name, suite.path, revision=suite.revision) for suite in config.eval.suites]
     except (ValueError, OSError) as error:
         raise ValueError(
             f"the evaluation's prompts are kept out of the data, and can't be read: {error}. Give local files "

@@ -10,20 +10,9 @@ from .config import DataConfig
 from .cuts import cut_text
 from .decontamination import PromptOverlap, without_overlap
 from .records import SUFFIXES, is_local, load_records
+from .roles import ROLES
 from .stdlib import TASK, Split, code_conversations
 from .types import Conversation, Role, Turn
-
-ROLES: dict[str, Role] = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bard": "assistant",
-    "bing": "assistant",
-    "assistant": "assistant",
-}
-"""Names of the roles in the wild; those of ShareGPT's files include the assistants that were asked."""
 
 PROSE_SUFFIXES = frozenset({"", ".txt", ".md", ".rst"})
 PROSE_TASK = "Continue this text."

@@ -1,12 +1,14 @@
 """`outrider eval`: the speedup table of any exported drafter."""
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 import yaml
 from rich.console import Console
+from rich.markup import escape
 
 from .config import EvalConfig, SuiteConfig
 
@@ -14,16 +16,20 @@ from .config import EvalConfig, SuiteConfig
 def eval_command(
     target: Annotated[str, typer.Option(help="The target: a directory or a Hub id.")],
     drafter: Annotated[list[Path], typer.Option(help="A drafter's directory. Repeat for several.")],
-    suite: Annotated[list[str], typer.Option(help="mt_bench, alpaca_eval or stdlib. Repeat for several.")],
+    suite: Annotated[
+        list[str], typer.Option(help="mt_bench, alpaca_eval, spec_bench, human_eval, gsm8k, stdlib, or a name for a file.")
+    ],
     suite_path: Annotated[list[str] | None, typer.Option(help="SUITE=FILE reads a suite from a local file.")] = None,
+    suite_revision: Annotated[list[str] | None, typer.Option(help="SUITE=COMMIT of a suite on the Hub.")] = None,
     limit: Annotated[int | None, typer.Option(help="Draw at most so many prompts of each suite.")] = None,
     beam_width: Annotated[list[int] | None, typer.Option(help="Beams of a ReDrafter. Repeat to compare widths.")] = None,
-    beam_length: Annotated[int | None, typer.Option(help="Draft tokens per beam of a ReDrafter.")] = None,
-    tree_nodes: Annotated[int | None, typer.Option(help="Nodes of the draft tree, whatever the kind.")] = None,
+    beam_length: Annotated[list[int] | None, typer.Option(help="Draft tokens per beam. Repeat, for each width.")] = None,
+    tree_nodes: Annotated[list[int] | None, typer.Option(help="Nodes of the draft tree, of any kind. Repeat.")] = None,
     setting: Annotated[
         list[str] | None, typer.Option(help="Options of any drafter: '{depth: 5, top_k: 8}'. Repeat to compare.")
     ] = None,
     temperature: Annotated[list[float] | None, typer.Option(help="0, the default, is greedy. Repeat for several.")] = None,
+    batch_size: Annotated[list[int] | None, typer.Option(help="Prompts decoded together. Repeat for several.")] = None,
     acceptance: Annotated[str, typer.Option(help="exact, or typical: faster above temperature 0, and not lossless.")] = "exact",
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per answer, at most.")] = 128,
     repeat: Annotated[int, typer.Option(help="Measure every answer so many times.")] = 1,
@@ -56,9 +62,10 @@ def eval_command(
     from .tables import print_table
 
     config = EvalConfig(
-        suites=_suites(suite, suite_path or [], limit),
-        settings=_settings(setting or [], beam_width or [], beam_length=beam_length, tree_nodes=tree_nodes),
+        suites=_suites(suite, suite_path or [], suite_revision or [], limit),
+        settings=_settings(setting or [], beam_width=beam_width, beam_length=beam_length, tree_nodes=tree_nodes),
         temperatures=temperature or [0.0],
+        batch_sizes=batch_size or [1],
         acceptance=acceptance,
         max_new_tokens=max_new_tokens,
         repeats=repeat,
@@ -89,9 +96,9 @@ def eval_command(
     rows = evaluate(config, loaded, loaded.tokenizer, drafter, output)
     console = Console()
     print_table(rows, console)
-    console.print(f"Records, summary, table and plots: {output}", soft_wrap=True)
+    console.print(f"Records, summary, tables and plots: {escape(str(output))}", soft_wrap=True)
     if broken := dict.fromkeys(row["method"] for row in rows if is_broken(row)):
-        console.print(f"[bold red]NOT LOSSLESS:[/] {', '.join(broken)}", soft_wrap=True)
+        console.print(f"[bold red]NOT LOSSLESS:[/] {escape(', '.join(broken))}", soft_wrap=True)
         raise typer.Exit(1)
 
 
@@ -108,24 +115,32 @@ def _tokenizer_options(texts: list[str]) -> dict[str, Any]:
     return options
 
 
-def _suites(names: list[str], paths: list[str], limit: int | None) -> list[SuiteConfig]:
+def _suites(names: list[str], paths: list[str], revisions: list[str], limit: int | None) -> list[SuiteConfig]:
+    path_of, revision_of = (
+        _by_suite(paths, names, "--suite-path", "FILE"),
+        _by_suite(revisions, names, "--suite-revision", "COMMIT"),
+    )
+    return [SuiteConfig(name=name, path=path_of.get(name), revision=revision_of.get(name), limit=limit) for name in names]
+
+
+def _by_suite(texts: list[str], names: list[str], option: str, what: str) -> dict[str, str]:
     by_name = {}
-    for text in paths:
-        name, separator, path = text.partition("=")
+    for text in texts:
+        name, separator, value = text.partition("=")
         if not separator or name not in names:
-            raise ValueError(f"--suite-path {text!r} must be SUITE=FILE, with a suite that --suite names ({', '.join(names)})")
-        by_name[name] = path
-    return [SuiteConfig(name=name, path=by_name.get(name), limit=limit) for name in names]
+            raise ValueError(f"{option} {text!r} must be SUITE={what}, with a suite that --suite names ({', '.join(names)})")
+        by_name[name] = value
+    return by_name
 
 
-def _settings(texts: list[str], widths: list[int], **options: int | None) -> list[dict[str, Any]]:
-    """One setting per text, or one per width; what isn't given stays as the drafter has it."""
-    common = {name: value for name, value in options.items() if value is not None}
-    if texts and (widths or common):
+def _settings(texts: list[str], **options: list[int] | None) -> list[dict[str, Any]]:
+    """One setting per text, or per combination of the options' values; what isn't given stays as the drafter has it."""
+    given = {name: values for name, values in options.items() if values}
+    if texts and given:
         raise ValueError("--setting says all that a method changes; leave out --beam-width, --beam-length and --tree-nodes")
     if texts:
         return [parse_setting(text) for text in texts]
-    return [{"beam_width": width, **common} for width in widths] or [common]
+    return [dict(zip(given, values, strict=True)) for values in product(*given.values())]
 
 
 def parse_setting(text: str) -> dict[str, Any]:

@@ -13,9 +13,11 @@ class SuiteConfig:
     """One set of prompts."""
 
     name: str
-    """mt_bench, alpaca_eval or stdlib."""
+    """mt_bench, alpaca_eval, spec_bench, human_eval, gsm8k or stdlib; any other name for a file of your own prompts."""
     path: str | None = None
     """A local file of the suite; None reads it from the Hub (or, for stdlib, from the running Python)."""
+    revision: str | None = None
+    """Commit of the data set on the Hub; None is the one that the suite is pinned to (mt_bench isn't: the newest)."""
     limit: int | None = None
     """At most this many prompts, drawn by the seed; None takes all."""
 
@@ -39,14 +41,16 @@ class EvalConfig:
     acceptance: str = "exact"
     """`exact`: greedy acceptance, or speculative sampling, which change nothing. `typical`: above temperature 0 keep what the
     target finds typical (arXiv 2401.10774, section 2.3.1), which is faster and NOT lossless."""
-    batch_size: int = 1
-    """Prompts decoded together; only 1 so far."""
+    batch_sizes: list[int] = field(default_factory=lambda: [1])
+    """Prompts decoded together. All methods decode at each of these sizes, and are held against plain decoding at the same."""
     warmup_prompts: int = 1
-    """Prompts that every method answers, briefly and untimed, before the first measurement."""
+    """Prompts that every method answers, briefly and untimed, before the first measurement; in batches, rounded up to whole
+    ones."""
     repeats: int = 1
     """Times that every prompt is measured with every method."""
     profile_prompts: int = 3
-    """Prompts per suite decoded once more with phase timers on, for the time split and the ceiling; 0 is off."""
+    """Prompts per suite decoded once more with phase timers on, for the time split and the ceiling; in batches, rounded up to
+    whole ones; 0 is off."""
     too_long: str = "skip"
     """What to do with a prompt that leaves no room for the answer in the target's context window: skip (counted) or error."""
     memory_bandwidth_gbs: float | None = None
@@ -62,7 +66,7 @@ class EvalConfig:
     def __post_init__(self) -> None:
         least = {"max_new_tokens": 1, "repeats": 1, "warmup_prompts": 0, "profile_prompts": 0, "seed": 0}
         wrong = {
-            "suites is empty; name at least one of mt_bench, alpaca_eval, stdlib": not self.suites,
+            "suites is empty; name at least one, such as mt_bench": not self.suites,
             "a suite is named twice; name each once": len({suite.name for suite in self.suites}) < len(self.suites),
             "settings is empty; use [{}] for the drafter's own options": not self.settings,
             **{
@@ -79,7 +83,9 @@ class EvalConfig:
             "acceptance is typical, which needs a temperature above 0; raise temperatures, or set exact": (
                 self.acceptance == "typical" and not any(temperature > 0 for temperature in self.temperatures)
             ),
-            f"batch_size is {self.batch_size}; only 1 can be evaluated so far": self.batch_size != 1,
+            "batch_sizes is empty; use [1] for one prompt at a time": not self.batch_sizes,
+            f"batch_sizes is {self.batch_sizes}; each must be at least 1": min(self.batch_sizes, default=1) < 1,
+            f"batch_sizes is {self.batch_sizes}; give each once": len(set(self.batch_sizes)) < len(self.batch_sizes),
             f"too_long is {self.too_long!r}; it must be one of {', '.join(TOO_LONG_POLICIES)}": self.too_long
             not in TOO_LONG_POLICIES,
             f"memory_bandwidth_gbs is {self.memory_bandwidth_gbs}; it must be positive, or null to measure it": (

@@ -50,15 +50,16 @@ class Audit:
 
 
 def find_mismatches(records: Iterable[EvalRecord]) -> list[Mismatch]:
-    """Compare every record with the baseline's first answer to the same turn at the same temperature (the baseline's repeats
-    and profiles too), but for those that are other samples by design.
+    """Compare every record with the baseline's first answer to the same turn at the same temperature and batch size (the
+    baseline's repeats and profiles too), but for those that are other samples by design.
 
     Raises ValueError where the prompts of the two differ or the baseline has no answer: such records prove nothing.
     """
     by_key: dict[RecordKey, EvalRecord] = {record.key: record for record in records}
     mismatches = []
     for record in by_key.values():
-        reference = by_key.get((record.suite, record.prompt_id, record.turn, record.temperature, BASELINE, 0, False))
+        place = (record.suite, record.prompt_id, record.turn, record.temperature)
+        reference = by_key.get((*place, BASELINE, 0, False, record.batch_size))
         if reference is None or reference.prompt_sha256 != record.prompt_sha256:
             raise ValueError(f"{record.key} has no baseline record of the same prompt; delete the records and measure again")
         if not record.is_other_sample and record.token_ids != reference.token_ids:
@@ -121,12 +122,14 @@ def judge(records: Sequence[EvalRecord], mismatches: Sequence[Mismatch]) -> Verd
     )
 
 
-def is_exact(dtype: torch.dtype, temperature: float = 0.0) -> bool:
+def is_exact(dtype: torch.dtype, temperature: float = 0.0, batch_size: int = 1) -> bool:
     """Whether decoding in `dtype` is held to the baseline's very tokens.
 
-    Sampling never is: whatever the precision, some token's clocks leave its two best candidates as close as its rounding.
+    Sampling never is: whatever the precision, some token's clocks leave its two best candidates as close as its rounding. Nor
+    are batches: a row's last digits depend on how many rows are beside it, and these leave earlier with one method than with
+    another.
     """
-    return dtype in (torch.float32, torch.float64) and temperature == 0
+    return dtype in (torch.float32, torch.float64) and temperature == 0 and batch_size == 1
 
 
 @torch.inference_mode()

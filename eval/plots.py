@@ -22,8 +22,8 @@ PARITY_LINE: dict[str, Any] = {"color": "0.35", "linewidth": 0.8, "linestyle": (
 
 
 def plot_suite(rows: Sequence[Row], path: Path) -> None:
-    """Write a PNG of the rows of one suite and temperature: a bar per category and method, labelled with its number; whiskers
-    are 95 % intervals.
+    """Write a PNG of the rows of one suite, temperature and batch size: a bar per category and method, labelled with its
+    number; whiskers are 95 % intervals.
 
     "-" stands for a number that doesn't exist or must not be shown (see `Row`). Nothing is written where only the baseline was
     measured.
@@ -56,7 +56,8 @@ def plot_suite(rows: Sequence[Row], path: Path) -> None:
 
 
 def plot_comparison(rows: Sequence[Row], path: Path) -> None:
-    """Write a PNG that compares the drafters of one suite: a line per method, and on it a dot per temperature.
+    """Write a PNG that compares the drafters of one suite at one batch size: a line per method, and on it a dot per
+    temperature.
 
     The methods are sorted by their tokens per step at the first temperature. A number that doesn't exist has no dot. Nothing is
     written for fewer than two methods.
@@ -190,6 +191,5 @@ def _category_label(row: Row, category: str) -> str:
 
 
 def _title(row: Row) -> str:
-    return (
-        f"{row['suite']} by category (number of prompts); {decoding_name(row)}, batch size {row['batch_size']}, {row['dtype']}"
-    )
+    size = ", batch size 1" if row["batch_size"] == 1 else ""  # a larger one is in the name
+    return f"{row['suite']} by category (number of prompts); {decoding_name(row)}{size}, {row['dtype']}"

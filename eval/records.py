@@ -1,4 +1,4 @@
-"""One line per measured generation: everything that tables, plots and a resumed run need."""
+"""One line per measured answer: everything that tables, plots and a resumed run need."""
 
 import dataclasses
 import errno
@@ -6,11 +6,13 @@ import json
 import logging
 import math
 import os
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from ..data.files import naming_full_disk, parse_dataclass
+from ..data.files import atomic_write_bytes, naming_full_disk, parse_dataclass
 from ..models.decoding.types import PhaseSeconds
 
 logger = logging.getLogger(__name__)
@@ -18,13 +20,20 @@ logger = logging.getLogger(__name__)
 BASELINE = "baseline"
 """Method name of plain decoding."""
 
-RecordKey = tuple[str, str, int, float, str, int, bool]
-"""Suite, prompt id, turn, temperature, method, repeat, profiled: one generation of a run."""
+RecordKey = tuple[str, str, int, float, str, int, bool, int]
+"""Suite, prompt id, turn, temperature, method, repeat, profiled, batch size: one answer of a run."""
+BatchKey = tuple[str, str | int, int, float, str, int, bool, int]
+"""The same with the batch in the prompt's place: what was decoded together."""
+GroupKey = tuple[str, float, int]
+"""Suite, temperature, batch size: methods are held against each other within these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalRecord:
-    """One generation: a prompt's turn, answered by a method, once.
+    """One answer: a prompt's turn, answered by a method, once.
+
+    The tokens and steps are this answer's own. The seconds are those of the batch that it was a row of: the records of one
+    `batch_key` share them, so count them once.
 
     `accepted_histogram[k]` counts the verify steps that accepted k draft tokens (before a cut at a stop token or at the limit).
     The prefill is no verify step and its token is not among `num_verify_tokens`, so tokens per step is
@@ -43,6 +52,14 @@ class EvalRecord:
     repeat: int
     profiled: bool
     """Whether the phase timers were on. Such a record never counts for speed."""
+    prompt_set_source: str | None = None
+    """The data set of the Hub (ID@COMMIT) that the prompts were read from; None for a file or the running Python."""
+    batch_size: int = 1
+    """Prompts decoded together, at most: the setting."""
+    batch: int = 0
+    """Counts the groups of prompts that a method goes through in turn; all turns of a group's prompts have its number."""
+    num_rows: int = 1
+    """Answers that were decoded together, this one included: fewer than `batch_size` where prompts ran out."""
     context_from: str | None
     """The method whose answers to the earlier turns, at the same temperature, stand in this prompt; None for a first turn."""
     prompt_sha256: str
@@ -61,9 +78,9 @@ class EvalRecord:
     truncated: bool
     """Ended by the token limit, not by a stop token."""
     prefill_seconds: float
-    """Until the first token."""
+    """Until the first token of every row."""
     decode_seconds: float
-    """From the first token to the last."""
+    """From the first token to the last of all rows."""
     phase_seconds: PhaseSeconds | None
     """Summed over the verify steps; None unless profiled."""
     environment_digest: str
@@ -85,10 +102,40 @@ class EvalRecord:
             raise ValueError(f"took {self.prefill_seconds} s and {self.decode_seconds} s; seconds are positive")
         if self.profiled != (self.phase_seconds is not None):
             raise ValueError("phase_seconds must be there exactly when profiled")
+        if self.batch < 0 or not 1 <= self.num_rows <= self.batch_size:
+            raise ValueError(f"{self.num_rows} rows of batch {self.batch}; a batch has from 1 to {self.batch_size} rows")
 
     @property
     def key(self) -> RecordKey:
-        return (self.suite, self.prompt_id, self.turn, self.temperature, self.method, self.repeat, self.profiled)
+        return (
+            self.suite,
+            self.prompt_id,
+            self.turn,
+            self.temperature,
+            self.method,
+            self.repeat,
+            self.profiled,
+            self.batch_size,
+        )
+
+    @property
+    def unit(self) -> str | int:
+        """The smallest part of a suite that has times of its own: a prompt, or the batch that it is in."""
+        return self.prompt_id if self.batch_size == 1 else self.batch
+
+    @property
+    def batch_key(self) -> BatchKey:
+        """What the answers have in common that were decoded together, and with no others."""
+        return (self.suite, self.unit, self.turn, self.temperature, self.method, self.repeat, self.profiled, self.batch_size)
+
+    @property
+    def group_key(self) -> GroupKey:
+        return (self.suite, self.temperature, self.batch_size)
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether it is the answer that all others to the same turn are compared with."""
+        return self.method == BASELINE and self.repeat == 0 and not self.profiled
 
     @property
     def is_other_sample(self) -> bool:
@@ -105,39 +152,56 @@ class EvalRecord:
 
     @property
     def seconds(self) -> float:
-        """The whole generation, prefill included."""
+        """The batch's whole decoding, prefill included."""
         return self.prefill_seconds + self.decode_seconds
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), ensure_ascii=False)
 
 
-class RecordFile:
-    """The records of a run: a JSON-lines file that grows line by line and survives being killed.
+def group_name(key: GroupKey, first: GroupKey) -> str:
+    """What the files of a group are named after: the suite, and what isn't as in the run's `first` group."""
+    suite, temperature, batch_size = key
+    return "-".join(
+        [
+            suite,
+            *([f"b{batch_size}"] if batch_size != first[2] else []),
+            *([f"t{temperature:g}"] if temperature != first[1] else []),
+        ]
+    )
 
-    A last line without its newline was torn by a kill: it is dropped, and its generation done again. Any other line that cannot
-    be read is a ValueError.
+
+class RecordFile:
+    """The records of a run: a JSON-lines file that grows batch by batch and survives being killed.
+
+    A last line without its newline was torn by a kill: it is dropped. So are the records of a batch of which some are missing,
+    since its answers are measured together or not at all. Any other line that cannot be read is a ValueError.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.records = _read(path)
+        self.records = _without_torn_batches(_read(path), path)
         # Unbuffered: what a full disk refused is not tried again when the file is closed.
         self._file = path.open("ab", buffering=0)
 
-    def append(self, record: EvalRecord) -> None:
+    def append(self, *records: EvalRecord) -> None:
+        """Add the records of a batch, in one piece."""
         with naming_full_disk(self.path, "The records before this one are kept"):
-            line = (record.to_json() + "\n").encode()
-            if self._file.write(line) < len(line):
+            lines = _lines(records)
+            if self._file.write(lines) < len(lines):
                 raise OSError(errno.ENOSPC, "only a part of the record was written")
             os.fsync(self._file.fileno())
-        self.records[record.key] = record
+        self.records |= {record.key: record for record in records}
 
     def __enter__(self) -> "RecordFile":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self._file.close()
+
+
+def _lines(records: Iterable[EvalRecord]) -> bytes:
+    return "".join(record.to_json() + "\n" for record in records).encode()
 
 
 def _read(path: Path) -> dict[RecordKey, EvalRecord]:
@@ -157,3 +221,13 @@ def _read(path: Path) -> dict[RecordKey, EvalRecord]:
             raise ValueError(f"{path}, line {number}: {error}; delete the line, and the run makes the record again") from error
         records[record.key] = record
     return records
+
+
+def _without_torn_batches(records: dict[RecordKey, EvalRecord], path: Path) -> dict[RecordKey, EvalRecord]:
+    """The records of whole batches; those of others are taken out of the file."""
+    num_found = Counter(record.batch_key for record in records.values())
+    whole = {key: record for key, record in records.items() if num_found[record.batch_key] == record.num_rows}
+    if num_torn := len(records) - len(whole):
+        logger.warning("%s: dropping %d records of batches of which others are missing", path, num_torn)
+        atomic_write_bytes(path, _lines(whole.values()))
+    return whole

@@ -2,13 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from typing import Any, TypedDict
 
 from ..models.drafters.checkpoint import TrainingFacts
 from . import stats
 from .config import EvalConfig
 from .lossless import Mismatch, judge
-from .records import BASELINE, EvalRecord
+from .outliers import find_outliers
+from .records import BASELINE, EvalRecord, GroupKey
 from .roofline import Roofline
 
 
@@ -22,29 +24,38 @@ class DrafterFacts:
 
 
 class Row(TypedDict):
-    """A method on a suite at a temperature. None stands for a number that doesn't exist, or that must not be shown."""
+    """A method on a suite at a temperature and a batch size. None stands for a number that doesn't exist, or that must not be
+    shown."""
 
     method: str
     suite: str
     prompt_set_revision: str
+    """Digest of the prompts."""
+    prompt_set_source: str | None
+    """Data set of the Hub, ID@COMMIT."""
     dtype: str
     temperature: float
     batch_size: int
+    """Prompts decoded together; the baseline's answers too."""
     max_new_tokens: int
     num_prompts: int
     num_turns: int
     """Answers per repeat."""
     num_repeats: int
+    num_batches: int
+    """What the intervals are over: batches, or at batch size 1 prompts."""
     num_skipped: int
     """Turns left out because the target's context window is too small for them."""
     num_truncated: int
     """Answers (of all repeats) that the token limit ended."""
     num_tokens: int
     tokens_per_step: float | None
+    """Of one answer."""
     mean_accepted: float | None
     accepted_histogram: list[int]
     draft_tokens_per_step: float | None
     tokens_per_second: float
+    """Of the whole batch."""
     decode_tokens_per_second: float | None
     speedup: float | None
     """None where a method that claims to be lossless isn't: a wrong answer has no speed."""
@@ -60,7 +71,7 @@ class Row(TypedDict):
     time_split: dict[str, float] | None
     roofline: dict[str, Any]
     roofline_fraction: float | None
-    """Decode tokens per second over the roofline of plain decoding."""
+    """Decode tokens per second over the roofline of plain decoding, which reads the weights once for a token of every row."""
     lossless: bool | None
     """Every answer is the baseline's, token for token; None where drafts drawn at random make it another sample by design."""
     lossless_label: str
@@ -68,6 +79,8 @@ class Row(TypedDict):
     num_within_noise: int
     """Mismatched prompts that the audit, of low precision or of samples, explains by arithmetic noise."""
     first_mismatch: dict[str, Any] | None
+    outliers: list[dict[str, Any]]
+    """Answers that took far longer per step than the method's others (Outlier); they are in every figure."""
     by_category: dict[str, dict[str, Any]]
 
 
@@ -78,31 +91,32 @@ def build_rows(
     config: EvalConfig,
     dtype: str,
     roofline: Roofline,
-    num_skipped: Mapping[tuple[str, float], int],
+    num_skipped: Mapping[GroupKey, int],
     drafters: Mapping[str, DrafterFacts],
 ) -> list[Row]:
-    """One row per suite, temperature and method, in the order of the records, the baseline first in each group.
+    """One row per suite, temperature, batch size and method, in the order of the records, the baseline first in each group.
 
-    `num_skipped` is by suite and temperature, `drafters` by method.
+    `drafters` is by method.
     """
     rows = []
     suites = dict.fromkeys(record.suite for record in records)
-    for suite, temperature in ((suite, temperature) for suite in suites for temperature in config.temperatures):
-        group = [record for record in records if (record.suite, record.temperature) == (suite, temperature)]
+    for group_key in product(suites, config.temperatures, config.batch_sizes):
+        group = [record for record in records if record.group_key == group_key]
         names = dict.fromkeys(record.method for record in group)
         for method in sorted(names, key=lambda name: name != BASELINE):
             own = [record for record in group if record.method == method]
             plain = [record for record in group if record.method == BASELINE]
             keys = {record.key for record in own}
             wrong = [item for item in mismatches if item.record.key in keys]
-            skipped = num_skipped.get((suite, temperature), 0)
+            skipped = num_skipped.get(group_key, 0)
             rows.append(_row(plain, own, wrong, config, dtype, roofline, skipped, drafters.get(method)))
     return rows
 
 
 def decoding_name(row: Row) -> str:
     """How the row's answers were decoded, in a reader's words."""
-    return f"temperature {row['temperature']:g}" if row["temperature"] > 0 else "greedy"
+    name = f"temperature {row['temperature']:g}" if row["temperature"] > 0 else "greedy"
+    return name if row["batch_size"] == 1 else f"{name}, batch size {row['batch_size']}"
 
 
 def is_broken(row: Row) -> bool:
@@ -138,13 +152,15 @@ def _row(
         method=first.method,
         suite=first.suite,
         prompt_set_revision=first.prompt_set_revision,
+        prompt_set_source=first.prompt_set_source,
         dtype=dtype,
         temperature=first.temperature,
-        batch_size=config.batch_size,
+        batch_size=first.batch_size,
         max_new_tokens=config.max_new_tokens,
         num_prompts=stats.num_prompts(own),
         num_turns=len({(record.prompt_id, record.turn) for record in own}),
         num_repeats=config.repeats,
+        num_batches=len({record.unit for record in own}),
         num_skipped=num_skipped,
         num_truncated=sum(record.truncated for record in own),
         num_tokens=sum(len(record.token_ids) for record in own),
@@ -163,11 +179,12 @@ def _row(
         training=asdict(drafter.training) if drafter and drafter.training else None,
         time_split=stats.time_split(profiled),
         roofline=roofline.to_json(),
-        roofline_fraction=None if decode_speed is None else decode_speed / roofline.tokens_per_second,
+        roofline_fraction=None if decode_speed is None else decode_speed / (first.batch_size * roofline.tokens_per_second),
         lossless=False if lossless.lossy else None if lossless.by_rule and not mismatches else not mismatches,
         lossless_label=lossless.label,
         num_mismatched_prompts=lossless.num_mismatched,
         num_within_noise=lossless.num_within_noise,
         first_mismatch=lossless.first,
+        outliers=[asdict(outlier) for outlier in find_outliers(own)],
         by_category=categories,
     )

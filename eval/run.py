@@ -3,7 +3,8 @@
 import dataclasses
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -22,19 +23,23 @@ from ..models.graphs import GraphedDrafter
 from ..models.hf_target import HFTarget
 from ..models.interfaces import AcceptanceRule, Drafter, TrainableDrafter
 from ..models.packing import packed_linears
+from .answers import write_answers
 from .config import EvalConfig
 from .environment import Environment, describe_environment, differences, digest_of
 from .lossless import Mismatch, audit, find_mismatches, is_exact
 from .measure import Bench, Method, answer_seed
 from .plots import plot_comparison, plot_suite
-from .records import BASELINE, RecordFile
+from .records import BASELINE, EvalRecord, GroupKey, RecordFile, group_name
 from .roofline import Roofline, measure_roofline
 from .rows import DrafterFacts, Row, build_rows
+from .table_files import csv_table, latex_table
 from .tables import markdown
 
 logger = logging.getLogger(__name__)
 
-RUN_FILE, RECORDS_FILE, SUMMARY_FILE, TABLE_FILE = "run.json", "records.jsonl", "summary.json", "table.md"
+RUN_FILE, RECORDS_FILE, SUMMARY_FILE = "run.json", "records.jsonl", "summary.json"
+TABLE_FILE, CSV_FILE, LATEX_FILE = "table.md", "table.csv", "table.tex"
+ANSWERS_DIR = "answers"
 Settings = Mapping[Path, Sequence[dict[str, Any]]]
 """Run-time options by drafter's directory, each one a method of the table: in place of the configuration's."""
 
@@ -42,7 +47,7 @@ RECORDED_OPTIONS = (
     "max_new_tokens",
     "temperatures",
     "acceptance",
-    "batch_size",
+    "batch_sizes",
     "warmup_prompts",
     "repeats",
     "profile_prompts",
@@ -108,7 +113,7 @@ def evaluate(
                 environment=environment,
                 recorded_environment=info.environment,
             )
-            num_skipped = bench.measure(suites)
+            bench.measure(suites)
             mismatches = check_lossless(bench, suites)
     if not file.records:
         raise ValueError(
@@ -125,10 +130,12 @@ def evaluate(
         config=config,
         dtype=str(target.dtype).removeprefix("torch."),
         roofline=info.roofline,
-        num_skipped=num_skipped,
+        num_skipped=count_skipped(suites, file.records.values()),
         drafters=facts,
     )
     write_results(rows, output_dir)
+    time = (output_dir / RECORDS_FILE).stat().st_mtime
+    write_answers(file.records.values(), suites, tokenizer, output_dir / ANSWERS_DIR, time)
     return rows
 
 
@@ -155,7 +162,7 @@ def acceptance_rule(acceptance: str, temperature: float) -> AcceptanceRule:
 
 def load_suites(config: EvalConfig) -> list[PromptSet]:
     """The suites' prompts. Raises ValueError for an unknown or empty suite."""
-    suites = [load_suite(suite.name, suite.path, suite.limit, config.seed) for suite in config.suites]
+    suites = [load_suite(suite.name, suite.path, suite.limit, config.seed, suite.revision) for suite in config.suites]
     for suite in suites:
         if not suite.prompts:
             raise ValueError(f"the suite {suite.name} has no prompts; check its file")
@@ -247,15 +254,15 @@ def open_run(
 
 
 def check_lossless(bench: Bench, suites: Sequence[PromptSet]) -> list[Mismatch]:
-    """Every generation that differs from the baseline's; in low precision and where it was sampled, each is audited."""
+    """Every answer that differs from the baseline's; in low precision, in batches and where it was sampled, each is audited."""
     prompts = {(suite.name, prompt.id): (suite, prompt) for suite in suites for prompt in suite.prompts}
     checked = []
     for mismatch in find_mismatches(bench.file.records.values()):
         record = mismatch.record
-        if is_exact(bench.target.dtype, record.temperature):
+        if is_exact(bench.target.dtype, record.temperature, record.batch_size):
             checked.append(mismatch)
             continue
-        turns = bench.prompt_turns(*prompts[record.suite, record.prompt_id], record.temperature)
+        turns = bench.prompt_turns(*prompts[record.suite, record.prompt_id], record.temperature, record.batch_size)
         input_ids = next(turn.input_ids for turn in turns if turn.turn == record.turn)
         assert input_ids is not None  # it had room when it was measured
         seed = answer_seed(record.seed, record.suite, record.prompt_id, record.turn)
@@ -265,17 +272,28 @@ def check_lossless(bench: Bench, suites: Sequence[PromptSet]) -> list[Mismatch]:
     return checked
 
 
+def count_skipped(suites: Sequence[PromptSet], records: Iterable[EvalRecord]) -> dict[GroupKey, int]:
+    """The turns of each suite that were left out as too long, by suite, temperature and batch size."""
+    answered = Counter(record.group_key for record in records if record.is_reference)
+    num_turns = {suite.name: sum(len(prompt.turns) for prompt in suite.prompts) for suite in suites}
+    return {key: num_turns[key[0]] - count for key, count in answered.items()}
+
+
 def write_results(rows: Sequence[Row], output_dir: Path) -> None:
-    """Summary, Markdown table, and per suite a plot of each temperature and a comparison of its drafters."""
+    """Summary, tables, and per suite and batch size a plot of each temperature and a comparison of its drafters."""
     write_json(output_dir / SUMMARY_FILE, rows)
     atomic_write_text(output_dir / TABLE_FILE, markdown(rows))
-    first = rows[0]["temperature"]
-    for suite in dict.fromkeys(row["suite"] for row in rows):
-        of_suite = [row for row in rows if row["suite"] == suite]
-        for temperature in dict.fromkeys(row["temperature"] for row in of_suite):
-            name = suite if temperature == first else f"{suite}-t{temperature:g}"
-            plot_suite([row for row in of_suite if row["temperature"] == temperature], output_dir / f"{name}.png")
-        plot_comparison(of_suite, output_dir / f"{suite}-comparison.png")
+    atomic_write_text(output_dir / CSV_FILE, csv_table(rows))
+    atomic_write_text(output_dir / LATEX_FILE, latex_table(rows))
+    groups: dict[GroupKey, list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["suite"], row["temperature"], row["batch_size"]), []).append(row)
+    first = next(iter(groups))
+    for key, own in groups.items():
+        plot_suite(own, output_dir / f"{group_name(key, first)}.png")
+    for suite, size in dict.fromkeys((suite, size) for suite, _, size in groups):
+        own = [row for row in rows if (row["suite"], row["batch_size"]) == (suite, size)]
+        plot_comparison(own, output_dir / f"{group_name((suite, first[1], size), first)}-comparison.png")
 
 
 @contextmanager

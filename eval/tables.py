@@ -1,5 +1,6 @@
 """The table of an evaluation, for the terminal and as Markdown."""
 
+import re
 from collections.abc import Sequence
 
 from rich import box
@@ -13,11 +14,20 @@ from .rows import Row, decoding_name, is_broken
 
 RESULT_COLUMNS = ("Tok/step", "Tok/s", "Speedup [95 %]", "Ceiling*", "Lossless")
 COST_COLUMNS = ("Params", "Trained s", "Draft ms", "Draft", "Verify", "Accept", "Rest", "Of roofline")
+NUM_OUTLIERS_NAMED = 3
+FEW_BATCHES = 8
+"""A bootstrap over fewer hardly knows how far they spread."""
 METHOD_WIDTH = 14
 """Characters for the name of a method on the narrowest terminal."""
 TOKENS_NOTE = (
     "Tok/step: tokens emitted per target step, bonus included, prefill excluded. Tok/s and speedup: whole generations, prefill "
     "included; the interval is a bootstrap over prompts."
+)
+BATCHES_NOTE = (
+    "Batches: a step is a pass over all rows, and Tok/step what it emits for one of them. Tok/s is the whole batch's, and the "
+    "speedup that over plain decoding in batches of the same prompts; its bootstrap draws batches. Draft ms is for all rows, "
+    "and the roofline reads the weights once for a token of every row. A row's last digits depend on its neighbours, so that "
+    "answers which differ are audited as in low precision."
 )
 CEILING_NOTE = (
     "* tau / (1 + rho), with rho the drafter's time over that of one plain step: the speedup if verifying a tree cost no more "
@@ -30,7 +40,7 @@ SAMPLING_NOTE = (
 )
 BY_RULE_NOTE = (
     "by rule: a method that draws its drafts at random gives another sample than plain decoding by design. That it is "
-    "lossless is claimed by its acceptance rule, which `outrider certify` tests."
+    "lossless is claimed by its acceptance rule, which the command outrider certify tests."
 )
 
 TYPICAL_NOTE = (
@@ -67,34 +77,45 @@ def footnotes(rows: Sequence[Row]) -> list[str]:
         TOKENS_NOTE,
         CEILING_NOTE,
         _roofline_note(first),
-        f"Decoding in {first['dtype']}, batch size {first['batch_size']}, up to {first['max_new_tokens']} new tokens.",
+        f"Decoding in {first['dtype']}, batch size {_sizes(rows)}, up to {first['max_new_tokens']} new tokens.",
     ]
+    notes += [BATCHES_NOTE] if any(row["batch_size"] > 1 for row in rows) else []
     notes += [SAMPLING_NOTE] if any(row["temperature"] > 0 for row in rows) else []
     notes += [BY_RULE_NOTE] if any(row["lossless"] is None for row in rows) else []
     notes += [TYPICAL_NOTE] if any(row["lossless_label"] == LOSSY for row in rows) else []
     for group, (row, *_) in _groups(rows).items():
         num_answers = row["num_turns"] * row["num_repeats"]
         note = (
-            f"{group} (prompts {row['prompt_set_revision'][:12]}): {row['num_prompts']} prompts, {row['num_turns']} turns, "
-            f"each answered {row['num_repeats']} time(s); {row['num_truncated']} of {num_answers} answers ended at the limit."
+            f"{group} (prompts {_prompts(row)}): {row['num_prompts']} prompts, {row['num_turns']} turns, "
+            f"each answered {row['num_repeats']} time(s){_in_batches(row)}; {row['num_truncated']} of {num_answers} answers "
+            "ended at the limit."
         )
         if row["num_skipped"]:
             note += f" {row['num_skipped']} turns were SKIPPED: too long for the target's context window, or a drafter's."
         notes.append(note)
     notes.extend(_mismatch_note(row) for row in rows if row["first_mismatch"])
+    notes.extend(_outlier_note(row) for row in rows if row["outliers"])
     return notes
+
+
+def escape_markdown(text: str) -> str:
+    """The text as Markdown shows it, on one line. Underscores within a word are left: they mean nothing there."""
+    text = re.sub(r"[\\`*|<>&$~]", r"\\\g<0>", " ".join(text.split()))
+    return re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\\_", text)
 
 
 def markdown(rows: Sequence[Row]) -> str:
     """The table and its notes as a Markdown page."""
     columns = (*RESULT_COLUMNS, *COST_COLUMNS)
-    lines = [("Suite", "Temperature", "Method", *columns), ("---", "---:", "---", *["---:"] * len(columns))]
+    heads = ("Suite", "Temperature", "Batch", "Method", *columns)
+    lines = [tuple(map(escape_markdown, heads)), ("---", "---:", "---:", "---", *["---:"] * len(columns))]
     for row in rows:
         texts = cells(row)
-        lines.append((row["suite"], f"{row['temperature']:g}", row["method"], *(texts[column] for column in columns)))
+        place = (row["suite"], f"{row['temperature']:g}", str(row["batch_size"]), row["method"])
+        lines.append(tuple(map(escape_markdown, (*place, *(texts[column] for column in columns)))))
     table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    notes = "\n".join(f"- {note}" for note in footnotes(rows))
-    return f"{table}\n\n{notes}\n".replace("*", "\\*")
+    notes = "\n".join(f"- {escape_markdown(note)}" for note in footnotes(rows))
+    return f"{table}\n\n{notes}\n"
 
 
 def print_table(rows: Sequence[Row], console: Console | None = None) -> None:
@@ -108,10 +129,11 @@ def print_table(rows: Sequence[Row], console: Console | None = None) -> None:
             head = column.replace(" ", "\n") if columns is COST_COLUMNS else column
             table.add_column(head, justify="right", no_wrap=True)
         for group, of_group in _groups(rows).items():
-            table.add_row(group, style="bold")
+            table.add_row(Text(group), style="bold")
             for row in of_group:
                 texts = cells(row)
-                table.add_row(row["method"], *(texts[column] for column in columns), style="red" if is_broken(row) else None)
+                shown = (Text(text) for text in (row["method"], *(texts[column] for column in columns)))
+                table.add_row(*shown, style="red" if is_broken(row) else None)
             table.add_section()
         console.print(table)
     for note in footnotes(rows):
@@ -119,11 +141,27 @@ def print_table(rows: Sequence[Row], console: Console | None = None) -> None:
 
 
 def _groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """The rows by suite and temperature, under the names that a reader sees."""
+    """The rows by suite, temperature and batch size, under the names that a reader sees."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(f"{row['suite']}, {decoding_name(row)}", []).append(row)
     return groups
+
+
+def _in_batches(row: Row) -> str:
+    if row["batch_size"] == 1:
+        return ""
+    few = ", too few for an interval to say much" if row["num_batches"] < FEW_BATCHES else ""
+    return f", in {row['num_batches']} batches{few}"
+
+
+def _prompts(row: Row) -> str:
+    digest = row["prompt_set_revision"][:12]
+    return digest if row["prompt_set_source"] is None else f"{digest} of {row['prompt_set_source']}"
+
+
+def _sizes(rows: Sequence[Row]) -> str:
+    return ", ".join(str(size) for size in dict.fromkeys(row["batch_size"] for row in rows))
 
 
 def _count(number: int) -> str:
@@ -167,4 +205,18 @@ def _mismatch_note(row: Row) -> str:
         f"{where}: {row['num_mismatched_prompts']} prompts differ from plain decoding, the first at "
         f"{place} (counted from 0); an audit of them found every token to be the target's choice within this precision's own "
         "noise."
+    )
+
+
+def _outlier_note(row: Row) -> str:
+    outliers, num_named = row["outliers"], NUM_OUTLIERS_NAMED
+    named = ", ".join(
+        f"{'prompts' if len(outlier['prompt_ids']) > 1 else 'prompt'} {', '.join(outlier['prompt_ids'])} turn "
+        f"{outlier['turn'] + 1} ({outlier['ratio']:.1f}x)"
+        for outlier in outliers[:num_named]
+    )
+    more = f" and {len(outliers) - num_named} more, named in the summary" if len(outliers) > num_named else ""
+    return (
+        f"Outliers of {row['method']} on {row['suite']} ({decoding_name(row)}), by seconds per step over their median: "
+        f"{named}{more}. They are in every figure: if the machine was busy, measure again, with repeats."
     )

@@ -38,6 +38,39 @@ def test_widths_become_methods_and_the_table_is_printed(command: list[str], tmp_
     assert str(tmp_path / "out") in result.output.replace("\n", "")
 
 
+def test_every_combination_of_widths_lengths_and_budgets_is_a_method(command: list[str], tmp_path: Path) -> None:
+    options = ["--beam-width", "1", "--beam-width", "2", "--beam-length", "2", "--beam-length", "3", "--tree-nodes", "4"]
+    result = CliRunner().invoke(app, [*command, *options, "--tree-nodes", "5", "--limit", "2", "--profile-prompts", "0"])
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert [row["method"] for row in rows[1:]] == [
+        f"redrafter beam_width={width} beam_length={length} tree_nodes={nodes}"
+        for width in (1, 2)
+        for length in (2, 3)
+        for nodes in (4, 5)
+    ]
+
+
+def test_batch_sizes_reach_the_stage(command: list[str], tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, [*command, "--batch-size", "2", "--batch-size", "1"])
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert [(row["batch_size"], row["method"]) for row in rows] == [
+        (size, method) for size in (2, 1) for method in ("baseline", "redrafter")
+    ]
+    assert "mt_bench, greedy, batch size 2" in result.output
+
+
+def test_own_prompts_are_evaluated_under_their_name(command: list[str], tmp_path: Path) -> None:
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "Why?"}\n{"prompt": "How?"}\n')
+    options = ["--suite", "mine", "--suite-path", f"mine={tmp_path / 'mine.jsonl'}"]
+    result = CliRunner().invoke(app, [*command, *options])
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert {(row["suite"], row["num_prompts"]) for row in rows} == {("mt_bench", 2), ("mine", 2)}
+    assert (tmp_path / "out" / "mine.png").is_file()
+
+
 def test_settings_are_given_as_in_a_configuration(command: list[str], tmp_path: Path) -> None:
     settings = ["--setting", "{beam_width: 1, beam_length: 2}", "--setting", "{tree_nodes: null}"]
     result = CliRunner().invoke(app, [*command, *settings])
@@ -114,12 +147,15 @@ def test_mistakes_show_before_the_target_is_loaded(command: list[str], tmp_path:
         "does not exist": ["--suite-path", f"mt_bench={tmp_path / 'nowhere.jsonl'}"],
         "beam_width is 0": ["--beam-width", "0"],
         "temperatures is [-1.0]": ["--temperature", "-1"],
+        "batch_sizes is [0]": ["--batch-size", "0"],
+        "SUITE=COMMIT": ["--suite-revision", "gsm8k=abc"],
+        "leave it out": ["--suite-revision", "mt_bench=abc"],
     }
     for message, arguments in mistakes.items():
         result = CliRunner().invoke(app, [*command, *arguments])
         assert isinstance(result.exception, ValueError), (message, result.output, result.exception)
         assert any(part in str(result.exception) for part in message.split("|")), result.exception
-    assert len(mistakes) == 9
+    assert len(mistakes) == 12
 
 
 def test_a_half_exported_drafter_is_refused_before_the_target_is_loaded(

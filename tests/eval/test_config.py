@@ -42,6 +42,15 @@ def test_temperatures_that_cannot_be_measured_are_refused(temperatures: list[flo
         EvalConfig(suites=[SuiteConfig(name="x")], temperatures=temperatures)
 
 
+@pytest.mark.parametrize(
+    ("batch_sizes", "message"),
+    [([], "batch_sizes is empty"), ([1, 0], "must be at least 1"), ([4, 1, 4], "give each once")],
+)
+def test_batch_sizes_that_cannot_be_measured_are_refused(batch_sizes: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EvalConfig(suites=[SuiteConfig(name="x")], batch_sizes=batch_sizes)
+
+
 def test_a_limit_of_zero_is_refused() -> None:
     with pytest.raises(ValueError, match="limit of suite 'mt_bench' is 0"):
         SuiteConfig(name="mt_bench", limit=0)

@@ -110,7 +110,7 @@ def test_one_unexplained_answer_outweighs_the_explained_ones_of_its_prompt(recor
 
 
 def test_skipped_turns_are_told(records: list[EvalRecord]) -> None:
-    rows = rows_of(records, [], num_skipped={("mt_bench", 0.0): 3})
+    rows = rows_of(records, [], num_skipped={("mt_bench", 0.0, 1): 3})
     assert rows[0]["num_skipped"] == 3
     assert any("3 turns were SKIPPED" in note for note in footnotes(rows))
 
@@ -118,11 +118,11 @@ def test_skipped_turns_are_told(records: list[EvalRecord]) -> None:
 def test_markdown_has_one_line_per_row_of_as_many_cells_as_the_head(records: list[EvalRecord]) -> None:
     lines = [line for line in markdown(rows_of(records, [])).splitlines() if line.startswith("|")]
     assert len(lines) == 2 + 2
-    assert {line.count("|") for line in lines} == {17}
-    assert lines[0].startswith("| Suite | Temperature | Method | Tok/step |")
-    assert lines[2].startswith("| mt_bench | 0 | baseline |")
+    assert {line.count("|") for line in lines} == {18}
+    assert lines[0].startswith("| Suite | Temperature | Batch | Method | Tok/step |")
+    assert lines[2].startswith("| mt_bench | 0 | 1 | baseline |")
     assert lines[3].startswith(
-        "| mt_bench | 0 | redrafter | 2.00 | 6.0 | 2.00x [2.00, 2.00] | 1.20x | yes | 1.4M | 160 | 250.00 | 50% |"
+        "| mt_bench | 0 | 1 | redrafter | 2.00 | 6.0 | 2.00x [2.00, 2.00] | 1.20x | yes | 1.4M | 160 | 250.00 | 50% |"
     )
 
 
@@ -153,7 +153,7 @@ TWO_TEMPERATURES = EvalConfig(suites=[SuiteConfig(name="mt_bench")], temperature
 def test_each_temperature_has_rows_of_its_own_in_the_order_of_the_configuration(
     records: list[EvalRecord], sampled: list[EvalRecord]
 ) -> None:
-    rows = rows_of([*records, *sampled], [], config=TWO_TEMPERATURES, num_skipped={("mt_bench", 0.7): 1})
+    rows = rows_of([*records, *sampled], [], config=TWO_TEMPERATURES, num_skipped={("mt_bench", 0.7, 1): 1})
     assert [(row["temperature"], row["method"]) for row in rows] == [
         (0.7, "baseline"),
         (0.7, "redrafter"),

@@ -1,0 +1,15 @@
+"""Who speaks, under the names that data sets have for it."""
+
+from .types import Role
+
+ROLES: dict[str, Role] = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bard": "assistant",
+    "bing": "assistant",
+    "assistant": "assistant",
+}
+"""Names of the roles in the wild; those of ShareGPT's files include the assistants that were asked."""
