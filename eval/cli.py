@@ -28,6 +28,7 @@ def eval_command(
     setting: Annotated[
         list[str] | None, typer.Option(help="Options of any drafter: '{depth: 5, top_k: 8}'. Repeat to compare.")
     ] = None,
+    tuned: Annotated[bool, typer.Option(help="In the settings that `outrider tune` chose here, in place of others.")] = False,
     temperature: Annotated[list[float] | None, typer.Option(help="0, the default, is greedy. Repeat for several.")] = None,
     batch_size: Annotated[list[int] | None, typer.Option(help="Prompts decoded together. Repeat for several.")] = None,
     acceptance: Annotated[str, typer.Option(help="exact, or typical: faster above temperature 0, and not lossless.")] = "exact",
@@ -60,6 +61,7 @@ def eval_command(
     from .rows import is_broken
     from .run import check_inputs, evaluate
     from .tables import print_table
+    from .tune import tuned_settings
 
     config = EvalConfig(
         suites=_suites(suite, suite_path or [], suite_revision or [], limit),
@@ -76,6 +78,8 @@ def eval_command(
         num_threads=threads,
         pack_weights=pack_weights,
     )
+    if tuned and config.settings != [{}]:
+        raise ValueError("--tuned takes its settings from `outrider tune`; leave out --setting, --beam-width and the like")
     check_inputs(config, drafter)
     place = device or str(torch.accelerator.current_accelerator() or "cpu")
     # A CPU emulates bfloat16, and only float32 can be held to the very same tokens.
@@ -93,7 +97,8 @@ def eval_command(
         )
     )
     use_chat_template(loaded.tokenizer, chat_template)
-    rows = evaluate(config, loaded, loaded.tokenizer, drafter, output)
+    settings = tuned_settings(config, loaded, drafter) if tuned else None
+    rows = evaluate(config, loaded, loaded.tokenizer, drafter, output, settings)
     console = Console()
     print_table(rows, console)
     console.print(f"Records, summary, tables and plots: {escape(str(output))}", soft_wrap=True)

@@ -14,13 +14,13 @@ from ..data.chat import encode_prompt
 from ..data.files import write_json
 from ..data.types import Turn
 from ..models.drafters import load_drafter
-from ..models.drafters.tuned import Choice, describe_place, save_tuned
+from ..models.drafters.tuned import Choice, describe_place, save_tuned, tuned_choice
 from ..models.hf_target import HFTarget
 from ..models.packing import packed_linears
 from .config import EvalConfig
 from .environment import describe_environment
 from .replay import answer_prompts
-from .run import acceptance_rule, cpu_threads, load_suites
+from .run import Settings, acceptance_rule, cpu_threads, load_suites
 from .step_times import StepTimes, measure_step_times
 from .tuning import Prediction, candidates, choose, measure_all, predict_all
 
@@ -94,6 +94,25 @@ def tune(
     if write:
         save_tuned(drafter_dir, place, choices)
     return tuning
+
+
+def tuned_settings(config: EvalConfig, target: HFTarget, drafter_dirs: Sequence[Path]) -> Settings:
+    """Of each drafter, the settings that were chosen here for the batch sizes and temperatures of an evaluation.
+
+    Raises ValueError where nothing was tuned here, and where a drafter's choice is always to draft nothing.
+    """
+    settings: dict[Path, Sequence[dict[str, Any]]] = {}
+    with cpu_threads(config.num_threads):
+        for directory in drafter_dirs:
+            chosen = [
+                tuned_choice(directory, target, batch_size=size, temperature=temperature).setting
+                for size in config.batch_sizes
+                for temperature in config.temperatures
+            ]
+            settings[directory] = [each for index, each in enumerate(chosen) if each is not None and each not in chosen[:index]]
+            if not settings[directory]:
+                raise ValueError(f"`outrider tune` has turned {directory} off here: plain decoding is faster than all settings")
+    return settings
 
 
 def regret(choice: Choice, measured: Sequence[Prediction], batch_size: int) -> float:
