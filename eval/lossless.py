@@ -53,15 +53,21 @@ def find_mismatches(records: Iterable[EvalRecord]) -> list[Mismatch]:
     """Compare every record with the baseline's first answer to the same turn at the same temperature and batch size (the
     baseline's repeats and profiles too), but for those that are other samples by design.
 
-    Raises ValueError where the prompts of the two differ or the baseline has no answer: such records prove nothing.
+    What the baseline answers in batches is compared with its answer at the smallest batch size, where the prompts are the same:
+    so a mistake that all methods of a batch share is seen as well. Raises ValueError where the prompts of the two differ or the
+    baseline has no answer: such records prove nothing.
     """
     by_key: dict[RecordKey, EvalRecord] = {record.key: record for record in records}
+    smallest = min((record.batch_size for record in by_key.values()), default=1)
     mismatches = []
     for record in by_key.values():
         place = (record.suite, record.prompt_id, record.turn, record.temperature)
         reference = by_key.get((*place, BASELINE, 0, False, record.batch_size))
         if reference is None or reference.prompt_sha256 != record.prompt_sha256:
             raise ValueError(f"{record.key} has no baseline record of the same prompt; delete the records and measure again")
+        if record.method == BASELINE:
+            alone = by_key.get((*place, BASELINE, 0, False, smallest))
+            reference = alone if alone is not None and alone.prompt_sha256 == record.prompt_sha256 else reference
         if not record.is_other_sample and record.token_ids != reference.token_ids:
             pairs = zip_longest(record.token_ids, reference.token_ids)
             position = next(index for index, (token, expected) in enumerate(pairs) if token != expected)

@@ -99,6 +99,7 @@ class Bench:
                     warm = warm or self._prepare(batch.turns[0].suite)
                     self.file.append(*self._records(batch, method, repeat, profiled))
                 progress.update(len(batch.turns))
+            progress.total = progress.n  # the others were too long
 
     def _passes(self, suites: Sequence[PromptSet]) -> list[Pass]:
         """All that is to be measured. What is profiled are whole batches, since a smaller one takes another time."""

@@ -42,7 +42,7 @@ def plot_suite(rows: Sequence[Row], path: Path) -> None:
         _bars(left, rows, categories, lambda values: (values["tokens_per_step"], None), "{:.2f}")
         _bars(right, rows, categories, lambda values: (values["speedup"], values["speedup_ci95"]), "{:.2f}x")
         left.set_title("Tokens per step", loc="left", fontweight="bold")
-        right.set_title("Speedup, with 95 % interval over prompts", loc="left", fontweight="bold")
+        right.set_title(_speedup_title(rows[0]), loc="left", fontweight="bold")
         left.set_yticks(range(len(categories)), [_category_label(rows[0], name) for name in categories])
         left.get_yticklabels()[-1].set_fontweight("bold")
         left.set_ylim(len(categories) - 0.4, -0.6)  # the first category at the top
@@ -94,7 +94,7 @@ def plot_comparison(rows: Sequence[Row], path: Path) -> None:
             for place in range(1, len(first), 2):  # every other method on grey, so that the eye stays in its line
                 axes.axhspan(place - 0.5, place + 0.5, color="0.965", linewidth=0, zorder=0)
         left.set_title("Tokens per step", loc="left", fontweight="bold")
-        right.set_title("Speedup, with 95 % interval over prompts", loc="left", fontweight="bold")
+        right.set_title(_speedup_title(first[0]), loc="left", fontweight="bold")
         left.set_yticks(range(len(first)), names)
         left.set_ylim(len(first) - 0.5, -0.5)  # the best at the top
         setting = f"batch size {first[0]['batch_size']}, {first[0]['dtype']}"
@@ -121,6 +121,10 @@ def _dots(left: Any, right: Any, row: Row, place: float, color: str) -> None:
         right.plot(row["speedup_ci95"], [place] * 2, color=color, linewidth=1.2, solid_capstyle="butt")
     if row["ceiling"] is not None:
         right.plot(row["ceiling"], place, "|", color=color, markersize=7, markeredgewidth=1.8)
+
+
+def _speedup_title(row: Row) -> str:
+    return f"Speedup, with 95 % interval over {'prompts' if row['batch_size'] == 1 else 'batches'}"
 
 
 def _wrapped(method: str) -> str:

@@ -74,6 +74,13 @@ def test_each_batch_size_is_held_against_plain_decoding_at_the_same(run_tiny: Ev
         assert together[method, 0, 0] == ["a", "c", "d"]
         assert together[method, 1, 0] == ["a", "d"]
         assert together[method, 0, 1] == together[method, 1, 1] == ["e"]
+    # What a row accepts is counted as if it were alone. (What it reads may be padded to the largest tree beside it.)
+    counts: dict[Any, list[Any]] = defaultdict(list)
+    for record in read(tmp_path / "eval"):
+        numbers = (record.token_ids, record.accepted_histogram, record.truncated, record.prompt_sha256)
+        counts[record.prompt_id, record.turn, record.method].append(numbers)
+    assert len(counts) == 2 * 7
+    assert all(len(each) >= 2 and each.count(each[0]) == len(each) for each in counts.values())
     pictures = sorted(path.name for path in (tmp_path / "eval").glob("*.png"))
     assert pictures == ["spec_bench-b3.png", "spec_bench.png"]
     assert "batch size 1, 3" in (tmp_path / "eval" / "table.md").read_text()
@@ -187,9 +194,23 @@ def test_answers_are_compared_within_their_batch_size(make_record: MakeRecord) -
     single = make_record(token_ids=[4, 5, 6])
     plain = make_record(token_ids=[4, 5, 7], batch_size=2)
     drafted = make_record(token_ids=[4, 5, 6], batch_size=2, method="d")
-    assert [mismatch.record for mismatch in find_mismatches([single, plain, drafted])] == [drafted]
+    same = make_record(token_ids=[4, 5, 7], batch_size=2, method="e")
+    found = find_mismatches([single, plain, drafted, same])
+    assert [(mismatch.record.method, mismatch.record.batch_size) for mismatch in found] == [("baseline", 2), ("d", 2)]
     with pytest.raises(ValueError, match="no baseline record of the same prompt"):
         find_mismatches([single, drafted])
+
+
+def test_plain_decoding_in_batches_is_compared_with_that_of_single_prompts_where_they_are_the_same(
+    make_record: MakeRecord,
+) -> None:
+    """Else a mistake that all methods make in batches would pass for the target's answer."""
+    single = make_record(token_ids=[4, 5, 6])
+    wrong = make_record(token_ids=[4, 5, 7], batch_size=2)
+    other_prompt = make_record(token_ids=[4, 5, 7], batch_size=2, prompt_sha256="ff", turn=1)
+    found = find_mismatches([single, wrong, make_record(turn=1), other_prompt])
+    assert [mismatch.record for mismatch in found] == [wrong]
+    assert find_mismatches([wrong, other_prompt]) == []
 
 
 class WrongBesideOthers(GreedyAcceptance):
