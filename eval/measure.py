@@ -18,12 +18,13 @@ from ..data.prompts import Prompt, PromptSet
 from ..data.types import Turn
 from ..models.decoding.loop import generate
 from ..models.decoding.sampling import RowSeeds
+from ..models.decoding.tree import tree_tokens
 from ..models.decoding.types import PhaseSeconds, Step
 from ..models.hf_target import HFTarget
 from ..models.interfaces import AcceptanceRule, Drafter, Target
 from .config import EvalConfig
 from .environment import Environment, differences, digest_of
-from .records import BASELINE, EvalRecord, RecordFile
+from .records import BASELINE, EvalRecord, RecordFile, TreeTokens
 
 WARMUP_NEW_TOKENS = 32
 
@@ -69,6 +70,12 @@ class Generation:
             verify=sum(phase.verify for phase in phases),
             accept=sum(phase.accept for phase in phases),
         )
+
+    @property
+    def tree_tokens(self) -> TreeTokens:
+        """Of each verify step; these must have been timed."""
+        counts = [tree_tokens(*step.links) for step in self.steps if step.links is not None]
+        return TreeTokens(shared=[int(shared[0]) for shared, _ in counts], separate=[int(paths[0]) for _, paths in counts])
 
 
 def time_generation(
@@ -267,6 +274,7 @@ class Bench:
             environment_digest=self.environment.digest,
             config_digest=self.config_digest,
             seed=self.config.seed,
+            tree_tokens=generation.tree_tokens if profiled else None,
         )
 
 

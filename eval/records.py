@@ -23,6 +23,16 @@ RecordKey = tuple[str, str, int, float, str, int, bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TreeTokens:
+    """Draft tokens of each verify step, padding left out: what merging shared prefixes saves (see `tree_tokens`)."""
+
+    separate: list[int]
+    """Were every path of the tree read by itself."""
+    shared: list[int]
+    """As the tree has them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvalRecord:
     """One generation: a prompt's turn, answered by a method, once.
 
@@ -69,6 +79,8 @@ class EvalRecord:
     environment_digest: str
     config_digest: str
     seed: int
+    tree_tokens: TreeTokens | None = None
+    """None unless profiled, and in records made before it was measured."""
 
     def __post_init__(self) -> None:
         if not self.token_ids or self.num_verify_tokens != len(self.token_ids) - 1:
@@ -85,6 +97,8 @@ class EvalRecord:
             raise ValueError(f"took {self.prefill_seconds} s and {self.decode_seconds} s; seconds are positive")
         if self.profiled != (self.phase_seconds is not None):
             raise ValueError("phase_seconds must be there exactly when profiled")
+        if self.tree_tokens is not None and {len(self.tree_tokens.separate), len(self.tree_tokens.shared)} != {self.num_steps}:
+            raise ValueError(f"tree_tokens must have an entry for each of the {self.num_steps} verify steps")
 
     @property
     def key(self) -> RecordKey:
