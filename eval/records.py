@@ -12,11 +12,9 @@ from types import TracebackType
 
 from ..data.files import naming_full_disk, parse_dataclass
 from ..models.decoding.types import PhaseSeconds
+from .names import BASELINE as BASELINE
 
 logger = logging.getLogger(__name__)
-
-BASELINE = "baseline"
-"""Method name of plain decoding."""
 
 RecordKey = tuple[str, str, int, float, str, int, bool]
 """Suite, prompt id, turn, temperature, method, repeat, profiled: one generation of a run."""
