@@ -18,6 +18,8 @@ from .report_tables import Section
 logger = logging.getLogger(__name__)
 
 PAGE_FILE, FIGURES_DIR = "report.html", "figures"
+NUM_OPEN = 4
+"""Tables of a section that the page shows at once; those after them are folded."""
 SECTIONS: dict[Callable[[Group], Section | None], str] = {
     results: "Speedup and tokens per step",
     categories: "By category: no suite with two categories or more",
@@ -63,7 +65,9 @@ def render(chapters: Sequence[Chapter], folders: Sequence[str]) -> str:
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     titles = ", ".join(dict.fromkeys(chapter.title for chapter in chapters))
     template = environment.get_template("report.html.jinja")
-    return template.render(title=f"Speculative decoding: {titles}", folders=folders, chapters=chapters, share=_percent)
+    return template.render(
+        title=f"Speculative decoding: {titles}", folders=folders, chapters=chapters, share=_percent, num_open=NUM_OPEN
+    )
 
 
 def _percent(value: float, top: float) -> float:

@@ -6,10 +6,15 @@ from typing import Any
 from .report_runs import Entry, Group, decoding
 from .report_tables import Column, Line, Section, Table, Value, column, number, table
 
+VARIED = ("beam_width", "share_prefixes")
+"""Options in which the settings of one table differ."""
+
 
 def prefixes(group: Group) -> Section | None:
     """Draft tokens before and after shared prefixes are merged, and the speed with and without, over batch sizes."""
-    tables = [*_sizes(group), *_speeds(group)]
+    sizes = _sizes(group)
+    # Sizes hardly change with the batch; speeds do.
+    tables = [*sizes[:1], *_speeds(group), *sizes[1:]]
     if not tables:
         return None
     return Section(
@@ -25,7 +30,7 @@ def prefixes(group: Group) -> Section | None:
 def _sizes(group: Group) -> list[Table]:
     tables = []
     for caption, entries in group.settings():
-        counted = [(entry, entry.row["tree_tokens"]) for entry in entries]
+        counted = [(entry, entry.row["tree_tokens"]) for entry in entries if entry.options.get("share_prefixes", True)]
         sides = {
             name: [_percentiles(counts[name]) if counts else None for _, counts in counted] for name in ("separate", "shared")
         }
@@ -50,42 +55,45 @@ def _sizes(group: Group) -> list[Table]:
 
 def _percentiles(values: list[float]) -> Value:
     low, middle, high = values  # stats.TREE_PERCENTILES
-    note = f"{low:.0f} to {high:.0f}"
-    return Value(text=f"{middle:.0f}", number=middle, low=low, high=high, note=note)
+    if low == high:
+        return number(middle, ".0f")
+    return Value(text=f"{middle:.0f}", number=middle, low=low, high=high, note=f"{low:.0f} to {high:.0f}")
 
 
 def _speeds(group: Group) -> list[Table]:
-    """A table per drafter, suite and temperature that was measured both ways: a line per batch size and way."""
-    pairs: dict[tuple[Any, ...], dict[tuple[int, bool], Entry]] = defaultdict(dict)
+    """For each drafter, suite and temperature: tokens/s over batch size x beam width, with tree attention and without."""
+    ways: dict[tuple[Any, ...], dict[tuple[int, int, bool], Entry]] = defaultdict(dict)
     for entry in group.entries:
-        if entry.is_baseline or "beam_width" not in entry.options or entry.options.get("tree_nodes") is not None:
+        if "beam_width" not in entry.options or entry.options.get("tree_nodes") is not None:
             continue
-        rest = tuple(sorted((name, str(value)) for name, value in entry.options.items() if name != "share_prefixes"))
+        rest = tuple(sorted((name, str(value)) for name, value in entry.options.items() if name not in VARIED))
         key = (entry.label, entry.weights, rest, group.suite_name(entry), entry.row["temperature"])
-        pairs[key][entry.row["batch_size"], entry.options.get("share_prefixes", True)] = entry
+        place = (entry.row["batch_size"], entry.options["beam_width"], entry.options.get("share_prefixes", True))
+        ways[key][place] = entry
     tables = []
-    for (label, _, rest, suite, temperature), by_batch in pairs.items():
-        batches = sorted({batch for batch, _ in by_batch if {(batch, True), (batch, False)} <= by_batch.keys()})
-        if not batches:
+    for (label, _, rest, suite, temperature), entries in ways.items():
+        pairs = [(batch, width) for batch, width, shared in entries if not shared and (batch, width, True) in entries]
+        if not pairs:
             continue
-        lines, speeds = [], []
-        for batch in batches:
-            shared, separate = by_batch[batch, True], by_batch[batch, False]
-            ratio = shared.row["tokens_per_second"] / separate.row["tokens_per_second"]
-            for name, entry, gain in (("with", shared, f"{ratio:.2f}x"), ("without", separate, "")):
-                note = "not lossless" if entry.row["lossless"] is False else ""
-                speeds.append(number(entry.row["tokens_per_second"], ".1f"))
-                lines.append(
-                    Line(
-                        label=f"{name} tree attention",
-                        detail=f"batch size {batch}",
-                        values=[speeds[-1], Value(text=gain, note=note)],
-                    )
-                )
-        options = dict(rest)
-        caption = (
-            f"{label}, {options['beam_width']} beams of {options['beam_length']}; {suite}, {decoding(temperature)}: tokens/s"
-        )
-        columns = [column("Tokens/s of the batch", "bar", speeds), Column(name="With over without")]
-        tables.append(table(caption, "", columns, lines))
+        widths = sorted({width for _, width in pairs})
+        lines = []
+        for batch in sorted({batch for batch, _ in pairs}):
+            for shared in (True, False):
+                values = [
+                    _speed(entries, batch, width, shared) if (batch, width) in pairs else number(None) for width in widths
+                ]
+                lines.append(Line(label="with" if shared else "without", detail=f"batch size {batch}", values=values))
+        top = column("", "heat", [value for line in lines for value in line.values]).top
+        columns = [Column(name=f"width {width}", kind="heat", top=top) for width in widths]
+        caption = f"{label}, beam_length {dict(rest).get('beam_length', '?')}; {suite}, {decoding(temperature)}: tokens/s"
+        tables.append(table(f"{caption} with and without tree attention", "", columns, lines))
     return tables
+
+
+def _speed(entries: dict[tuple[int, int, bool], Entry], batch: int, width: int, shared: bool) -> Value:
+    """Tokens/s of the whole batch; with tree attention also by what it is faster."""
+    entry, other = entries[batch, width, shared], entries[batch, width, not shared]
+    speed = entry.row["tokens_per_second"]
+    if entry.row["lossless"] is False:
+        return Value(text=f"{speed:.1f}", number=speed, note="not lossless", tone="bad")
+    return Value(text=f"{speed:.1f}", number=speed, note=f"{speed / other.row['tokens_per_second']:.2f}x" if shared else "")

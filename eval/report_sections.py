@@ -145,7 +145,7 @@ def heat_maps(group: Group) -> Section | None:
         place = (group.suite_name(entry), entry.row["temperature"])
         if entry.is_baseline:
             plain[*place, entry.run][entry.row["batch_size"]] = entry
-        elif "beam_width" in entry.options:
+        elif "beam_width" in entry.options and entry.options.get("share_prefixes", True):
             rest = tuple(sorted((name, str(value)) for name, value in entry.options.items() if name != "beam_width"))
             families[*place, entry.label, entry.weights, rest].append(entry)
     tables = []
@@ -190,7 +190,7 @@ def _heat_map(
     lines = []
     for batch in batches:
         values = [_speed(cells.get((batch, width)), speed_of) for width in widths]
-        best = max((value.number for value in values if value.number is not None), default=None)
+        best = max((value.number for value in values if value.number is not None and not value.tone), default=None)
         marked = [
             Value(
                 text=value.text,
@@ -219,9 +219,9 @@ def _speed(entry: Entry | None, speed_of: Callable[[Entry], float]) -> Value:
 
 
 def _fixed_options(entries: Sequence[Entry]) -> str:
-    shown = ("beam_length", "tree_nodes", "share_prefixes")
+    shown = ("beam_length", "tree_nodes")
     options = entries[0].options
-    return ", ".join(f"{name} {options[name]}" for name in shown if options.get(name) is not None and options[name] is not True)
+    return ", ".join(f"{name} {options[name]}" for name in shown if options.get(name) is not None)
 
 
 def distillation(group: Group) -> Section | None:
