@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 PAGE_FILE, FIGURES_DIR = "report.html", "figures"
 NUM_OPEN = 4
-"""Tables of a section that the page shows at once; those after them are folded."""
+"""Tables of a section that the page shows at once; those after them are folded, and have no PNG."""
 SECTIONS: dict[Callable[[Group], Section | None], str] = {
     results: "Speedup and tokens per step",
     categories: "By category: no suite with two categories or more",
@@ -131,11 +131,11 @@ def _unknown(group: Group) -> list[str]:
 
 
 def _write_figures(chapters: Sequence[Chapter], folder: Path) -> None:
-    """A PNG for each table, and none that an earlier report left."""
+    """A PNG for each table that isn't folded, and none that an earlier report left."""
     written = set()
     for chapter_number, chapter in enumerate(chapters, start=1):
         for section in chapter.sections:
-            for number, table in enumerate(section.tables, start=1):
+            for number, table in enumerate(section.tables[:NUM_OPEN], start=1):
                 path = folder / f"{chapter_number}-{section.id}-{number}.png"
                 plot_table(table, f"{section.title}: {table.caption}", path)
                 written.add(path.name)

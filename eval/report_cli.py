@@ -11,7 +11,7 @@ def report_command(
         list[Path], typer.Argument(metavar="DIR...", help="Folders of finished evaluations: what `outrider eval` wrote.")
     ],
     output: Annotated[Path, typer.Option(help="Folder for report.html and figures/.")] = Path("outputs/report"),
-    figures: Annotated[bool, typer.Option(help="Write every table as a PNG, too.")] = True,
+    figures: Annotated[bool, typer.Option(help="Write tables as PNGs, too: the first ones of each section.")] = True,
 ) -> None:
     """Tables and figures of one or several evaluations as one static page, and as PNGs.
 
