@@ -8,6 +8,7 @@ import typer
 
 from ..eval.certify_cli import certify_command
 from ..eval.cli import eval_command
+from ..eval.report_cli import report_command
 from ..eval.tune_cli import tune_command
 from .data import app as data_app
 from .errors import user_errors
@@ -21,6 +22,7 @@ app = typer.Typer(
 app.command("eval")(eval_command)
 app.command("certify")(certify_command)
 app.command("tune")(tune_command)
+app.command("report")(report_command)
 app.add_typer(data_app, name="data")
 
 

@@ -257,6 +257,7 @@ class Bench:
                     prefill_seconds=generation.prefill_seconds,
                     decode_seconds=generation.decode_seconds,
                     phase_seconds=generation.phase_seconds if profiled else None,
+                    tree_tokens=answer.tree_tokens if profiled else None,
                     environment_digest=self.environment.digest,
                     config_digest=self.config_digest,
                     seed=self.config.seed,

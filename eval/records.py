@@ -14,11 +14,9 @@ from types import TracebackType
 
 from ..data.files import atomic_write_bytes, naming_full_disk, parse_dataclass
 from ..models.decoding.types import PhaseSeconds
+from .names import BASELINE as BASELINE
 
 logger = logging.getLogger(__name__)
-
-BASELINE = "baseline"
-"""Method name of plain decoding."""
 
 RecordKey = tuple[str, str, int, float, str, int, bool, int]
 """Suite, prompt id, turn, temperature, method, repeat, profiled, batch size: one answer of a run."""
@@ -26,6 +24,16 @@ BatchKey = tuple[str, str | int, int, float, str, int, bool, int]
 """The same with the batch in the prompt's place: what was decoded together."""
 GroupKey = tuple[str, float, int]
 """Suite, temperature, batch size: methods are held against each other within these."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeTokens:
+    """Draft tokens of each verify step, padding left out: what merging shared prefixes saves (see `tree_tokens`)."""
+
+    separate: list[int]
+    """Were every path of the tree read by itself."""
+    shared: list[int]
+    """As the tree has them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +94,8 @@ class EvalRecord:
     environment_digest: str
     config_digest: str
     seed: int
+    tree_tokens: TreeTokens | None = None
+    """None unless profiled, and in records made before it was measured."""
 
     def __post_init__(self) -> None:
         if not self.token_ids or self.num_verify_tokens != len(self.token_ids) - 1:
@@ -104,6 +114,8 @@ class EvalRecord:
             raise ValueError("phase_seconds must be there exactly when profiled")
         if self.batch < 0 or not 1 <= self.num_rows <= self.batch_size:
             raise ValueError(f"{self.num_rows} rows of batch {self.batch}; a batch has from 1 to {self.batch_size} rows")
+        if self.tree_tokens is not None and {len(self.tree_tokens.separate), len(self.tree_tokens.shared)} != {self.num_steps}:
+            raise ValueError(f"tree_tokens must have an entry for each of the {self.num_steps} verify steps")
 
     @property
     def key(self) -> RecordKey:

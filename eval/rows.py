@@ -69,6 +69,8 @@ class Row(TypedDict):
     training: dict[str, Any] | None
     """What the drafter's training took (TrainingFacts)."""
     time_split: dict[str, float] | None
+    tree_tokens: dict[str, list[float]] | None
+    """Draft tokens a step before and after shared prefixes are merged (`stats.tree_tokens`)."""
     roofline: dict[str, Any]
     roofline_fraction: float | None
     """Decode tokens per second over the roofline of plain decoding, which reads the weights once for a token of every row."""
@@ -178,6 +180,7 @@ def _row(
         parameters=drafter.parameters if drafter else None,
         training=asdict(drafter.training) if drafter and drafter.training else None,
         time_split=stats.time_split(profiled),
+        tree_tokens=stats.tree_tokens(profiled),
         roofline=roofline.to_json(),
         roofline_fraction=None if decode_speed is None else decode_speed / (first.batch_size * roofline.tokens_per_second),
         lossless=False if lossless.lossy else None if lossless.by_rule and not mismatches else not mismatches,

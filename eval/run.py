@@ -28,8 +28,9 @@ from .config import EvalConfig
 from .environment import Environment, describe_environment, differences, digest_of
 from .lossless import Mismatch, audit, find_mismatches, is_exact
 from .measure import Bench, Method, answer_seed
+from .names import BASELINE, RECORDS_FILE, RUN_FILE, SUMMARY_FILE, TABLE_FILE
 from .plots import plot_comparison, plot_suite
-from .records import BASELINE, EvalRecord, GroupKey, RecordFile, group_name
+from .records import EvalRecord, GroupKey, RecordFile, group_name
 from .roofline import Roofline, measure_roofline
 from .rows import DrafterFacts, Row, build_rows
 from .table_files import csv_table, latex_table
@@ -37,8 +38,7 @@ from .tables import markdown
 
 logger = logging.getLogger(__name__)
 
-RUN_FILE, RECORDS_FILE, SUMMARY_FILE = "run.json", "records.jsonl", "summary.json"
-TABLE_FILE, CSV_FILE, LATEX_FILE = "table.md", "table.csv", "table.tex"
+CSV_FILE, LATEX_FILE = "table.csv", "table.tex"
 ANSWERS_DIR = "answers"
 Settings = Mapping[Path, Sequence[dict[str, Any]]]
 """Run-time options by drafter's directory, each one a method of the table: in place of the configuration's."""

@@ -14,6 +14,8 @@ from .records import BatchKey, EvalRecord
 
 NUM_RESAMPLES = 10_000
 CONFIDENCE = 0.95
+TREE_PERCENTILES = (1, 50, 99)
+"""What the ReDrafter paper shows of the sizes of its trees (arXiv 2403.09919, figure 6)."""
 
 
 def tokens_per_step(records: Sequence[EvalRecord]) -> float | None:
@@ -88,6 +90,19 @@ def time_split(profiled: Sequence[EvalRecord]) -> dict[str, float] | None:
         return None
     shares = {name: sum(getattr(phase, name) for phase in phases) / total for name in ("draft", "verify", "accept")}
     return {**shares, "rest": 1 - sum(shares.values())}
+
+
+def tree_tokens(profiled: Sequence[EvalRecord]) -> dict[str, list[float]] | None:
+    """TREE_PERCENTILES, over the verify steps of profiled records, of the draft tokens before (`separate`) and after (`shared`)
+    shared prefixes are merged; None where they weren't counted or nothing is drafted."""
+    counts = [record.tree_tokens for record in profiled if record.tree_tokens is not None]
+    sides = {
+        "separate": [count for each in counts for count in each.separate],
+        "shared": [count for each in counts for count in each.shared],
+    }
+    if not any(sides["shared"]):
+        return None
+    return {name: [float(value) for value in np.percentile(side, TREE_PERCENTILES)] for name, side in sides.items()}
 
 
 def draft_seconds_per_step(profiled: Sequence[EvalRecord]) -> float | None:

@@ -10,8 +10,10 @@ from jaxtyping import Int
 
 from ..models.decoding.loop import generate
 from ..models.decoding.sampling import RowSeeds
+from ..models.decoding.tree import tree_tokens
 from ..models.decoding.types import PhaseSeconds, Step
 from ..models.interfaces import AcceptanceRule, Drafter, Target
+from .records import TreeTokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +36,7 @@ class Generation:
             accepted_histogram=[accepted.count(length) for length in range(max(accepted, default=-1) + 1)],
             num_draft_tokens=sum(step.num_nodes for step, _ in own),
             drawn=any(step.drawn for step, _ in own),
+            tree_tokens=_tree_tokens(own),
         )
 
     @property
@@ -60,6 +63,17 @@ class Answer:
     num_draft_tokens: int
     """That the target read for this row."""
     drawn: bool
+    tree_tokens: TreeTokens
+    """Of each verify step, where phases were timed."""
+
+
+def _tree_tokens(own: Sequence[tuple[Step, int]]) -> TreeTokens:
+    """What merging shared prefixes saved a row, whose steps and place in them these are."""
+    counts = [(tree_tokens(*step.links), place) for step, place in own if step.links is not None]
+    return TreeTokens(
+        shared=[int(shared[place]) for (shared, _), place in counts],
+        separate=[int(separate[place]) for (_, separate), place in counts],
+    )
 
 
 def time_generation(

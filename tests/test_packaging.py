@@ -48,6 +48,7 @@ def test_recipes_templates_and_the_demo_target_are_in_the_wheel(wheel: ZipFile) 
     data = [
         *(REPOSITORY / "conf").rglob("*.yaml"),
         *(REPOSITORY / "data" / "templates").iterdir(),
+        *(REPOSITORY / "eval" / "templates").iterdir(),
         *(REPOSITORY / "models" / "demo_target").glob("*"),
     ]
     missing = [path for path in data if f"outrider/{path.relative_to(REPOSITORY).as_posix()}" not in names]

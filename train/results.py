@@ -138,6 +138,7 @@ def save_results(
         tokens_seen=metrics["tokens_seen"],
         parameters=sum(parameter.numel() for parameter in drafter.parameters()),
         tokens_per_step_estimate=metrics["tokens_per_step_estimate"],
+        labels=config.labels,
     )
     write_json(partial / TRAINING_FILE, asdict(facts))
     drafter_dir.mkdir(parents=True, exist_ok=True)

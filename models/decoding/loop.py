@@ -132,6 +132,8 @@ def make_step(
         drawn=tree.child_probs is not None,
         is_prefill=is_prefill,
         seconds=seconds,
+        # Copies: a recorded drafter overwrites its trees.
+        links=(tree.tokens.clone(), tree.parents.clone()) if seconds else None,
     )
 
 

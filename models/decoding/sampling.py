@@ -86,8 +86,17 @@ def choose(
     max_depth: int,
     generator: Randomness = None,
 ) -> Int[torch.Tensor, "batch entry"]:
-    """One token after each entry of a tree, `depths` tokens after the first one: only those on one path will be used."""
-    return generator.choose(probs, depths, max_depth) if isinstance(generator, RowSeeds) else draw(probs, generator)
+    """One token after each entry of a tree, `depths` tokens after the first one: only those on one path will be used.
+
+    Entries of one depth share their clocks, so that after the same text they choose the same token.
+    """
+    if isinstance(generator, RowSeeds):
+        return generator.choose(probs, depths, max_depth)
+    if isinstance(generator, Chance):
+        return generator.draw(probs)
+    clocks = torch.empty(len(probs), max_depth + 1, probs.shape[-1], dtype=probs.dtype, device=probs.device)
+    clocks.exponential_(generator=generator)
+    return _first_to_ring(probs, clocks.gather(1, depths[:, :, None].expand_as(probs)))
 
 
 def draw_several(

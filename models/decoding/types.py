@@ -74,3 +74,6 @@ class Step:
     """Whether its draft tokens were drawn at random (the tree had `child_probs`)."""
     is_prefill: bool
     seconds: PhaseSeconds | None = None
+    """None unless timed."""
+    links: tuple[Int[torch.Tensor, "batch node"], Int[torch.Tensor, "batch node"]] | None = None
+    """The tree's tokens and parents, for whoever studies trees afterwards; None unless timed."""

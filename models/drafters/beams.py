@@ -109,6 +109,25 @@ def pack_survivors(search: SearchTree, *, full_size: bool = False) -> DraftTree:
     return pack(search, alive.bool(), alive.shape[1] if full_size else int(alive.sum(1).max()))
 
 
+def pack_separately(search: SearchTree) -> DraftTree:
+    """The beams that the search ended with, each written out in full, as if none shared a prefix: what `pack_survivors` saves.
+
+        beams  A B C        depth 1: A A A        parents  -1 -1 -1
+               A B D   ->   depth 2: B B E                  0  1  2
+               A E F        depth 3: C D F                  3  4  5
+
+    Siblings may be the same token here, which acceptance can bear: what is chosen after a text doesn't depend on the node.
+    """
+    size = search.level_sizes[-1]
+    num_nodes = search.tokens.shape[1]
+    nodes = [torch.arange(num_nodes - size, num_nodes, device=search.tokens.device).expand(len(search.tokens), size)]
+    for _ in search.level_sizes[1:]:
+        nodes.insert(0, search.parents.gather(1, nodes[0]))
+    tokens = search.tokens.gather(1, torch.cat(nodes, dim=1))
+    parents = (torch.arange(tokens.shape[1], device=tokens.device) - size).clamp(min=NO_NODE)
+    return DraftTree(tokens=tokens, parents=parents.expand_as(tokens), max_depth=len(search.level_sizes))
+
+
 def pack_likeliest(search: SearchTree, num_nodes: int) -> DraftTree:
     """The `num_nodes` likeliest of all nodes that the search held, dropped beams' too: EAGLE-2's choice (arXiv 2406.16858,
     section 4.2).

@@ -36,10 +36,12 @@ class TrainingFacts:
     """The drafter's own; those of the target are not counted."""
     tokens_per_step_estimate: float
     """Of the last record of the training."""
+    labels: str | None = None
+    """What it learned, `distilled` or `text` (see TrainConfig); None where it was trained before that was written down."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if not 0 <= value < math.inf:
+            if name != "labels" and not 0 <= value < math.inf:
                 raise ValueError(f"{name} is {value}; it must be a finite number and not negative")
 
 

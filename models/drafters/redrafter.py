@@ -29,7 +29,7 @@ from ..decoding.tree import DraftTree
 from ..decoding.types import Acceptance, TargetOutput
 from ..hf_target import HFTarget
 from ..interfaces import Loss, TrainableDrafter
-from .beams import MAX_CANDIDATES, MAX_SEARCH_NODES, beam_search, pack_likeliest, pack_survivors
+from .beams import MAX_CANDIDATES, MAX_SEARCH_NODES, beam_search, pack_likeliest, pack_separately, pack_survivors
 from .objective import DraftVocabulary, Labels, Objective, commonest_tokens, require_draft_tokens, score
 
 
@@ -59,8 +59,11 @@ class RedrafterConfig:
     tree_nodes: int | None = None
     """Nodes of the draft tree: so many of the likeliest that the beam search met; None is the paper's tree, the beams that it
     ended with. May be changed when the drafter is loaded."""
+    share_prefixes: bool = True
+    """Whether the target reads a prefix that beams share once (section 3.3). Off, it reads every beam in full: slower, the same
+    answers, and only there to measure what sharing saves. May be changed when the drafter is loaded."""
 
-    RUNTIME_FIELDS: ClassVar[frozenset[str]] = frozenset({"beam_width", "beam_length", "tree_nodes"})
+    RUNTIME_FIELDS: ClassVar[frozenset[str]] = frozenset({"beam_width", "beam_length", "tree_nodes", "share_prefixes"})
 
     def __post_init__(self) -> None:
         if self.initial_state not in ("embedding", "zero"):
@@ -77,6 +80,11 @@ class RedrafterConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"drafter.{name} is {value}; it must be at least 1, or null where that is allowed")
+        if not self.share_prefixes and self.tree_nodes is not None:
+            raise ValueError(
+                f"drafter.share_prefixes is off and drafter.tree_nodes {self.tree_nodes}; a tree of the likeliest nodes shares "
+                "its prefixes: set tree_nodes to null"
+            )
         num_nodes = self.beam_width * self.beam_length
         if num_nodes > MAX_SEARCH_NODES or num_nodes * self.beam_width > MAX_CANDIDATES:
             raise ValueError(
@@ -189,6 +197,8 @@ class Redrafter(TrainableDrafter):
     ) -> DraftTree:
         """The tree of a beam search (section 3.2): its last beams (section 3.3), or the likeliest nodes it met."""
         search = beam_search(self, state, last_token, width=self.config.beam_width, length=self.config.beam_length)
+        if not self.config.share_prefixes:
+            return pack_separately(search)
         if self.config.tree_nodes is None:
             # A CPU has its numbers at hand; an accelerator would have to be waited for.
             return pack_survivors(search, full_size=search.tokens.device.type != "cpu")

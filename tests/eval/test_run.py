@@ -106,6 +106,26 @@ def test_timed_runs_have_no_phase_timers_and_orders_rotate(
     assert orders == [[0, 1, 2], [0, 1, 2], [1, 2, 0], [1, 2, 0]]
 
 
+def test_profiled_answers_count_what_shared_prefixes_save_and_beams_read_in_full_save_nothing(
+    run_tiny: Evaluate, tmp_path: Path
+) -> None:
+    """Two beams of three tokens: a shared first token, or two, is read once or twice."""
+    rows = run_tiny(tmp_path, settings=[{}, {"share_prefixes": False}])
+    assert [row["lossless"] for row in rows] == [True] * 3
+    counted = {method: [] for method in ("baseline", "redrafter", "redrafter share_prefixes=False")}
+    for record in read(tmp_path):
+        assert (record.tree_tokens is not None) == record.profiled
+        if record.tree_tokens is not None:
+            assert len(record.tree_tokens.shared) == record.num_steps
+            counted[record.method] += list(zip(record.tree_tokens.separate, record.tree_tokens.shared, strict=True))
+    assert set(counted["baseline"]) == {(0, 0)}
+    assert {separate for separate, _ in counted["redrafter"]} == {6}
+    assert {shared for _, shared in counted["redrafter"]} <= {4, 5, 6}
+    assert set(counted["redrafter share_prefixes=False"]) == {(6, 6)}
+    assert [row["tree_tokens"] is None for row in rows] == [True, False, False]
+    assert rows[2]["tree_tokens"] == {"separate": [6.0] * 3, "shared": [6.0] * 3}
+
+
 def test_the_second_turn_holds_the_baselines_answer_for_every_method(
     run_tiny: Evaluate, tiny_target: HFTarget, tmp_path: Path
 ) -> None:

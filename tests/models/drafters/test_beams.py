@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from outrider.models.decoding import DraftTree
+from outrider.models.decoding.tree import tree_tokens
 from outrider.models.decoding.types import NO_NODE
-from outrider.models.drafters.beams import SearchTree, beam_search, pack_likeliest, pack_survivors
+from outrider.models.drafters.beams import SearchTree, beam_search, pack_likeliest, pack_separately, pack_survivors
 
 VOCAB = 7
 
@@ -126,6 +127,27 @@ def test_shared_prefixes_are_packed_once():
     tree = pack_survivors(found)
     assert tree.tokens.tolist() == [[1, 2, 5, 3, 4, 6]]
     assert tree.parents.tolist() == [[-1, 0, 0, 1, 1, 2]]
+    separate = pack_separately(found)
+    assert separate.tokens.tolist() == [[1, 1, 1, 2, 2, 5, 3, 4, 6]]
+    assert separate.parents.tolist() == [[-1, -1, -1, 0, 1, 2, 3, 4, 5]]
+    assert [each.item() for each in tree_tokens(tree.tokens, tree.parents)] == [6, 9]
+    assert [each.item() for each in tree_tokens(separate.tokens, separate.parents)] == [9, 9]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("width", "length"), SHAPES)
+def test_beams_of_any_search_can_be_written_out_and_counted(width: int, length: int, seed: int):
+    found = search(FadingDrafter(seed), width=width, length=length)
+    tree, separate = pack_survivors(found, full_size=True), pack_separately(found)
+    num_beams = found.level_sizes[-1]
+    assert separate.num_nodes == num_beams * length
+    shared, written_out = tree_tokens(tree.tokens, tree.parents)
+    assert written_out.tolist() == [num_beams * length] * 2
+    for row in range(2):
+        nodes = row_paths(tree, row)
+        assert shared[row] == len(nodes)
+        ends = separate.lineage[row, -num_beams:].flip(-1)  # [beam, depth]
+        assert {tuple(beam) for beam in separate.tokens[row][ends].tolist()} == {path for path in nodes if len(path) == length}
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 5, 9, 11, 100])

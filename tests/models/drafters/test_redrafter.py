@@ -174,6 +174,7 @@ def test_the_targets_embeddings_are_neither_saved_nor_trained(target):
         ({"beam_width": 2.5}, "expected a value of type int"),
         ({"rnn": "off"}, "expected a value of type bool"),
         ({"num_blocks": -1}, "must be 0 or more"),
+        ({"share_prefixes": False, "tree_nodes": 5}, "set tree_nodes to null"),
     ],
 )
 def test_a_typo_or_an_impossible_option_is_named(target, options, message):
@@ -250,11 +251,11 @@ def distilled_to_tiny(tiny) -> Redrafter:
     return drafter.eval().requires_grad_(False)
 
 
-@pytest.mark.parametrize("tree_nodes", [None, 4])
-def test_texts_drafted_by_beams_are_samples_of_the_target(target, tree_nodes):
+@pytest.mark.parametrize(("tree_nodes", "share_prefixes"), [(None, True), (4, True), (None, False)])
+def test_texts_drafted_by_beams_are_samples_of_the_target(target, tree_nodes, share_prefixes):
     tiny = make_tiny(target, seed=0)
     drafter = distilled_to_tiny(tiny)
-    drafter.config.tree_nodes = tree_nodes
+    drafter.config.tree_nodes, drafter.config.share_prefixes = tree_nodes, share_prefixes
     counts, accepted = sampled_counts(tiny, drafter, num_texts=6000, length=4)
     assert accepted == {0, 1, 2, 3}
     assert g_test(counts, joint(tiny.model, 4)) > 1e-6

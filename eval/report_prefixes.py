@@ -1,0 +1,99 @@
+"""What reading a shared prefix once saves, in tokens and in time (the ReDrafter paper's figure 6)."""
+
+from collections import defaultdict
+from typing import Any
+
+from .report_runs import Entry, Group, decoding
+from .report_tables import Column, Line, Section, Table, Value, column, number, table
+
+VARIED = ("beam_width", "share_prefixes")
+"""Options in which the settings of one table differ."""
+
+
+def prefixes(group: Group) -> Section | None:
+    """Draft tokens before and after shared prefixes are merged, and the speed with and without, over batch sizes."""
+    sizes = _sizes(group)
+    # Sizes hardly change with the batch; speeds do.
+    tables = [*sizes[:1], *_speeds(group), *sizes[1:]]
+    if not tables:
+        return None
+    return Section(
+        id="prefixes",
+        title="Shared prefixes",
+        intro="Draft tokens that the target reads a step, were every path of the tree (every beam) read by itself, and as a "
+        "tree that has each shared prefix once; the line goes from the 1st to the 99th percentile of the steps, the bar to the "
+        "50th. With tree attention and without it are two settings of one drafter (share_prefixes). The paper's figure 6.",
+        tables=tables,
+    )
+
+
+def _sizes(group: Group) -> list[Table]:
+    tables = []
+    for caption, entries in group.settings():
+        counted = [(entry, entry.row["tree_tokens"]) for entry in entries if entry.options.get("share_prefixes", True)]
+        sides = {
+            name: [_percentiles(counts[name]) if counts else None for _, counts in counted] for name in ("separate", "shared")
+        }
+        lines = []
+        for (entry, counts), separate, shared in zip(counted, sides["separate"], sides["shared"], strict=True):
+            if counts is None or separate is None or shared is None:
+                continue
+            saved = 1 - counts["shared"][1] / counts["separate"][1]
+            values = [separate, shared, Value(text=f"{saved:.0%}")]
+            lines.append(Line(label=entry.label, detail=entry.detail, values=values))
+        if lines:
+            shown = [value for side in sides.values() for value in side if value is not None]
+            top = column("", "bar", shown).top
+            columns = [
+                Column(name="Tokens before merging", kind="bar", top=top),
+                Column(name="Tokens after", kind="bar", top=top),
+                Column(name="Saved (median)"),
+            ]
+            tables.append(table(f"{caption}: draft tokens a step", "Method", columns, lines))
+    return tables
+
+
+def _percentiles(values: list[float]) -> Value:
+    low, middle, high = values  # stats.TREE_PERCENTILES
+    if low == high:
+        return number(middle, ".0f")
+    return Value(text=f"{middle:.0f}", number=middle, low=low, high=high, note=f"{low:.0f} to {high:.0f}")
+
+
+def _speeds(group: Group) -> list[Table]:
+    """For each drafter, suite and temperature: tokens/s over batch size x beam width, with tree attention and without."""
+    ways: dict[tuple[Any, ...], dict[tuple[int, int, bool], Entry]] = defaultdict(dict)
+    for entry in group.entries:
+        if "beam_width" not in entry.options or entry.options.get("tree_nodes") is not None:
+            continue
+        rest = tuple(sorted((name, str(value)) for name, value in entry.options.items() if name not in VARIED))
+        key = (entry.label, entry.weights, rest, group.suite_name(entry), entry.row["temperature"])
+        place = (entry.row["batch_size"], entry.options["beam_width"], entry.options.get("share_prefixes", True))
+        ways[key][place] = entry
+    tables = []
+    for (label, _, rest, suite, temperature), entries in ways.items():
+        pairs = [(batch, width) for batch, width, shared in entries if not shared and (batch, width, True) in entries]
+        if not pairs:
+            continue
+        widths = sorted({width for _, width in pairs})
+        lines = []
+        for batch in sorted({batch for batch, _ in pairs}):
+            for shared in (True, False):
+                values = [
+                    _speed(entries, batch, width, shared) if (batch, width) in pairs else number(None) for width in widths
+                ]
+                lines.append(Line(label="with" if shared else "without", detail=f"batch size {batch}", values=values))
+        top = column("", "heat", [value for line in lines for value in line.values]).top
+        columns = [Column(name=f"width {width}", kind="heat", top=top) for width in widths]
+        caption = f"{label}, beam_length {dict(rest).get('beam_length', '?')}; {suite}, {decoding(temperature)}: tokens/s"
+        tables.append(table(f"{caption} with and without tree attention", "", columns, lines))
+    return tables
+
+
+def _speed(entries: dict[tuple[int, int, bool], Entry], batch: int, width: int, shared: bool) -> Value:
+    """Tokens/s of the whole batch; with tree attention also by what it is faster."""
+    entry, other = entries[batch, width, shared], entries[batch, width, not shared]
+    speed = entry.row["tokens_per_second"]
+    if entry.row["lossless"] is False:
+        return Value(text=f"{speed:.1f}", number=speed, note="not lossless", tone="bad")
+    return Value(text=f"{speed:.1f}", number=speed, note=f"{speed / other.row['tokens_per_second']:.2f}x" if shared else "")

@@ -1,0 +1,296 @@
+"""Finished evaluations as a report reads them: side by side where they may be compared, apart where they may not."""
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from ..data.files import read_json
+from .names import BASELINE, RECORDS_FILE, RUN_FILE, SUMMARY_FILE
+
+if TYPE_CHECKING:  # loads torch, which a report doesn't need
+    from .rows import Row
+
+ADDED_LATER = {"draft_seconds_per_step": None, "parameters": None, "training": None, "tree_tokens": None}
+"""Keys that the summaries of earlier versions lack, and what stands for them."""
+NEEDED = {
+    *("method", "suite", "prompt_set_revision", "dtype", "temperature", "batch_size", "max_new_tokens", "num_prompts"),
+    "num_tokens",
+    *("tokens_per_step", "accepted_histogram", "tokens_per_second", "decode_tokens_per_second", "speedup", "speedup_ci95"),
+    *("time_split", "roofline", "roofline_fraction", "lossless", "lossless_label", "by_category"),
+}
+"""Keys of a row without which there is nothing to report."""
+VARIES_WITHIN_A_TABLE = frozenset(
+    {
+        *("suites", "methods", "temperature", "temperatures", "batch_size", "batch_sizes"),
+        *("repeats", "warmup_prompts", "profile_prompts"),
+    }
+)
+"""Options of a run in which comparable runs may differ: what they change is shown with each number."""
+NUM_RESAMPLES = 2_000
+
+Cell = tuple[str, str, float, int, str]
+"""Suite, its prompts' revision, temperature, batch size and method: one row of a summary."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A row of a run's summary, and what a reader calls it."""
+
+    run: str
+    """Name of its folder."""
+    row: "Row"
+    label: str
+    """Kind and place of the drafter; the folder too, where another run has a method of that name."""
+    detail: str
+    """The method's setting."""
+    options: dict[str, Any]
+    """All options of the drafter; where the run doesn't tell, those that the method's name has."""
+    weights: str | None
+    """Digest of the drafter's weights; None for plain decoding, and where the run doesn't tell."""
+    tokens_per_step_ci95: tuple[float, float] | None
+    """Bootstrap over prompts; None without records, and for fewer than two prompts."""
+
+    @property
+    def is_baseline(self) -> bool:
+        return self.row["method"] == BASELINE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """An evaluation's folder. `config` and `environment` are None where it doesn't say how it was made."""
+
+    name: str
+    directory: Path
+    config: dict[str, Any] | None
+    environment: dict[str, Any] | None
+    rows: "list[Row]"
+    num_records: int
+    """0 where the records aren't there."""
+    intervals: dict[Cell, tuple[float, float]]
+    """95 % intervals of tokens per step."""
+
+    @property
+    def conditions(self) -> dict[str, Any]:
+        """What must be the same for numbers to be comparable. A run that doesn't tell is like no other."""
+        if self.config is None or self.environment is None:
+            return {"folder": str(self.directory), "dtype": self.rows[0]["dtype"]}
+        options = {name: value for name, value in self.config.items() if name not in VARIES_WITHIN_A_TABLE}
+        return {**options, "environment": self.environment}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Runs under the same conditions: target, options and environment."""
+
+    runs: list[Run]
+    entries: list[Entry]
+    differs_in: list[str]
+    """Conditions in which it differs from the first group."""
+
+    @property
+    def title(self) -> str:
+        config, dtype = self.runs[0].config, self.entries[0].row["dtype"]
+        return f"{config['target']['name']} in {dtype}" if config else f"{self.runs[0].name} (its run.json is missing)"
+
+    def settings(self) -> Iterator[tuple[str, list[Entry]]]:
+        """The rows that one table can hold: of one suite, temperature and batch size; with a caption that says so."""
+        tables: dict[tuple[str, str, float, int], list[Entry]] = defaultdict(list)
+        for entry in self.entries:
+            tables[cell_of(entry.row)[:4]].append(entry)
+        for (_, _, temperature, batch_size), entries in tables.items():
+            caption = f"{self.suite_name(entries[0])}, {decoding(temperature)}, batch size {batch_size}"
+            yield caption, sorted(entries, key=lambda entry: not entry.is_baseline)
+
+    def suite_name(self, entry: Entry) -> str:
+        """The suite, with its prompts' revision where other prompts of that suite were measured too."""
+        suite, revision = entry.row["suite"], entry.row["prompt_set_revision"]
+        revisions = {other.row["prompt_set_revision"] for other in self.entries if other.row["suite"] == suite}
+        return suite if len(revisions) == 1 else f"{suite} (prompts {revision[:8]})"
+
+
+def decoding(temperature: float) -> str:
+    """In a reader's words."""
+    return f"temperature {temperature:g}" if temperature > 0 else "greedy"
+
+
+def cell_of(row: "Row") -> Cell:
+    return row["suite"], row["prompt_set_revision"], row["temperature"], row["batch_size"], row["method"]
+
+
+def read_groups(directories: Sequence[Path]) -> list[Group]:
+    """The runs of these folders, by what may be compared, in the order given.
+
+    Raises ValueError for a folder given twice, one that holds no finished run, and one whose files contradict each other.
+    """
+    resolved = [directory.resolve() for directory in directories]
+    if twice := [str(path) for index, path in enumerate(resolved) if path in resolved[:index]]:
+        raise ValueError(f"{', '.join(twice)} is given twice; give each folder once")
+    runs = [read_run(path, name) for path, name in zip(resolved, short_names(resolved), strict=True)]
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(json.dumps(run.conditions, sort_keys=True), []).append(run)
+    first = _flat(runs[0].conditions)
+    made = []
+    for members in groups.values():
+        other = _flat(members[0].conditions)
+        differs_in = [name for name in dict.fromkeys([*first, *other]) if first.get(name) != other.get(name)]
+        made.append(Group(runs=members, entries=_entries(members), differs_in=differs_in))
+    return made
+
+
+def read_run(directory: Path, name: str) -> Run:
+    """A finished run. Raises ValueError where its summary is missing, or is not that of its records."""
+    summary = directory / SUMMARY_FILE
+    if not summary.is_file():
+        raise ValueError(
+            f"{directory} has no {SUMMARY_FILE}: it is no finished evaluation. Give the `eval/` folder of a run, or finish it "
+            "with the command that began it"
+        )
+    found = read_json(summary)
+    if not isinstance(found, list) or not found or not all(isinstance(row, dict) for row in found):
+        raise ValueError(f"{summary} is no list of rows; restore it, or run the evaluation's command again")
+    for number, row in enumerate(found, start=1):
+        if missing := sorted(NEEDED - row.keys()):
+            raise ValueError(f"{summary}, row {number}: missing keys {', '.join(missing)}; run the evaluation's command again")
+    rows = cast("list[Row]", [{**ADDED_LATER, **row} for row in found])
+    described = read_json(directory / RUN_FILE) if (directory / RUN_FILE).is_file() else {}
+    num_records, intervals = _read_records(directory / RECORDS_FILE, rows)
+    return Run(
+        name=name,
+        directory=directory,
+        config=described.get("config"),
+        environment=described.get("environment"),
+        rows=rows,
+        num_records=num_records,
+        intervals=intervals,
+    )
+
+
+def short_names(directories: Sequence[Path]) -> list[str]:
+    """The last parts of each path, as many as tell them apart; `eval`, which every run has, tells nothing."""
+    parts = [path.parts[:-1] if path.name == "eval" and len(path.parts) > 2 else path.parts for path in directories]
+    length = 1
+    while len({each[-length:] for each in parts}) < len(parts) and length < max(map(len, parts)):
+        length += 1
+    names = ["/".join(each[-length:]) for each in parts]
+    return names if len(set(names)) == len(names) else [str(path) for path in directories]
+
+
+def _read_records(path: Path, rows: "Sequence[Row]") -> tuple[int, dict[Cell, tuple[float, float]]]:
+    """How many there are, and what they tell beyond the summary.
+
+    The prompts' revision is part of a cell. Raises ValueError for lines that can't be read or come from different evaluations,
+    and where the summary doesn't agree with them.
+    """
+    if not path.is_file():
+        return 0, {}
+    sums: dict[Cell, dict[str, list[int]]] = defaultdict(lambda: defaultdict(lambda: [0, 0, 0]))
+    origins, num_records = set(), 0
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                record = json.loads(line)
+                origins.add((record["config_digest"], record["environment_digest"]))
+                num_records += 1
+                if record["profiled"]:
+                    continue
+                place = record["suite"], record["prompt_set_revision"], record["temperature"]
+                cell = (*place, record.get("batch_size", 1), record["method"])
+                added = len(record["token_ids"]), record["num_verify_tokens"], sum(record["accepted_histogram"])
+                total = sums[cell][record["prompt_id"]]
+                total[:] = [one + other for one, other in zip(total, added, strict=True)]
+            except (ValueError, KeyError, TypeError) as error:
+                if not line.endswith("\n"):  # torn by a kill; the run makes it again
+                    break
+                raise ValueError(
+                    f"{path}, line {number} is no record ({error!r}); delete it, and run the command again"
+                ) from None
+    if len(origins) > 1:
+        raise ValueError(f"{path} mixes the records of {len(origins)} evaluations or environments; measure anew elsewhere")
+    expected = {cell_of(row): row["num_tokens"] for row in rows}
+    found = {cell: sum(tokens for tokens, _, _ in prompts.values()) for cell, prompts in sums.items()}
+    if wrong := [cell for cell in {**expected, **found} if expected.get(cell) != found.get(cell)]:
+        cell = wrong[0]
+        raise ValueError(
+            f"{path} and {SUMMARY_FILE} contradict each other: {cell[-1]} on {cell[0]} has {found.get(cell)} tokens in the "
+            f"records and {expected.get(cell)} in the summary; run the evaluation again, which writes the summary anew"
+        )
+    intervals = {cell: _interval(list(prompts.values())) for cell, prompts in sums.items()}
+    return num_records, {cell: interval for cell, interval in intervals.items() if interval is not None}
+
+
+def _interval(prompts: Sequence[Sequence[int]]) -> tuple[float, float] | None:
+    """95 % interval of tokens per step: a percentile bootstrap over prompts, whose tokens and steps are summed."""
+    counts = np.array(prompts)[:, 1:]
+    if len(counts) < 2 or not counts[:, 1].all():
+        return None
+    drawn = np.random.default_rng(0).multinomial(len(counts), [1 / len(counts)] * len(counts), size=NUM_RESAMPLES) @ counts
+    low, high = np.percentile(drawn[:, 0] / drawn[:, 1], [2.5, 97.5])
+    return float(low), float(high)
+
+
+def _entries(runs: Sequence[Run]) -> list[Entry]:
+    """The rows of comparable runs. A method that several of them measured, or name for different drafters, is told apart."""
+    made_by: dict[str, set[str]] = defaultdict(set)
+    for run in runs:
+        for row in run.rows:
+            made_by[row["method"]].add(run.name)
+    entries = []
+    for run in runs:
+        for row in run.rows:
+            method = row["method"]
+            described = (run.config or {}).get("methods", {}).get(method)
+            options = {**described["config"], **described["setting"]} if described else _options_in(method)
+            label, detail = _label(method)
+            contested = len(made_by[method]) > 1 and _contested(method, runs)
+            entries.append(
+                Entry(
+                    run=run.name,
+                    row=row,
+                    label=f"{label} [{run.name}]" if contested else label,
+                    detail=detail,
+                    options=options,
+                    weights=described["weights"] if described else None,
+                    tokens_per_step_ci95=run.intervals.get(cell_of(row)),
+                )
+            )
+    return entries
+
+
+def _contested(method: str, runs: Sequence[Run]) -> bool:
+    """Whether runs measured the same cell of this method, or mean different drafters by its name."""
+    cells = [cell_of(row) for run in runs for row in run.rows if row["method"] == method]
+    described = [(run.config or {}).get("methods", {}).get(method) for run in runs]
+    drafters = {json.dumps(each, sort_keys=True) for each in described if each is not None}
+    return len(set(cells)) < len(cells) or len(drafters) > 1
+
+
+def _label(method: str) -> tuple[str, str]:
+    """A method's name in two parts: what drafts, and in which setting."""
+    if method == BASELINE:
+        return "plain decoding", ""
+    words = method.split(" ")
+    first = next((index for index, word in enumerate(words) if "=" in word), len(words))
+    kind, place = words[0], " ".join(words[1:first]).removesuffix("/drafter")
+    settings = re.split(r" (?=\w+=)", " ".join(words[first:]))
+    return (kind if place in ("", kind) else f"{kind}, {place}"), ", ".join(each.replace("=", " ", 1) for each in settings)
+
+
+def _options_in(method: str) -> dict[str, Any]:
+    pairs = (word.split("=", 1) for word in method.split(" ") if "=" in word)
+    return {name: int(value) if value.isdecimal() else value for name, value in pairs}
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """A nested dict's leaves by their dotted names."""
+    if not isinstance(value, dict):
+        return {prefix: value}
+    return {
+        name: leaf for key, item in value.items() for name, leaf in _flat(item, f"{prefix}.{key}" if prefix else key).items()
+    }

@@ -1,0 +1,373 @@
+"""The sections of a report, each from rows alone. None where the rows lack what it needs: nothing is filled in."""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .names import BASELINE
+from .report_runs import Entry, Group
+from .report_tables import Column, Line, Section, Table, Value, column, number, table
+
+PHASES = ("draft", "verify", "accept", "rest")
+MAX_HISTOGRAM = 12
+"""Accepted lengths shown one by one; longer ones are added up in the last."""
+LABELS = ("distilled", "text")
+"""What training may learn (`TrainConfig.labels`)."""
+
+
+def speedup(entry: Entry) -> Value:
+    """Over plain decoding; where the answers aren't known to be the target's own, a refusal in its place."""
+    row = entry.row
+    if row["lossless"] is False:
+        return Value(text="not lossless", note=row["lossless_label"].removeprefix("no, "), tone="bad")
+    if row["lossless"] is None:
+        return Value(text="not audited", note=f"lossless {row['lossless_label']}", tone="bad")
+    return number(row["speedup"], ".2f", "x", row["speedup_ci95"])
+
+
+def results(group: Group) -> Section | None:
+    """Tokens per step and speedup by method and suite."""
+    tables = _overviews(group)
+    for caption, entries in group.settings():
+        steps = [number(entry.row["tokens_per_step"], ci95=entry.tokens_per_step_ci95) for entry in entries]
+        ratios = [speedup(entry) for entry in entries]
+        speeds = [number(entry.row["tokens_per_second"], ".1f") for entry in entries]
+        columns = [
+            column("Tokens per step", "bar", steps, parity=1.0),
+            column("Speedup", "bar", ratios, parity=1.0),
+            column("Tokens/s", "bar", speeds),
+            Column(name="Lossless"),
+        ]
+        lines = [
+            _line(entry, [step, ratio, speed, Value(text=entry.row["lossless_label"])])
+            for entry, step, ratio, speed in zip(entries, steps, ratios, speeds, strict=True)
+        ]
+        first = entries[0].row
+        notes = [f"{first['num_prompts']} prompts, up to {first['max_new_tokens']} new tokens."]
+        if len({entry.run for entry in entries}) > 1:
+            notes.append("From several folders: each speedup is over the plain decoding of its own.")
+        tables.append(table(caption, "Method", columns, lines, notes))
+    return Section(
+        id="speedup",
+        title="Speedup and tokens per step",
+        intro="Tokens per step counts what one pass of the target emits, the bonus token included. The speedup is that of "
+        "whole generations, prefill included, over plain decoding of the same prompts; the thin line is a 95 % bootstrap "
+        "interval over prompts, and the dashed one plain decoding. The paper's table 1.",
+        tables=tables,
+    )
+
+
+def _overviews(group: Group) -> list[Table]:
+    """Methods by suites, where there are several suites, for each temperature and batch size."""
+    groups: dict[tuple[float, int], dict[str, list[Entry]]] = defaultdict(dict)
+    for caption, entries in group.settings():
+        row = entries[0].row
+        groups[row["temperature"], row["batch_size"]][caption] = entries
+    tables = []
+    for by_caption in groups.values():
+        if len(by_caption) < 2:
+            continue
+        methods: dict[tuple[str, str], dict[str, Value]] = defaultdict(dict)
+        for caption, entries in by_caption.items():
+            for entry in entries:
+                value = speedup(entry)
+                steps = number(entry.row["tokens_per_step"]).text
+                methods[entry.label, entry.detail][caption] = Value(
+                    text=value.text, number=value.number, note=f"{steps} a step", tone=value.tone
+                )
+        suites = [group.suite_name(entries[0]) for entries in by_caption.values()]
+        shown = [value for values in methods.values() for value in values.values()]
+        scale = column("", "heat", shown)
+        columns = [Column(name=suite, kind="heat", top=scale.top) for suite in suites]
+        absent = Value(text="-")
+        lines = [
+            Line(label=label, detail=detail, values=[values.get(caption, absent) for caption in by_caption])
+            for (label, detail), values in methods.items()
+        ]
+        setting = next(iter(by_caption)).split(", ", 1)[1]
+        tables.append(table(f"All suites, {setting}: speedup", "Method", columns, lines))
+    return tables
+
+
+def categories(group: Group) -> Section | None:
+    """Speedup and tokens per step by category."""
+    tables = []
+    for caption, entries in group.settings():
+        drafted = [entry for entry in entries if not entry.is_baseline]
+        names = list(dict.fromkeys(name for entry in drafted for name in entry.row["by_category"]))
+        if len(names) < 2:
+            continue
+        for quantity, value_of in (("speedup", _category_speedup), ("tokens per step", _category_steps)):
+            values = {
+                (index, name): value_of(entry, entry.row["by_category"].get(name))
+                for index, entry in enumerate(drafted)
+                for name in names
+            }
+            top = column("", "heat", list(values.values())).top
+            counts = {
+                name: max(
+                    entry.row["by_category"][name]["num_prompts"] for entry in drafted if name in entry.row["by_category"]
+                )
+                for name in names
+            }
+            columns = [Column(name=f"{name} ({counts[name]})", kind="heat", top=top) for name in names]
+            lines = [_line(entry, [values[index, name] for name in names]) for index, entry in enumerate(drafted)]
+            tables.append(table(f"{caption}: {quantity}", "Method", columns, lines))
+    if not tables:
+        return None
+    return Section(
+        id="categories",
+        title="By category",
+        intro="Number of prompts in brackets. Small print: the 95 % interval over the category's prompts, where it has two or "
+        "more. The paper's figure 5.",
+        tables=tables,
+    )
+
+
+def _category_speedup(entry: Entry, values: dict[str, Any] | None) -> Value:
+    overall = speedup(entry)
+    if values is None:
+        return Value(text="-")
+    return (
+        number(values["speedup"], ".2f", "x", values["speedup_ci95"]) if overall.tone != "bad" else Value(text="-", tone="bad")
+    )
+
+
+def _category_steps(entry: Entry, values: dict[str, Any] | None) -> Value:
+    return number(values["tokens_per_step"]) if values else Value(text="-")
+
+
+def heat_maps(group: Group) -> Section | None:
+    """Tokens/s and tokens/s x batch over batch x beam width."""
+    families: dict[tuple[Any, ...], list[Entry]] = defaultdict(list)
+    plain: dict[tuple[Any, ...], dict[int, Entry]] = defaultdict(dict)
+    for entry in group.entries:
+        place = (group.suite_name(entry), entry.row["temperature"])
+        if entry.is_baseline:
+            plain[*place, entry.run][entry.row["batch_size"]] = entry
+        elif "beam_width" in entry.options and entry.options.get("share_prefixes", True):
+            rest = tuple(sorted((name, str(value)) for name, value in entry.options.items() if name != "beam_width"))
+            families[*place, entry.label, entry.weights, rest].append(entry)
+    tables = []
+    for (suite, temperature, label, _, _), entries in families.items():
+        widths = sorted({entry.options["beam_width"] for entry in entries})
+        batches = sorted({entry.row["batch_size"] for entry in entries})
+        if len(widths) < 2 and len(batches) < 2:
+            continue
+        cells = {(entry.row["batch_size"], entry.options["beam_width"]): entry for entry in entries}
+        for entry in entries:
+            for batch in batches:
+                if (other := plain[suite, temperature, entry.run].get(batch)) is not None:
+                    cells[batch, 0] = other
+        what = ", ".join(part for part in (label, _fixed_options(entries)) if part)
+        from_caption = f"{what}; {suite}, {'greedy' if temperature == 0 else f'temperature {temperature:g}'}"
+        for name, speed_of in (("tokens/s of each answer", answer_speed), ("tokens/s x batch, of all answers", batch_speed)):
+            tables.append(_heat_map(f"{from_caption}: {name}", cells, batches, [0, *widths], speed_of))
+    if not tables:
+        return None
+    return Section(
+        id="batches",
+        title="Batch size and beam width",
+        intro="How fast one answer grows, and how fast all answers of the batch grow together. The best of each line is in "
+        "bold; the first column is plain decoding. The paper's table 3.",
+        tables=tables,
+    )
+
+
+def answer_speed(entry: Entry) -> float:
+    """Tokens per second of one answer: its own tokens over the time that its batch took."""
+    return entry.row["tokens_per_second"] / entry.row["batch_size"]
+
+
+def batch_speed(entry: Entry) -> float:
+    """Tokens per second of the batch: the tokens of all its answers over the time that it took (see `Row`)."""
+    return entry.row["tokens_per_second"]
+
+
+def _heat_map(
+    caption: str, cells: dict[tuple[int, int], Entry], batches: list[int], widths: list[int], speed_of: Callable[[Entry], float]
+) -> Table:
+    lines = []
+    for batch in batches:
+        values = [_speed(cells.get((batch, width)), speed_of) for width in widths]
+        best = max((value.number for value in values if value.number is not None and not value.tone), default=None)
+        marked = [
+            Value(
+                text=value.text,
+                number=value.number,
+                tone=value.tone or ("best" if value.number == best else ""),
+                note=value.note,
+            )
+            for value in values
+        ]
+        lines.append(Line(label=f"batch size {batch}", values=marked))
+    top = column("", "heat", [value for line in lines for value in line.values]).top
+    columns = [Column(name=f"width {width}" if width else "plain", kind="heat", top=top) for width in widths]
+    return table(caption, "", columns, lines)
+
+
+def _speed(entry: Entry | None, speed_of: Callable[[Entry], float]) -> Value:
+    if entry is None:
+        return Value(text="-")
+    value = number(speed_of(entry), ".1f")
+    # A speed stays a speed, but who reads it must know.
+    return (
+        value
+        if entry.row["lossless"] is not False
+        else Value(text=value.text, number=value.number, note="not lossless", tone="bad")
+    )
+
+
+def _fixed_options(entries: Sequence[Entry]) -> str:
+    shown = ("beam_length", "tree_nodes")
+    options = entries[0].options
+    return ", ".join(f"{name} {options[name]}" for name in shown if options.get(name) is not None)
+
+
+def distillation(group: Group) -> Section | None:
+    """The same drafter after training on the target's labels and on the text's."""
+    tables = []
+    for caption, entries in group.settings():
+        pairs: dict[str, dict[str, Entry]] = defaultdict(dict)
+        for entry in entries:
+            if (labels := _labels(entry)) is not None:
+                pairs[f"{entry.row['method'].split(' ')[0]} {entry.detail}".strip()][labels] = entry
+        whole = {name: pair for name, pair in pairs.items() if set(pair) == set(LABELS)}
+        if not whole:
+            continue
+        lines, steps, ratios = [], [], []
+        for name, pair in sorted(whole.items(), key=lambda item: item[1]["text"].options.get("beam_width") or 0):
+            for labels, said in (("distilled", "distilled"), ("text", "not distilled")):
+                entry = pair[labels]
+                steps.append(number(entry.row["tokens_per_step"], ci95=entry.tokens_per_step_ci95))
+                ratios.append(speedup(entry))
+                lines.append(Line(label=said, detail=name, values=[steps[-1], ratios[-1]]))
+        columns = [
+            column("Tokens per step", "bar", steps, parity=1.0),
+            column("Speedup", "bar", ratios, parity=1.0),
+        ]
+        tables.append(table(caption, "Training", columns, lines))
+    if not tables:
+        return None
+    return Section(
+        id="distillation",
+        title="Distillation",
+        intro="Two drafters that differ in what they learned: what the target says after each position (distilled), or what "
+        "the text says (not distilled). The paper's table 4.",
+        tables=tables,
+    )
+
+
+def _labels(entry: Entry) -> str | None:
+    """What its drafter learned: as its training noted, or else as its folder is called."""
+    if entry.row["training"] and entry.row["training"].get("labels") is not None:
+        return str(entry.row["training"]["labels"])
+    places = entry.row["method"].split(" ")[1:2]
+    return next((part for place in places for part in place.split("/") if part in LABELS), None)
+
+
+def accepted_lengths(group: Group) -> Section | None:
+    """How many draft tokens each verify step accepted."""
+    tables = []
+    for caption, entries in group.settings():
+        drafted = [entry for entry in entries if not entry.is_baseline and any(entry.row["accepted_histogram"])]
+        if not drafted:
+            continue
+        longest = min(MAX_HISTOGRAM, max(len(entry.row["accepted_histogram"]) for entry in drafted))
+        names = [str(length) for length in range(longest)]
+        if any(len(entry.row["accepted_histogram"]) > longest for entry in drafted):
+            names[-1] += "+"
+        lines = []
+        for entry in drafted:
+            counts = entry.row["accepted_histogram"]
+            num_steps = sum(counts)
+            tail: int = sum(counts[longest - 1 :])
+            shares = tuple(count / num_steps for count in [*counts[: longest - 1], tail]) + (0.0,) * (longest - len(counts))
+            mean = sum(length * count for length, count in enumerate(counts)) / num_steps
+            values = [Value(text="", parts=shares[:longest]), Value(text=f"{mean:.2f}"), Value(text=f"{num_steps:,}")]
+            lines.append(_line(entry, values))
+        columns = [
+            Column(name="Share of steps by accepted length", kind="histogram", parts=tuple(names)),
+            Column(name="Mean"),
+            Column(name="Steps"),
+        ]
+        tables.append(table(caption, "Method", columns, lines))
+    if not tables:
+        return None
+    return Section(
+        id="accepted",
+        title="Accepted lengths",
+        intro="Of how many verify steps so many draft tokens were accepted, the bonus token not counted.",
+        tables=tables,
+    )
+
+
+def time_split(group: Group) -> Section | None:
+    """Where the decode time goes."""
+    tables = []
+    for caption, entries in group.settings():
+        lines = []
+        for entry in entries:
+            if (split := entry.row["time_split"]) is None:
+                continue
+            parts = tuple(max(0.0, split[phase]) for phase in PHASES)
+            seconds = entry.row["draft_seconds_per_step"]
+            lines.append(
+                _line(entry, [Value(text="", parts=parts), Value(text="-" if seconds is None else f"{1e3 * seconds:.2f}")])
+            )
+        if lines:
+            columns = [Column(name="Share of decode time", kind="shares", parts=PHASES), Column(name="Draft ms/step")]
+            tables.append(table(caption, "Method", columns, lines))
+    if not tables:
+        return None
+    return Section(
+        id="time",
+        title="Where the time goes",
+        intro="From a separate pass with phase timers on, prefill excluded: drafting, the target's verify pass, acceptance "
+        "(with the cache's commit and the drafter's new state), and the rest.",
+        tables=tables,
+    )
+
+
+def roofline(group: Group) -> Section | None:
+    """Decode speed beside the bound that reading the weights sets on plain decoding."""
+    tables = []
+    for caption, entries in group.settings():
+        entries = [entry for entry in entries if entry.row["roofline_fraction"] is not None]
+        if not any(entry.row["method"] == BASELINE for entry in entries):
+            continue
+        speeds = [number(entry.row["decode_tokens_per_second"], ".1f") for entry in entries]
+        bounds = [entry.row["batch_size"] * entry.row["roofline"]["tokens_per_second"] for entry in entries]
+        scale = column("Decoded tokens/s", "bar", [*speeds, *(number(bound) for bound in bounds)])
+        columns = [scale, Column(name="Roofline"), Column(name="Of roofline")]
+        lines = [
+            _line(entry, [speed, Value(text=f"{bound:.0f}"), Value(text=f"{entry.row['roofline_fraction']:.0%}")])
+            for entry, speed, bound in zip(entries, speeds, bounds, strict=True)
+        ]
+        tables.append(table(caption, "Method", columns, lines, _roofline_notes(entries)))
+    if not tables:
+        return None
+    return Section(
+        id="roofline",
+        title="Roofline of plain decoding",
+        intro="A plain step reads every weight once, for a token of each answer in the batch: so memory bandwidth over the "
+        "weights' bytes bounds plain decoding. The bars are drawn against that bound. A fast drafter may pass it; a baseline "
+        "far below it is a slow one, which flatters every speedup.",
+        tables=tables,
+    )
+
+
+def _roofline_notes(entries: Sequence[Entry]) -> list[str]:
+    notes = []
+    for facts in dict.fromkeys(tuple(sorted(entry.row["roofline"].items())) for entry in entries):
+        values = dict(facts)
+        source = "given" if values["given"] else "measured on a buffer of that size"
+        note = f"{values['weight_bytes'] / 1e6:.1f} MB of weights a token at {values['bandwidth_gbs']:.1f} GB/s ({source})."
+        if values["fits_in_cache"]:
+            note += " The weights fit into the processor's cache, so main memory does not bound this target."
+        notes.append(note)
+    return notes
+
+
+def _line(entry: Entry, values: list[Value]) -> Line:
+    return Line(label=entry.label, detail=entry.detail, values=values)
