@@ -141,10 +141,7 @@ def _row(
     first = own[0]
     is_baseline = first.method == BASELINE
     lossless = judge(own_records, mismatches)
-    ratio, interval = (1.0, None) if is_baseline else stats.speedup(plain, own, seed=config.seed)
-    categories = stats.by_category(plain, own, seed=config.seed)
-    if lossless.broken:
-        categories = {name: {**values, "speedup": None, "speedup_ci95": None} for name, values in categories.items()}
+    ratio, interval, categories = _speeds(plain, own, is_broken=lossless.broken, seed=config.seed)
     tau = stats.tokens_per_step(own)
     rho = None if is_baseline else stats.relative_draft_cost(profiled_plain, profiled)
     histogram = stats.accepted_histogram(own)
@@ -172,8 +169,8 @@ def _row(
         draft_tokens_per_step=sum(record.num_draft_tokens for record in own) / num_steps if num_steps else None,
         tokens_per_second=stats.tokens_per_second(own),
         decode_tokens_per_second=decode_speed,
-        speedup=None if lossless.broken else ratio,
-        speedup_ci95=None if lossless.broken else interval,
+        speedup=ratio,
+        speedup_ci95=interval,
         rho=rho,
         ceiling=stats.ceiling(tau, rho),
         draft_seconds_per_step=None if is_baseline else stats.draft_seconds_per_step(profiled),
@@ -191,3 +188,15 @@ def _row(
         outliers=[asdict(outlier) for outlier in find_outliers(own)],
         by_category=categories,
     )
+
+
+def _speeds(
+    plain: Sequence[EvalRecord], own: Sequence[EvalRecord], *, is_broken: bool, seed: int
+) -> tuple[float | None, tuple[float, float] | None, dict[str, dict[str, Any]]]:
+    """Speedup, its interval, and what each category achieved; a broken method has no speed anywhere."""
+    categories = stats.by_category(plain, own, seed=seed)
+    if is_broken:
+        return None, None, {name: {**each, "speedup": None, "speedup_ci95": None} for name, each in categories.items()}
+    if own[0].method == BASELINE:
+        return 1.0, None, categories
+    return *stats.speedup(plain, own, seed=seed), categories
