@@ -128,7 +128,7 @@ class Page(HTMLParser):
             return
         self.open.append(tag)
         self.ids += [value for name, value in attrs if name == "id" and value is not None]
-        if tag == "caption":
+        if tag == "figcaption":
             self.caption = ""
         if tag == "tr":
             self.tables[self.caption].append([])
@@ -138,14 +138,14 @@ class Page(HTMLParser):
     def handle_endtag(self, tag: str) -> None:
         if tag not in self.VOID:
             assert self.open.pop() == tag
-        if tag == "caption":
+        if tag == "figcaption":
             while self.caption in self.tables:  # sections share captions; the first is that of the results
                 self.caption += "'"
             self.tables[self.caption] = []
 
     def handle_data(self, data: str) -> None:
         text = " ".join(data.split())
-        if "caption" in self.open:
+        if "figcaption" in self.open:
             self.caption += text
         elif "tr" in self.open and text:
             line = self.tables[self.caption][-1]
