@@ -17,7 +17,7 @@ subject=${1:-demo}
 output=${2:-outputs/paper_$subject}
 bin=${BIN:-.venv/bin}
 read -ra widths <<< "${WIDTHS:-1 4 16 32}"
-read -ra batch_sizes <<< "${BATCH_SIZES:-1}"
+read -ra batch_sizes <<< "${BATCH_SIZES:-1 2 4 8}"
 read -ra overrides <<< "${OVERRIDES:-}"
 length=${BEAM_LENGTH:-5}
 
@@ -37,8 +37,7 @@ for width in "${widths[@]}"; do
   done
 done
 for batch_size in "${batch_sizes[@]}"; do
-  # Evaluation takes one prompt at a time unless told otherwise.
-  if [[ "${batch_sizes[*]}" != 1 ]]; then grid+=(--batch-size "$batch_size"); fi
+  grid+=(--batch-size "$batch_size")
 done
 distillation="+variants={distilled: {train: {labels: distilled}}, text: {train: {labels: text}}}"
 

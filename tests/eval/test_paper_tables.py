@@ -44,10 +44,10 @@ def test_the_demo_trains_measures_and_reports_with_what_was_asked_for(tmp_path: 
     assert report == "outrider report out/compare/eval out/ablation/eval out/batches --output out/report"
 
 
-def test_one_batch_size_needs_no_option(tmp_path: Path) -> None:
-    code, lines = run(tmp_path, "demo", BATCH_SIZES="1")
+def test_several_batch_sizes_are_measured_unless_told_otherwise(tmp_path: Path) -> None:
+    code, lines = run(tmp_path, "demo")
     assert (code, len(lines)) == (0, 4)
-    assert not any("--batch-size" in line for line in lines)
+    assert "--batch-size 1 --batch-size 2 --batch-size 4 --batch-size 8 --limit" in lines[2]
 
 
 def test_vicuna_compares_three_kinds_and_both_labels(tmp_path: Path) -> None:
