@@ -95,7 +95,8 @@ def _subtitle(group: Group) -> str:
 
 def _device(environment: dict[str, Any]) -> str:
     if environment["device"] == "cpu":
-        return f"{environment['num_threads']} threads of {environment['cpu']}"
+        num_threads = environment["num_threads"]
+        return f"{num_threads} thread{'s' if num_threads > 1 else ''} of {environment['cpu']}"
     return str(environment["device"])
 
 

@@ -3,13 +3,14 @@
 #
 #   scripts/paper_tables.sh [demo|vicuna] [OUTPUT]
 #
-# demo: the embedded target, offline; about two hours on two CPU cores. vicuna: Vicuna 7B and its data from the Hub, on the GPUs
-# that `accelerate config` named. Interrupted, the same command goes on where it stopped. From the environment:
+# demo: the embedded target, offline; of this conf=compare_demo alone takes most of an hour on two CPU cores. vicuna: Vicuna 7B
+# and its data from the Hub, on the GPUs that `accelerate config` named. Interrupted, the same command goes on where it stopped.
+# From the environment:
 #   BIN          folder of `outrider` and `accelerate` (.venv/bin)
 #   WIDTHS       beam widths of table 3, table 4 and figure 6; BEAM_LENGTH their length
 #   BATCH_SIZES  of table 3 and figure 6
 #   OVERRIDES    for every recipe, such as 'data.limit=100 train.steps=20'
-#   LIMIT        prompts of table 3 and figure 6
+#   LIMIT        prompts of table 3 and figure 6; THREADS its CPU threads for the demo, which has 2 everywhere
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -44,7 +45,7 @@ distillation="+variants={distilled: {train: {labels: distilled}}, text: {train: 
 case $subject in
   demo)
     launch=(--quiet --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no)
-    target=(--target models/demo_target --suite stdlib --threads 2)
+    target=(--target models/demo_target --suite stdlib --threads "${THREADS:-2}")
     train compare_demo compare # table 1, figure 5
     train ablation_demo ablation "eval.settings=[$(join "${beams[@]}")]" # table 4
     folders=("$output/compare/eval" "$output/ablation/eval")
