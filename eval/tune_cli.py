@@ -93,12 +93,15 @@ def tune_command(
 
 def tuning_table(tuning: "Tuning", batch_size: int) -> Table:
     """The fastest settings for a batch size, and plain decoding."""
-    title = f"Batches of {batch_size}: tokens per second, predicted"
-    columns = ["setting", "tokens per step", "nodes", "ms a step beside the target's", "tokens/s", "speedup"]
+    title = f"Batches of {batch_size}: predicted; own is a step's time beside the target's"
+    columns = ["setting", "tokens per step", "nodes", "own ms", "tokens/s", "speedup"]
     measured = {_key(each.setting): each for each in tuning.measured if each.batch_size == batch_size}
     table = Table(title=title)
     for column in [*columns, *(["measured"] if measured else [])]:
-        table.add_column(column, justify="left" if column == "setting" else "right")
+        left = column == "setting"
+        table.add_column(
+            column, justify="left" if left else "right", overflow="fold" if left else "ellipsis", min_width=24 * left
+        )
     of_size = [each for each in tuning.predictions if each.batch_size == batch_size]
     plain = next(each for each in of_size if each.setting is None)
     best = sorted((each for each in of_size if each.setting is not None), key=lambda each: -each.tokens_per_second)
