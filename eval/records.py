@@ -108,8 +108,8 @@ class EvalRecord:
             raise ValueError("a count, an index or a token id is negative")
         if self.num_steps > self.num_verify_tokens:
             raise ValueError(f"{self.num_steps} verify steps emitted {self.num_verify_tokens} tokens; each emits at least one")
-        if self.prefill_seconds <= 0 or self.decode_seconds < 0:
-            raise ValueError(f"took {self.prefill_seconds} s and {self.decode_seconds} s; seconds are positive")
+        if not (0 < self.prefill_seconds < math.inf and 0 <= self.decode_seconds < math.inf):
+            raise ValueError(f"took {self.prefill_seconds} s and {self.decode_seconds} s; seconds are positive and finite")
         if self.profiled != (self.phase_seconds is not None):
             raise ValueError("phase_seconds must be there exactly when profiled")
         if self.batch < 0 or not 1 <= self.num_rows <= self.batch_size:

@@ -4,6 +4,7 @@ from collections import defaultdict
 from typing import Any
 
 from .report_runs import Entry, Group, decoding
+from .report_sections import is_wrong
 from .report_tables import Column, Line, Section, Table, Value, column, number, table
 
 VARIED = ("beam_width", "share_prefixes")
@@ -94,6 +95,6 @@ def _speed(entries: dict[tuple[int, int, bool], Entry], batch: int, width: int, 
     """Tokens/s of the whole batch; with tree attention also by what it is faster."""
     entry, other = entries[batch, width, shared], entries[batch, width, not shared]
     speed = entry.row["tokens_per_second"]
-    if entry.row["lossless"] is False:
+    if is_wrong(entry.row):
         return Value(text=f"{speed:.1f}", number=speed, note="not lossless", tone="bad")
     return Value(text=f"{speed:.1f}", number=speed, note=f"{speed / other.row['tokens_per_second']:.2f}x" if shared else "")

@@ -1,7 +1,7 @@
 """The sections of a report, each from rows alone. None where the rows lack what it needs: nothing is filled in."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .names import BASELINE
@@ -15,10 +15,16 @@ LABELS = ("distilled", "text")
 """What training may learn (`TrainConfig.labels`)."""
 
 
+def is_wrong(row: Mapping[str, Any]) -> bool:
+    """Whether a row's answers are not the target's own, by mistake or by a lossy rule. Where the arithmetic's noise explains
+    all that differs, they are: such a row keeps its speedup."""
+    return row["lossless"] is False and row["num_within_noise"] < max(1, row["num_mismatched_prompts"])
+
+
 def speedup(entry: Entry) -> Value:
     """Over plain decoding; where the answers aren't known to be the target's own, a refusal in its place."""
     row = entry.row
-    if row["lossless"] is False:
+    if is_wrong(row):
         return Value(text="not lossless", note=row["lossless_label"].removeprefix("no, "), tone="bad")
     if row["lossless"] is None:
         return Value(text="not audited", note=f"lossless {row['lossless_label']}", tone="bad")
@@ -211,11 +217,7 @@ def _speed(entry: Entry | None, speed_of: Callable[[Entry], float]) -> Value:
         return Value(text="-")
     value = number(speed_of(entry), ".1f")
     # A speed stays a speed, but who reads it must know.
-    return (
-        value
-        if entry.row["lossless"] is not False
-        else Value(text=value.text, number=value.number, note="not lossless", tone="bad")
-    )
+    return value if not is_wrong(entry.row) else Value(text=value.text, number=value.number, note="not lossless", tone="bad")
 
 
 def _fixed_options(entries: Sequence[Entry]) -> str:

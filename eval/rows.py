@@ -112,7 +112,20 @@ def build_rows(
             wrong = [item for item in mismatches if item.record.key in keys]
             skipped = num_skipped.get(group_key, 0)
             rows.append(_row(plain, own, wrong, config, dtype, roofline, skipped, drafters.get(method)))
+        of_group = rows[-len(names) :] if names else []
+        if any(is_broken(row) and row["method"] == BASELINE for row in of_group):
+            for row in of_group:
+                _withdraw(row)
     return rows
+
+
+def _withdraw(row: Row) -> None:
+    """Plain decoding was wrong, so nobody knows what the others, which were held against it, are worth."""
+    row["speedup"], row["speedup_ci95"], row["lossless"] = None, None, False
+    for values in row["by_category"].values():
+        values.update(speedup=None, speedup_ci95=None)
+    if row["method"] != BASELINE:
+        row["lossless_label"] = f"NO: plain decoding is wrong ({row['lossless_label']} against it)"
 
 
 def decoding_name(row: Row) -> str:

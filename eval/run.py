@@ -166,6 +166,11 @@ def load_suites(config: EvalConfig) -> list[PromptSet]:
     for suite in suites:
         if not suite.prompts:
             raise ValueError(f"the suite {suite.name} has no prompts; check its file")
+        if len(suite.prompts) < max(config.batch_sizes):
+            raise ValueError(
+                f"a batch size is {max(config.batch_sizes)}, and {suite.name} has {len(suite.prompts)} prompts here, which "
+                "fill no such batch; raise the suite's limit, or lower the batch size"
+            )
     return suites
 
 

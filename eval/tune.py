@@ -14,7 +14,7 @@ from ..data.chat import encode_prompt
 from ..data.files import write_json
 from ..data.types import Turn
 from ..models.drafters import load_drafter
-from ..models.drafters.tuned import Choice, describe_place, save_tuned, tuned_choice
+from ..models.drafters.tuned import Choice, describe_place, read_tuned, save_tuned, tuned_choice
 from ..models.hf_target import HFTarget
 from ..models.packing import packed_linears
 from .config import EvalConfig
@@ -59,6 +59,7 @@ def tune(
 
     Raises ValueError where no prompt fits, and for a drafter that draws its drafts at random, whose steps can't be replayed.
     """
+    read_tuned(drafter_dir)  # what it can't be written into shows now
     temperature = config.temperatures[0]
     rule = acceptance_rule("exact", temperature)
     settings = candidates(drafter_dir) if settings is None else list(settings)
@@ -79,6 +80,11 @@ def tune(
         answered = [each for each in answered if len(each.answer) > 1]  # others end with their prefill
         if not answered:
             raise ValueError("the target's answers to these prompts end with their first token; choose other prompts")
+        if len(answered) < max(batch_sizes):
+            raise ValueError(
+                f"a batch size is {max(batch_sizes)}, and {len(answered)} prompts can be replayed, which fill no such batch; "
+                "raise the suite's limit, or lower the batch size"
+            )
         # Where answers are half written: what a step reads grows with the text.
         texts = [each.text[: len(each.prompt) + len(each.answer) // 2] for each in answered]
         times = measure_step_times(target, texts, _row_counts(batch_sizes), NODE_COUNTS)
@@ -88,7 +94,7 @@ def tune(
         choices = {size: choose(predictions, size) for size in batch_sizes}
         regrets = {size: regret(choices[size], measured, size) for size in batch_sizes} if measured else {}
         tuning = Tuning(choices=choices, predictions=predictions, measured=measured, regrets=regrets, step_times=times)
-        place, environment = describe_place(target, temperature), describe_environment(target.device)
+        place, environment = describe_place(target, drafter_dir, temperature), describe_environment(target.device)
     found = asdict(tuning) | {"place": asdict(place), "environment": asdict(environment), "num_prompts": len(answered)}
     write_json(output_dir / TUNING_FILE, found)
     if write:
@@ -99,7 +105,8 @@ def tune(
 def tuned_settings(config: EvalConfig, target: HFTarget, drafter_dirs: Sequence[Path]) -> Settings:
     """Of each drafter, the settings that were chosen here for the batch sizes and temperatures of an evaluation.
 
-    Raises ValueError where nothing was tuned here, and where a drafter's choice is always to draft nothing.
+    Each of them is evaluated at all of these. Raises ValueError where nothing was tuned here, and where all choices are to
+    draft nothing.
     """
     settings: dict[Path, Sequence[dict[str, Any]]] = {}
     with cpu_threads(config.num_threads):
@@ -110,8 +117,14 @@ def tuned_settings(config: EvalConfig, target: HFTarget, drafter_dirs: Sequence[
                 for temperature in config.temperatures
             ]
             settings[directory] = [each for index, each in enumerate(chosen) if each is not None and each not in chosen[:index]]
-            if not settings[directory]:
-                raise ValueError(f"`outrider tune` has turned {directory} off here: plain decoding is faster than all settings")
+            if None in chosen:
+                logger.warning(
+                    "`outrider tune` has turned %s off for some of these batch sizes and temperatures: there plain decoding "
+                    "was faster than all settings",
+                    directory,
+                )
+    if not any(settings.values()):
+        raise ValueError(f"`outrider tune` has turned {', '.join(map(str, drafter_dirs))} off here: plain decoding is faster")
     return settings
 
 

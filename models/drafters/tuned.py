@@ -9,10 +9,11 @@ from typing import Any, cast
 
 import torch
 
-from ...data.files import parse_dataclass, read_json, write_json
+from ...data.files import parse_dataclass, read_json, sha256_file, write_json
 from ..hf_target import HFTarget
 from ..interfaces import Drafter
 from .checkpoint import load_drafter
+from .files import WEIGHTS_FILE
 from .null import NullDrafter
 
 TUNED_FILE = "tuned.json"
@@ -28,6 +29,8 @@ class Place:
     """torch's on a CPU; 0 elsewhere."""
     target: str
     """Digests of the target's weights and quantisation."""
+    drafter: str
+    """Digest of the drafter's weights."""
     dtype: str
     form: str
     """See `HFTarget.form`."""
@@ -57,6 +60,11 @@ class Tuned:
     place: Place
     choices: dict[str, Choice]
 
+    def __post_init__(self) -> None:
+        wrong = [size for size in self.choices if not size.isdecimal() or int(size) < 1]
+        if wrong or not self.choices:
+            raise ValueError(f"choices must be by batch size, at least 1, and are by {', '.join(self.choices) or 'nothing'}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TunedFile:
@@ -66,13 +74,14 @@ class TunedFile:
     entries: list[Tuned]
 
 
-def describe_place(target: HFTarget, temperature: float = 0.0) -> Place:
-    """Where this process decodes with this target."""
+def describe_place(target: HFTarget, directory: Path, temperature: float = 0.0) -> Place:
+    """Where this process decodes with this target and the drafter of this directory."""
     on_cpu = target.device.type == "cpu"
     return Place(
         device=device_name(target.device),
         num_threads=torch.get_num_threads() if on_cpu else 0,
         target=" ".join([target.identity.weights_sha256[:16], target.identity.quantization]).strip(),
+        drafter=sha256_file(directory / WEIGHTS_FILE)[:16],
         dtype=str(target.dtype).removeprefix("torch."),
         form=target.form,
         temperature=temperature,
@@ -97,9 +106,11 @@ def cpu_model() -> str:
 
 
 def save_tuned(directory: Path, place: Place, choices: Mapping[int, Choice]) -> None:
-    """Write the choices for a place beside the drafter, in the place of earlier ones for it."""
-    kept = [entry for entry in _read(directory) if entry.place != place]
-    entry = Tuned(place=place, choices={str(size): choice for size, choice in sorted(choices.items())})
+    """Write the choices for a place beside the drafter, in the place of earlier ones for it and these batch sizes."""
+    entries = read_tuned(directory)
+    kept = [entry for entry in entries if entry.place != place]
+    before = {int(size): choice for entry in entries if entry.place == place for size, choice in entry.choices.items()}
+    entry = Tuned(place=place, choices={str(size): choice for size, choice in sorted({**before, **choices}.items())})
     write_json(directory / TUNED_FILE, asdict(TunedFile(format_version=FORMAT_VERSION, entries=[*kept, entry])))
 
 
@@ -108,8 +119,8 @@ def tuned_choice(directory: Path, target: HFTarget, *, batch_size: int = 1, temp
 
     Raises ValueError, with the command to run, where nothing was tuned for this place.
     """
-    place = describe_place(target, temperature)
-    entries = _read(directory)
+    place = describe_place(target, directory, temperature)
+    entries = read_tuned(directory)
     for entry in entries:
         if entry.place == place:
             size = min(entry.choices, key=lambda size: abs(math.log(int(size) / batch_size)))
@@ -133,7 +144,8 @@ def load_tuned(directory: Path, target: HFTarget, *, batch_size: int = 1, temper
     return cast("Drafter[Any]", load_drafter(directory, target, **choice.setting))
 
 
-def _read(directory: Path) -> list[Tuned]:
+def read_tuned(directory: Path) -> list[Tuned]:
+    """All that was tuned, wherever. Raises ValueError for a damaged file, or one of another version."""
     path = directory / TUNED_FILE
     if not path.is_file():
         return []

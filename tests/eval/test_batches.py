@@ -233,6 +233,28 @@ def test_a_decoder_that_is_wrong_in_batches_only_is_caught_there(
     assert [is_broken(row) for row in rows] == [False, False, False, True]
 
 
+class WrongForAll(GreedyAcceptance):
+    """Broken on purpose: several rows get each other's tokens, whether anything was drafted or not."""
+
+    def __call__(self, tree: DraftTree, output: TargetOutput, *, generator: Randomness = None) -> Acceptance:
+        right = super().__call__(tree, output, generator=generator)
+        return Acceptance(
+            path=torch.full_like(right.path, -1),
+            num_accepted=torch.zeros_like(right.num_accepted),
+            bonus_token=right.bonus_token if len(right.bonus_token) == 1 else right.bonus_token.flip(0),
+        )
+
+
+def test_where_plain_decoding_is_wrong_nothing_has_a_speedup(
+    run_tiny: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "GreedyAcceptance", WrongForAll)
+    rows = run_tiny(tmp_path / "eval", profile_prompts=0)
+    assert [is_broken(row) for row in rows] == [False, False, True, True]
+    assert rows[3]["lossless_label"].startswith("NO: plain decoding is wrong")
+    assert all(each["speedup"] is None for each in rows[3]["by_category"].values())
+
+
 def test_batches_are_audited_and_not_held_to_the_last_digit() -> None:
     assert is_exact(torch.float32)
     assert not is_exact(torch.float32, batch_size=2)

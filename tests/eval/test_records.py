@@ -74,7 +74,9 @@ def test_an_altered_line_is_named_and_refused(tmp_path: Path, make_record: MakeR
         "each emits at least one": altered(good, accepted_histogram=[3]),
         "is negative": altered(good, token_ids=[-1, 2, 3]),
         "temperature is -1.0": altered(good, temperature=-1.0),
-        "seconds are positive": altered(good, prefill_seconds=0.0),
+        "took 0.0 s .* seconds are positive": altered(good, prefill_seconds=0.0),
+        "took inf s": altered(good, prefill_seconds=float("inf")),
+        "and nan s": altered(good, decode_seconds=float("nan")),
         "exactly when profiled": altered(good, profiled=True),
         "for each of the 2 verify steps": altered(good, tree_tokens={"separate": [6, 6], "shared": [4]}),
         "the same generation": good.to_json(),
@@ -83,7 +85,7 @@ def test_an_altered_line_is_named_and_refused(tmp_path: Path, make_record: MakeR
         path.write_text(good.to_json() + "\n" + line + "\n")
         with pytest.raises(ValueError, match=f"(?s)records.jsonl, line 2: .*({message}|Expecting value)"):
             RecordFile(path)
-    assert len(bad_lines) == 13
+    assert len(bad_lines) == 15
 
 
 def test_number_of_steps_is_the_histogram_and_seconds_include_the_prefill(make_record: MakeRecord) -> None:

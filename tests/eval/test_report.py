@@ -188,6 +188,15 @@ def test_a_wrong_or_uncompared_method_has_no_speedup_anywhere(write_run: WriteRu
     assert lossy.tables["mt_bench, temperature 1, batch size 1"][2][2] == "not lossless by rule"
 
 
+def test_noise_of_the_arithmetic_costs_no_speedup(write_run: WriteRun, tmp_path: Path) -> None:
+    noisy = {"lossless": False, "num_mismatched_prompts": 1, "num_within_noise": 1, "lossless_label": "within noise (1)"}
+    page = report(tmp_path / "report", write_run("one", row=noisy))
+    assert page.tables["mt_bench, greedy, batch size 1"][2][2].startswith("3.33x")
+    assert "not lossless" not in page.text
+    worse = report(tmp_path / "worse", write_run("two", row={**noisy, "num_mismatched_prompts": 2}))
+    assert worse.tables["mt_bench, greedy, batch size 1"][2][2].startswith("not lossless")
+
+
 def test_runs_of_another_environment_or_target_get_chapters_of_their_own(write_run: WriteRun, tmp_path: Path) -> None:
     here, there = write_run("here"), write_run("there", environment={"num_threads": 4})
     page = report(tmp_path / "report", here, there, write_run("other", config={"max_new_tokens": 64}))

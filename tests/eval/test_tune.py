@@ -10,7 +10,7 @@ import torch
 
 from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.replay import Answered, ReplayTarget, answer_prompts
-from outrider.eval.run import acceptance_rule
+from outrider.eval.run import acceptance_rule, load_suites
 from outrider.eval.step_times import StepTimes, measure_step_times
 from outrider.eval.tune import TUNING_FILE, regret, tune, tuned_settings
 from outrider.eval.tune_cli import tune_command
@@ -116,14 +116,14 @@ def test_a_choice_is_kept_for_its_place_and_read_for_the_nearest_batch_size(
 ) -> None:
     for path in tiny_drafter_dir.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    place = describe_place(tiny_target)
+    place = describe_place(tiny_target, tmp_path)
     facts = {"tokens_per_step": 2.0, "tokens_per_second": 30.0, "plain_tokens_per_second": 20.0}
     one, eight = Choice(setting={"beam_width": 2}, **facts), Choice(setting=None, **facts)
     with pytest.raises(ValueError, match="isn't tuned for .* run `outrider tune --drafter"):
         tuned_choice(tmp_path, tiny_target)
     save_tuned(tmp_path, replace(place, device="another"), {1: eight})
-    save_tuned(tmp_path, place, {1: eight})
-    save_tuned(tmp_path, place, {8: eight, 1: one})
+    save_tuned(tmp_path, place, {1: eight, 8: eight})
+    save_tuned(tmp_path, place, {1: one})
     assert len(json.loads((tmp_path / TUNED_FILE).read_text())["entries"]) == 2
     assert [tuned_choice(tmp_path, tiny_target, batch_size=size) for size in (1, 2, 4, 100)] == [one, one, eight, eight]
     drafter: Any = load_tuned(tmp_path, tiny_target)
@@ -131,6 +131,17 @@ def test_a_choice_is_kept_for_its_place_and_read_for_the_nearest_batch_size(
     assert isinstance(load_tuned(tmp_path, tiny_target, batch_size=8), NullDrafter)
     with pytest.raises(ValueError, match=r"temperature 0.5 \(it is for: .*device another"):
         tuned_choice(tmp_path, tiny_target, temperature=0.5)
+    file = json.loads((tmp_path / TUNED_FILE).read_text())
+    file["entries"][0]["choices"] = {"few": asdict(one)}
+    (tmp_path / TUNED_FILE).write_text(json.dumps(file))
+    with pytest.raises(ValueError, match=r"tuned.json: choices must be by batch size, .* and are by few"):
+        tuned_choice(tmp_path, tiny_target)
+    (tmp_path / TUNED_FILE).unlink()
+    save_tuned(tmp_path, place, {1: one})
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    with pytest.raises(ValueError, match="isn't tuned for"):
+        tuned_choice(tmp_path, tiny_target)
 
 
 def test_an_evaluation_takes_the_tuned_settings(tiny_target: HFTarget, tiny_drafter_dir: Path, tmp_path: Path) -> None:
@@ -138,7 +149,7 @@ def test_an_evaluation_takes_the_tuned_settings(tiny_target: HFTarget, tiny_draf
         (tmp_path / path.name).write_bytes(path.read_bytes())
     facts = {"tokens_per_step": 2.0, "tokens_per_second": 30.0, "plain_tokens_per_second": 20.0}
     choices = {1: Choice(setting={"beam_width": 2}, **facts), 2: Choice(setting={"beam_width": 3}, **facts)}
-    save_tuned(tmp_path, describe_place(tiny_target), choices | {8: Choice(setting=None, **facts)})
+    save_tuned(tmp_path, describe_place(tiny_target, tmp_path), choices | {8: Choice(setting=None, **facts)})
     suites = [SuiteConfig(name="stdlib")]
 
     def settings(*sizes: int) -> list[dict[str, Any]]:
@@ -170,6 +181,16 @@ def test_tuning_finds_measures_and_writes(
     written = json.loads((tmp_path / TUNING_FILE).read_text())
     assert written["choices"]["1"] == asdict(tuning.choices[1])
     assert written["place"]["dtype"] == "float32"
+
+
+def test_a_batch_that_no_prompts_fill_is_refused(
+    tiny_target: HFTarget, tiny_drafter_dir: Path, questions: Path, tmp_path: Path
+) -> None:
+    config = EvalConfig(suites=[SuiteConfig(name="mt_bench", path=str(questions))], max_new_tokens=8, pack_weights=False)
+    with pytest.raises(ValueError, match="a batch size is 64, and .* fill no such batch"):
+        tune(config, tiny_target, tiny_drafter_dir, tmp_path, settings=[{"beam_width": 1}], batch_sizes=[64])
+    with pytest.raises(ValueError, match="a batch size is 64, and mt_bench has"):
+        load_suites(replace(config, batch_sizes=[64]))
 
 
 def test_the_command_prints_a_table_and_a_verdict(
