@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from ..models.machine import cpu_model
+
 PACKAGES = ("outrider", "torch", "transformers")
 
 
@@ -41,7 +43,7 @@ def describe_environment(device: torch.device) -> Environment:
         python=platform.python_version(),
         packages={name: version(name) for name in PACKAGES},
         system=f"{platform.system()} {platform.machine()}",
-        cpu=_cpu_model(),
+        cpu=cpu_model(),
         num_cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         num_threads=torch.get_num_threads(),
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
@@ -64,15 +66,6 @@ def differences(recorded: dict[str, Any], current: dict[str, Any], prefix: str =
         elif old != new:
             texts.append(f"{prefix}{key} (was {old}, is {new})")
     return texts
-
-
-def _cpu_model() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _git_hash(directory: Path) -> str | None:

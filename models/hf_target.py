@@ -35,8 +35,8 @@ class HFTarget:
     Holds the KV cache of one batch of prompts at a time. Make it with `outrider.models.target.load_target`.
 
     `compiled` runs the model's passes over draft trees through `torch.compile`, `cuda_graphs` replays them as CUDA graphs (see
-    `GraphedFunction`); both may be on. Prefills are read as they are, since no two have the same shape. With `tensor_parallel`
-    each process holds a slice of the model, and all of them must read the same texts together (see `tensor_parallel.turns`).
+    `GraphedFunction`); both may be on. Prefills are read as they are: no two have the same shape. With `tensor_parallel` each
+    process holds a slice of the model, and all must read the same texts together.
     """
 
     def __init__(
@@ -58,9 +58,7 @@ class HFTarget:
         self._kinds: dict[str, int | None] = {}
         self._captured = CapturedHiddenStates.of(model)
         self._feature_layers: tuple[int, ...] = ()
-        self.compiled = compiled
-        self.cuda_graphs = cuda_graphs
-        self.tensor_parallel = tensor_parallel
+        self.compiled, self.cuda_graphs, self.tensor_parallel = compiled, cuda_graphs, tensor_parallel
         self._read_tree = partial(self._read_tree_with, torch.compile(model) if compiled else model)
         self._graphs = GraphedFunction(self._read_tree, recorder) if cuda_graphs else None
 

@@ -1,7 +1,6 @@
 """How a drafter is best run on a machine, for each batch size: what `outrider tune` has found, in a file beside its weights."""
 
 import math
-import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from ...data.files import parse_dataclass, read_json, sha256_file, write_json
 from ..hf_target import HFTarget
 from ..interfaces import Drafter
+from ..machine import device_name
 from .checkpoint import load_drafter
 from .files import WEIGHTS_FILE
 from .null import NullDrafter
@@ -86,23 +86,6 @@ def describe_place(target: HFTarget, directory: Path, temperature: float = 0.0) 
         form=target.form,
         temperature=temperature,
     )
-
-
-def device_name(device: torch.device) -> str:
-    """The model of a GPU or a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return cpu_model() if device.type == "cpu" else str(device)
-
-
-def cpu_model() -> str:
-    """The processor's name, as far as the system tells."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def save_tuned(directory: Path, place: Place, choices: Mapping[int, Choice]) -> None:
