@@ -1,9 +1,6 @@
 """A target in slices over two processes, launched as a user launches them, against the whole one."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +18,8 @@ from outrider.models import tensor_parallel
 from outrider.models.config import TargetConfig
 from outrider.models.target import load_target
 
-from ..conftest import REPOSITORY
 from ..distill.test_regenerate import write_conversations
+from ..train.launching import launch_script
 from .launched_tensor_parallel import make
 
 SCRIPT = Path(__file__).parent / "launched_tensor_parallel.py"
@@ -36,19 +33,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
 @pytest.fixture(scope="module")
 def launched(tiny_target_dir: Path, data: DataConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("slices")
-    result = subprocess.run(
-        [
-            *(sys.executable, "-m", "accelerate.commands.launch", "--config_file", "conf/launch/cpu.yaml"),
-            *("--main_process_port", "0", str(SCRIPT), str(tiny_target_dir), json.dumps(vars(data)), str(output)),
-        ],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        cwd=REPOSITORY,
-    )
-    assert result.returncode == 0, result.stderr[-8000:]
+    folders = [str(tiny_target_dir), json.dumps(vars(data)), str(output)]
+    launch_script(["--config_file", "conf/launch/cpu.yaml", str(SCRIPT), *folders])
     return output
 
 

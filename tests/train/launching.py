@@ -41,19 +41,14 @@ NUMBERS = ("loss", "grad_norm", "learning_rate", "positions_seen", "validation_l
 
 
 def launch(arguments: list[str], target_dir: Path, shards_dir: Path, output: Path, trainings: dict[str, Any]) -> None:
-    """`accelerate launch` of launched_train.py with these arguments, on whatever port is free."""
-    folders = [str(target_dir), str(shards_dir), str(output)]
-    command = [
-        "accelerate.commands.launch",
-        "--main_process_port",
-        "0",
-        *arguments,
-        str(SCRIPT),
-        *folders,
-        json.dumps(trainings),
-    ]
+    """`accelerate launch` of launched_train.py with these arguments."""
+    launch_script([*arguments, str(SCRIPT), *map(str, (target_dir, shards_dir, output)), json.dumps(trainings)])
+
+
+def launch_script(arguments: list[str]) -> None:
+    """`accelerate launch` with these arguments, on whatever port is free."""
     result = subprocess.run(
-        [sys.executable, "-m", *command],
+        [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0", *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
