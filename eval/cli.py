@@ -84,7 +84,7 @@ def eval_command(
     place = device or str(torch.accelerator.current_accelerator() or "cpu")
     # A CPU emulates bfloat16, and only float32 can be held to the very same tokens.
     dtype = dtype or ("float32" if place == "cpu" else "auto")
-    options = _tokenizer_options(tokenizer_option or [])
+    options = tokenizer_options(tokenizer_option or [])
     loaded = load_target(
         TargetConfig(
             name_or_path=target,
@@ -107,7 +107,8 @@ def eval_command(
         raise typer.Exit(1)
 
 
-def _tokenizer_options(texts: list[str]) -> dict[str, Any]:
+def tokenizer_options(texts: list[str]) -> dict[str, Any]:
+    """Options for the tokenizer as the command line has them. Raises ValueError for a text without a value."""
     options = {}
     for text in texts:
         name, separator, value = text.partition("=")

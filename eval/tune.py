@@ -1,14 +1,12 @@
 """Tuning a drafter to a machine: answers, times, predictions, the choice, and on request what it is worth."""
 
+import json
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
-from jaxtyping import Int
 
 from ..data.chat import encode_prompt
 from ..data.files import write_json
@@ -19,15 +17,26 @@ from ..models.hf_target import HFTarget
 from ..models.packing import packed_linears
 from .config import EvalConfig
 from .environment import describe_environment
-from .replay import answer_prompts
+from .replay import Answered, answer_prompts
 from .run import Settings, acceptance_rule, cpu_threads, load_suites
 from .step_times import StepTimes, measure_step_times
-from .tuning import Prediction, candidates, choose, measure_all, predict_all
+from .tuning import (
+    Prediction,
+    Setting,
+    Speed,
+    Trial,
+    candidates,
+    choose,
+    finalists,
+    measure_all,
+    predict,
+    regret,
+    replay_all,
+)
 
 logger = logging.getLogger(__name__)
 
 TUNING_FILE = "tuning.json"
-NODE_COUNTS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,12 +44,23 @@ class Tuning:
     """All that was found out."""
 
     choices: dict[int, Choice]
+    """By batch size: the fastest of the finalists."""
     predictions: list[Prediction]
-    measured: list[Prediction]
-    """The same, for real; empty unless it was asked for."""
+    finals: list[Speed]
+    """Of plain decoding and the settings predicted to be the fastest: decoded with for real, to choose among them."""
+    checked: list[Speed]
+    """Of every setting, measured after the choice; empty unless it was asked for."""
     regrets: dict[int, float]
-    """By batch size: the share of speed that the choice lacks of the best setting's, by what was measured."""
+    """By batch size: the share of speed that the choice lacks of the best setting's, by what was checked."""
+    predicted_regrets: dict[int, float]
+    """The same of the setting that was predicted to be the fastest."""
     step_times: StepTimes
+
+    def errors(self, batch_size: int) -> list[float]:
+        """By how much each prediction exceeds what was checked, as a share of that, for batches of this size."""
+        real = {json.dumps(each.setting): each.tokens_per_second for each in self.checked if each.batch_size == batch_size}
+        guesses = [each for each in self.predictions if each.batch_size == batch_size]
+        return [each.tokens_per_second / real[json.dumps(each.setting)] - 1 for each in guesses]
 
 
 def tune(
@@ -61,45 +81,62 @@ def tune(
     """
     read_tuned(drafter_dir)  # what it can't be written into shows now
     temperature = config.temperatures[0]
-    rule = acceptance_rule("exact", temperature)
     settings = candidates(drafter_dir) if settings is None else list(settings)
     with ExitStack() as stack:
         stack.enter_context(cpu_threads(config.num_threads))
-        first = load_drafter(drafter_dir, target, **settings[0])
-        if getattr(first.config, "temperature", 0.0):
+        drafter = load_drafter(drafter_dir, target, **settings[0])
+        if getattr(drafter.config, "temperature", 0.0):
             raise ValueError(
                 f"{drafter_dir} draws its drafts at random, so its steps can't be replayed; set its temperature to 0"
             )
         if config.pack_weights:
             stack.enter_context(packed_linears(target.model))
-        longest = min(target.context_length, first.context_length or target.context_length)
-        prompts = _prompts(config, target, longest)
-        answered = answer_prompts(
-            target, prompts, rule, max_new_tokens=config.max_new_tokens, feature_layers=first.feature_layers
+        longest = min(target.context_length, drafter.context_length or target.context_length)
+        trial = Trial(
+            directory=drafter_dir,
+            target=target,
+            rule=acceptance_rule("exact", temperature),
+            answered=_answers(config, target, longest, drafter.feature_layers, max(batch_sizes)),
+            pack=config.pack_weights,
         )
-        answered = [each for each in answered if len(each.answer) > 1]  # others end with their prefill
-        if not answered:
-            raise ValueError("the target's answers to these prompts end with their first token; choose other prompts")
-        if len(answered) < max(batch_sizes):
-            raise ValueError(
-                f"a batch size is {max(batch_sizes)}, and {len(answered)} prompts can be replayed, which fill no such batch; "
-                "raise the suite's limit, or lower the batch size"
-            )
-        # Where answers are half written: what a step reads grows with the text.
-        texts = [each.text[: len(each.prompt) + len(each.answer) // 2] for each in answered]
-        times = measure_step_times(target, texts, _row_counts(batch_sizes), NODE_COUNTS)
-        options: dict[str, Any] = {"settings": settings, "batch_sizes": batch_sizes, "pack": config.pack_weights}
-        predictions = predict_all(drafter_dir, target, rule, answered, times, **options)
-        measured = measure_all(drafter_dir, target, rule, answered, **options) if check else []
-        choices = {size: choose(predictions, size) for size in batch_sizes}
-        regrets = {size: regret(choices[size], measured, size) for size in batch_sizes} if measured else {}
-        tuning = Tuning(choices=choices, predictions=predictions, measured=measured, regrets=regrets, step_times=times)
+        tuning = _tune(trial, [None, *settings], batch_sizes, check=check)
         place, environment = describe_place(target, drafter_dir, temperature), describe_environment(target.device)
-    found = asdict(tuning) | {"place": asdict(place), "environment": asdict(environment), "num_prompts": len(answered)}
+    found = asdict(tuning) | {
+        "place": asdict(place),
+        "environment": asdict(environment),
+        "num_prompts": len(trial.answered),
+        "max_new_tokens": config.max_new_tokens,
+    }
     write_json(output_dir / TUNING_FILE, found)
     if write:
-        save_tuned(drafter_dir, place, choices)
+        save_tuned(drafter_dir, place, tuning.choices)
     return tuning
+
+
+def _tune(trial: Trial, settings: Sequence[Setting], batch_sizes: Sequence[int], *, check: bool) -> Tuning:
+    replays = replay_all(trial, settings, batch_sizes)
+    # Where answers are half written: what a step reads grows with the text.
+    texts = [each.text[: len(each.prompt) + len(each.answer) // 2] for each in trial.answered]
+    largest = max(each.nodes for replay in replays for each in replay.run.passes)
+    rows, nodes = _powers(max(batch_sizes), *batch_sizes), [0, *_powers(largest, largest)]
+    times = measure_step_times(trial.target, texts, rows, nodes)
+    predictions = [predict(replay, times) for replay in replays]
+    finals: list[Speed] = []
+    checked: list[Speed] = []
+    for size in batch_sizes:
+        finals += measure_all(trial, finalists(predictions, size), size)
+        checked += measure_all(trial, settings, size) if check else []
+    choices = {size: choose(finals, size) for size in batch_sizes}
+    guesses = {size: choose(predictions, size) for size in batch_sizes}
+    return Tuning(
+        choices=choices,
+        predictions=predictions,
+        finals=finals,
+        checked=checked,
+        regrets={size: regret(choices[size].setting, checked, size) for size in batch_sizes if checked},
+        predicted_regrets={size: regret(guesses[size].setting, checked, size) for size in batch_sizes if checked},
+        step_times=times,
+    )
 
 
 def tuned_settings(config: EvalConfig, target: HFTarget, drafter_dirs: Sequence[Path]) -> Settings:
@@ -128,23 +165,19 @@ def tuned_settings(config: EvalConfig, target: HFTarget, drafter_dirs: Sequence[
     return settings
 
 
-def regret(choice: Choice, measured: Sequence[Prediction], batch_size: int) -> float:
-    """What the choice lacks of the best measured speed for batches of this size, as a share of that."""
-    speeds = [(each.setting, each.tokens_per_second) for each in measured if each.batch_size == batch_size]
-    chosen = next(speed for setting, speed in speeds if setting == choice.setting)
-    return 1 - chosen / max(speed for _, speed in speeds)
+def _powers(largest: int, *others: int) -> list[int]:
+    """Powers of two below the largest of what is timed, and these others."""
+    powers = [1 << exponent for exponent in range(largest.bit_length()) if 1 << exponent < largest]
+    return sorted({*powers, *others})
 
 
-def _row_counts(batch_sizes: Sequence[int]) -> list[int]:
-    """What is measured: the batch sizes, and powers of two below the largest, since rows leave a batch one by one."""
-    powers = [1]
-    while powers[-1] * 2 < max(batch_sizes):
-        powers.append(powers[-1] * 2)
-    return sorted({*powers, *batch_sizes})
+def _answers(
+    config: EvalConfig, target: HFTarget, longest: int, feature_layers: tuple[int, ...], batch_size: int
+) -> list[Answered]:
+    """The target's answers to the first turns of the suites' prompts, where prompt and answer have at most `longest` tokens.
 
-
-def _prompts(config: EvalConfig, target: HFTarget, longest: int) -> list[Int[torch.Tensor, " _"]]:
-    """The first turns of the suite's prompts that leave room for an answer."""
+    Raises ValueError where these fill no batch of this size.
+    """
     prompts = []
     for suite in load_suites(config):
         for prompt in suite.prompts:
@@ -155,4 +188,14 @@ def _prompts(config: EvalConfig, target: HFTarget, longest: int) -> list[Int[tor
         raise ValueError(
             f"no prompt leaves room for {config.max_new_tokens} new tokens in a context of {longest}; lower --max-new-tokens"
         )
-    return prompts
+    rule = acceptance_rule("exact", config.temperatures[0])
+    answered = answer_prompts(target, prompts, rule, max_new_tokens=config.max_new_tokens, feature_layers=feature_layers)
+    answered = [each for each in answered if len(each.answer) > 1]  # others end with their prefill
+    if not answered:
+        raise ValueError("the target's answers to these prompts end with their first token; choose other prompts")
+    if len(answered) < batch_size:
+        raise ValueError(
+            f"a batch size is {batch_size}, and {len(answered)} prompts can be replayed, which fill no such batch; "
+            "raise the suite's limit, or lower the batch size"
+        )
+    return answered

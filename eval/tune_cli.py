@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,16 +13,18 @@ from .config import EvalConfig, SuiteConfig
 
 if TYPE_CHECKING:
     from .tune import Tuning
+    from .tuning import Speed
 
 SHOWN = 5
-"""Settings that the table has for each batch size, the fastest ones."""
+"""Settings that the table has for each batch size, at least."""
 
 
 def tune_command(
     target: Annotated[str, typer.Option(help="The target: a directory or a Hub id.")],
     drafter: Annotated[Path, typer.Option(help="The drafter's directory, which gets the choice.")],
-    suite: Annotated[str, typer.Option(help="Prompts to decode: mt_bench, alpaca_eval or stdlib.")] = "stdlib",
+    suite: Annotated[str, typer.Option(help="Prompts to decode: a suite as `outrider eval` names them.")] = "stdlib",
     suite_path: Annotated[str | None, typer.Option(help="Local file of the suite.")] = None,
+    suite_revision: Annotated[str | None, typer.Option(help="Commit of a suite on the Hub.")] = None,
     limit: Annotated[int, typer.Option(help="Draw at most so many prompts.")] = 16,
     batch_size: Annotated[list[int] | None, typer.Option(help="Prompts decoded together. Repeat for several; 1.")] = None,
     setting: Annotated[
@@ -40,19 +43,20 @@ def tune_command(
     threads: Annotated[int | None, typer.Option(help="CPU threads; torch's choice unless given.")] = None,
     pack_weights: Annotated[bool, typer.Option(help="On a CPU, pack linear layers for few rows (more memory).")] = True,
     chat_template: Annotated[str | None, typer.Option(help="A .jinja file, or a template that ships with outrider.")] = None,
+    tokenizer_option: Annotated[list[str] | None, typer.Option(help="NAME=VALUE for the tokenizer: legacy=true.")] = None,
     seed: Annotated[int, typer.Option(help="Of the prompts that --limit draws.")] = 0,
 ) -> None:
     """Find the setting in which a drafter decodes fastest here, for each batch size, and whether it pays at all.
 
     The target answers some prompts once; every setting drafts for those answers, and the target's step is timed by the size of
-    batch and tree. Takes minutes, not the hours of measuring every setting.
+    batch and tree. The few settings that come out fastest then decode for real. Takes minutes, not the hours of measuring all.
     """
     import torch  # it, and all that uses it, loads too slowly for --help
 
     from ..data.chat import use_chat_template
     from ..models.config import TargetConfig
     from ..models.target import load_target
-    from .cli import parse_setting
+    from .cli import parse_setting, tokenizer_options
     from .run import check_inputs
     from .tune import tune
 
@@ -60,7 +64,7 @@ def tune_command(
     if sizes[0] < 1:
         raise ValueError(f"--batch-size is {sizes[0]}; it must be at least 1")
     config = EvalConfig(
-        suites=[SuiteConfig(name=suite, path=suite_path, limit=limit)],
+        suites=[SuiteConfig(name=suite, path=suite_path, revision=suite_revision, limit=limit)],
         settings=[parse_setting(text) for text in setting or []] or [{}],
         temperatures=[temperature],
         max_new_tokens=max_new_tokens,
@@ -78,6 +82,7 @@ def tune_command(
             device=place,
             compiled=compiled,
             cuda_graphs=cuda_graphs,
+            tokenizer_options=tokenizer_options(tokenizer_option or []),
         )
     )
     use_chat_template(loaded.tokenizer, chat_template)
@@ -92,56 +97,55 @@ def tune_command(
 
 
 def tuning_table(tuning: "Tuning", batch_size: int) -> Table:
-    """The fastest settings for a batch size, and plain decoding."""
-    title = f"Batches of {batch_size}: predicted; own is a step's time beside the target's"
-    columns = ["setting", "tokens per step", "nodes", "own ms", "tokens/s", "speedup"]
-    measured = {_key(each.setting): each for each in tuning.measured if each.batch_size == batch_size}
-    table = Table(title=title)
-    for column in [*columns, *(["measured"] if measured else [])]:
-        left = column == "setting"
-        table.add_column(
-            column, justify="left" if left else "right", overflow="fold" if left else "ellipsis", min_width=24 * left
-        )
+    """The settings that are fastest for a batch size, and plain decoding: as predicted, and as measured where they were."""
+    table = Table(title=f"Batches of {batch_size}: tokens/s; own ms is a step's time beside the target's")
+    table.add_column("setting", overflow="fold", min_width=15)
+    for column in ("tok/step", "nodes", "own ms", "predicted", "measured", "speedup"):
+        table.add_column(column, justify="right")
     of_size = [each for each in tuning.predictions if each.batch_size == batch_size]
-    plain = next(each for each in of_size if each.setting is None)
-    best = sorted((each for each in of_size if each.setting is not None), key=lambda each: -each.tokens_per_second)
-    for each in (plain, *best[:SHOWN]):
-        cells = [
+    measured = {_key(each): each.tokens_per_second for each in tuning.finals if each.batch_size == batch_size}
+    order = sorted(of_size, key=lambda each: (each.setting is not None, -measured.get(_key(each), 0), -each.tokens_per_second))
+    plain = measured[_key(order[0])]
+    for each in order[: 1 + max(SHOWN, len(measured) - 1)]:
+        speed = measured.get(_key(each))
+        table.add_row(
             _name(each.setting),
             f"{each.tokens_per_step:.2f}",
             f"{each.num_nodes:.1f}",
             f"{1000 * each.own_seconds:.1f}",
             f"{each.tokens_per_second:,.1f}",
-            f"{each.tokens_per_second / plain.tokens_per_second:.2f}x",
-        ]
-        if measured:
-            cells.append(f"{measured[_key(each.setting)].tokens_per_second:,.1f}")
-        table.add_row(*cells)
-    if len(best) > SHOWN:
-        table.caption = f"and {len(best) - SHOWN} slower ones"
+            *(["-", "-"] if speed is None else [f"{speed:,.1f}", f"{speed / plain:.2f}x"]),
+        )
+    if len(order) > table.row_count:
+        table.caption = f"and {len(order) - table.row_count} that are predicted to be slower"
     return table
 
 
 def verdict(tuning: "Tuning", batch_size: int) -> str:
-    """The choice for a batch size in a sentence."""
+    """The choice for a batch size in a sentence, and what a check says of it in another."""
     choice = tuning.choices[batch_size]
     if choice.setting is None:
-        best = max(
-            (each for each in tuning.predictions if each.batch_size == batch_size and each.setting is not None),
-            key=lambda each: each.tokens_per_second,
-        )
+        tried = [each for each in tuning.finals if each.batch_size == batch_size and each.setting is not None]
+        best = max(tried, key=lambda each: each.tokens_per_second)
         loss = 1 - best.tokens_per_second / choice.plain_tokens_per_second
-        told = f"speculation is off: the best setting ({_name(best.setting)}) would lose {100 * loss:.0f} %"
+        told = f"speculation is off: the best setting ({_name(best.setting)}) loses {100 * loss:.0f} %"
     else:
         told = f"{_name(choice.setting)}, {choice.speedup:.2f}x of plain decoding"
     if batch_size in tuning.regrets:
-        told += f"; measured, the choice is {100 * tuning.regrets[batch_size]:.1f} % slower than the best setting"
+        wrong = sorted(map(abs, tuning.errors(batch_size)))
+        told += (
+            f". Checked: {100 * tuning.regrets[batch_size]:.1f} % slower than the best setting (what was predicted to be best: "
+            f"{100 * tuning.predicted_regrets[batch_size]:.1f} %); predicted speeds are off by {100 * median(wrong):.0f} % "
+            f"(median), {100 * wrong[-1]:.0f} % at most"
+        )
     return f"Batches of {batch_size}: {told}"
 
 
 def _name(setting: dict[str, Any] | None) -> str:
-    return "plain decoding" if setting is None else " ".join(f"{name}={value}" for name, value in setting.items())
+    if setting is None:
+        return "plain decoding"
+    return " ".join(f"{name}={value}" for name, value in setting.items()) or "as saved"
 
 
-def _key(setting: dict[str, Any] | None) -> str:
-    return json.dumps(setting, sort_keys=True)
+def _key(speed: "Speed") -> str:
+    return json.dumps(speed.setting, sort_keys=True)

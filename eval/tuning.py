@@ -2,12 +2,14 @@
 
 The target's step is measured by batch and tree size (`StepTimes`); the drafter, the rule and the loop run for real, over
 answers that the target has given once (`ReplayTarget`). The tokens of a replay over the seconds of both is the speed of
-decoding, for any number of settings at the price of drafting alone.
+decoding, for any number of settings at the price of drafting alone. The few fastest are then decoded with for real, in turns:
+what drafter and target cost each other, such as the other's place in a cache, shows nowhere else.
 """
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -39,16 +41,31 @@ GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
 """What is tried of each kind, every combination that makes sense."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
-    """A setting in batches of one size; None is plain decoding. Speeds as in `Choice`."""
+Setting = dict[str, Any] | None
+"""Run-time options of a drafter; None is plain decoding."""
 
-    setting: dict[str, Any] | None
+NUM_FINALISTS = 4
+MARGIN = 0.2
+"""What a setting's predicted speed may lack of the best one's, as a share, for it to be decoded with for real."""
+ROUNDS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """A setting's in batches of one size, as measured. Speeds as in `Choice`."""
+
+    setting: Setting
     batch_size: int
     tokens_per_step: float
     tokens_per_second: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction(Speed):
+    """The same, as predicted."""
+
     own_seconds: float
-    """Of drafter, rule and loop, per step: what isn't the target's. 0 where decoding was measured as a whole."""
+    """Of drafter, rule and loop, per step: what isn't the target's."""
     num_nodes: float
     """Mean per step."""
 
@@ -77,18 +94,6 @@ def _makes_sense(setting: Mapping[str, Any]) -> bool:
     if width == 1:
         return nodes is None or nodes == min((each for each in (2, 4, 8) if each >= length), default=length)
     return nodes is None or length <= nodes <= length * width * (width if "top_k" in setting else 1)
-
-
-@contextmanager
-def loaded(directory: Path, target: HFTarget, setting: Mapping[str, Any] | None, *, pack: bool) -> Iterator[Drafter[Any]]:
-    """The drafter in a setting, as the evaluation runs it."""
-    if setting is None:
-        yield NullDrafter()
-        return
-    drafter = load_drafter(directory, target, **setting)
-    with packed_linears(*([drafter] if pack else [])):
-        # A TrainableDrafter is an nn.Module first, so that its type doesn't say that it drafts.
-        yield cast("Drafter[Any]", drafter)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,25 +173,66 @@ def run(
     )
 
 
-def predict(
-    drafter: Drafter[Any],
-    rule: AcceptanceRule,
-    answered: Sequence[Answered],
-    times: StepTimes,
-    *,
-    vocab_size: int,
-    setting: dict[str, Any] | None,
-    batch_size: int,
-) -> Prediction:
-    """How fast the answers would be decoded in batches of this size, in their order."""
-    batches = [answered[start : start + batch_size] for start in range(0, len(answered), batch_size)]
-    run(ReplayTarget(batches[0], vocab_size), drafter, rule, batches[0], timed=False)  # warms up
-    runs = [run(ReplayTarget(batch, vocab_size), drafter, rule, batch, timed=True) for batch in batches]
-    total = sum_of(runs)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """What every setting of a drafter is tried with."""
+
+    directory: Path
+    """The drafter's."""
+    target: HFTarget
+    rule: AcceptanceRule
+    answered: Sequence[Answered]
+    pack: bool
+    """Whether linear layers are packed (`packed_linears`)."""
+
+    def batches(self, size: int) -> list[Sequence[Answered]]:
+        """In their order; the last one may be smaller."""
+        return [self.answered[start : start + size] for start in range(0, len(self.answered), size)]
+
+    @contextmanager
+    def drafter(self, setting: Setting) -> Iterator[Drafter[Any]]:
+        """In this setting, as the evaluation runs it."""
+        if setting is None:
+            yield NullDrafter()
+            return
+        drafter = load_drafter(self.directory, self.target, **setting)
+        with packed_linears(*([drafter] if self.pack else [])):
+            # A TrainableDrafter is an nn.Module first, so that its type doesn't say that it drafts.
+            yield cast("Drafter[Any]", drafter)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """A setting's decoding of all answers in batches of one size, without the target."""
+
+    setting: Setting
+    batch_size: int
+    run: Run
+
+
+def replay_all(trial: Trial, settings: Sequence[Setting], batch_sizes: Sequence[int]) -> list[Replay]:
+    """Replays of the answers with every setting, for every batch size."""
+    found = []
+    vocab_size = trial.target.vocab_size
+    with tqdm(total=len(settings) * len(batch_sizes), desc="settings", unit="setting") as progress:
+        for setting in settings:
+            with trial.drafter(setting) as drafter:
+                for size in batch_sizes:
+                    groups = trial.batches(size)
+                    run(ReplayTarget(groups[0], vocab_size), drafter, trial.rule, groups[0], timed=False)  # warms up
+                    runs = [run(ReplayTarget(group, vocab_size), drafter, trial.rule, group, timed=True) for group in groups]
+                    found.append(Replay(setting=setting, batch_size=size, run=sum_of(runs)))
+                    progress.update()
+    return found
+
+
+def predict(replay: Replay, times: StepTimes) -> Prediction:
+    """How fast decoding is with a target of these times."""
+    total = replay.run
     seconds = total.own_seconds + sum(times(each.rows, each.nodes) for each in total.passes)
     return Prediction(
-        setting=setting,
-        batch_size=batch_size,
+        setting=replay.setting,
+        batch_size=replay.batch_size,
         tokens_per_step=total.tokens_per_step,
         tokens_per_second=total.num_tokens / seconds,
         own_seconds=total.own_seconds / len(total.passes),
@@ -194,69 +240,37 @@ def predict(
     )
 
 
-def predict_all(
-    directory: Path,
-    target: HFTarget,
-    rule: AcceptanceRule,
-    answered: Sequence[Answered],
-    times: StepTimes,
-    *,
-    settings: Sequence[dict[str, Any]],
-    batch_sizes: Sequence[int],
-    pack: bool,
-) -> list[Prediction]:
-    """Predictions of plain decoding and of every setting, for every batch size."""
-    found = []
-    with tqdm(total=(1 + len(settings)) * len(batch_sizes), desc="settings", unit="setting") as progress:
-        for setting in (None, *settings):
-            with loaded(directory, target, setting, pack=pack) as drafter:
-                for size in batch_sizes:
-                    options: dict[str, Any] = {"setting": setting, "batch_size": size}
-                    found.append(predict(drafter, rule, answered, times, vocab_size=target.vocab_size, **options))
-                    progress.update()
-    return found
-
-
 @torch.inference_mode()
-def measure_all(
-    directory: Path,
-    target: HFTarget,
-    rule: AcceptanceRule,
-    answered: Sequence[Answered],
-    *,
-    settings: Sequence[dict[str, Any]],
-    batch_sizes: Sequence[int],
-    pack: bool,
-    rounds: int = 3,
-) -> list[Prediction]:
-    """What `predict_all` predicts, measured: the target decodes the same answers in every setting, in turns, `rounds` times.
+def measure_all(trial: Trial, settings: Sequence[Setting], batch_size: int, *, rounds: int = ROUNDS) -> list[Speed]:
+    """What is predicted, measured: the target decodes the same answers with every setting, batch by batch in turns.
 
-    Of each setting the median round counts.
+    Of each batch the median of its `rounds` counts. All settings' drafters are in memory at once.
     """
-    seconds: dict[tuple[int, int], list[float]] = {}
-    counts: dict[tuple[int, int], Run] = {}
-    with tqdm(total=rounds * (1 + len(settings)) * len(batch_sizes), desc="check", unit="run") as progress:
-        for size in batch_sizes:
-            batches = [answered[start : start + size] for start in range(0, len(answered), size)]
-            for _ in range(rounds):
-                for index, setting in enumerate((None, *settings)):
-                    with loaded(directory, target, setting, pack=pack) as drafter:
-                        run(target, drafter, rule, [replace(each, answer=each.answer[:8]) for each in batches[0]], timed=False)
-                        runs = [run(target, drafter, rule, batch, timed=False) for batch in batches]
-                    counts[size, index] = sum_of(runs)
-                    seconds.setdefault((size, index), []).append(counts[size, index].seconds)
-                    progress.update()
-    target.release_cache()
+    groups = trial.batches(batch_size)
+    seconds: dict[tuple[int, int], list[float]] = defaultdict(list)
+    runs: dict[tuple[int, int], Run] = {}
+    with ExitStack() as stack, tqdm(total=rounds * len(groups), desc=f"batches of {batch_size}", unit="batch") as progress:
+        drafters = [stack.enter_context(trial.drafter(setting)) for setting in settings]
+        first = [replace(each, answer=each.answer[:8]) for each in groups[0]]
+        for drafter in drafters:
+            run(trial.target, drafter, trial.rule, first, timed=False)  # warms up
+        for turn in range(rounds * len(groups)):
+            group = turn % len(groups)
+            for step in range(len(drafters)):
+                index = (turn + turn // len(groups) + step) % len(drafters)  # nobody comes first each time
+                runs[index, group] = run(trial.target, drafters[index], trial.rule, groups[group], timed=False)
+                seconds[index, group].append(runs[index, group].seconds)
+            progress.update()
+    trial.target.release_cache()
+    totals = [sum_of([runs[index, group] for group in range(len(groups))]) for index in range(len(settings))]
     return [
-        Prediction(
-            setting=None if index == 0 else settings[index - 1],
-            batch_size=size,
+        Speed(
+            setting=setting,
+            batch_size=batch_size,
             tokens_per_step=total.tokens_per_step,
-            tokens_per_second=total.num_tokens / median(seconds[size, index]),
-            own_seconds=0.0,
-            num_nodes=total.num_nodes,
+            tokens_per_second=total.num_tokens / sum(median(seconds[index, group]) for group in range(len(groups))),
         )
-        for (size, index), total in counts.items()
+        for index, (setting, total) in enumerate(zip(settings, totals, strict=True))
     ]
 
 
@@ -270,9 +284,17 @@ def sum_of(runs: Sequence[Run]) -> Run:
     )
 
 
-def choose(predictions: Sequence[Prediction], batch_size: int) -> Choice:
+def finalists(predictions: Sequence[Prediction], batch_size: int) -> list[Setting]:
+    """Plain decoding, and the settings that may be the fastest for batches of this size."""
+    of_size = [each for each in predictions if each.batch_size == batch_size and each.setting is not None]
+    best = sorted(of_size, key=lambda each: -each.tokens_per_second)[:NUM_FINALISTS]
+    worth = [each for each in best if each.tokens_per_second >= (1 - MARGIN) * best[0].tokens_per_second]
+    return [None, *(each.setting for each in worth)]
+
+
+def choose(speeds: Sequence[Speed], batch_size: int) -> Choice:
     """The fastest way to decode batches of this size, plain decoding among them."""
-    of_size = [each for each in predictions if each.batch_size == batch_size]
+    of_size = [each for each in speeds if each.batch_size == batch_size]
     (plain,) = [each for each in of_size if each.setting is None]
     best = max(of_size, key=lambda each: each.tokens_per_second)
     return Choice(
@@ -281,3 +303,10 @@ def choose(predictions: Sequence[Prediction], batch_size: int) -> Choice:
         tokens_per_second=best.tokens_per_second,
         plain_tokens_per_second=plain.tokens_per_second,
     )
+
+
+def regret(setting: Setting, measured: Sequence[Speed], batch_size: int) -> float:
+    """What a setting lacks of the best measured speed for batches of this size, as a share of that."""
+    speeds = [each for each in measured if each.batch_size == batch_size]
+    (own,) = [each.tokens_per_second for each in speeds if each.setting == setting]
+    return 1 - own / max(each.tokens_per_second for each in speeds)

@@ -1,5 +1,6 @@
 """How a drafter is best run on a machine, for each batch size: what `outrider tune` has found, in a file beside its weights."""
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -15,6 +16,8 @@ from ..machine import device_name
 from .checkpoint import load_drafter
 from .files import WEIGHTS_FILE
 from .null import NullDrafter
+
+logger = logging.getLogger(__name__)
 
 TUNED_FILE = "tuned.json"
 FORMAT_VERSION = 1
@@ -107,6 +110,10 @@ def tuned_choice(directory: Path, target: HFTarget, *, batch_size: int = 1, temp
     for entry in entries:
         if entry.place == place:
             size = min(entry.choices, key=lambda size: abs(math.log(int(size) / batch_size)))
+            if int(size) != batch_size:
+                logger.info(
+                    "%s is tuned for batches of %s, and for %d as for %s", directory, ", ".join(entry.choices), batch_size, size
+                )
             return entry.choices[size]
     known = "; ".join(", ".join(f"{key} {value}" for key, value in asdict(entry.place).items()) for entry in entries)
     raise ValueError(

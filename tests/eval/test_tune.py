@@ -1,6 +1,7 @@
 """Tuning: a replay takes the very steps of decoding, and the choice follows from what was measured."""
 
 import json
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,14 @@ from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.replay import Answered, ReplayTarget, answer_prompts
 from outrider.eval.run import acceptance_rule, load_suites
 from outrider.eval.step_times import StepTimes, measure_step_times
-from outrider.eval.tune import TUNING_FILE, regret, tune, tuned_settings
-from outrider.eval.tune_cli import tune_command
-from outrider.eval.tuning import GRIDS, Pass, Prediction, Run, candidates, choose, run
+from outrider.eval.tune import TUNING_FILE, tune, tuned_settings
+from outrider.eval.tune_cli import tune_command, verdict
+from outrider.eval.tuning import GRIDS, Pass, Prediction, Run, Speed, candidates, choose, finalists, regret, run
+from outrider.models.decoding.tree import DraftTree
+from outrider.models.decoding.types import TargetOutput
 from outrider.models.drafters import DRAFTERS, NullDrafter, build_drafter, save_drafter
 from outrider.models.drafters.oracle import OracleDrafter
+from outrider.models.drafters.redrafter import Redrafter
 from outrider.models.drafters.registry import parse_runtime_config
 from outrider.models.drafters.tuned import TUNED_FILE, Choice, describe_place, load_tuned, save_tuned, tuned_choice
 from outrider.models.hf_target import HFTarget
@@ -81,11 +85,20 @@ def test_times_between_measured_points_lie_on_lines() -> None:
     assert StepTimes(batch_sizes=(2,), node_counts=(3,), seconds=((7.0,),))(9, 9) == 7.0
 
 
-def test_the_targets_steps_are_measured_for_every_size(tiny_target: HFTarget) -> None:
+def test_the_targets_steps_are_measured_for_every_size(tiny_target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    verify = tiny_target.verify
+
+    def slow_verify(last_token: torch.Tensor, tree: DraftTree) -> TargetOutput:
+        time.sleep(0.002 * tree.num_nodes * len(last_token))
+        return verify(last_token, tree)
+
+    monkeypatch.setattr(tiny_target, "verify", slow_verify)
     texts = [torch.tensor(prompt) for prompt in PROMPTS]
     times = measure_step_times(tiny_target, texts, [4, 1], [8, 0, 1], repeats=3)
     assert (times.batch_sizes, times.node_counts) == ((1, 4), (0, 1, 8))
-    assert all(0 < seconds < 5 for row in times.seconds for seconds in row)
+    for size, row in zip(times.batch_sizes, times.seconds, strict=True):
+        assert all(seconds > 0.002 * nodes * size for nodes, seconds in zip(times.node_counts, row, strict=True))
+        assert row[2] > row[1], "a tree is timed as its own size"
 
 
 def test_a_moments_disturbance_is_no_property_of_a_setting() -> None:
@@ -100,15 +113,27 @@ def prediction(setting: dict[str, Any] | None, speed: float, size: int = 1) -> P
     )
 
 
+def speed(setting: dict[str, Any] | None, tokens_per_second: float, size: int = 1) -> Speed:
+    return Speed(setting=setting, batch_size=size, tokens_per_step=2.0, tokens_per_second=tokens_per_second)
+
+
 def test_speculation_is_off_where_it_loses_and_regret_is_what_the_choice_lacks() -> None:
-    found = [prediction(None, 10.0), prediction({"a": 1}, 12.0), prediction({"a": 2}, 11.0)]
-    found += [prediction(None, 10.0, 8), prediction({"a": 1}, 9.0, 8), prediction({"a": 2}, 8.0, 8)]
+    found = [speed(None, 10.0), speed({"a": 1}, 12.0), speed({"a": 2}, 11.0)]
+    found += [speed(None, 10.0, 8), speed({"a": 1}, 9.0, 8), speed({"a": 2}, 8.0, 8)]
     assert choose(found, 1).setting == {"a": 1}
     assert choose(found, 1).speedup == pytest.approx(1.2)
     assert choose(found, 8).setting is None
     assert choose(found, 8).speedup == 1.0
-    measured = [prediction(None, 5.0), prediction({"a": 1}, 9.0), prediction({"a": 2}, 10.0)]
-    assert regret(choose(found, 1), measured, 1) == pytest.approx(0.1)
+    measured = [speed(None, 5.0), speed({"a": 1}, 9.0), speed({"a": 2}, 10.0), speed({"a": 2}, 99.0, 8)]
+    assert regret({"a": 1}, measured, 1) == pytest.approx(0.1)
+    assert regret(None, measured, 1) == pytest.approx(0.5)
+
+
+def test_only_settings_that_may_be_the_fastest_are_decoded_with_and_plain_decoding_always() -> None:
+    found = [prediction(None, 30.0), *(prediction({"a": index}, 10.0 - index) for index in range(9))]
+    assert finalists(found, 1) == [None, {"a": 0}, {"a": 1}, {"a": 2}], "the others are predicted to be over 20 % slower"
+    close = [prediction(None, 1.0, 2), *(prediction({"a": index}, 10.0 - index / 10, 2) for index in range(9))]
+    assert len(finalists(close, 2)) == 5
 
 
 def test_a_choice_is_kept_for_its_place_and_read_for_the_nearest_batch_size(
@@ -163,24 +188,39 @@ def test_an_evaluation_takes_the_tuned_settings(tiny_target: HFTarget, tiny_draf
 
 
 def test_tuning_finds_measures_and_writes(
-    tiny_target: HFTarget, tiny_drafter_dir: Path, questions: Path, tmp_path: Path
+    tiny_target: HFTarget, tiny_drafter_dir: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = EvalConfig(suites=[SuiteConfig(name="mt_bench", path=str(questions))], max_new_tokens=8, pack_weights=False)
-    settings = [{"beam_width": 1, "beam_length": 2}, {"beam_width": 3, "beam_length": 2}]
+    propose = Redrafter.propose
+
+    def slow_propose(self: Redrafter, *arguments: Any, **options: Any) -> DraftTree:
+        time.sleep(0.2 if self.config.beam_width == 3 else 0)
+        return propose(self, *arguments, **options)
+
+    monkeypatch.setattr(Redrafter, "propose", slow_propose)
+    config = EvalConfig(suites=[SuiteConfig(name="mt_bench", path=str(questions))], max_new_tokens=6, pack_weights=False)
+    settings = [{"beam_width": 3, "beam_length": 2}, {"beam_width": 1, "beam_length": 2}]
     options: dict[str, Any] = {"settings": settings, "batch_sizes": [1, 2], "check": True, "write": False}
     tuning = tune(config, tiny_target, tiny_drafter_dir, tmp_path, **options)
     assert not (tiny_drafter_dir / TUNED_FILE).exists()
-    assert [(each.batch_size, each.setting) for each in tuning.predictions if each.batch_size == 2] == [
-        (2, None),
-        *((2, setting) for setting in settings),
-    ]
-    by_key = {(each.batch_size, str(each.setting)): each for each in tuning.measured}
-    for each in tuning.predictions:
-        assert by_key[each.batch_size, str(each.setting)].tokens_per_step == each.tokens_per_step
-    assert all(0 <= lost < 1 for lost in tuning.regrets.values())
+    ways = [(size, setting) for size in (1, 2) for setting in (None, *settings)]
+    assert [(each.batch_size, each.setting) for each in tuning.checked] == ways
+    predicted = {(each.batch_size, str(each.setting)): each for each in tuning.predictions}
+    for each in tuning.checked:
+        guess = predicted[each.batch_size, str(each.setting)]
+        assert guess.tokens_per_step == each.tokens_per_step
+        if each.setting == settings[0]:
+            assert each.tokens_per_second < 2 * each.tokens_per_step * each.batch_size / 0.2
+            assert guess.own_seconds > 0.2, "what drafting takes is in the prediction"
+    for size in (1, 2):
+        assert [each.setting for each in tuning.finals if each.batch_size == size] == [None, settings[1]]
+        assert regret(settings[0], tuning.checked, size) > 0.5
+        assert tuning.regrets[size] == regret(tuning.choices[size].setting, tuning.checked, size)
+        assert len(tuning.errors(size)) == 3
     written = json.loads((tmp_path / TUNING_FILE).read_text())
     assert written["choices"]["1"] == asdict(tuning.choices[1])
     assert written["place"]["dtype"] == "float32"
+    told = verdict(tuning, 2)
+    assert f"Checked: {100 * tuning.regrets[2]:.1f} % slower than the best setting" in told
 
 
 def test_a_batch_that_no_prompts_fill_is_refused(
