@@ -87,14 +87,14 @@ def _parse_mt_bench(record: Any, index: int) -> Prompt | None:
     # FastChat's file says question_id and turns, the Hub's copy of it prompt_id and prompt.
     turns = record.get("turns", record.get("prompt"))
     id, category = record.get("question_id", record.get("prompt_id")), record.get("category")
-    if isinstance(turns, list) and len(turns) == 2 and _all_texts([*turns, category]) and isinstance(id, int | str):
+    if isinstance(turns, list) and len(turns) == 2 and _all_texts([*turns, category]) and _is_id(id):
         return Prompt(id=str(id), category=category, turns=tuple(turns))
     return None
 
 
 def _parse_spec_bench(record: Any, index: int) -> Prompt | None:
     id, category, turns = (record.get(name) for name in ("question_id", "category", "turns"))
-    if isinstance(turns, list) and turns and _all_texts([*turns, category]) and isinstance(id, int | str):
+    if isinstance(turns, list) and turns and _all_texts([*turns, category]) and _is_id(id):
         return Prompt(id=str(id), category=category, turns=tuple(turns))
     return None
 
@@ -114,7 +114,7 @@ def _parse_gsm8k(record: Any, index: int) -> Prompt | None:
 
 OWN_FORMS = (
     '{"prompt": TEXT}, {"turns": [TEXT, ...]}, {"messages": [{"role": ..., "content": ...}]} or '
-    '{"conversations": [{"from": ..., "value": ...}]}, each with an id and a category if it has them'
+    '{"conversations": [{"from": ..., "value": ...}]}, each with an id (a text or a whole number) and a category if it has them'
 )
 
 
@@ -123,7 +123,7 @@ def _parse_own(record: Any, index: int) -> Prompt | None:
     id = next((record[key] for key in ("id", "question_id", "prompt_id") if record.get(key) is not None), index)
     category = record.get("category") or "prompt"
     turns = _own_turns(record)
-    if turns and _all_texts([*turns, category]) and isinstance(id, int | str) and str(id).strip():
+    if turns and _all_texts([*turns, category]) and _is_id(id):
         return Prompt(id=str(id), category=category, turns=tuple(turns))
     return None
 
@@ -148,9 +148,9 @@ def _own_turns(record: Any) -> list[Any] | None:
 
 
 def _parse_alpaca_eval(record: Any, index: int) -> Prompt | None:
-    instruction, category = record.get("instruction"), record.get("dataset")
-    if _all_texts([instruction, category]):
-        return Prompt(id=str(record.get("id", index)), category=category, turns=(instruction,))
+    instruction, category, id = record.get("instruction"), record.get("dataset"), record.get("id", index)
+    if _all_texts([instruction, category]) and _is_id(id):
+        return Prompt(id=str(id), category=category, turns=(instruction,))
     return None
 
 
@@ -244,6 +244,11 @@ def _check_unique(prompts: Iterable[Prompt], place: str) -> None:
         if prompt.id in seen:
             raise ValueError(f"{place} holds two prompts with the id {prompt.id!r}; ids must differ. Remove one of them")
         seen.add(prompt.id)
+
+
+def _is_id(value: Any) -> bool:
+    """Whether it is a text or a whole number (which a bool is to Python)."""
+    return type(value) is int or (isinstance(value, str) and bool(value.strip()))
 
 
 def _all_texts(values: list[Any]) -> bool:

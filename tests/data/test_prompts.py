@@ -188,6 +188,7 @@ def test_own_prompts_and_conversations_are_a_suite_of_any_name(tmp_path: Path) -
         {"turns": ["One", 2]},
         {"prompt": "Why?", "turns": ["Why?"]},
         {"prompt": "Why?", "id": 1.5},
+        {"prompt": "Why?", "id": True},
         {"messages": []},
         {"messages": ["Hi"]},
         {"messages": [{"role": "assistant", "content": "Ho"}]},
