@@ -13,6 +13,7 @@ import typing
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from dataclasses import MISSING, asdict, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -157,13 +158,14 @@ def _parse(hint: Any, value: Any, where: str) -> Any:
         (hint,) = [arg for arg in args if arg is not type(None)]
         return _parse(hint, value, where)
     if origin is list and isinstance(value, list):
+        if set(map(type, value)) <= {args[0]}:  # what most of a record's bytes are: token ids
+            return value
         return [_parse(args[0], item, f"{where}[{index}]") for index, item in enumerate(value)]
     if origin is dict and isinstance(value, dict):
         return {key: _parse(args[1], item, f"{where}.{key}") for key, item in value.items()}
     if is_dataclass(hint) and isinstance(value, dict):
         make: Any = hint
-        hints = typing.get_type_hints(hint)
-        required = {field.name for field in fields(hint) if field.default is MISSING and field.default_factory is MISSING}
+        hints, required = _fields(make)
         _check_keys(value, required, hints.keys(), where)
         return make(**{key: _parse(hints[key], item, f"{where}.{key}") for key, item in value.items()})
     # bool is an int to Python, but not in a file; a whole number is a float to both.
@@ -173,6 +175,13 @@ def _parse(hint: Any, value: Any, where: str) -> Any:
         return float(value)
     expected = getattr(hint, "__name__", str(hint))
     raise ValueError(f"{where.lstrip('.') or 'the whole'} is {value!r:.80}; expected a value of type {expected}")
+
+
+@cache
+def _fields(cls: Any) -> tuple[dict[str, Any], Set[str]]:
+    """A dataclass's type hints, and the names of its fields that have no default."""
+    required = {field.name for field in fields(cls) if field.default is MISSING and field.default_factory is MISSING}
+    return typing.get_type_hints(cls), required
 
 
 def _check_keys(value: dict[str, Any], required: Set[str], known: Set[str], where: str) -> None:

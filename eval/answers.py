@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..data.files import atomic_write_text
 from ..data.prompts import Prompt, PromptSet
-from .environment import digest_of
+from .digests import digest_of
 from .records import EvalRecord, GroupKey, group_name
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,8 @@ def write_answers(
     groups = dict.fromkeys(record.group_key for record in firsts)
     for group in groups:
         suffix, to_text = FORMATS.get(group[0], (".jsonl", plain_answers))
-        for method, name in names.items():
+        for method in dict.fromkeys(record.method for record in firsts if record.group_key == group):
+            name = names[method]
             answered = [
                 Answered(prompt=prompt, answers=[_text(record, tokenizer) for record in turns])
                 for prompt in prompts[group[0]]

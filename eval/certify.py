@@ -34,7 +34,8 @@ from ..models.drafters import NullDrafter
 from ..models.drafters.oracle import OracleDrafter
 from ..models.hf_target import HFTarget
 from ..models.interfaces import AcceptanceRule, Drafter
-from .lossless import audit, is_exact
+from .audit import audit
+from .lossless import is_exact
 
 FALSE_ALARM_RATE = 1e-6
 """Share of sound samplers that one G-test would call unsound."""
@@ -194,7 +195,7 @@ def _compare(
     num_accepted: int,
     max_new_tokens: int,
 ) -> Line:
-    exact = is_exact(target.dtype)
+    exact = is_exact(str(target.dtype))
     num_bad, worst = 0, 0.0
     for prompt, answer in zip(prompts, answers, strict=True):
         if exact:

@@ -37,7 +37,8 @@ def certify_command(
     from ..models.target import load_target
     from .certify import certificate_table, certify_decoding, certify_rules, false_alarm_rate, passes, write_certificate
     from .environment import describe_environment
-    from .run import check_inputs, load_suites, method_labels
+    from .methods import method_specs
+    from .run import check_inputs, load_suites
 
     config = EvalConfig(suites=[SuiteConfig(name=suite, path=suite_path, limit=limit)], max_new_tokens=max_new_tokens)
     subject: dict[str, object] = {}
@@ -47,7 +48,7 @@ def certify_command(
         check_inputs(config, drafter)
         loaded = load_target(TargetConfig(name_or_path=target, dtype=dtype, device=device))
         place = loaded.device
-        drafters = {name: load_drafter(path, loaded) for name, (path, _) in method_labels(config, drafter).items()}
+        drafters = {name: load_drafter(spec.path, loaded) for name, spec in method_specs(config, drafter).items()}
         suites = load_suites(config)
         lines += certify_decoding(loaded, drafters, loaded.tokenizer, suites, max_new_tokens=max_new_tokens)  # type: ignore[arg-type]
         subject |= {"target": loaded.identity.name, "weights_sha256": loaded.identity.weights_sha256, "suite": suite}

@@ -97,8 +97,8 @@ def eval_command(
         )
     )
     use_chat_template(loaded.tokenizer, chat_template)
-    settings = tuned_settings(config, loaded, drafter) if tuned else None
-    rows = evaluate(config, loaded, loaded.tokenizer, drafter, output, settings)
+    choices = tuned_settings(config, loaded, drafter) if tuned else None
+    rows = evaluate(config, loaded, loaded.tokenizer, drafter, output, tuned=choices)
     console = Console()
     print_table(rows, console)
     console.print(f"Records, summary, tables and plots: {escape(str(output))}", soft_wrap=True)

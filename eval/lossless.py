@@ -1,18 +1,11 @@
 """Is every answer the one that plain decoding gives? And where it isn't, is arithmetic noise the reason?"""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
-import torch
-from jaxtyping import Int
-
-from ..models.decoding.prompts import Prompts
-from ..models.decoding.sampling import MIN_PRECISION, wind_clocks
-from ..models.decoding.tree import empty_tree
-from ..models.decoding.types import Acceptance
-from ..models.hf_target import HFTarget
 from .records import BASELINE, EvalRecord, RecordKey
 
 
@@ -25,10 +18,8 @@ class Mismatch:
     within_noise: bool = False
 
 
-MAX_NOISE = 0.25
-"""Of the logits' standard deviation: rounding in bfloat16 makes a tenth of that."""
-ROUNDING = 8
-"""Units of the sampler's precision: what softmax and the division by the clocks add to the noise of sampled scores."""
+NUM_AUDITED = 3
+"""Prompts of a suite and temperature whose plain answers in batches are audited where nothing else vouches for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +31,13 @@ class Audit:
     model's best score and that of the token emitted. `noise`: the largest difference between a score computed token by token
     and the same one computed by the bare model over the whole text at once (the clocks are the same, so it is that of
     logits / temperature), and the sampler's own `ROUNDING`. Two scores that are each off by `noise` may change order while
-    they are `2 * noise` apart: `within_noise`. Noise of more than `MAX_NOISE` of the logits' spread explains nothing: then
+    they are `2 * noise` apart: `within_noise`. Noise of more than a share of the logits' spread explains nothing: then
     something is broken.
     """
 
     deficit: float
+    position: int
+    """Of the token that has it, from 0."""
     noise: float
     within_noise: bool
 
@@ -64,7 +57,10 @@ def find_mismatches(records: Iterable[EvalRecord]) -> list[Mismatch]:
         place = (record.suite, record.prompt_id, record.turn, record.temperature)
         reference = by_key.get((*place, BASELINE, 0, False, record.batch_size))
         if reference is None or reference.prompt_sha256 != record.prompt_sha256:
-            raise ValueError(f"{record.key} has no baseline record of the same prompt; delete the records and measure again")
+            raise ValueError(
+                f"{record.name} has no baseline record of the same prompt: one of the two was altered or taken out. "
+                "Delete their lines, and run the evaluation's command again"
+            )
         if record.method == BASELINE:
             alone = by_key.get((*place, BASELINE, 0, False, smallest))
             reference = alone if alone is not None and alone.prompt_sha256 == record.prompt_sha256 else reference
@@ -73,6 +69,63 @@ def find_mismatches(records: Iterable[EvalRecord]) -> list[Mismatch]:
             position = next(index for index, (token, expected) in enumerate(pairs) if token != expected)
             mismatches.append(Mismatch(record=record, position=position))
     return mismatches
+
+
+def is_exact(dtype: str, temperature: float = 0.0, batch_size: int = 1) -> bool:
+    """Whether decoding in `dtype` (its name) is held to the baseline's very tokens.
+
+    Sampling never is: whatever the precision, some token's clocks leave its two best candidates as close as its rounding. Nor
+    are batches: a row's last digits depend on how many rows are beside it, and these leave earlier with one method than with
+    another.
+    """
+    return dtype.removeprefix("torch.") in ("float32", "float64") and temperature == 0 and batch_size == 1
+
+
+def to_audit(records: Sequence[EvalRecord], mismatches: Iterable[Mismatch], dtype: str) -> list[EvalRecord]:
+    """The answers that must be audited: mismatches that noise may explain, and a few of those that nothing is held against."""
+    doubtful = [mismatch.record for mismatch in mismatches]
+    return [
+        *(record for record in doubtful if not is_exact(dtype, record.temperature, record.batch_size)),
+        *_unchecked_batches(records),
+    ]
+
+
+def _unchecked_batches(records: Sequence[EvalRecord]) -> list[EvalRecord]:
+    """Where no prompt was answered alone: of each suite and temperature the plain answers to NUM_AUDITED prompts of a batch,
+    the first, the middle and the last, so that different rows are looked at.
+    """
+    smallest = min((record.batch_size for record in records), default=1)
+    if smallest == 1:
+        return []
+    groups: dict[tuple[str, float], dict[str, list[EvalRecord]]] = defaultdict(lambda: defaultdict(list))
+    for record in records:
+        if record.is_reference and record.batch_size == smallest and record.num_rows > 1:
+            groups[record.suite, record.temperature][record.prompt_id].append(record)
+    chosen = []
+    for prompts in groups.values():
+        names, last = list(prompts), len(prompts) - 1
+        places = dict.fromkeys(last * number // (NUM_AUDITED - 1) for number in range(NUM_AUDITED))
+        chosen += [record for place in places for record in prompts[names[place]]]
+    return chosen
+
+
+def judged(records: Sequence[EvalRecord], dtype: str, audits: Mapping[str, Audit]) -> list[Mismatch]:
+    """Every answer that is not the target's own, and whether noise explains it, which an audit says (by `answer_digest`).
+
+    Raises ValueError for an answer that must be audited and wasn't.
+    """
+    found = {mismatch.record.key: mismatch for mismatch in find_mismatches(records)}
+    for record in to_audit(records, list(found.values()), dtype):
+        audit = audits.get(record.answer_digest)
+        if audit is None:
+            raise ValueError(
+                f"{record.name} was not audited, or was altered since; run the evaluation's command again, which audits it"
+            )
+        if record.key in found:
+            found[record.key] = replace(found[record.key], within_noise=audit.within_noise)
+        elif audit.deficit > 0 or not audit.within_noise:
+            found[record.key] = Mismatch(record=record, position=audit.position, within_noise=audit.within_noise)
+    return list(found.values())
 
 
 LOSSY = "no, by rule"
@@ -126,49 +179,3 @@ def judge(records: Sequence[EvalRecord], mismatches: Sequence[Mismatch]) -> Verd
         lossy=not all(record.lossless_rule for record in records),
         first=examples[0] if examples else None,
     )
-
-
-def is_exact(dtype: torch.dtype, temperature: float = 0.0, batch_size: int = 1) -> bool:
-    """Whether decoding in `dtype` is held to the baseline's very tokens.
-
-    Sampling never is: whatever the precision, some token's clocks leave its two best candidates as close as its rounding. Nor
-    are batches: a row's last digits depend on how many rows are beside it, and these leave earlier with one method than with
-    another.
-    """
-    return dtype in (torch.float32, torch.float64) and temperature == 0 and batch_size == 1
-
-
-@torch.inference_mode()
-def audit(
-    target: HFTarget, prompt: Int[torch.Tensor, "1 seq"], token_ids: list[int], *, temperature: float = 0.0, seed: int = 0
-) -> Audit:
-    """Force an answer through the plain model, token by token as plain decoding reads it, and all at once.
-
-    The answer is a greedy one, or, at a `temperature` above 0, one sampled with `RowSeeds([seed])`.
-    """
-    num_tokens = len(token_ids)
-    tokens = torch.tensor([token_ids], device=prompt.device)
-    prompts = Prompts.of(prompt)
-    plain = [target.prefill(prompts, max_new_tokens=num_tokens, max_nodes=0).logits[:, -1]]
-    nothing = empty_tree(1, prompt.device)
-    for index in range(num_tokens - 1):
-        plain.append(target.verify(tokens[:, index], nothing).logits[:, -1])
-        keep = Acceptance(path=nothing.parents, num_accepted=tokens.new_zeros(1), bonus_token=tokens[:, index + 1])
-        target.commit(nothing, keep, [0])
-    stepwise = torch.cat(plain)
-    stepwise = stepwise.to(torch.promote_types(stepwise.dtype, MIN_PRECISION))  # [token, vocab], as `warp` takes them
-
-    # The model itself, without cache, mask or tree: what is audited has no part in its own yardstick.
-    text = torch.cat([prompt, tokens[:, :-1]], dim=1)
-    at_once = target.model(text, use_cache=False, logits_to_keep=num_tokens).logits[0].to(stepwise.dtype)
-    logit_noise = float((stepwise - at_once).abs().max())
-    noise, deficit = logit_noise, 0.0
-    if temperature > 0:
-        noise = logit_noise / temperature + ROUNDING * torch.finfo(stepwise.dtype).eps
-    for position, (logits, token) in enumerate(zip(stepwise, token_ids, strict=True)):
-        scores = logits.cpu().double()  # which adds no rounding of its own
-        if temperature > 0:
-            scores = scores / temperature - wind_clocks(torch.empty_like(logits), seed, position).cpu().double().log()
-        deficit = max(deficit, float(scores.max() - scores[token]))
-    explained = deficit <= 2 * noise and logit_noise <= MAX_NOISE * float(stepwise.std(-1).max())
-    return Audit(deficit=deficit, noise=noise, within_noise=explained)

@@ -18,8 +18,9 @@ from ..data.types import Turn
 from ..models.hf_target import HFTarget
 from ..models.interfaces import AcceptanceRule, Drafter
 from .config import EvalConfig
-from .environment import Environment, differences, digest_of
+from .digests import differences, digest_of
 from .records import BASELINE, EvalRecord, RecordFile, RecordKey
+from .run_files import Environment, Place
 from .timing import Generation, time_generation
 
 WARMUP_NEW_TOKENS = 32
@@ -71,14 +72,14 @@ class TurnBatch:
 class Bench:
     """What stays the same while a run measures, and the file that its records go to.
 
-    `rules` by temperature. `methods` includes the baseline, whose first answer to a turn at a temperature and a batch size is
-    part of the next turn's prompt for every method there: so a lossy method can't change what it is asked.
+    `rules` by temperature. `methods`, by temperature and batch size, include the baseline, whose first answer to a turn there
+    is part of the next turn's prompt for every method there: so a lossy method can't change what it is asked.
     """
 
     target: HFTarget
     tokenizer: PreTrainedTokenizerBase
     rules: Mapping[float, AcceptanceRule]
-    methods: Sequence[Method]
+    methods: Mapping[Place, Sequence[Method]]
     config: EvalConfig
     context_length: int
     """Tokens, prompt and answer together, that the target and all drafters can read."""
@@ -91,9 +92,14 @@ class Bench:
     def measure(self, suites: Sequence[PromptSet]) -> None:
         """Measure whatever the records lack."""
         passes = self._passes(suites)
-        num_turns = sum(len(prompt.turns) for _, prompts, *_ in passes for prompt in prompts)
+        num_answers = sum(
+            len(prompt.turns) * len(self.methods[temperature, size])
+            for _, prompts, size, *_ in passes
+            for prompt in prompts
+            for temperature in self.rules
+        )
         warm = False
-        with tqdm(total=num_turns * len(self.rules) * len(self.methods), desc="eval", unit="answer") as progress:
+        with tqdm(total=num_answers, desc="eval", unit="answer") as progress:
             for batch, method, repeat, profiled in self._plan(passes):
                 if any(_key(turn, method.name, repeat, profiled) not in self.file.records for turn in batch.turns):
                     warm = warm or self._prepare(batch.turns[0].suite)
@@ -124,10 +130,11 @@ class Bench:
         """
         for suite, prompts, size, repeat, profiled in passes:
             for index, group in enumerate(self._groups(suite, prompts, size)):
-                first = (index + repeat) % len(self.methods)
                 for temperature in self.rules:
+                    methods = self.methods[temperature, size]
+                    first = (index + repeat) % len(methods)
                     for batch in self._batches(suite, group, index, temperature, size):
-                        for method in (*self.methods[first:], *self.methods[:first]):
+                        for method in (*methods[first:], *methods[:first]):
                             yield batch, method, repeat, profiled
 
     def _groups(self, suite: PromptSet, prompts: Iterable[Prompt], size: int) -> Iterator[list[Prompt]]:
@@ -205,7 +212,7 @@ class Bench:
             for index, group in enumerate(islice(self._groups(suite, suite.prompts, size), num_groups)):
                 for temperature in self.rules:
                     first_turns = next(self._batches(suite, group, index, temperature, size))
-                    for method in self.methods:
+                    for method in self.methods[temperature, size]:
                         self._time(first_turns, method, num_tokens)
         return True
 

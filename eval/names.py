@@ -3,4 +3,5 @@
 BASELINE = "baseline"
 """Method name of plain decoding."""
 
-RUN_FILE, RECORDS_FILE, SUMMARY_FILE, TABLE_FILE = "run.json", "records.jsonl", "summary.json", "table.md"
+RUN_FILE, RECORDS_FILE, FACTS_FILE = "run.json", "records.jsonl", "facts.json"
+SUMMARY_FILE, TABLE_FILE = "summary.json", "table.md"

@@ -6,14 +6,15 @@ import json
 import logging
 import math
 import os
-from collections import Counter
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 from ..data.files import atomic_write_bytes, naming_full_disk, parse_dataclass
-from ..models.decoding.types import PhaseSeconds
+from ..models.phases import PhaseSeconds
+from .digests import digest_of
 from .names import BASELINE as BASELINE
 
 logger = logging.getLogger(__name__)
@@ -131,6 +132,17 @@ class EvalRecord:
         )
 
     @property
+    def name(self) -> str:
+        """What a reader calls it."""
+        at = f"turn {self.turn + 1}, temperature {self.temperature:g}, batch size {self.batch_size}, repeat {self.repeat}"
+        return f"{self.method}'s answer to prompt {self.prompt_id!r} of {self.suite} ({at}{', profiled' * self.profiled})"
+
+    @property
+    def answer_digest(self) -> str:
+        """Of the prompt and the answer, so that what was found out about it holds for nothing else."""
+        return digest_of([self.key, self.prompt_sha256, self.token_ids])
+
+    @property
     def unit(self) -> str | int:
         """The smallest part of a suite that has times of its own: a prompt, or the batch that it is in."""
         return self.prompt_id if self.batch_size == 1 else self.batch
@@ -187,12 +199,20 @@ class RecordFile:
     """The records of a run: a JSON-lines file that grows batch by batch and survives being killed.
 
     A last line without its newline was torn by a kill: it is dropped. So are the records of a batch of which some are missing,
-    since its answers are measured together or not at all. Any other line that cannot be read is a ValueError.
+    since its answers are measured together or not at all. Any other line that cannot be read is a ValueError, and so are
+    records of a batch that contradict each other.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.records = _without_torn_batches(_read(path), path)
+        content = path.read_bytes() if path.exists() else b""
+        if torn := content.rpartition(b"\n")[2]:
+            logger.warning("%s: dropping the last line, torn when the run was killed", path)
+            os.truncate(path, len(content) - len(torn))
+        self.records = read_records(path)
+        if num_torn := content.count(b"\n") - len(self.records):
+            logger.warning("%s: dropping %d records of batches of which others are missing", path, num_torn)
+            atomic_write_bytes(path, _lines(self.records.values()))
         # Unbuffered: what a full disk refused is not tried again when the file is closed.
         self._file = path.open("ab", buffering=0)
 
@@ -216,15 +236,11 @@ def _lines(records: Iterable[EvalRecord]) -> bytes:
     return "".join(record.to_json() + "\n" for record in records).encode()
 
 
-def _read(path: Path) -> dict[RecordKey, EvalRecord]:
-    if not path.exists():
-        return {}
-    whole, newline, torn = path.read_bytes().rpartition(b"\n")
-    if torn:
-        logger.warning("%s: dropping the last line, torn when the run was killed", path)
-        os.truncate(path, len(whole) + len(newline))
+def read_records(path: Path) -> dict[RecordKey, EvalRecord]:
+    """The records of whole lines and batches, of a file that is left as it is. Raises ValueError as `RecordFile` does."""
     records: dict[RecordKey, EvalRecord] = {}
-    for number, line in enumerate(whole.split(b"\n") if newline else [], start=1):
+    content = path.read_bytes() if path.exists() else b""
+    for number, line in enumerate(content.split(b"\n")[:-1], start=1):
         try:
             record = parse_dataclass(EvalRecord, json.loads(line), path)
             if record.key in records:
@@ -232,14 +248,21 @@ def _read(path: Path) -> dict[RecordKey, EvalRecord]:
         except ValueError as error:  # malformed JSON and UTF-8 are ValueErrors too
             raise ValueError(f"{path}, line {number}: {error}; delete the line, and the run makes the record again") from error
         records[record.key] = record
-    return records
+    batches: dict[BatchKey, list[EvalRecord]] = defaultdict(list)
+    for record in records.values():
+        batches[record.batch_key].append(record)
+    _check_batches(batches.values(), path)
+    return {key: record for key, record in records.items() if len(batches[record.batch_key]) == record.num_rows}
 
 
-def _without_torn_batches(records: dict[RecordKey, EvalRecord], path: Path) -> dict[RecordKey, EvalRecord]:
-    """The records of whole batches; those of others are taken out of the file."""
-    num_found = Counter(record.batch_key for record in records.values())
-    whole = {key: record for key, record in records.items() if num_found[record.batch_key] == record.num_rows}
-    if num_torn := len(records) - len(whole):
-        logger.warning("%s: dropping %d records of batches of which others are missing", path, num_torn)
-        atomic_write_bytes(path, _lines(whole.values()))
-    return whole
+def _check_batches(batches: Iterable[Sequence[EvalRecord]], path: Path) -> None:
+    """Raise ValueError where answers that were decoded together say different things of what they have in common."""
+    for first, *others in batches:
+        for other in others:
+            for name in ("num_rows", "prefill_seconds", "decode_seconds", "phase_seconds"):
+                one, another = getattr(first, name), getattr(other, name)
+                if one != another:
+                    raise ValueError(
+                        f"{path}: {first.name} has {name} {one}, and prompt {other.prompt_id!r} of the same batch {another}; "
+                        "answers of a batch share its time. Delete the batch's lines, and the run measures it anew"
+                    )

@@ -9,10 +9,11 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ..data.files import atomic_write_text
+from .report_distillation import distillation
 from .report_plots import plot_table
 from .report_prefixes import prefixes
 from .report_runs import Group, read_groups
-from .report_sections import accepted_lengths, categories, distillation, heat_maps, results, roofline, time_split
+from .report_sections import accepted_lengths, categories, heat_maps, results, roofline, time_split
 from .report_tables import Section
 
 logger = logging.getLogger(__name__)
@@ -115,7 +116,7 @@ def _facts(group: Group) -> list[tuple[str, str]]:
         options = ("max_new_tokens", "acceptance", "seed", "pack_weights")
         facts.append(("Options", ", ".join(f"{name} {config[name]}" for name in options if name in config)))
     for run in group.runs:
-        records = f"{run.num_records:,} records" if run.num_records else "summary only, no records.jsonl"
+        records = f"summary only, no {run.lacks}" if run.lacks else f"{run.num_records:,} records"
         prompts = {(row["suite"], row["prompt_set_revision"][:12]) for row in run.rows}
         told = ", ".join(f"{suite} (prompts {revision})" for suite, revision in sorted(prompts))
         facts.append((f"Folder {run.name}", f"{records}; {told}"))
@@ -126,8 +127,10 @@ def _unknown(group: Group) -> list[str]:
     absent = []
     if any(run.config is None for run in group.runs):
         absent.append("Target, options and environment: run.json is missing, so nothing can be compared with these numbers")
-    if without := [run.name for run in group.runs if not run.num_records]:
-        absent.append(f"Intervals of tokens per step: no records.jsonl in {', '.join(without)}")
+    if without := [f"{run.lacks} in {run.name}" for run in group.runs if run.lacks]:
+        absent.append(
+            f"Intervals of tokens per step, and the proof that the figures are those of the records: no {', no '.join(without)}"
+        )
     return absent
 
 

@@ -3,28 +3,19 @@
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import numpy as np
 
 from ..data.files import read_json
-from .names import BASELINE, RECORDS_FILE, RUN_FILE, SUMMARY_FILE
+from .finished import read_finished
+from .names import BASELINE, RUN_FILE
+from .records import EvalRecord
+from .rows import Row
 
-if TYPE_CHECKING:  # loads torch, which a report doesn't need
-    from .rows import Row
-
-ADDED_LATER = {"draft_seconds_per_step": None, "parameters": None, "training": None, "tree_tokens": None}
-"""Keys that the summaries of earlier versions lack, and what stands for them."""
-NEEDED = {
-    *("method", "suite", "prompt_set_revision", "dtype", "temperature", "batch_size", "max_new_tokens", "num_prompts"),
-    "num_tokens",
-    *("tokens_per_step", "accepted_histogram", "tokens_per_second", "decode_tokens_per_second", "speedup", "speedup_ci95"),
-    *("time_split", "roofline", "roofline_fraction", "lossless", "lossless_label", "by_category"),
-}
-"""Keys of a row without which there is nothing to report."""
 VARIES_WITHIN_A_TABLE = frozenset(
     {
         *("suites", "methods", "temperature", "temperatures", "batch_size", "batch_sizes"),
@@ -44,7 +35,7 @@ class Entry:
 
     run: str
     """Name of its folder."""
-    row: "Row"
+    row: Row
     label: str
     """Kind and place of the drafter; the folder too, where another run has a method of that name."""
     detail: str
@@ -69,9 +60,11 @@ class Run:
     directory: Path
     config: dict[str, Any] | None
     environment: dict[str, Any] | None
-    rows: "list[Row]"
+    rows: list[Row]
     num_records: int
-    """0 where the records aren't there."""
+    """0 where the rows are the summary's."""
+    lacks: str
+    """The file for want of which they are; empty where the rows are made of records."""
     intervals: dict[Cell, tuple[float, float]]
     """95 % intervals of tokens per step."""
 
@@ -119,7 +112,7 @@ def decoding(temperature: float) -> str:
     return f"temperature {temperature:g}" if temperature > 0 else "greedy"
 
 
-def cell_of(row: "Row") -> Cell:
+def cell_of(row: Row) -> Cell:
     return row["suite"], row["prompt_set_revision"], row["temperature"], row["batch_size"], row["method"]
 
 
@@ -145,30 +138,18 @@ def read_groups(directories: Sequence[Path]) -> list[Group]:
 
 
 def read_run(directory: Path, name: str) -> Run:
-    """A finished run. Raises ValueError where its summary is missing, or is not that of its records."""
-    summary = directory / SUMMARY_FILE
-    if not summary.is_file():
-        raise ValueError(
-            f"{directory} has no {SUMMARY_FILE}: it is no finished evaluation. Give the `eval/` folder of a run, or finish it "
-            "with the command that began it"
-        )
-    found = read_json(summary)
-    if not isinstance(found, list) or not found or not all(isinstance(row, dict) for row in found):
-        raise ValueError(f"{summary} is no list of rows; restore it, or run the evaluation's command again")
-    for number, row in enumerate(found, start=1):
-        if missing := sorted(NEEDED - row.keys()):
-            raise ValueError(f"{summary}, row {number}: missing keys {', '.join(missing)}; run the evaluation's command again")
-    rows = cast("list[Row]", [{**ADDED_LATER, **row} for row in found])
+    """A finished run. Raises ValueError as `read_finished` does."""
+    finished = read_finished(directory)
     described = read_json(directory / RUN_FILE) if (directory / RUN_FILE).is_file() else {}
-    num_records, intervals = _read_records(directory / RECORDS_FILE, rows)
     return Run(
         name=name,
         directory=directory,
         config=described.get("config"),
         environment=described.get("environment"),
-        rows=rows,
-        num_records=num_records,
-        intervals=intervals,
+        rows=finished.rows,
+        num_records=len(finished.records),
+        lacks=finished.lacks,
+        intervals=_intervals(finished.records),
     )
 
 
@@ -182,52 +163,21 @@ def short_names(directories: Sequence[Path]) -> list[str]:
     return names if len(set(names)) == len(names) else [str(path) for path in directories]
 
 
-def _read_records(path: Path, rows: "Sequence[Row]") -> tuple[int, dict[Cell, tuple[float, float]]]:
-    """How many there are, and what they tell beyond the summary.
-
-    The prompts' revision is part of a cell. Raises ValueError for lines that can't be read or come from different evaluations,
-    and where the summary doesn't agree with them.
-    """
-    if not path.is_file():
-        return 0, {}
-    sums: dict[Cell, dict[str, list[int]]] = defaultdict(lambda: defaultdict(lambda: [0, 0, 0]))
-    origins, num_records = set(), 0
-    with open(path, encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                record = json.loads(line)
-                origins.add((record["config_digest"], record["environment_digest"]))
-                num_records += 1
-                if record["profiled"]:
-                    continue
-                place = record["suite"], record["prompt_set_revision"], record["temperature"]
-                cell = (*place, record.get("batch_size", 1), record["method"])
-                added = len(record["token_ids"]), record["num_verify_tokens"], sum(record["accepted_histogram"])
-                total = sums[cell][record["prompt_id"]]
-                total[:] = [one + other for one, other in zip(total, added, strict=True)]
-            except (ValueError, KeyError, TypeError) as error:
-                if not line.endswith("\n"):  # torn by a kill; the run makes it again
-                    break
-                raise ValueError(
-                    f"{path}, line {number} is no record ({error!r}); delete it, and run the command again"
-                ) from None
-    if len(origins) > 1:
-        raise ValueError(f"{path} mixes the records of {len(origins)} evaluations or environments; measure anew elsewhere")
-    expected = {cell_of(row): row["num_tokens"] for row in rows}
-    found = {cell: sum(tokens for tokens, _, _ in prompts.values()) for cell, prompts in sums.items()}
-    if wrong := [cell for cell in {**expected, **found} if expected.get(cell) != found.get(cell)]:
-        cell = wrong[0]
-        raise ValueError(
-            f"{path} and {SUMMARY_FILE} contradict each other: {cell[-1]} on {cell[0]} has {found.get(cell)} tokens in the "
-            f"records and {expected.get(cell)} in the summary; run the evaluation again, which writes the summary anew"
-        )
+def _intervals(records: Iterable[EvalRecord]) -> dict[Cell, tuple[float, float]]:
+    """The intervals of tokens per step that these records give."""
+    sums: dict[Cell, dict[str, list[int]]] = defaultdict(lambda: defaultdict(lambda: [0, 0]))
+    for record in records:
+        if not record.profiled:
+            place = record.suite, record.prompt_set_revision, record.temperature
+            total = sums[*place, record.batch_size, record.method][record.prompt_id]
+            total[:] = total[0] + record.num_verify_tokens, total[1] + record.num_steps
     intervals = {cell: _interval(list(prompts.values())) for cell, prompts in sums.items()}
-    return num_records, {cell: interval for cell, interval in intervals.items() if interval is not None}
+    return {cell: interval for cell, interval in intervals.items() if interval is not None}
 
 
 def _interval(prompts: Sequence[Sequence[int]]) -> tuple[float, float] | None:
     """95 % interval of tokens per step: a percentile bootstrap over prompts, whose tokens and steps are summed."""
-    counts = np.array(prompts)[:, 1:]
+    counts = np.array(prompts)
     if len(counts) < 2 or not counts[:, 1].all():
         return None
     drawn = np.random.default_rng(0).multinomial(len(counts), [1 / len(counts)] * len(counts), size=NUM_RESAMPLES) @ counts
@@ -246,7 +196,7 @@ def _entries(runs: Sequence[Run]) -> list[Entry]:
         for row in run.rows:
             method = row["method"]
             described = (run.config or {}).get("methods", {}).get(method)
-            options = {**described["config"], **described["setting"]} if described else _options_in(method)
+            options = _options(described) if described else _options_in(method)
             label, detail = _label(method)
             contested = len(made_by[method]) > 1 and _contested(method, runs)
             entries.append(
@@ -280,6 +230,11 @@ def _label(method: str) -> tuple[str, str]:
     kind, place = words[0], " ".join(words[1:first]).removesuffix("/drafter")
     settings = re.split(r" (?=\w+=)", " ".join(words[first:]))
     return (kind if place in ("", kind) else f"{kind}, {place}"), ", ".join(each.replace("=", " ", 1) for each in settings)
+
+
+def _options(described: dict[str, Any]) -> dict[str, Any]:
+    """A drafter's options as the run tells them; none where tuning turned it off."""
+    return {} if described["setting"] is None else {**described["config"], **described["setting"]}
 
 
 def _options_in(method: str) -> dict[str, Any]:

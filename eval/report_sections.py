@@ -7,12 +7,11 @@ from typing import Any
 from .names import BASELINE
 from .report_runs import Entry, Group
 from .report_tables import Column, Line, Section, Table, Value, column, number, table
+from .tables import BY_RULE_NOTE, FEW_UNITS, too_few
 
 PHASES = ("draft", "verify", "accept", "rest")
 MAX_HISTOGRAM = 12
 """Accepted lengths shown one by one; longer ones are added up in the last."""
-LABELS = ("distilled", "text")
-"""What training may learn (`TrainConfig.labels`)."""
 
 
 def is_wrong(row: Mapping[str, Any]) -> bool:
@@ -22,12 +21,11 @@ def is_wrong(row: Mapping[str, Any]) -> bool:
 
 
 def speedup(entry: Entry) -> Value:
-    """Over plain decoding; where the answers aren't known to be the target's own, a refusal in its place."""
+    """Over plain decoding; where the answers aren't the target's own, a refusal in its place. (Samples that can't be compared
+    with its own are lossless by their rule, as the evaluation's table has it.)"""
     row = entry.row
     if is_wrong(row):
         return Value(text="not lossless", note=row["lossless_label"].removeprefix("no, "), tone="bad")
-    if row["lossless"] is None:
-        return Value(text="not audited", note=f"lossless {row['lossless_label']}", tone="bad")
     return number(row["speedup"], ".2f", "x", row["speedup_ci95"])
 
 
@@ -49,7 +47,8 @@ def results(group: Group) -> Section | None:
             for entry, step, ratio, speed in zip(entries, steps, ratios, speeds, strict=True)
         ]
         first = entries[0].row
-        notes = [f"{first['num_prompts']} prompts, up to {first['max_new_tokens']} new tokens."]
+        notes = [f"{first['num_prompts']} prompts, up to {first['max_new_tokens']} new tokens.{_interval_note(entries)}"]
+        notes += [BY_RULE_NOTE] if any(entry.row["lossless"] is None for entry in entries) else []
         if len({entry.run for entry in entries}) > 1:
             notes.append("From several folders: each speedup is over the plain decoding of its own.")
         tables.append(table(caption, "Method", columns, lines, notes))
@@ -58,9 +57,21 @@ def results(group: Group) -> Section | None:
         title="Speedup and tokens per step",
         intro="Tokens per step counts what one pass of the target emits, the bonus token included. The speedup is that of "
         "whole generations, prefill included, over plain decoding of the same prompts; the thin line is a 95 % bootstrap "
-        "interval over prompts, and the dashed one plain decoding. The paper's table 1.",
+        "interval, and the dashed one plain decoding. The paper's table 1.",
         tables=tables,
     )
+
+
+def _interval_note(entries: Sequence[Entry]) -> str:
+    """What the intervals of a table are drawn over, and whether that is enough."""
+    row = entries[0].row
+    if all(entry.row["speedup_ci95"] is None and entry.tokens_per_step_ci95 is None for entry in entries):
+        return ""
+    if row["batch_size"] == 1:
+        return f" Intervals: over the prompts{too_few(row['num_prompts'])}."
+    counted = row["num_batches"]
+    batches = "the batches" if counted is None else f"{counted} batches{too_few(counted)}"
+    return f" Intervals: of tokens per step over the prompts, of the speedup over {batches}."
 
 
 def _overviews(group: Group) -> list[Table]:
@@ -124,8 +135,9 @@ def categories(group: Group) -> Section | None:
     return Section(
         id="categories",
         title="By category",
-        intro="Number of prompts in brackets. Small print: the 95 % interval over the category's prompts, where it has two or "
-        "more. The paper's figure 5.",
+        intro="Number of prompts in brackets. Small print: the 95 % interval over the category's prompts, or in batches over "
+        "those of its batches, where there are two or more; a category that shares a batch with another one has no speedup. "
+        f"Fewer than {FEW_UNITS} are too few for an interval to say much. The paper's figure 5.",
         tables=tables,
     )
 
@@ -180,18 +192,23 @@ def heat_maps(group: Group) -> Section | None:
     )
 
 
-def answer_speed(entry: Entry) -> float:
-    """Tokens per second of one answer: its own tokens over the time that its batch took."""
-    return entry.row["tokens_per_second"] / entry.row["batch_size"]
+def answer_speed(entry: Entry) -> float | None:
+    """Tokens per second of one answer: its own tokens over the time that its batch took; None where the run doesn't tell."""
+    row = entry.row
+    return row["tokens_per_second"] if row["batch_size"] == 1 else row["answer_tokens_per_second"]
 
 
-def batch_speed(entry: Entry) -> float:
+def batch_speed(entry: Entry) -> float | None:
     """Tokens per second of the batch: the tokens of all its answers over the time that it took (see `Row`)."""
     return entry.row["tokens_per_second"]
 
 
 def _heat_map(
-    caption: str, cells: dict[tuple[int, int], Entry], batches: list[int], widths: list[int], speed_of: Callable[[Entry], float]
+    caption: str,
+    cells: dict[tuple[int, int], Entry],
+    batches: list[int],
+    widths: list[int],
+    speed_of: Callable[[Entry], float | None],
 ) -> Table:
     lines = []
     for batch in batches:
@@ -212,7 +229,7 @@ def _heat_map(
     return table(caption, "", columns, lines)
 
 
-def _speed(entry: Entry | None, speed_of: Callable[[Entry], float]) -> Value:
+def _speed(entry: Entry | None, speed_of: Callable[[Entry], float | None]) -> Value:
     if entry is None:
         return Value(text="-")
     value = number(speed_of(entry), ".1f")
@@ -224,48 +241,6 @@ def _fixed_options(entries: Sequence[Entry]) -> str:
     shown = ("beam_length", "tree_nodes")
     options = entries[0].options
     return ", ".join(f"{name} {options[name]}" for name in shown if options.get(name) is not None)
-
-
-def distillation(group: Group) -> Section | None:
-    """The same drafter after training on the target's labels and on the text's."""
-    tables = []
-    for caption, entries in group.settings():
-        pairs: dict[str, dict[str, Entry]] = defaultdict(dict)
-        for entry in entries:
-            if (labels := _labels(entry)) is not None:
-                pairs[f"{entry.row['method'].split(' ')[0]} {entry.detail}".strip()][labels] = entry
-        whole = {name: pair for name, pair in pairs.items() if set(pair) == set(LABELS)}
-        if not whole:
-            continue
-        lines, steps, ratios = [], [], []
-        for name, pair in sorted(whole.items(), key=lambda item: item[1]["text"].options.get("beam_width") or 0):
-            for labels, said in (("distilled", "distilled"), ("text", "not distilled")):
-                entry = pair[labels]
-                steps.append(number(entry.row["tokens_per_step"], ci95=entry.tokens_per_step_ci95))
-                ratios.append(speedup(entry))
-                lines.append(Line(label=said, detail=name, values=[steps[-1], ratios[-1]]))
-        columns = [
-            column("Tokens per step", "bar", steps, parity=1.0),
-            column("Speedup", "bar", ratios, parity=1.0),
-        ]
-        tables.append(table(caption, "Training", columns, lines))
-    if not tables:
-        return None
-    return Section(
-        id="distillation",
-        title="Distillation",
-        intro="Two drafters that differ in what they learned: what the target says after each position (distilled), or what "
-        "the text says (not distilled). The paper's table 4.",
-        tables=tables,
-    )
-
-
-def _labels(entry: Entry) -> str | None:
-    """What its drafter learned: as its training noted, or else as its folder is called."""
-    if entry.row["training"] and entry.row["training"].get("labels") is not None:
-        return str(entry.row["training"]["labels"])
-    places = entry.row["method"].split(" ")[1:2]
-    return next((part for place in places for part in place.split("/") if part in LABELS), None)
 
 
 def accepted_lengths(group: Group) -> Section | None:
@@ -335,11 +310,11 @@ def roofline(group: Group) -> Section | None:
     """Decode speed beside the bound that reading the weights sets on plain decoding."""
     tables = []
     for caption, entries in group.settings():
-        entries = [entry for entry in entries if entry.row["roofline_fraction"] is not None]
+        entries = [entry for entry in entries if entry.row["roofline_fraction"]]
         if not any(entry.row["method"] == BASELINE for entry in entries):
             continue
         speeds = [number(entry.row["decode_tokens_per_second"], ".1f") for entry in entries]
-        bounds = [entry.row["batch_size"] * entry.row["roofline"]["tokens_per_second"] for entry in entries]
+        bounds = [_bound(entry) for entry in entries]
         scale = column("Decoded tokens/s", "bar", [*speeds, *(number(bound) for bound in bounds)])
         columns = [scale, Column(name="Roofline"), Column(name="Of roofline")]
         lines = [
@@ -352,11 +327,20 @@ def roofline(group: Group) -> Section | None:
     return Section(
         id="roofline",
         title="Roofline of plain decoding",
-        intro="A plain step reads every weight once, for a token of each answer in the batch: so memory bandwidth over the "
+        intro="A plain step reads every weight once, for a token of each answer that is still being decoded: so memory "
+        "bandwidth over the "
         "weights' bytes bounds plain decoding. The bars are drawn against that bound. A fast drafter may pass it; a baseline "
         "far below it is a slow one, which flatters every speedup.",
         tables=tables,
     )
+
+
+def _bound(entry: Entry) -> float:
+    """The roofline's tokens per second, for as many answers as a step of the method was for."""
+    decoded, fraction = entry.row["decode_tokens_per_second"], entry.row["roofline_fraction"]
+    assert decoded is not None
+    assert fraction is not None  # nor are there lines without
+    return decoded / fraction
 
 
 def _roofline_notes(entries: Sequence[Entry]) -> list[str]:

@@ -1,43 +1,15 @@
 """How fast plain decoding could be at best: every step reads every weight once."""
 
-import dataclasses
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
+from .run_files import Roofline
+
 MAX_BUFFER_BYTES = 1 << 30
 NUM_READS = 7
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Roofline:
-    """The bound that reading the weights sets on plain decoding (the KV cache's bytes are left out, so it is a little high).
-
-    The bandwidth is that of reading a buffer as large as the weights, unless it was `given`: so for weights that fit into the
-    cache it is the cache's bandwidth, and the bound holds nevertheless.
-    """
-
-    weight_bytes: int
-    bandwidth_gbs: float
-    given: bool
-    cache_bytes: int | None
-    """The processor's last-level cache; None where it is not known."""
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.bandwidth_gbs * 1e9 / self.weight_bytes
-
-    @property
-    def fits_in_cache(self) -> bool:
-        return self.cache_bytes is not None and self.weight_bytes <= self.cache_bytes
-
-    def to_json(self) -> dict[str, Any]:
-        derived = {"tokens_per_second": self.tokens_per_second, "fits_in_cache": self.fits_in_cache}
-        return {**dataclasses.asdict(self), **derived}
 
 
 def measure_roofline(model: nn.Module, device: torch.device, bandwidth_gbs: float | None = None) -> Roofline:

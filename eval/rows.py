@@ -1,26 +1,16 @@
 """The rows of `summary.json`: what each method achieved on each suite."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import product
 from typing import Any, TypedDict
 
-from ..models.drafters.checkpoint import TrainingFacts
 from . import stats
 from .config import EvalConfig
 from .lossless import Mismatch, judge
 from .outliers import find_outliers
 from .records import BASELINE, EvalRecord, GroupKey
-from .roofline import Roofline
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrafterFacts:
-    """What a method's drafter took to make; `training` is None where nobody wrote it down."""
-
-    parameters: int
-    """Its own; those of the target are not counted."""
-    training: TrainingFacts | None
+from .run_files import DrafterFacts, Roofline
 
 
 class Row(TypedDict):
@@ -56,6 +46,8 @@ class Row(TypedDict):
     draft_tokens_per_step: float | None
     tokens_per_second: float
     """Of the whole batch."""
+    answer_tokens_per_second: float | None
+    """Of one answer in its batch (`stats.answer_tokens_per_second`)."""
     decode_tokens_per_second: float | None
     speedup: float | None
     """None where a method that claims to be lossless isn't: a wrong answer has no speed."""
@@ -73,7 +65,8 @@ class Row(TypedDict):
     """Draft tokens a step before and after shared prefixes are merged (`stats.tree_tokens`)."""
     roofline: dict[str, Any]
     roofline_fraction: float | None
-    """Decode tokens per second over the roofline of plain decoding, which reads the weights once for a token of every row."""
+    """Decode tokens per second over the roofline of plain decoding, which reads the weights once for a token of every row that
+    is still being answered."""
     lossless: bool | None
     """Every answer is the baseline's, token for token; None where drafts drawn at random make it another sample by design."""
     lossless_label: str
@@ -158,8 +151,6 @@ def _row(
     tau = stats.tokens_per_step(own)
     rho = None if is_baseline else stats.relative_draft_cost(profiled_plain, profiled)
     histogram = stats.accepted_histogram(own)
-    num_steps = sum(histogram)
-    decode_speed = stats.decode_tokens_per_second(own)
     return Row(
         method=first.method,
         suite=first.suite,
@@ -179,20 +170,21 @@ def _row(
         tokens_per_step=tau,
         mean_accepted=stats.mean_accepted(histogram),
         accepted_histogram=histogram,
-        draft_tokens_per_step=sum(record.num_draft_tokens for record in own) / num_steps if num_steps else None,
+        draft_tokens_per_step=stats.draft_tokens_per_step(own),
         tokens_per_second=stats.tokens_per_second(own),
-        decode_tokens_per_second=decode_speed,
+        answer_tokens_per_second=stats.answer_tokens_per_second(own),
+        decode_tokens_per_second=stats.decode_tokens_per_second(own),
         speedup=ratio,
         speedup_ci95=interval,
         rho=rho,
         ceiling=stats.ceiling(tau, rho),
         draft_seconds_per_step=None if is_baseline else stats.draft_seconds_per_step(profiled),
         parameters=drafter.parameters if drafter else None,
-        training=asdict(drafter.training) if drafter and drafter.training else None,
+        training=drafter.training if drafter else None,
         time_split=stats.time_split(profiled),
         tree_tokens=stats.tree_tokens(profiled),
         roofline=roofline.to_json(),
-        roofline_fraction=None if decode_speed is None else decode_speed / (first.batch_size * roofline.tokens_per_second),
+        roofline_fraction=_roofline_fraction(own, roofline),
         lossless=False if lossless.lossy else None if lossless.by_rule and not mismatches else not mismatches,
         lossless_label=lossless.label,
         num_mismatched_prompts=lossless.num_mismatched,
@@ -213,3 +205,9 @@ def _speeds(
     if own[0].method == BASELINE:
         return 1.0, None, categories
     return *stats.speedup(plain, own, seed=seed), categories
+
+
+def _roofline_fraction(records: Sequence[EvalRecord], roofline: Roofline) -> float | None:
+    """What decoding reached of plain decoding's bound, of as many rows as it had; None without any step."""
+    speed, num_rows = stats.decode_tokens_per_second(records), stats.rows_per_step(records)
+    return None if speed is None or num_rows is None else speed / (num_rows * roofline.tokens_per_second)

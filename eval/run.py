@@ -2,37 +2,38 @@
 
 import dataclasses
 import logging
-import os
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..data.files import atomic_write_text, parse_dataclass, read_json, sha256_file, write_json
+from ..data.files import atomic_write_text, write_json, write_sealed
 from ..data.prompts import PromptSet, load_suite
 from ..models.decoding.acceptance import GreedyAcceptance, SpeculativeSampling, TypicalAcceptance
 from ..models.decoding.sampling import Sampling
-from ..models.drafters import NullDrafter, load_drafter
-from ..models.drafters.checkpoint import WEIGHTS_FILE, read_drafter_config, read_training_facts
-from ..models.drafters.registry import parse_drafter_config
-from ..models.graphs import GraphedDrafter
+from ..models.drafters.checkpoint import read_training_facts
 from ..models.hf_target import HFTarget
-from ..models.interfaces import AcceptanceRule, Drafter, TrainableDrafter
+from ..models.interfaces import AcceptanceRule, TrainableDrafter
 from ..models.packing import packed_linears
 from .answers import write_answers
+from .audit import audit
+from .checks import check_records, foreign
 from .config import EvalConfig
-from .environment import Environment, describe_environment, differences, digest_of
-from .lossless import Mismatch, audit, find_mismatches, is_exact
-from .measure import Bench, Method, answer_seed
-from .names import BASELINE, RECORDS_FILE, RUN_FILE, SUMMARY_FILE, TABLE_FILE
+from .digests import differences, digest_of
+from .environment import describe_environment
+from .finished import rows_of
+from .lossless import Audit, find_mismatches, to_audit
+from .measure import Bench, answer_seed
+from .methods import MethodSpec, Settings, TunedSettings, load_drafters, method_specs, methods_by_place, recorded_methods
+from .names import FACTS_FILE, RECORDS_FILE, RUN_FILE, SUMMARY_FILE, TABLE_FILE
 from .plots import plot_comparison, plot_suite
 from .records import EvalRecord, GroupKey, RecordFile, group_name
-from .roofline import Roofline, measure_roofline
-from .rows import DrafterFacts, Row, build_rows
+from .roofline import measure_roofline
+from .rows import Row
+from .run_files import RECORDED_OPTIONS, DrafterFacts, Environment, Facts, RunInfo, read_info
 from .table_files import csv_table, latex_table
 from .tables import markdown
 
@@ -40,31 +41,6 @@ logger = logging.getLogger(__name__)
 
 CSV_FILE, LATEX_FILE = "table.csv", "table.tex"
 ANSWERS_DIR = "answers"
-Settings = Mapping[Path, Sequence[dict[str, Any]]]
-"""Run-time options by drafter's directory, each one a method of the table: in place of the configuration's."""
-
-RECORDED_OPTIONS = (
-    "max_new_tokens",
-    "temperatures",
-    "acceptance",
-    "batch_sizes",
-    "warmup_prompts",
-    "repeats",
-    "profile_prompts",
-    "too_long",
-    "seed",
-    "pack_weights",
-)
-"""Options of EvalConfig that a record depends on, besides suites and settings; threads are part of the environment."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RunInfo:
-    """What all records of a folder have in common: they are never mixed with others."""
-
-    config: dict[str, Any]
-    environment: Environment
-    roofline: Roofline
 
 
 def evaluate(
@@ -74,6 +50,7 @@ def evaluate(
     drafter_dirs: Sequence[Path],
     output_dir: Path,
     settings: Settings | None = None,
+    tuned: TunedSettings | None = None,
 ) -> list[Row]:
     """Measure plain decoding and every drafter in every setting on every suite, and write records, summary, table and plots.
 
@@ -81,75 +58,63 @@ def evaluate(
     an `output_dir` with records of another evaluation.
     """
     suites = load_suites(config)
-    labels = method_labels(config, drafter_dirs, settings)
+    specs = method_specs(config, drafter_dirs, settings, tuned)
     with ExitStack() as stack:
         stack.enter_context(cpu_threads(config.num_threads))
-        drafters = {name: load_drafter(path, target, **setting) for name, (path, setting) in labels.items()}
-        facts = {name: drafter_facts(drafters[name], path) for name, (path, _) in labels.items()}
-        limits = [drafter.context_length for drafter in drafters.values() if drafter.context_length is not None]
-        context_length = min([target.context_length, *limits])
+        drafters = load_drafters(specs, target)
         if config.pack_weights:
             stack.enter_context(packed_linears(target.model, *drafters.values()))
-        methods = [Method(name=BASELINE, drafter=NullDrafter())]
-        # A TrainableDrafter is an nn.Module first, so that its type doesn't say that it drafts.
-        proposers = {name: cast("Drafter[Any]", drafter) for name, drafter in drafters.items()}
-        if target.cuda_graphs:
-            proposers |= {name: GraphedDrafter(proposers[name]) for name, drafter in drafters.items() if drafter.recordable}
-        methods += [Method(name=name, drafter=drafter) for name, drafter in proposers.items()]
         output_dir.mkdir(parents=True, exist_ok=True)
         environment = describe_environment(target.device)
-        recorded = recorded_config(config, suites, target, tokenizer, labels)
+        recorded = recorded_config(config, suites, target, tokenizer, specs)
         info = open_run(output_dir, recorded, environment, target, config)
-        with RecordFile(output_dir / RECORDS_FILE) as file:
-            bench = Bench(
-                target=target,
-                tokenizer=tokenizer,
-                rules={temperature: acceptance_rule(config.acceptance, temperature) for temperature in config.temperatures},
-                methods=methods,
-                config=config,
-                context_length=context_length,
-                file=file,
-                config_digest=digest_of(info.config),
-                environment=environment,
-                recorded_environment=info.environment,
-            )
-            bench.measure(suites)
-            mismatches = check_lossless(bench, suites)
-    if not file.records:
-        raise ValueError(
-            f"no prompt of {', '.join(suite.name for suite in suites)} fits the context window of "
-            f"{context_length} tokens together with {config.max_new_tokens} new ones; lower max_new_tokens"
+        file = stack.enter_context(RecordFile(output_dir / RECORDS_FILE))
+        check_records(file.records.values(), info, file.path)
+        check_prompts(file.records.values(), suites, file.path)
+        bench = Bench(
+            target=target,
+            tokenizer=tokenizer,
+            rules={temperature: acceptance_rule(config.acceptance, temperature) for temperature in config.temperatures},
+            methods=methods_by_place(config, specs, drafters, target),
+            config=config,
+            context_length=context_length(target, drafters.values()),
+            file=file,
+            config_digest=info.config_digest,
+            environment=environment,
+            recorded_environment=info.environment,
         )
-    measured = {record.suite for record in file.records.values()}
-    for suite in suites:
-        if suite.name not in measured:
-            logger.warning("no prompt of %s fits the context window: the table has no row for it", suite.name)
-    rows = build_rows(
-        list(file.records.values()),
-        mismatches,
-        config=config,
-        dtype=str(target.dtype).removeprefix("torch."),
-        roofline=info.roofline,
-        num_skipped=count_skipped(suites, file.records.values()),
-        drafters=facts,
-    )
+        bench.measure(suites)
+        check_measured(bench, suites)
+        facts = Facts(
+            drafters={name: drafter_facts(drafter, specs[name].path) for name, drafter in drafters.items()},
+            num_turns={suite.name: sum(len(prompt.turns) for prompt in suite.prompts) for suite in suites},
+            audits=audit_answers(bench, suites),
+        )
+    write_sealed(output_dir / FACTS_FILE, facts)
+    rows = rows_of(file.records.values(), info, facts)
     write_results(rows, output_dir)
-    time = (output_dir / RECORDS_FILE).stat().st_mtime
-    write_answers(file.records.values(), suites, tokenizer, output_dir / ANSWERS_DIR, time)
+    write_answers(file.records.values(), suites, tokenizer, output_dir / ANSWERS_DIR, file.path.stat().st_mtime)
     return rows
 
 
 def check_inputs(config: EvalConfig, drafter_dirs: Sequence[Path], settings: Settings | None = None) -> None:
     """Raise ValueError for all that is wrong without looking at a target: the suites, the drafters and their options."""
     load_suites(config)
-    for path, _ in method_labels(config, drafter_dirs, settings).values():
-        read_training_facts(path)
+    for spec in method_specs(config, drafter_dirs, settings).values():
+        read_training_facts(spec.path)
 
 
 def drafter_facts(drafter: TrainableDrafter, directory: Path) -> DrafterFacts:
     """What the tables say of a drafter as such."""
     parameters = sum(parameter.numel() for parameter in drafter.parameters())
-    return DrafterFacts(parameters=parameters, training=read_training_facts(directory))
+    training = read_training_facts(directory)
+    return DrafterFacts(parameters=parameters, training=None if training is None else dataclasses.asdict(training))
+
+
+def context_length(target: HFTarget, drafters: Iterable[TrainableDrafter]) -> int:
+    """Tokens, prompt and answer together, that the target and all drafters can read."""
+    limits = [drafter.context_length for drafter in drafters if drafter.context_length is not None]
+    return min([target.context_length, *limits])
 
 
 def acceptance_rule(acceptance: str, temperature: float) -> AcceptanceRule:
@@ -174,63 +139,19 @@ def load_suites(config: EvalConfig) -> list[PromptSet]:
     return suites
 
 
-def method_labels(
-    config: EvalConfig, drafter_dirs: Sequence[Path], settings: Settings | None = None
-) -> dict[str, tuple[Path, dict[str, Any]]]:
-    """Directory and setting of each drafter's rows, by the name that the table shows.
-
-    The name is the drafter's kind and the setting, and between them what tells its directory from the others', unless that is
-    its kind. Raises
-    ValueError for a directory without a drafter, an option that it doesn't have, and for a drafter named twice.
-    """
-    labels: dict[str, tuple[Path, dict[str, Any]]] = {}
-    paths = [directory.resolve() for directory in drafter_dirs]
-    places = _distinct_parts(paths)
-    for path, directory, place in zip(paths, drafter_dirs, places, strict=True):
-        saved = read_drafter_config(path)
-        if not (path / WEIGHTS_FILE).is_file():
-            raise ValueError(f"{path / WEIGHTS_FILE} is missing; its export is incomplete: copy or export it again")
-        for setting in (settings or {}).get(directory, config.settings):
-            parse_drafter_config({"kind": saved.kind, **saved.drafter, **setting})
-            name = " ".join(
-                [
-                    saved.kind,
-                    *([place] if place not in ("", saved.kind) else []),
-                    *(f"{key}={value}" for key, value in setting.items()),
-                ]
-            )
-            if name in labels:
-                raise ValueError(f"{name} is to be evaluated twice; give each drafter and each setting once")
-            labels[name] = (path, setting)
-    return labels
-
-
-def _distinct_parts(paths: Sequence[Path]) -> list[str]:
-    """What tells each path from the others: without the folders above all of them, and without a last one that they share."""
-    if len(paths) == 1:
-        return [""]
-    parts = [path.relative_to(os.path.commonpath(paths)).parts for path in paths]
-    if all(len(each) > 1 and each[-1] == parts[0][-1] for each in parts):
-        parts = [each[:-1] for each in parts]
-    return ["/".join(each) for each in parts]
-
-
 def recorded_config(
     config: EvalConfig,
     suites: Sequence[PromptSet],
     target: HFTarget,
     tokenizer: PreTrainedTokenizerBase,
-    labels: dict[str, tuple[Path, dict[str, Any]]],
+    specs: Mapping[str, MethodSpec],
 ) -> dict[str, Any]:
     """Everything that a record depends on, apart from the environment; no paths, so that a folder may be moved."""
     return {
         "suites": {suite.name: suite.revision for suite in suites},
         "target": {**dataclasses.asdict(target.identity), "dtype": str(target.dtype), "form": target.form},
         "chat_template": digest_of(tokenizer.chat_template),
-        "methods": {
-            name: {"config": read_drafter_config(path).drafter, "setting": setting, "weights": sha256_file(path / WEIGHTS_FILE)}
-            for name, (path, setting) in labels.items()
-        },
+        "methods": recorded_methods(specs),
         **{name: getattr(config, name) for name in RECORDED_OPTIONS},
     }
 
@@ -238,50 +159,68 @@ def recorded_config(
 def open_run(
     output_dir: Path, recorded: dict[str, Any], environment: Environment, target: HFTarget, config: EvalConfig
 ) -> RunInfo:
-    """Start a run's folder, or take up the one that is there. Raises ValueError where it belongs to another evaluation."""
+    """Start a run's folder, or take up the one that is there, which may be asked for further suites, temperatures and batch
+    sizes. Raises ValueError where it belongs to another evaluation."""
     path = output_dir / RUN_FILE
     if path.exists():
-        info = parse_dataclass(RunInfo, read_json(path), path)
-        if differing := differences(info.config, recorded):
+        info = read_info(path)
+        if differing := differences(info.config, info.within(recorded)):
             raise ValueError(
-                f"{output_dir} holds another evaluation's records; it differs in {'; '.join(differing)}. "
-                "Give another output directory, or delete this one to measure anew"
+                f"{output_dir} holds another evaluation's records; it differs in {'; '.join(differing)}. Suites, temperatures "
+                "and batch sizes may be added to those of a folder; all else, and taking any away, needs another output "
+                "directory (or delete this one to measure anew)"
             )
-        return info
-    if (output_dir / RECORDS_FILE).exists():
+        info = dataclasses.replace(info, config=recorded)
+    elif (output_dir / RECORDS_FILE).exists():
         raise ValueError(
             f"{output_dir} holds records but no {RUN_FILE} to say how they were made; give another output directory"
         )
-    roofline = measure_roofline(target.model, target.device, config.memory_bandwidth_gbs)
-    info = RunInfo(config=recorded, environment=environment, roofline=roofline)
+    else:
+        roofline = measure_roofline(target.model, target.device, config.memory_bandwidth_gbs)
+        info = RunInfo(config=recorded, environment=environment, roofline=roofline)
     write_json(path, dataclasses.asdict(info))
     return info
 
 
-def check_lossless(bench: Bench, suites: Sequence[PromptSet]) -> list[Mismatch]:
-    """Every answer that differs from the baseline's; in low precision, in batches and where it was sampled, each is audited."""
+def check_prompts(records: Iterable[EvalRecord], suites: Sequence[PromptSet], path: Path) -> None:
+    """Raise ValueError for a record of the file at `path` that answers none of the prompts of its suite, or says what is not
+    true of the prompt."""
+    prompts = {(suite.name, prompt.id): prompt for suite in suites for prompt in suite.prompts}
+    for record in records:
+        prompt = prompts.get((record.suite, record.prompt_id))
+        if prompt is None or record.turn >= len(prompt.turns):
+            raise foreign(path, record, "answers a prompt, or a turn of it, that the suite doesn't have")
+        if record.category != prompt.category:
+            raise foreign(path, record, f"has the category {record.category!r}, and the suite says {prompt.category!r}")
+
+
+def check_measured(bench: Bench, suites: Sequence[PromptSet]) -> None:
+    """Warn of a suite that has no room for any of its prompts. Raises ValueError where none has."""
+    measured = {record.suite for record in bench.file.records.values()}
+    if not measured:
+        raise ValueError(
+            f"no prompt of {', '.join(suite.name for suite in suites)} fits the context window of "
+            f"{bench.context_length} tokens together with {bench.config.max_new_tokens} new ones; lower max_new_tokens"
+        )
+    for suite in suites:
+        if suite.name not in measured:
+            logger.warning("no prompt of %s fits the context window: the table has no row for it", suite.name)
+
+
+def audit_answers(bench: Bench, suites: Sequence[PromptSet]) -> dict[str, Audit]:
+    """The audits of all answers that need one (see `to_audit`), by `EvalRecord.answer_digest`."""
     prompts = {(suite.name, prompt.id): (suite, prompt) for suite in suites for prompt in suite.prompts}
-    checked = []
-    for mismatch in find_mismatches(bench.file.records.values()):
-        record = mismatch.record
-        if is_exact(bench.target.dtype, record.temperature, record.batch_size):
-            checked.append(mismatch)
-            continue
+    records = list(bench.file.records.values())
+    audits = {}
+    for record in to_audit(records, find_mismatches(records), str(bench.target.dtype)):
         turns = bench.prompt_turns(*prompts[record.suite, record.prompt_id], record.temperature, record.batch_size)
         input_ids = next(turn.input_ids for turn in turns if turn.turn == record.turn)
         assert input_ids is not None  # it had room when it was measured
         seed = answer_seed(record.seed, record.suite, record.prompt_id, record.turn)
         result = audit(bench.target, input_ids, record.token_ids, temperature=record.temperature, seed=seed)
         logger.info("%s: deficit %.4g, noise %.4g", record.key, result.deficit, result.noise)
-        checked.append(dataclasses.replace(mismatch, within_noise=result.within_noise))
-    return checked
-
-
-def count_skipped(suites: Sequence[PromptSet], records: Iterable[EvalRecord]) -> dict[GroupKey, int]:
-    """The turns of each suite that were left out as too long, by suite, temperature and batch size."""
-    answered = Counter(record.group_key for record in records if record.is_reference)
-    num_turns = {suite.name: sum(len(prompt.turns) for prompt in suite.prompts) for suite in suites}
-    return {key: num_turns[key[0]] - count for key, count in answered.items()}
+        audits[record.answer_digest] = result
+    return audits
 
 
 def write_results(rows: Sequence[Row], output_dir: Path) -> None:

@@ -5,6 +5,7 @@ The answers of a batch share its seconds, which are counted once. Its steps are 
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,12 @@ def tokens_per_step(records: Sequence[EvalRecord]) -> float | None:
     return sum(record.num_verify_tokens for record in records) / num_steps if num_steps else None
 
 
+def draft_tokens_per_step(records: Sequence[EvalRecord]) -> float | None:
+    """Draft tokens that the target read per verify step of each answer; None where there was none."""
+    num_steps = sum(record.num_steps for record in records)
+    return sum(record.num_draft_tokens for record in records) / num_steps if num_steps else None
+
+
 def batches(records: Iterable[EvalRecord]) -> list[EvalRecord]:
     """Of each batch its record of the most steps: it has the batch's seconds, and as many steps as the batch."""
     longest: dict[BatchKey, EvalRecord] = {}
@@ -39,6 +46,17 @@ def batches(records: Iterable[EvalRecord]) -> list[EvalRecord]:
 def tokens_per_second(records: Sequence[EvalRecord]) -> float:
     """All tokens, of all rows, over the whole time, prefill included."""
     return sum(len(record.token_ids) for record in records) / sum(record.seconds for record in batches(records))
+
+
+def answer_tokens_per_second(records: Sequence[EvalRecord]) -> float:
+    """Tokens per second of one answer: its own tokens over the time that its batch took, however many rows that had."""
+    return sum(len(record.token_ids) for record in records) / sum(record.seconds for record in records)
+
+
+def rows_per_step(records: Sequence[EvalRecord]) -> float | None:
+    """Answers that a batch's verify step is for: fewer than the batch size where prompts ran out or answers ended."""
+    num_steps = sum(record.num_steps for record in batches(records))
+    return sum(record.num_steps for record in records) / num_steps if num_steps else None
 
 
 def decode_tokens_per_second(records: Sequence[EvalRecord]) -> float | None:
@@ -75,7 +93,7 @@ def speedup(
     point = float(_speedups(sums, np.ones((1, num_units), dtype=int))[0])
     if num_units < 2:
         return point, None
-    times_drawn = np.random.default_rng(seed).multinomial(num_units, [1 / num_units] * num_units, size=NUM_RESAMPLES)
+    times_drawn = _times_drawn(seed, num_units)
     tail = 50 * (1 - CONFIDENCE)
     low, high = np.percentile(_speedups(sums, times_drawn), [tail, 100 - tail])
     return point, (float(low), float(high))
@@ -126,6 +144,12 @@ def relative_draft_cost(profiled_baseline: Sequence[EvalRecord], profiled: Seque
 def ceiling(tau: float | None, rho: float | None) -> float | None:
     """tau / (1 + rho): the speedup if verifying a tree cost no more than one plain step. Computed, not measured."""
     return None if tau is None or rho is None else tau / (1 + rho)
+
+
+@lru_cache(maxsize=8)
+def _times_drawn(seed: int, num_units: int) -> Int[np.ndarray, "resample unit"]:
+    """How often each resample draws each unit: the same for all methods, so that they are held against each other fairly."""
+    return np.random.default_rng(seed).multinomial(num_units, [1 / num_units] * num_units, size=NUM_RESAMPLES)
 
 
 def by_category(baseline: Sequence[EvalRecord], records: Sequence[EvalRecord], *, seed: int) -> dict[str, dict[str, Any]]:

@@ -15,8 +15,8 @@ from .rows import Row, decoding_name, is_broken
 RESULT_COLUMNS = ("Tok/step", "Tok/s", "Speedup [95 %]", "Ceiling*", "Lossless")
 COST_COLUMNS = ("Params", "Trained s", "Draft ms", "Draft", "Verify", "Accept", "Rest", "Of roofline")
 NUM_OUTLIERS_NAMED = 3
-FEW_BATCHES = 8
-"""A bootstrap over fewer hardly knows how far they spread."""
+FEW_UNITS = 8
+"""A bootstrap over fewer prompts, or batches, hardly knows how far they spread."""
 METHOD_WIDTH = 14
 """Characters for the name of a method on the narrowest terminal."""
 TOKENS_NOTE = (
@@ -26,8 +26,8 @@ TOKENS_NOTE = (
 BATCHES_NOTE = (
     "Batches: a step is a pass over all rows, and Tok/step what it emits for one of them. Tok/s is the whole batch's, and the "
     "speedup that over plain decoding in batches of the same prompts; its bootstrap draws batches. Draft ms is for all rows, "
-    "and the roofline reads the weights once for a token of every row. A row's last digits depend on its neighbours, so that "
-    "answers which differ are audited as in low precision."
+    "and the roofline reads the weights once for a token of every row that is still being answered. A row's last digits "
+    "depend on its neighbours, so that answers which differ are audited as in low precision."
 )
 CEILING_NOTE = (
     "* tau / (1 + rho), with rho the drafter's time over that of one plain step: the speedup if verifying a tree cost no more "
@@ -151,8 +151,12 @@ def _groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
 def _in_batches(row: Row) -> str:
     if row["batch_size"] == 1:
         return ""
-    few = ", too few for an interval to say much" if row["num_batches"] < FEW_BATCHES else ""
-    return f", in {row['num_batches']} batches{few}"
+    return f", in {row['num_batches']} batches{too_few(row['num_batches'])}"
+
+
+def too_few(num_units: int) -> str:
+    """What there is to say of an interval over so few prompts or batches."""
+    return ", too few for an interval to say much" if num_units < FEW_UNITS else ""
 
 
 def _prompts(row: Row) -> str:

@@ -1,10 +1,10 @@
 """Tuning a drafter to a machine: answers, times, predictions, the choice, and on request what it is worth."""
 
 import json
-import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ from ..models.hf_target import HFTarget
 from ..models.packing import packed_linears
 from .config import EvalConfig
 from .environment import describe_environment
+from .methods import TunedSettings
 from .replay import Answered, answer_prompts
-from .run import Settings, acceptance_rule, cpu_threads, load_suites
+from .run import acceptance_rule, cpu_threads, load_suites
 from .step_times import StepTimes, measure_step_times
 from .tuning import (
     Prediction,
@@ -33,8 +34,6 @@ from .tuning import (
     regret,
     replay_all,
 )
-
-logger = logging.getLogger(__name__)
 
 TUNING_FILE = "tuning.json"
 
@@ -139,30 +138,19 @@ def _tune(trial: Trial, settings: Sequence[Setting], batch_sizes: Sequence[int],
     )
 
 
-def tuned_settings(config: EvalConfig, target: HFTarget, drafter_dirs: Sequence[Path]) -> Settings:
-    """Of each drafter, the settings that were chosen here for the batch sizes and temperatures of an evaluation.
+def tuned_settings(config: EvalConfig, target: HFTarget, drafter_dirs: Sequence[Path]) -> TunedSettings:
+    """What was chosen here of each drafter for each temperature and batch size of an evaluation.
 
-    Each of them is evaluated at all of these. Raises ValueError where nothing was tuned here, and where all choices are to
-    draft nothing.
+    Raises ValueError where nothing was tuned here.
     """
-    settings: dict[Path, Sequence[dict[str, Any]]] = {}
     with cpu_threads(config.num_threads):
-        for directory in drafter_dirs:
-            chosen = [
-                tuned_choice(directory, target, batch_size=size, temperature=temperature).setting
-                for size in config.batch_sizes
-                for temperature in config.temperatures
-            ]
-            settings[directory] = [each for index, each in enumerate(chosen) if each is not None and each not in chosen[:index]]
-            if None in chosen:
-                logger.warning(
-                    "`outrider tune` has turned %s off for some of these batch sizes and temperatures: there plain decoding "
-                    "was faster than all settings",
-                    directory,
-                )
-    if not any(settings.values()):
-        raise ValueError(f"`outrider tune` has turned {', '.join(map(str, drafter_dirs))} off here: plain decoding is faster")
-    return settings
+        return {
+            directory: {
+                (temperature, size): tuned_choice(directory, target, batch_size=size, temperature=temperature).setting
+                for temperature, size in product(config.temperatures, config.batch_sizes)
+            }
+            for directory in drafter_dirs
+        }
 
 
 def _powers(largest: int, *others: int) -> list[int]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float, Int
 
+from ..phases import PhaseSeconds as PhaseSeconds
 from .stopping import Finish
 
 NO_NODE = -1
@@ -42,16 +43,6 @@ class Acceptance:
     def select(self, rows: Sequence[int]) -> "Acceptance":
         """These rows of the batch only."""
         return Acceptance(path=self.path[rows], num_accepted=self.num_accepted[rows], bonus_token=self.bonus_token[rows])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PhaseSeconds:
-    """Where a step's time went. Taken only on request, since an accelerator must be synchronised after each phase."""
-
-    draft: float
-    verify: float
-    accept: float
-    """Acceptance, the cache's commit, and the drafter's new state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from outrider.eval import measure, run, stats
 from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.lossless import find_mismatches, is_exact
 from outrider.eval.records import EvalRecord, RecordFile
+from outrider.eval.report_runs import read_groups
 from outrider.eval.rows import Row, is_broken
 from outrider.eval.run import evaluate
 from outrider.models.decoding import Acceptance, DraftTree, GreedyAcceptance, TargetOutput
@@ -255,6 +256,47 @@ def test_where_plain_decoding_is_wrong_nothing_has_a_speedup(
     assert all(each["speedup"] is None for each in rows[3]["by_category"].values())
 
 
+def test_where_nothing_was_decoded_alone_plain_decoding_in_batches_is_audited(
+    run_tiny: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All methods share the mistake, so that their answers agree."""
+    options: dict[str, Any] = {"batch_sizes": [3], "profile_prompts": 0}
+    rows = run_tiny(tmp_path / "right", **options)
+    assert [row["lossless_label"] for row in rows] == ["yes", "yes"]
+    assert len(json.loads((tmp_path / "right" / "facts.json").read_text())["audits"]) == 5  # three prompts, two of two turns
+    monkeypatch.setattr(run, "GreedyAcceptance", WrongForAll)
+    rows = run_tiny(tmp_path / "wrong", **options)
+    assert [is_broken(row) for row in rows] == [True, True]
+    assert rows[1]["lossless_label"].startswith("NO: plain decoding is wrong")
+
+
+def test_a_batch_size_is_added_to_a_finished_run_and_none_taken_away(run_tiny: Evaluate, tmp_path: Path) -> None:
+    """What is there stays as it was measured."""
+    folder = tmp_path / "eval"
+    before = run_tiny(folder, batch_sizes=[3])
+    lines = (folder / "records.jsonl").read_bytes()
+    rows = run_tiny(folder, batch_sizes=[1, 3], temperatures=[0.7, 0.0])
+    assert (folder / "records.jsonl").read_bytes().startswith(lines)
+    assert [(row["temperature"], row["batch_size"]) for row in rows[::2]] == [(0.7, 1), (0.7, 3), (0.0, 1), (0.0, 3)]
+    timed = [(row["method"], row["tokens_per_second"], row["speedup"]) for row in rows]
+    assert timed[6:] == [(row["method"], row["tokens_per_second"], row["speedup"]) for row in before]
+    written = (folder / "records.jsonl").read_bytes()
+    with pytest.raises(ValueError, match=r"batch_sizes \(was \[1, 3\], is \[3\]\).* may be added .* taking any away"):
+        run_tiny(folder, batch_sizes=[3, 2], temperatures=[0.0, 0.7])
+    with pytest.raises(ValueError, match="differs in methods.redrafter beam_width=1 "):
+        run_tiny(folder, batch_sizes=[1, 3, 2], temperatures=[0.0, 0.7], settings=[{}, {"beam_width": 1}])
+    assert (folder / "records.jsonl").read_bytes() == written
+    assert read_groups([folder])[0].runs[0].num_records == written.count(b"\n")
+
+
+def test_the_last_group_of_a_suite_counts_with_the_rows_that_it_has(make_record: MakeRecord) -> None:
+    """Three prompts in batches of two: the third has a batch for itself."""
+    records = batch(make_record, 2.0, [9, 4]) + batch(make_record, 1.0, [9], index=1)
+    assert stats.tokens_per_second(records) == 25 / 3.0
+    assert stats.answer_tokens_per_second(records) == 25 / (2.0 + 2.0 + 1.0)
+    assert stats.rows_per_step(records) == (9 + 4 + 9) / (9 + 9)
+
+
 def test_batches_are_audited_and_not_held_to_the_last_digit() -> None:
-    assert is_exact(torch.float32)
-    assert not is_exact(torch.float32, batch_size=2)
+    assert is_exact("float32")
+    assert not is_exact("float32", batch_size=2)

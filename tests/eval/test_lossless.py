@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.eval import lossless
-from outrider.eval.lossless import audit, find_mismatches, is_exact, judge
+from outrider.eval import audit as auditing
+from outrider.eval.audit import audit
+from outrider.eval.lossless import find_mismatches, is_exact, judge
 from outrider.models.config import TargetConfig
 from outrider.models.decoding import GreedyAcceptance, RowSeeds, Sampling, SpeculativeSampling, generate
 from outrider.models.decoding.sampling import wind_clocks
@@ -39,8 +40,8 @@ def test_answers_to_different_prompts_are_never_compared(make_record: MakeRecord
 
 
 def test_only_full_precision_is_held_to_the_very_tokens() -> None:
-    assert [is_exact(dtype) for dtype in (torch.float32, torch.float64, torch.bfloat16)] == [True, True, False]
-    assert not any(is_exact(dtype, temperature=0.7) for dtype in (torch.float32, torch.float64, torch.bfloat16))
+    assert [is_exact(dtype) for dtype in ("float32", "torch.float64", "torch.bfloat16")] == [True, True, False]
+    assert not any(is_exact(dtype, temperature=0.7) for dtype in ("float32", "float64", "bfloat16"))
 
 
 def test_answers_are_compared_within_their_temperature(make_record: MakeRecord) -> None:
@@ -121,6 +122,6 @@ def test_two_candidates_that_tie_within_the_noise_explain_a_sampled_token(
     for gap, explained in ((1e-6, True), (1e-3, False)):
         tied = clocks.clone()
         tied[second] = clocks[best] * (logits[second] - logits[best] + gap).exp()
-        monkeypatch.setattr(lossless, "wind_clocks", lambda clocks, seed, position, tied=tied: tied)
+        monkeypatch.setattr(auditing, "wind_clocks", lambda clocks, seed, position, tied=tied: tied)
         assert audit(tiny_target, PROMPT, [best], temperature=1.0, seed=3).within_noise
         assert audit(tiny_target, PROMPT, [second], temperature=1.0, seed=3).within_noise == explained

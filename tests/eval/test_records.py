@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.eval.records import EvalRecord, RecordFile
+from outrider.eval.records import EvalRecord, RecordFile, read_records
 from outrider.models.decoding.types import PhaseSeconds
 
 from .conftest import MakeRecord
@@ -86,6 +86,18 @@ def test_an_altered_line_is_named_and_refused(tmp_path: Path, make_record: MakeR
         with pytest.raises(ValueError, match=f"(?s)records.jsonl, line 2: .*({message}|Expecting value)"):
             RecordFile(path)
     assert len(bad_lines) == 15
+
+
+def test_answers_of_a_batch_that_took_different_times_are_refused(tmp_path: Path, make_record: MakeRecord) -> None:
+    path = tmp_path / "records.jsonl"
+    pair = [make_record(prompt_id=name, batch_size=2, num_rows=2) for name in ("81", "82")]
+    for name, value in (("decode_seconds", 0.5), ("prefill_seconds", 0.5), ("num_rows", 1)):
+        path.write_text(pair[0].to_json() + "\n" + altered(pair[1], **{name: value}) + "\n")
+        for read in (RecordFile, read_records):
+            with pytest.raises(
+                ValueError, match=rf"records.jsonl: .*'81'.* has {name} .*, and prompt '82' .* {value}; .* Delete"
+            ):
+                read(path)
 
 
 def test_number_of_steps_is_the_histogram_and_seconds_include_the_prefill(make_record: MakeRecord) -> None:

@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 
-from outrider.eval.roofline import Roofline, cache_bytes, measure_bandwidth, measure_roofline, weight_bytes
+from outrider.eval.roofline import cache_bytes, measure_bandwidth, measure_roofline, weight_bytes
+from outrider.eval.run_files import Roofline
 from outrider.models.hf_target import HFTarget
 
 

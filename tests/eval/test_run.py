@@ -2,9 +2,11 @@
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,10 @@ from outrider.eval import measure, run
 from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.measure import Generation, answer_seed, evenly_spaced
 from outrider.eval.records import EvalRecord, RecordFile
+from outrider.eval.report_runs import read_groups
 from outrider.eval.rows import Row, is_broken
 from outrider.eval.run import check_inputs, evaluate
+from outrider.eval.run_files import Place, read_info
 from outrider.models.config import TargetConfig
 from outrider.models.decoding import Acceptance, DraftTree, GreedyAcceptance, Sampling, SpeculativeSampling, TargetOutput
 from outrider.models.decoding.sampling import Randomness
@@ -178,13 +182,80 @@ def test_records_of_another_evaluation_are_never_mixed(run_tiny: Evaluate, tmp_p
 def test_an_incomplete_run_is_not_finished_in_another_environment(run_tiny: Evaluate, tmp_path: Path) -> None:
     rows = run_tiny(tmp_path)
     information = json.loads((tmp_path / "run.json").read_text())
+    digest = read_info(tmp_path / "run.json").environment.digest
     information["environment"]["cpu"] = "another"
     (tmp_path / "run.json").write_text(json.dumps(information))
+    with pytest.raises(ValueError, match=rf"records.jsonl: baseline's answer to prompt '0' .* environment_digest '{digest}'"):
+        run_tiny(tmp_path)
+    text = (tmp_path / "records.jsonl").read_text()
+    (tmp_path / "records.jsonl").write_text(text.replace(digest, read_info(tmp_path / "run.json").environment.digest))
     assert run_tiny(tmp_path) == rows  # complete: nothing is measured, so nothing is mixed
     lines = (tmp_path / "records.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "records.jsonl").write_text("".join(lines[:-1]))
     with pytest.raises(ValueError, match=r"another environment, which differs in cpu \(was another"):
         run_tiny(tmp_path)
+
+
+def test_an_altered_record_is_named_with_what_is_wrong_with_it(run_tiny: Evaluate, tmp_path: Path) -> None:
+    run_tiny(tmp_path, settings=[{}], profile_prompts=0)
+    path = tmp_path / "records.jsonl"
+    lines = path.read_text()
+    token = re.search(r'"token_ids": \[(\d+)', lines)
+    assert token is not None
+    changes = {
+        "baseline's answer to prompt '0' .* has the token id 99999; the vocabulary ends at 299. Delete": (
+            token[0],
+            '"token_ids": [99999',
+        ),
+        "answer to prompt 'seven' of mt_bench .* answers a prompt, or a turn of it, that the suite doesn't have": (
+            '"prompt_id": "0"',
+            '"prompt_id": "seven"',
+        ),
+        "has the category 'law', and the suite says 'math'": ('"category": "math"', '"category": "law"'),
+        "has config_digest 'foreign.*', and this run has": ('"config_digest": "', '"config_digest": "foreign'),
+    }
+    for message, (old, new) in changes.items():
+        # A category must be changed everywhere not to contradict itself.
+        path.write_text(lines.replace(old, new, -1 if "category" in old else 1))
+        with pytest.raises(ValueError, match=f"records.jsonl: .*{message}"):
+            run_tiny(tmp_path, settings=[{}], profile_prompts=0)
+    assert len(changes) == 4
+
+
+def test_tuned_settings_are_each_evaluated_where_they_were_chosen(
+    tiny_target: HFTarget, tiny_drafter_dir: Path, config: EvalConfig, tmp_path: Path
+) -> None:
+    config = replace(config, settings=[{}], batch_sizes=[1, 2], profile_prompts=0, warmup_prompts=0)
+    tuned: dict[Place, Any] = {(0.0, 1): {"beam_width": 1}, (0.0, 2): None}
+
+    def evaluate_tuned(config: EvalConfig) -> list[Row]:
+        choices = {tiny_drafter_dir: {place: tuned[place] for place in product(config.temperatures, config.batch_sizes)}}
+        return evaluate(config, tiny_target, tiny_target.tokenizer, [tiny_drafter_dir], tmp_path / "eval", tuned=choices)
+
+    evaluate_tuned(replace(config, batch_sizes=[1]))
+    rows = evaluate_tuned(config)  # a batch size is added, and its own choice with it
+    assert [(row["batch_size"], row["method"]) for row in rows] == [
+        (1, "baseline"),
+        (1, "redrafter tuned beam_width=1"),
+        (2, "baseline"),
+        (2, "redrafter tuned off"),
+    ]
+    assert drafts_per_step(tmp_path / "eval") == {
+        "baseline": {0},
+        "redrafter tuned beam_width=1": {3},
+        "redrafter tuned off": {0},
+    }
+    assert rows[3]["tokens_per_step"] == 1.0
+    assert rows[3]["parameters"] is None
+    assert [path.name for path in sorted((tmp_path / "eval" / "answers" / "mt_bench-b2").iterdir())] == [
+        "baseline.jsonl",
+        "redrafter_tuned_off.jsonl",
+    ]
+    labels = [(entry.label, entry.detail, entry.options) for entry in read_groups([tmp_path / "eval"])[0].entries]
+    assert labels[3] == ("redrafter, tuned off", "", {})
+    tuned[0.0, 1] = {"beam_width": 2}
+    with pytest.raises(ValueError, match="differs in methods.redrafter tuned beam_width=1 "):
+        evaluate_tuned(config)
 
 
 TWO_TEMPERATURES = [0.0, 0.8]

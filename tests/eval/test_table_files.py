@@ -11,8 +11,8 @@ from rich.console import Console
 
 from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.records import EvalRecord
-from outrider.eval.roofline import Roofline
 from outrider.eval.rows import Row, build_rows
+from outrider.eval.run_files import Roofline
 from outrider.eval.table_files import csv_table, escape_latex, latex_table
 from outrider.eval.tables import escape_markdown, footnotes, markdown, print_table
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from dataclasses import asdict
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.lossless import Mismatch
 from outrider.eval.plots import plot_comparison, plot_suite
 from outrider.eval.records import EvalRecord
-from outrider.eval.roofline import Roofline
-from outrider.eval.rows import DrafterFacts, Row, build_rows, is_broken
+from outrider.eval.rows import Row, build_rows, is_broken
+from outrider.eval.run_files import DrafterFacts, Roofline
 from outrider.eval.tables import cells, footnotes, markdown, print_table
 from outrider.models.decoding.types import PhaseSeconds
 from outrider.models.drafters.checkpoint import TrainingFacts
@@ -46,7 +47,7 @@ def records(make_record: MakeRecord) -> list[EvalRecord]:
 def rows_of(records: list[EvalRecord], mismatches: list[Mismatch], **changes: Any) -> list[Row]:
     config = EvalConfig(suites=[SuiteConfig(name="mt_bench")])
     options: dict[str, Any] = {"config": config, "dtype": "float32", "roofline": ROOFLINE, "num_skipped": {}}
-    options["drafters"] = {"redrafter": DrafterFacts(parameters=1_440_000, training=TRAINING)}
+    options["drafters"] = {"redrafter": DrafterFacts(parameters=1_440_000, training=asdict(TRAINING))}
     return build_rows(records, mismatches, **{**options, **changes})
 
 

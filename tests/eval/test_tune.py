@@ -177,14 +177,11 @@ def test_an_evaluation_takes_the_tuned_settings(tiny_target: HFTarget, tiny_draf
     save_tuned(tmp_path, describe_place(tiny_target, tmp_path), choices | {8: Choice(setting=None, **facts)})
     suites = [SuiteConfig(name="stdlib")]
 
-    def settings(*sizes: int) -> list[dict[str, Any]]:
-        config = EvalConfig(suites=suites, batch_sizes=list(sizes))
-        return list(tuned_settings(config, tiny_target, [tmp_path])[tmp_path])
-
-    assert settings(1) == [{"beam_width": 2}]
-    assert settings(1, 2, 8) == [{"beam_width": 2}, {"beam_width": 3}]
-    with pytest.raises(ValueError, match="turned .* off here"):
-        settings(8)
+    config = EvalConfig(suites=suites, batch_sizes=[1, 2, 8])
+    chosen = {(0.0, 1): {"beam_width": 2}, (0.0, 2): {"beam_width": 3}, (0.0, 8): None}
+    assert tuned_settings(config, tiny_target, [tmp_path]) == {tmp_path: chosen}
+    with pytest.raises(ValueError, match="temperature 0.5 .* run `outrider tune"):
+        tuned_settings(replace(config, temperatures=[0.0, 0.5]), tiny_target, [tmp_path])
 
 
 def test_tuning_finds_measures_and_writes(
