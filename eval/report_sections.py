@@ -70,6 +70,8 @@ def _interval_note(entries: Sequence[Entry]) -> str:
     if row["batch_size"] == 1:
         return f" Intervals: over the prompts{too_few(row['num_prompts'])}."
     counted = row["num_batches"]
+    if counted == 1:
+        return " Intervals: of tokens per step over the prompts; of the speedup none, which takes more than one batch."
     batches = "the batches" if counted is None else f"{counted} batches{too_few(counted)}"
     return f" Intervals: of tokens per step over the prompts, of the speedup over {batches}."
 

@@ -374,8 +374,9 @@ def test_intervals_of_batches_are_told_to_be_theirs_and_few_of_anything_to_be_fe
     page = report(tmp_path / "report", write_run("one"), write_run("four", batch_size=4))
     few = "too few for an interval to say much"
     assert f"2 prompts, up to 128 new tokens. Intervals: over the prompts, {few}." in page.text
-    told = f"Intervals: of tokens per step over the prompts, of the speedup over 1 batches, {few}."
-    assert told in page.text
+    assert "Intervals: of tokens per step over the prompts; of the speedup none, which takes more than one batch." in page.text
+    three = report(tmp_path / "three", write_run("three", batch_size=4, row={"num_batches": 3, "speedup_ci95": [1.0, 2.0]}))
+    assert f"Intervals: of tokens per step over the prompts, of the speedup over 3 batches, {few}." in three.text
 
 
 def test_drafters_of_different_runs_or_of_several_like_ones_are_no_pair(write_run: WriteRun, tmp_path: Path) -> None:
