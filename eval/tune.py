@@ -58,7 +58,7 @@ class Tuning:
     step_times: StepTimes
 
     def errors(self, batch_size: int) -> list[float]:
-        """By how much the settings' predicted speedups exceed the checked ones, as a share of these, for batches of this size."""
+        """By how much the predicted speedups exceed the checked ones, as a share of these, for batches of this size."""
         guessed, real = (_speedups(speeds, batch_size) for speeds in (self.predictions, self.checked))
         return [guessed[setting] / speedup - 1 for setting, speedup in real.items()]
 
