@@ -155,7 +155,12 @@ def _parse_alpaca_eval(record: Any, index: int) -> Prompt | None:
 
 
 SUITES = {
-    "mt_bench": Suite(parse=_parse_mt_bench, num_prompts=80, hub_id="HuggingFaceH4/mt_bench_prompts"),
+    "mt_bench": Suite(
+        parse=_parse_mt_bench,
+        num_prompts=80,
+        hub_id="HuggingFaceH4/mt_bench_prompts",
+        revision="e3a795c5e9a82ee40611c416b8a7786c73198991",
+    ),
     # The data set on the Hub is a script, which datasets no longer runs, beside this file.
     "alpaca_eval": Suite(
         parse=_parse_alpaca_eval,

@@ -7,6 +7,7 @@ from statistics import median
 
 import torch
 from jaxtyping import Int
+from torch import nn
 from tqdm import tqdm
 
 from ..models.decoding.loop import Stopwatch
@@ -56,9 +57,14 @@ def measure_step_times(
     batch_sizes: Sequence[int],
     node_counts: Sequence[int],
     *,
+    drafter: nn.Module | None = None,
     repeats: int = 20,
 ) -> StepTimes:
-    """Medians of `repeats` steps behind `texts`, the tree sizes in turns. A batch takes texts again where there are too few."""
+    """Medians of `repeats` steps behind `texts`, the tree sizes in turns. A batch takes texts again where there are too few.
+
+    Before a step with a tree the weights of a `drafter` are read, as drafting it would: a small target finds less of its own in
+    the processor's cache then.
+    """
     seconds = []
     sizes, counts = sorted(set(batch_sizes)), sorted(set(node_counts))
     with tqdm(total=len(sizes) * (repeats + 1), desc="target", unit="round") as progress:
@@ -71,6 +77,8 @@ def measure_step_times(
             taken: dict[int, list[float]] = {count: [] for count in counts}
             for _ in range(repeats + 1):  # the first round warms up
                 for count in counts:
+                    for weights in drafter.parameters() if drafter and count else ():
+                        weights.sum()
                     taken[count].append(_time_step(target, last_token, count))
                 progress.update()
             seconds.append(tuple(median(taken[count][1:]) for count in counts))

@@ -14,6 +14,7 @@ from ..data.types import Turn
 from ..models.drafters import load_drafter
 from ..models.drafters.tuned import Choice, describe_place, read_tuned, save_tuned, tuned_choice
 from ..models.hf_target import HFTarget
+from ..models.interfaces import TrainableDrafter
 from ..models.packing import packed_linears
 from .config import EvalConfig
 from .environment import describe_environment
@@ -56,10 +57,15 @@ class Tuning:
     step_times: StepTimes
 
     def errors(self, batch_size: int) -> list[float]:
-        """By how much each prediction exceeds what was checked, as a share of that, for batches of this size."""
-        real = {json.dumps(each.setting): each.tokens_per_second for each in self.checked if each.batch_size == batch_size}
-        guesses = [each for each in self.predictions if each.batch_size == batch_size]
-        return [each.tokens_per_second / real[json.dumps(each.setting)] - 1 for each in guesses]
+        """By how much the predicted speedups exceed the checked ones, as a share of these, for batches of this size."""
+        guessed, real = (_speedups(speeds, batch_size) for speeds in (self.predictions, self.checked))
+        return [guessed[setting] / speedup - 1 for setting, speedup in real.items()]
+
+
+def _speedups(speeds: Sequence[Speed], batch_size: int) -> dict[str, float]:
+    found = {json.dumps(each.setting): each.tokens_per_second for each in speeds if each.batch_size == batch_size}
+    plain = found.pop(json.dumps(None))
+    return {setting: speed / plain for setting, speed in found.items()}
 
 
 def tune(
@@ -98,7 +104,7 @@ def tune(
             answered=_answers(config, target, longest, drafter.feature_layers, max(batch_sizes)),
             pack=config.pack_weights,
         )
-        tuning = _tune(trial, [None, *settings], batch_sizes, check=check)
+        tuning = _tune(trial, drafter, [None, *settings], batch_sizes, check=check)
         place, environment = describe_place(target, drafter_dir, temperature), describe_environment(target.device)
     found = asdict(tuning) | {
         "place": asdict(place),
@@ -112,13 +118,15 @@ def tune(
     return tuning
 
 
-def _tune(trial: Trial, settings: Sequence[Setting], batch_sizes: Sequence[int], *, check: bool) -> Tuning:
+def _tune(
+    trial: Trial, drafter: TrainableDrafter, settings: Sequence[Setting], batch_sizes: Sequence[int], *, check: bool
+) -> Tuning:
     replays = replay_all(trial, settings, batch_sizes)
     # Where answers are half written: what a step reads grows with the text.
     texts = [each.text[: len(each.prompt) + len(each.answer) // 2] for each in trial.answered]
     largest = max(each.nodes for replay in replays for each in replay.run.passes)
     rows, nodes = _powers(max(batch_sizes), *batch_sizes), [0, *_powers(largest, largest)]
-    times = measure_step_times(trial.target, texts, rows, nodes)
+    times = measure_step_times(trial.target, texts, rows, nodes, drafter=drafter)
     predictions = [predict(replay, times) for replay in replays]
     finals: list[Speed] = []
     checked: list[Speed] = []

@@ -135,7 +135,7 @@ def verdict(tuning: "Tuning", batch_size: int) -> str:
         wrong = sorted(map(abs, tuning.errors(batch_size)))
         told += (
             f". Checked: {100 * tuning.regrets[batch_size]:.1f} % slower than the best setting (what was predicted to be best: "
-            f"{100 * tuning.predicted_regrets[batch_size]:.1f} %); predicted speeds are off by {100 * median(wrong):.0f} % "
+            f"{100 * tuning.predicted_regrets[batch_size]:.1f} %); predicted speedups are off by {100 * median(wrong):.0f} % "
             f"(median), {100 * wrong[-1]:.0f} % at most"
         )
     return f"Batches of {batch_size}: {told}"

@@ -153,7 +153,7 @@ def test_published_suites_are_read_at_their_commit_and_say_so(monkeypatch: pytes
     }
     assert [pinned.source, other.source] == [f"openai/gsm8k@{commit}", "openai/gsm8k@abc"]
     assert pinned.revision == other.revision  # the same prompts
-    assert {name for name, suite in SUITES.items() if suite.revision is None} == {"mt_bench", "spec_bench"}
+    assert {name for name, suite in SUITES.items() if suite.revision is None} == {"spec_bench"}
     for name, path in (("stdlib", None), ("gsm8k", "file.jsonl"), ("mine", "file.jsonl")):
         with pytest.raises(ValueError, match="belongs to the Hub's data; leave it out"):
             load_suite(name, path, revision="abc")

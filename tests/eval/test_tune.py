@@ -13,7 +13,7 @@ from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.replay import Answered, ReplayTarget, answer_prompts
 from outrider.eval.run import acceptance_rule, load_suites
 from outrider.eval.step_times import StepTimes, measure_step_times
-from outrider.eval.tune import TUNING_FILE, tune, tuned_settings
+from outrider.eval.tune import TUNING_FILE, Tuning, tune, tuned_settings
 from outrider.eval.tune_cli import tune_command, verdict
 from outrider.eval.tuning import GRIDS, Pass, Prediction, Run, Speed, candidates, choose, finalists, regret, run
 from outrider.models.decoding.tree import DraftTree
@@ -129,6 +129,16 @@ def test_speculation_is_off_where_it_loses_and_regret_is_what_the_choice_lacks()
     assert regret(None, measured, 1) == pytest.approx(0.5)
 
 
+def test_predictions_are_held_against_what_was_checked_as_speedups() -> None:
+    predictions = [prediction(None, 10.0), prediction({"a": 1}, 20.0), prediction(None, 10.0, 2), prediction({"a": 1}, 5.0, 2)]
+    checked = [speed(None, 5.0), speed({"a": 1}, 8.0), speed(None, 10.0, 2), speed({"a": 1}, 10.0, 2)]
+    times = StepTimes(batch_sizes=(1,), node_counts=(0,), seconds=((1.0,),))
+    found: dict[str, Any] = {"choices": {}, "finals": [], "regrets": {}, "predicted_regrets": {}, "step_times": times}
+    tuning = Tuning(predictions=predictions, checked=checked, **found)
+    assert tuning.errors(1) == [pytest.approx(0.25)]
+    assert tuning.errors(2) == [pytest.approx(-0.5)]
+
+
 def test_only_settings_that_may_be_the_fastest_are_decoded_with_and_plain_decoding_always() -> None:
     found = [prediction(None, 30.0), *(prediction({"a": index}, 10.0 - index) for index in range(9))]
     assert finalists(found, 1) == [None, {"a": 0}, {"a": 1}, {"a": 2}], "the others are predicted to be over 20 % slower"
@@ -212,7 +222,7 @@ def test_tuning_finds_measures_and_writes(
         assert [each.setting for each in tuning.finals if each.batch_size == size] == [None, settings[1]]
         assert regret(settings[0], tuning.checked, size) > 0.5
         assert tuning.regrets[size] == regret(tuning.choices[size].setting, tuning.checked, size)
-        assert len(tuning.errors(size)) == 3
+        assert len(tuning.errors(size)) == 2
     written = json.loads((tmp_path / TUNING_FILE).read_text())
     assert written["choices"]["1"] == asdict(tuning.choices[1])
     assert written["place"]["dtype"] == "float32"
