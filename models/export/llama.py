@@ -149,7 +149,7 @@ def read_config(config: Mapping[str, Any], folder: Folder, target: HFTarget, *, 
     kind = described["rope_parameters"]["rope_type"]
     if kind not in ROPE_OF_POSITIONS and (made.rope_parameters != own.rope_parameters or lengths[0] != lengths[1]):
         raise ValueError(
-            f"{folder.path} has rotary embeddings of the kind {kind!r} for a context of {lengths[0]} tokens, which are read only "
+            f"{folder.path} has rotary embeddings of the kind {kind!r} for a context of {lengths[0]} tokens, read only "
             f"where the target has the very same, and it has one of {lengths[1]} tokens; use a drafter of this target"
         )
     return None if own.model_type in FORMS and described == describe(own) else described

@@ -1,6 +1,7 @@
 """EAGLE-3 in the format of the speculators library (github.com/vllm-project/speculators), which vLLM loads.
 
 The tensors are those of `eagle3` with `layers.0` in place of `midlayer`; a reduced vocabulary alone has `d2t` and `t2d`.
+The target's `embed_tokens.weight` is there too: where it isn't, the library (0.9.0, transformers 5.19) draws random numbers.
 `config.json` names the target and the layers that are read, in vLLM's way: the inputs of these layers. Layer and form are read
 by `Eagle3SpeculatorConfig` and `Eagle3DraftModel` (src/speculators/models/eagle3/), which scripts/check_speculators.py runs.
 """
@@ -48,6 +49,7 @@ def write(drafter: Eagle3, target: HFTarget) -> Layout:
     num_outputs = drafter.lm_head.out_features
     if num_outputs != drafter.vocab_size:  # the library has no such maps for the whole vocabulary
         tensors |= write_vocabulary(drafter)
+    tensors["embed_tokens.weight"] = target.embed_tokens.weight.to(drafter.fc.weight.dtype)
     return Layout(config=_config(drafter, target, num_outputs), tensors=tensors)
 
 
