@@ -1,6 +1,7 @@
 """Every format: what goes out comes back, drafts the same, and nothing else gets in."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,13 @@ def trees(target: Any, drafter: Any) -> list[tuple[Any, Any]]:
     return found
 
 
-def test_there_is_a_case_of_every_format():
+def test_there_is_a_case_and_a_page_of_every_format():
     assert CASES.keys() == FORMATS.keys()
+    pages = Path(__file__).parents[3] / "docs" / "engines"
+    written = {name for page in pages.glob("*.md") for name in re.findall(r"--to ([\w-]+)", page.read_text())}
+    assert written == FORMATS.keys()
+    linked = re.findall(r"\]\((\w+\.md)\)", (pages / "README.md").read_text())
+    assert {*linked, "README.md"} == {page.name for page in pages.iterdir()}
 
 
 @pytest.mark.parametrize(("name", "options"), ALL_CASES)
