@@ -96,28 +96,35 @@ def _indexed(path: Path) -> tuple[list[Path], dict[str, str]]:
 
 def _read(path: Path, device: str) -> dict[str, torch.Tensor]:
     """A file's tensors; on the meta device only their shapes."""
+    return _read_safetensors(path, device) if path.suffix == ".safetensors" else _read_pickled(path, device)
+
+
+def _read_pickled(path: Path, device: str) -> dict[str, torch.Tensor]:
     try:
-        if path.suffix == ".safetensors":
-            return _safetensors_shapes(path) if device == "meta" else safetensors.torch.load_file(path)
         found = torch.load(path, map_location=device, weights_only=True)
-    except safetensors.SafetensorError as error:
-        raise ValueError(f"{path} is damaged ({error}); download or export it again") from error
-    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, AttributeError, ValueError) as error:
+    except (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{path} is not a plain file of tensors, and nothing else is read, since reading it would run its code ("
-            f"{str(error).splitlines()[0]}); convert it to safetensors where you trust it, or download it again"
+            f"{path} is not a plain file of tensors, and nothing else is read, since reading it would run its code "
+            f"({str(error).partition(chr(10))[0]}); convert it to safetensors where you trust it, or download it again"
         ) from error
     if not isinstance(found, dict) or not all(isinstance(each, torch.Tensor) for each in found.values()):
         raise ValueError(f"{path} holds something else than named tensors; save the state_dict alone")
     return {str(name): each.detach() for name, each in found.items()}
 
 
-def _safetensors_shapes(path: Path) -> dict[str, torch.Tensor]:
-    with safetensors.safe_open(path, framework="pt") as file:
-        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
-        return {
-            name: torch.empty(each.get_shape(), dtype=_DTYPES[each.get_dtype()], device="meta") for name, each in slices.items()
-        }
+def _read_safetensors(path: Path, device: str) -> dict[str, torch.Tensor]:
+    try:
+        if device != "meta":
+            return safetensors.torch.load_file(path)
+        with safetensors.safe_open(path, framework="pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+            shapes = {name: (each.get_shape(), each.get_dtype()) for name, each in slices.items()}
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path} is damaged ({error}); download or export it again") from error
+    for name, (_, dtype) in shapes.items():
+        if dtype not in _DTYPES:
+            raise ValueError(f"{path} has {name} of the type {dtype}, which no drafter here has")
+    return {name: torch.empty(shape, dtype=_DTYPES[dtype], device="meta") for name, (shape, dtype) in shapes.items()}
 
 
 _DTYPES = {

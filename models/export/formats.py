@@ -7,7 +7,7 @@ drafter. Without it, as in what others have published, those options are the def
 
 import io
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +218,9 @@ def _require_note_of(note: Note, reading: Reading, folder: Folder, target: HFTar
             f"{folder.path / NOTE_FILE} says that the drafter is of the kind {note.kind}, and {CONFIG_FILE} {reading.kind}; "
             "export it again"
         )
+    known = {each.name for each in fields(DRAFTERS[note.kind].Config)}
+    if unknown := sorted(note.drafter.keys() - known):  # none of the registry's own, which could name other folders
+        raise ValueError(f"{folder.path / NOTE_FILE} has unknown options of the drafter, {', '.join(unknown)}; export it again")
     require_fitting_target(folder.path, note.target, target.identity)
 
 

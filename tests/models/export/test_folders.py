@@ -103,6 +103,13 @@ def test_a_tensor_in_two_files_is_not_taken_from_the_last(tmp_path):
         open_folder(tmp_path / "a")
 
 
+def test_numbers_of_a_type_that_drafters_have_not_are_named(tmp_path):
+    header = b'{"a":{"dtype":"U16","shape":[1],"data_offsets":[0,2]}}'
+    folder(tmp_path / "a", model__safetensors=len(header).to_bytes(8, "little") + header + b"\0\0")
+    with pytest.raises(ValueError, match="has a of the type U16"):
+        open_folder(tmp_path / "a")
+
+
 def test_damaged_and_empty_folders_say_what_is_wrong(tmp_path):
     with pytest.raises(ValueError, match="has no config.json"):
         open_folder(tmp_path)

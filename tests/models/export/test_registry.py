@@ -160,7 +160,10 @@ def test_a_note_that_is_another_drafters_or_another_targets_is_refused(name, lla
     edit(path / "outrider.json", kind=note["kind"], surprise=1)
     with pytest.raises(ValueError, match="surprise"):
         import_drafter(path, llama)
-    edit(path / "outrider.json", surprise=None, format_version=2)
+    edit(path / "outrider.json", surprise=None, drafter={**note["drafter"], "start_from": "/etc"})
+    with pytest.raises(ValueError, match="has unknown options of the drafter, start_from"):
+        import_drafter(path, llama)
+    edit(path / "outrider.json", drafter=note["drafter"], format_version=2)
     with pytest.raises(ValueError, match="has version 2"):
         import_drafter(path, llama)
 
