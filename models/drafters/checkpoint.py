@@ -79,7 +79,7 @@ def load_drafter(directory: Path, target: HFTarget, **runtime_options: Any) -> T
     """
     directory = Path(directory)
     saved = read_drafter_config(directory)
-    _require_fitting_target(directory, saved.target, target.identity)
+    require_fitting_target(directory, saved.target, target.identity)
     kind, config = parse_runtime_config({"kind": saved.kind, **saved.drafter}, runtime_options)
     drafter = drafter_of_weights(kind, config, directory, target)
     for parameter in drafter.parameters():  # not buffers: rotary frequencies in 16 bits would lose a long text's positions
@@ -87,7 +87,7 @@ def load_drafter(directory: Path, target: HFTarget, **runtime_options: Any) -> T
     return drafter.to(device=target.device).eval().requires_grad_(False)
 
 
-def _require_fitting_target(directory: Path, trained_for: TargetIdentity, target: TargetIdentity) -> None:
+def require_fitting_target(directory: Path, trained_for: TargetIdentity, target: TargetIdentity) -> None:
     problems = [
         f"{name}: {getattr(trained_for, name)} for the drafter, {getattr(target, name)} for this target"
         for name in ("hidden_size", "vocab_size", "tokenizer_sha256")

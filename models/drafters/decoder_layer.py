@@ -1,11 +1,17 @@
-"""The decoder layer of EAGLE's drafters: one of the target's own kind, with weights of its own."""
+"""The decoder layer of EAGLE's drafters: one of the target's own kind, or of a form that is named, with weights of its own."""
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
 
 from ..hf_target import HFTarget
 from ..hidden_states import decoder_layers
@@ -21,12 +27,75 @@ PROJECTIONS = {
     *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
 }
 
+FORMS: dict[str, tuple[Any, Any, Any]] = {
+    "llama": (LlamaConfig, LlamaDecoderLayer, LlamaRotaryEmbedding),
+    "qwen2": (Qwen2Config, Qwen2DecoderLayer, Qwen2RotaryEmbedding),
+    "qwen3": (Qwen3Config, Qwen3DecoderLayer, Qwen3RotaryEmbedding),
+}
+"""Configuration, layer and rotary embeddings of the kinds of layers that a drafter may have whatever its target's are."""
+FORM_OPTIONS = frozenset(
+    {
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "intermediate_size",
+        "hidden_act",
+        "rms_norm_eps",
+        "attention_bias",
+        "mlp_bias",
+        "rope_parameters",
+    }
+)
+"""What a form may say besides its `model_type`: names of transformers' configurations."""
 
-def make_layer(target: HFTarget, input_width: int) -> Any:
-    """A fresh layer of the target's own kind, whose attention reads vectors of `input_width`.
+
+def check_form(form: Mapping[str, Any] | None) -> None:
+    """Raise ValueError where `drafter.layer` is of no known form."""
+    if form is None:
+        return
+    if form.get("model_type") not in FORMS:
+        raise ValueError(
+            f"drafter.layer.model_type is {form.get('model_type')!r}; it must be one of {', '.join(FORMS)}, or drafter.layer "
+            "null for a layer of the target's own kind"
+        )
+    if unknown := sorted(form.keys() - FORM_OPTIONS - {"model_type"}):
+        raise ValueError(f"drafter.layer has no option {', '.join(unknown)}; it has: {', '.join(sorted(FORM_OPTIONS))}")
+
+
+def form_config(target: HFTarget, form: Mapping[str, Any]) -> Any:
+    """transformers' configuration of one layer of a form. What the form doesn't say is as in the target."""
+    own = target.model.config.get_text_config()
+    make_config = FORMS[form["model_type"]][0]
+    names = FORM_OPTIONS if own.model_type == form["model_type"] else FORM_OPTIONS - {"attention_bias", "mlp_bias"}
+    options = {name: getattr(own, name) for name in names if getattr(own, name, None) is not None}
+    if "head_dim" in options and "num_attention_heads" in form:
+        del options["head_dim"]  # it follows from the heads
+    options |= {name: value for name, value in form.items() if name != "model_type"}
+    try:
+        return make_config(
+            **copy.deepcopy(options),
+            hidden_size=own.hidden_size,
+            vocab_size=own.vocab_size,
+            max_position_embeddings=own.max_position_embeddings,
+            num_hidden_layers=1,
+        )
+    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        raise ValueError(f"transformers can't make a layer of drafter.layer {dict(form)} ({error})") from error
+
+
+def make_rotary(target: HFTarget, form: Mapping[str, Any]) -> nn.Module:
+    """The rotary embeddings of a form."""
+    rotary: nn.Module = FORMS[form["model_type"]][2](form_config(target, form))
+    return rotary
+
+
+def make_layer(target: HFTarget, input_width: int, form: Mapping[str, Any] | None = None) -> Any:
+    """A fresh layer of this form, else of the target's own kind, whose attention reads vectors of `input_width`.
 
     Raises ValueError where the target's layers are built differently.
     """
+    if form is not None:
+        return _widened(FORMS[form["model_type"]][1], form_config(target, form), input_width)
     layers = decoder_layers(target.model)
     names = {name for name, _ in layers[0].named_modules()} if layers else set()
     if {name for name in names if name and "." not in name} != LAYER_PARTS or not names >= PROJECTIONS:
@@ -47,9 +116,11 @@ def make_layer(target: HFTarget, input_width: int) -> Any:
             f"{type(target.model).__name__} has no rotary embeddings, which this drafter's layer needs; choose the drafter "
             "redrafter"
         )
-    config: Any = copy.deepcopy(target.model.config.get_text_config())
+    return _widened(type(layers[0]), copy.deepcopy(target.model.config.get_text_config()), input_width)
+
+
+def _widened(make: Any, config: Any, input_width: int) -> Any:
     config._attn_implementation = IMPLEMENTATION
-    make: Any = type(layers[0])
     layer = make(config, layer_idx=0)
     for projection in ("q_proj", "k_proj", "v_proj"):
         old = getattr(layer.self_attn, projection)
@@ -68,8 +139,15 @@ def start_from_target(layer: Any, fc: nn.Linear, target: HFTarget) -> None:
     require_plain_weights(decoder_layers(target.model)[-1], "set drafter.init=random")
     source = dict(decoder_layers(target.model)[-1].named_parameters())
     for name, parameter in layer.named_parameters():
-        weight = whole(source[name])
-        parameter.copy_(weight if weight.shape == parameter.shape else torch.cat([weight, weight], dim=1))
+        weight = whole(source[name]) if name in source else None
+        if weight is not None and weight.shape != parameter.shape and weight.ndim == 2:
+            weight = torch.cat([weight, weight], dim=1)
+        if weight is None or weight.shape != parameter.shape:
+            raise ValueError(
+                f"the layer of drafter.layer can't start from the target's, which has no {name} of the shape "
+                f"{tuple(parameter.shape)}; set drafter.init=random"
+            )
+        parameter.copy_(weight)
     for parameter in (*layer.self_attn.o_proj.parameters(), *layer.mlp.down_proj.parameters(), *fc.parameters()):
         parameter.zero_()
     fc.weight[:, -fc.out_features :].fill_diagonal_(1.0)

@@ -308,7 +308,7 @@ class DraftModel(TrainableDrafter):
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
-def _tied(module: nn.Module) -> dict[str, str]:
+def tied_parameters(module: nn.Module) -> dict[str, str]:
     """Names of parameters that are another's too, such as a head that is the embeddings, and that one's."""
     first: dict[nn.Parameter, str] = {}
     names = {name: first.setdefault(each, name) for name, each in module.named_parameters(remove_duplicate=False)}
@@ -317,11 +317,11 @@ def _tied(module: nn.Module) -> dict[str, str]:
 
 def _drop_tied(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     """A file holds no tensor twice."""
-    for name in _tied(module):
+    for name in tied_parameters(module):
         state_dict.pop(prefix + name, None)
 
 
 def _restore_tied(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-    for name, other in _tied(module).items():
+    for name, other in tied_parameters(module).items():
         if prefix + other in state_dict:
             state_dict[prefix + name] = state_dict[prefix + other]

@@ -65,7 +65,7 @@ class Eagle(FeatureDrafter):
     config: EagleConfig
 
     def __init__(self, config: EagleConfig, target: HFTarget) -> None:
-        super().__init__(target, input_width=target.hidden_size)
+        super().__init__(target, input_width=target.hidden_size, form=config.layer)
         self.config = config
         self.fc = nn.Linear(2 * target.hidden_size, target.hidden_size, bias=config.bias)
         self.layer.input_layernorm = nn.Identity()

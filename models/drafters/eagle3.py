@@ -65,7 +65,7 @@ class Eagle3(FeatureDrafter):
 
     def __init__(self, config: Eagle3Config, target: HFTarget) -> None:
         hidden_size = target.hidden_size
-        super().__init__(target, input_width=2 * hidden_size)
+        super().__init__(target, input_width=2 * hidden_size, form=config.layer)
         if config.draft_vocab_size is not None and config.draft_vocab_size > target.vocab_size:
             raise ValueError(
                 f"drafter.draft_vocab_size is {config.draft_vocab_size}, more than the target's {target.vocab_size} tokens; "

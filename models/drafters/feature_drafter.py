@@ -31,7 +31,7 @@ from ..tree_cache import TreeCache
 from .beams import MAX_SEARCH_NODES, SearchTree, pack_likeliest
 from .branch_attention import Entries, KeysAndValues
 from .branches import Branches
-from .decoder_layer import make_layer
+from .decoder_layer import check_form, make_layer, make_rotary
 from .objective import DraftVocabulary, Labels
 
 EXPECTED_NEW_TOKENS = 256
@@ -45,8 +45,11 @@ the root."""
 
 @dataclass(kw_only=True)
 class TreeOptions:
-    """Shape of the draft tree. All of it may be changed when a drafter is loaded."""
+    """The layer's form, and the shape of the draft tree, all of which may be changed when a drafter is loaded."""
 
+    layer: dict[str, Any] | None = None
+    """The decoder layer where it isn't of the target's own kind: `model_type` (llama, qwen2 or qwen3) and what differs from the
+    target's configuration, under transformers' names. Serving engines draft with Llama's layers, whatever the target's are."""
     tree: str = "dynamic"
     """`dynamic`: grow where the drafter is surest (EAGLE-2, arXiv 2406.16858, section 4); `static`: the same ranks always
     (EAGLE-1)."""
@@ -60,6 +63,7 @@ class TreeOptions:
     RUNTIME_FIELDS: ClassVar[frozenset[str]] = frozenset({"tree", "depth", "top_k", "tree_nodes"})
 
     def __post_init__(self) -> None:
+        check_form(self.layer)
         if self.tree not in ("dynamic", "static"):
             raise ValueError(f"drafter.tree is {self.tree!r}; it must be dynamic or static")
         for name in ("depth", "top_k", "tree_nodes"):
@@ -108,13 +112,14 @@ class FeatureDrafter(TrainableDrafter):
     """A decoder layer of the target's kind."""
     _keep_activations: bool = True
 
-    def __init__(self, target: HFTarget, *, input_width: int) -> None:
+    def __init__(self, target: HFTarget, *, input_width: int, form: dict[str, Any] | None) -> None:
         """The layer's attention reads vectors of `input_width`."""
         super().__init__()
         self.vocab_size = target.vocab_size
-        self.layer = make_layer(target, input_width)
+        self.layer = make_layer(target, input_width, form)
+        self.own_rotary = None if form is None else make_rotary(target, form)
         # The target's parts are read, not owned: in a tuple, they are neither saved nor trained with the drafter.
-        self._target_parts = target.embed_tokens, target.model.get_decoder().rotary_emb
+        self._target_parts = target.embed_tokens, None if form else target.model.get_decoder().rotary_emb
 
     @abstractmethod
     def target_features(self, source: TargetOutput | DrafterBatch) -> Float[torch.Tensor, "batch seq feature"]:
@@ -159,9 +164,10 @@ class FeatureDrafter(TrainableDrafter):
         from it, one layer needs no more.
         """
         attended, residual = self.layer_inputs(self.embed(tokens), hidden)
+        rotary: Any = self.own_rotary or self._target_parts[1]
         attention, _ = self.layer.self_attn(
             attended,
-            position_embeddings=self._target_parts[1](attended, positions),
+            position_embeddings=rotary(attended, positions),
             attention_mask=mask,
             past_key_values=cache,
             **options,

@@ -9,7 +9,8 @@ import torch
 from torch.nn import functional as F
 
 from outrider.models.drafters import build_drafter, load_drafter, save_drafter
-from outrider.models.drafters.apple import from_apple, to_apple
+from outrider.models.export.apple import FORMAT
+from outrider.models.export.formats import read_folder, write_folder
 
 HIDDEN, VOCAB = 32, 300
 CASES = [
@@ -18,6 +19,10 @@ CASES = [
     {"num_blocks": 1, "exit_width": 24},
     {"num_blocks": 1, "rnn": False},
 ]
+
+
+def from_apple(directory, target, **options):
+    return read_folder(FORMAT, directory, target, options)
 
 
 def make(target, **options):
@@ -96,14 +101,13 @@ def assert_same_logits(drafter, directory: Path) -> None:
 @pytest.mark.parametrize("options", CASES)
 def test_what_we_write_says_the_same_there_and_comes_back_bit_for_bit(target, tmp_path, options):
     drafter = make(target, **options)
-    to_apple(drafter, tmp_path / "theirs")
-    drafter = drafter.double()
-    assert_same_logits(drafter, tmp_path / "theirs")
+    write_folder(FORMAT, drafter, tmp_path / "theirs", target)
     again = from_apple(tmp_path / "theirs", target, beam_width=7)
     assert again.config.beam_width == 7
     expected = drafter.state_dict()
     assert again.state_dict().keys() == expected.keys()
     assert all(torch.equal(value, expected[name]) for name, value in again.state_dict().items())
+    assert_same_logits(drafter.double(), tmp_path / "theirs")
 
 
 @pytest.mark.parametrize(("layers", "exit_dim", "rnn"), [(2, 64, True), (1, 24, True), (0, 64, True), (1, 64, False)])
@@ -111,13 +115,15 @@ def test_what_they_wrote_says_the_same_here_and_goes_back_bit_for_bit(target, tm
     theirs = their_folder(tmp_path / "theirs", layers=layers, exit_dim=exit_dim, rnn=rnn)
     drafter = from_apple(theirs, target)
     assert not any(parameter.requires_grad for parameter in drafter.parameters())
-    assert_same_logits(drafter, theirs)
     save_drafter(drafter, tmp_path / "ours", target.identity)
-    to_apple(load_drafter(tmp_path / "ours", target), tmp_path / "again")
+    loaded = load_drafter(tmp_path / "ours", target)
+    assert_same_logits(loaded, theirs)
+    write_folder(FORMAT, loaded, tmp_path / "again", target)
     before, after = (safetensors.torch.load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "again"))
     assert before.keys() == after.keys()
     assert all(torch.equal(value.double(), after[name]) for name, value in before.items())
     config = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert config.pop("torch_dtype") == "float64", "the target's, in which the drafter was loaded"
     assert config.items() <= json.loads((theirs / "config.json").read_text()).items()
 
 
@@ -131,13 +137,13 @@ def test_what_they_wrote_says_the_same_here_and_goes_back_bit_for_bit(target, tm
 )
 def test_what_the_format_has_no_place_for_is_refused(target, tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
-        to_apple(make(target, **options), tmp_path / "theirs")
+        write_folder(FORMAT, make(target, **options), tmp_path / "theirs", target)
     assert not (tmp_path / "theirs").exists()
 
 
 def test_another_kind_of_drafter_is_refused(target, tmp_path):
-    with pytest.raises(ValueError, match="a drafter of the kind medusa can't be written in Apple's format"):
-        to_apple(build_drafter({"kind": "medusa"}, target), tmp_path / "theirs")
+    with pytest.raises(ValueError, match="a drafter of the kind medusa can't be written as apple"):
+        write_folder(FORMAT, build_drafter({"kind": "medusa"}, target), tmp_path / "theirs", target)
     assert not (tmp_path / "theirs").exists()
 
 
@@ -146,11 +152,11 @@ def test_a_folder_of_another_format_is_not_written_over_and_one_of_apples_is(tar
     save_drafter(drafter, tmp_path / "ours", target.identity)
     before = {path.name: path.read_bytes() for path in (tmp_path / "ours").iterdir()}
     with pytest.raises(ValueError, match="holds something else already; write into another folder"):
-        to_apple(drafter, tmp_path / "ours")
+        write_folder(FORMAT, drafter, tmp_path / "ours", target)
     assert {path.name: path.read_bytes() for path in (tmp_path / "ours").iterdir()} == before
-    theirs = their_folder(tmp_path / "theirs", layers=1, exit_dim=24)
-    to_apple(drafter, theirs)
-    assert from_apple(theirs, target).exit_width == drafter.exit_width != 24
+    write_folder(FORMAT, make(target, exit_width=24), tmp_path / "theirs", target)
+    write_folder(FORMAT, drafter, tmp_path / "theirs", target)
+    assert from_apple(tmp_path / "theirs", target).exit_width == drafter.exit_width != 24
 
 
 @pytest.mark.parametrize(
@@ -213,11 +219,11 @@ def test_a_stray_missing_or_wrong_tensor_is_named_as_the_file_does(target, tmp_p
         from_apple(theirs, target)
 
 
-def test_pickled_weights_and_other_folders_are_refused(target, tmp_path):
+def test_plain_pickled_weights_are_read_and_other_folders_refused(target, tmp_path):
     theirs = their_folder(tmp_path / "theirs", layers=1, exit_dim=64)
+    expected = from_apple(theirs, target).state_dict()
     torch.save(safetensors.torch.load_file(theirs / "model.safetensors"), theirs / "pytorch_model.bin")
     (theirs / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"but pytorch_model.bin; pickled weights are not read"):
-        from_apple(theirs, target)
+    assert all(torch.equal(value, expected[name]) for name, value in from_apple(theirs, target).state_dict().items())
     with pytest.raises(ValueError, match="has no config.json"):
         from_apple(tmp_path, target)

@@ -1,0 +1,104 @@
+"""`outrider export` and `outrider import`: drafters in the formats of other programs."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..eval.cli import parse_setting
+
+if TYPE_CHECKING:
+    from ..models.hf_target import HFTarget
+
+DTYPES = ("float32", "float16", "bfloat16")
+WANTED = ["*.json", "*.safetensors", "*.bin", "*.pt", "*.model", "*.jinja"]
+"""Files of a Hub repository that are downloaded: nothing that could be run."""
+
+
+def export_command(
+    drafter: Annotated[Path, typer.Argument(help="A drafter's directory.")],
+    target: Annotated[str, typer.Option(help="The target that it was trained for: a directory or a Hub id.")],
+    to: Annotated[
+        str,
+        typer.Option(
+            help="eagle3 (one file for vLLM and SGLang), eagle1-vllm, eagle1-sglang, speculators, apple, medusa, tensorrt-llm, "
+            "or transformers (a draft model for assisted generation)."
+        ),
+    ],
+    output: Annotated[Path, typer.Option(help="Folder for the export: a new or empty one, or an earlier export's.")],
+    dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16; as stored unless given.")] = None,
+    revision: Annotated[str | None, typer.Option(help="The target's revision on the Hub.")] = None,
+) -> None:
+    """Write a drafter as another program reads it: a serving engine, a library or a release.
+
+    What the format has no place for is refused, with the remedy; nothing is dropped. docs/engines says how each is served.
+    """
+    import torch  # it, and all that uses it, loads too slowly for --help
+
+    from ..models.export.registry import export_drafter, find_format
+
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"--dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
+    find_format(to)  # before the target is loaded, which may take long
+    export_drafter(drafter, _load(target, revision), to, output, None if dtype is None else getattr(torch, dtype))
+    typer.echo(f"{drafter} is in {output} as {to}")
+
+
+def import_command(
+    folder: Annotated[str, typer.Argument(help="A folder of another program, or a Hub id.")],
+    target: Annotated[str, typer.Option(help="The target that it was trained for: a directory or a Hub id.")],
+    output: Annotated[Path, typer.Option(help="A new directory for the drafter.")],
+    source: Annotated[
+        str | None, typer.Option("--from", help="The format, as of --to of export; told by the files unless given.")
+    ] = None,
+    setting: Annotated[str | None, typer.Option(help="Options of the drafter: '{depth: 5, top_k: 8}'.")] = None,
+    folder_revision: Annotated[str | None, typer.Option(help="The folder's revision on the Hub.")] = None,
+    revision: Annotated[str | None, typer.Option(help="The target's revision on the Hub.")] = None,
+) -> None:
+    """Make a drafter of a published checkpoint of EAGLE, EAGLE-3, Medusa, ReDrafter or a draft model.
+
+    Only plain tensors are read, never code, and only where they fit the target.
+    """
+    from ..models.drafters import save_drafter
+    from ..models.drafters.registry import kind_of
+    from ..models.export.registry import find_format, import_drafter
+
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"{output} is there already; choose a new directory for the drafter")
+    options = {} if setting is None else parse_setting(setting)
+    if source is not None:
+        find_format(source)
+    directory = _local(folder, folder_revision)
+    loaded = _load(target, revision)
+    drafter = import_drafter(directory, loaded, name=source, options=options)
+    save_drafter(drafter, output, loaded.identity)
+    num_parameters = sum(parameter.numel() for parameter in drafter.parameters())
+    typer.echo(
+        f"{folder} is in {output}: a drafter of the kind {kind_of(drafter)} with {num_parameters:,} parameters\n"
+        f"Measure it: outrider eval --target {target} --drafter {output} --suite mt_bench"
+    )
+
+
+def _load(target: str, revision: str | None) -> "HFTarget":
+    """The target on the CPU, in its own type: only its sizes, tokenizer, embeddings and head are looked at."""
+    import torch
+
+    from ..models.config import TargetConfig
+    from ..models.target import load_target
+
+    return load_target(TargetConfig(name_or_path=target, revision=revision, device="cpu", dtype="auto"), torch.device("cpu"))
+
+
+def _local(folder: str, revision: str | None) -> Path:
+    """The folder on this machine: as it is, or downloaded. Raises ValueError where it is neither here nor on the Hub."""
+    if Path(folder).is_dir():
+        return Path(folder)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(folder, revision=revision, allow_patterns=WANTED))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        raise ValueError(
+            f"{folder} is neither a folder here nor a repository that can be downloaded from the Hub ({error})"
+        ) from error

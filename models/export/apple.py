@@ -1,0 +1,100 @@
+"""Apple's directory format of a ReDrafter: `config.json` and `model.safetensors` under other names.
+
+    rnn_u.{weight,bias}              U and b: what multiplies the state, and the bias       recurrence.weight, input.bias
+    rnn_w.weight                     W: what multiplies the embedding                       input.weight
+    input_proj.{weight,bias}         only where exit_dim isn't twice hidden_size            projection.{weight,bias}
+    lm_head.{i}.linear.{weight,bias}                                                        blocks.{i}.linear.{weight,bias}
+    lm_head.{num_draft_layers}.weight                                                       head.weight
+
+s_0 = 0, s_t = SiLU(W e_t + U s_{t-1} + b): a drafter with `initial_state: zero`. Names and formula are those of
+`recurrent_drafting/modeling_drafter.py` in github.com/apple/ml-recurrent-drafter. Tensors are the same numbers in both layouts.
+`beam_length` there counts the token that the target has chosen, and here doesn't; it is no part of the folder.
+"""
+
+from typing import Any
+
+from ..drafters.redrafter import Redrafter, RedrafterConfig
+from ..hf_target import HFTarget
+from .folders import Folder
+from .formats import Format, Layout, Reading
+from .llama import raise_refusal, require_sizes
+
+MODEL_TYPE = "recurrent_drafting_drafter"
+SIZES = ("num_draft_layers", "hidden_size", "exit_dim")
+OTHER_KEYS = frozenset(
+    {
+        "_name_or_path",
+        "architectures",
+        "dtype",
+        "model_type",
+        "num_lookback_tokens",
+        "torch_dtype",
+        "transformers_version",
+        "vocab_size",
+    }
+)
+"""What a `config.json` may say besides. Only `vocab_size` tells something about the weights."""
+
+
+def write(drafter: Redrafter, target: HFTarget) -> Layout:
+    """Raises ValueError for what the format has no place for."""
+    config, problems = drafter.config, []
+    if config.rnn and config.initial_state != "zero":
+        problems.append(f"its initial_state is {config.initial_state}, and there s_0 is zero (train with initial_state=zero)")
+    if config.head_rank is not None:
+        problems.append(f"its head has rank {config.head_rank}, and there the head is one matrix (train with head_rank=null)")
+    if config.draft_vocab_size is not None:
+        problems.append(
+            f"it drafts {config.draft_vocab_size} tokens only, and there the head has all of the target's (train with "
+            "draft_vocab_size=null)"
+        )
+    raise_refusal(problems, FORMAT.name)
+    described = {
+        "model_type": MODEL_TYPE,
+        "vocab_size": drafter.vocab_size,
+        "hidden_size": drafter.hidden_size,
+        "exit_dim": drafter.exit_width,
+        "num_draft_layers": config.num_blocks,
+        "rnn": config.rnn,
+    }
+    names = _names(config)
+    return Layout(config=described, tensors={names[name]: each for name, each in drafter.state_dict().items()})
+
+
+def read(folder: Folder, target: HFTarget) -> Reading:
+    """Raises ValueError for a configuration that is none of Apple's, or of another target's sizes."""
+    config = folder.config
+    problems = [f"no {name}" for name in (*SIZES, "rnn") if name not in config]
+    problems += [f"an unknown key {name}" for name in sorted(config.keys() - {*SIZES, "rnn"} - OTHER_KEYS)]
+    problems += [f"{name} {config[name]!r}" for name in SIZES if name in config and type(config[name]) is not int]
+    problems += [f"rnn {config['rnn']!r}"] if type(config.get("rnn", True)) is not bool else []
+    problems += [f"model_type {config['model_type']!r}"] if config.get("model_type", MODEL_TYPE) != MODEL_TYPE else []
+    if problems:
+        raise ValueError(f"{folder.path / 'config.json'} is none of Apple's ReDrafter: it has {', '.join(problems)}")
+    require_sizes(config, folder, target)
+    options: dict[str, Any] = {
+        "initial_state": "zero",
+        "rnn": config["rnn"],
+        "num_blocks": config["num_draft_layers"],
+        "exit_width": config["exit_dim"],
+    }
+    return Reading(kind="redrafter", options=options, names=_names)
+
+
+def is_of(folder: Folder) -> bool:
+    """Told by the configuration's own keys."""
+    return {"num_draft_layers", "exit_dim", "rnn"} <= folder.config.keys()
+
+
+def _names(config: RedrafterConfig) -> dict[str, str]:
+    """Apple's name of each of our tensors."""
+    names = {"head.weight": f"lm_head.{config.num_blocks}.weight"}
+    for kind in ("weight", "bias"):
+        names[f"projection.{kind}"] = f"input_proj.{kind}"
+        names |= {f"blocks.{i}.linear.{kind}": f"lm_head.{i}.linear.{kind}" for i in range(config.num_blocks)}
+    if config.rnn:
+        names |= {"recurrence.weight": "rnn_u.weight", "input.bias": "rnn_u.bias", "input.weight": "rnn_w.weight"}
+    return names
+
+
+FORMAT = Format(name="apple", kind="redrafter", write=write, read=read, is_of=is_of)

@@ -1,0 +1,170 @@
+"""EAGLE-3 as one file that vLLM and SGLang both load, and as github.com/SafeAILab/EAGLE publishes it.
+
+    fc.weight [H, 3H]                                                        fc.weight
+    midlayer.{input_layernorm,hidden_norm,post_attention_layernorm}.weight   layer.input_layernorm, hidden_norm, layer.*
+    midlayer.self_attn.{q,k,v}_proj.weight [., 2H], o_proj.weight            layer.self_attn.*
+    midlayer.mlp.{gate,up,down}_proj.weight                                  layer.mlp.*
+    norm.weight, lm_head.weight [draft, H]                                   the same
+    d2t [draft] int64: token of output o is o + d2t[o]; t2d [V] bool         draft_tokens
+    embed_tokens.weight                                                      the target's own, where it is there
+
+The names are those of vllm/model_executor/models/llama_eagle3.py and python/sglang/srt/models/llama_eagle3.py. Both read the
+inputs of the target's layers 2, n // 2 and n - 3 unless told otherwise, and are told in two ways that mean different layers
+(SGLang adds 1 to what it is told, vLLM doesn't): so a drafter of other layers goes through `speculators`.
+"""
+
+from typing import Any
+
+import torch
+
+from ..drafters.eagle3 import Eagle3, Eagle3Config
+from ..hf_target import HFTarget
+from ..hidden_states import decoder_layers
+from .folders import Folder
+from .formats import Format, Layout, Reading, Tensors
+from .llama import LAYER_WEIGHTS, layer_problems, raise_refusal, read_config, require_target_parts, target_parts, write_config
+
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+KEYS = frozenset(
+    {
+        "bias",
+        "draft_vocab_size",
+        "eagle_aux_hidden_state_layer_ids",
+        "eagle_config",
+        "norm_before_residual",
+        "target_hidden_size",
+        "target_model_type",
+    }
+)
+NUM_FEATURES = 3
+
+
+def usual_layers(num_layers: int) -> tuple[int, ...]:
+    """The layers that the engines read where the file doesn't say."""
+    return (2, num_layers // 2, num_layers - 3)
+
+
+def names_of(prefix: str) -> dict[str, str]:
+    """Their name of each of our tensors, the layer's beginning with `prefix`."""
+    layer = {f"layer.{name}": f"{prefix}.{name}" for name in (*LAYER_WEIGHTS, "input_layernorm.weight")}
+    own = {name: name for name in ("fc.weight", "norm.weight", "lm_head.weight")}
+    return layer | own | {"hidden_norm.weight": f"{prefix}.hidden_norm.weight"}
+
+
+def write_vocabulary(drafter: Eagle3) -> Tensors:
+    """The two maps between the target's tokens and the head's outputs: for the whole vocabulary, each token to itself."""
+    num_outputs = drafter.lm_head.out_features
+    outputs = torch.arange(num_outputs)
+    tokens = outputs if drafter.vocabulary.tokens is None else drafter.vocabulary.tokens.cpu()
+    if (tokens < 0).any():
+        raise ValueError("the drafter's vocabulary hasn't been chosen yet: it is not trained; export it after training")
+    drafted = torch.zeros(drafter.vocab_size, dtype=torch.bool)
+    drafted[tokens] = True
+    return {"d2t": tokens - outputs, "t2d": drafted}
+
+
+def layer_refusals(drafter: Eagle3, place: str, kinds: tuple[str, ...], extra: frozenset[str] = frozenset()) -> list[str]:
+    """What of the drafter's decoder layer `place` has no room for."""
+    allowed = frozenset({"input_layernorm.weight"}) | extra
+    return layer_problems(drafter, place=place, allowed=allowed, kinds=kinds)
+
+
+def write(drafter: Eagle3, target: HFTarget) -> Layout:
+    """One file for both engines. Raises ValueError for other layers of the target than the usual, or another kind of layer."""
+    problems = layer_refusals(drafter, "the engines' EAGLE-3", ("llama", "mistral"))
+    usual = usual_layers(len(decoder_layers(target.model)))
+    if drafter.feature_layers != usual:
+        problems.append(
+            f"it reads the inputs of the target's layers {list(drafter.feature_layers)}, and the two engines agree on "
+            f"{list(usual)} only (export it as speculators, for vLLM, or train with drafter.feature_layers={list(usual)})"
+        )
+    raise_refusal(problems, FORMAT.name)
+    names = names_of("midlayer")
+    tensors = {names[name]: tensor for name, tensor in drafter.state_dict().items() if name != "draft_tokens"}
+    config = {
+        "architectures": [ARCHITECTURE],
+        **write_config(drafter, target),
+        "draft_vocab_size": drafter.lm_head.out_features,
+    }
+    return Layout(config=config, tensors=tensors | write_vocabulary(drafter))
+
+
+def read(folder: Folder, target: HFTarget) -> Reading:
+    """The drafter of a folder with EAGLE-3's weights, of the engines or of the release."""
+    config = folder.config
+    for key, right in (("norm_before_residual", False), ("bias", False)):
+        if config.get(key, right) != right:
+            raise ValueError(f"{folder.path} has {key} {config[key]!r}, which no drafter here can have")
+    layer = read_config({**config, "model_type": "llama"}, folder, target, more=KEYS)
+    num_layers = len(decoder_layers(target.model))
+    return vocabulary_reading(
+        folder,
+        target,
+        options={"layer": layer, "feature_layers": list(_feature_layers(folder, num_layers))},
+        num_outputs=config.get("draft_vocab_size") or target.vocab_size,
+        prefix="midlayer",
+    )
+
+
+def vocabulary_reading(folder: Folder, target: HFTarget, *, options: dict[str, Any], num_outputs: Any, prefix: str) -> Reading:
+    """The reading of a folder whose head has `num_outputs`. Where that is the whole vocabulary, the maps may be missing."""
+    if type(num_outputs) is not int or not 0 < num_outputs <= target.vocab_size:
+        raise ValueError(
+            f"{folder.path} has draft_vocab_size {num_outputs!r}; it must be 1 to the target's {target.vocab_size}"
+        )
+    tokens, drafted = torch.empty(num_outputs, dtype=torch.long), torch.empty(target.vocab_size, dtype=torch.bool)
+    is_whole = num_outputs == target.vocab_size
+    maps = {"t2d": drafted.to("meta")} if is_whole else {}
+    maps["d2t"] = tokens.to("meta")
+
+    def convert(tensors: Tensors, config: Eagle3Config) -> Tensors:
+        require_target_parts(tensors, target, head=False, folder=folder)
+        return _read_vocabulary(tensors, config, num_outputs, folder)
+
+    return Reading(
+        kind="eagle3",
+        options={"init": "random", "draft_vocab_size": None if is_whole else num_outputs, **options},
+        names=lambda config: names_of(prefix),
+        also={} if is_whole else maps,
+        untold=frozenset({"feature_layers"}),
+        may=target_parts(target, head=False) | (maps if is_whole else {"t2d": drafted.to("meta")}),
+        convert=convert,
+    )
+
+
+def _read_vocabulary(tensors: Tensors, config: Eagle3Config, num_outputs: int, folder: Folder) -> Tensors:
+    """The tokens of the head's outputs, in order, and the head's rows in that order."""
+    outputs = torch.arange(num_outputs)
+    tokens = outputs + tensors["d2t"].long() if "d2t" in tensors else outputs
+    if "t2d" in tensors and tensors["t2d"].nonzero()[:, 0].tolist() != tokens.sort().values.tolist():
+        raise ValueError(f"{folder.path} has d2t and t2d that name different tokens; download or export it again")
+    if config.draft_vocab_size is None:
+        if not torch.equal(tokens, outputs):
+            raise ValueError(f"{folder.path} drafts the whole vocabulary in another order than the target's; export it again")
+        return {}
+    order = tokens.argsort()
+    return {"draft_tokens": tokens[order], "lm_head.weight": tensors["lm_head.weight"][order]}
+
+
+def _feature_layers(folder: Folder, num_layers: int) -> tuple[int, ...]:
+    """The layers whose inputs are read. Raises ValueError where the file's numbers mean different layers to the engines."""
+    config = folder.config
+    nested = config.get("eagle_config") or {}
+    told = config.get("eagle_aux_hidden_state_layer_ids") or nested.get("eagle_aux_hidden_state_layer_ids")
+    usual = usual_layers(num_layers)
+    if not nested.get("use_aux_hidden_state", True):
+        raise ValueError(f"{folder.path} reads the target's last hidden state only, which is none of EAGLE-3's drafters here")
+    if told is None or tuple(told) in (usual, tuple(layer - 1 for layer in usual)):
+        return usual  # in vLLM's numbers, or in SGLang's, which are one less
+    raise ValueError(
+        f"{folder.path} names the layers {told}: vLLM reads the inputs of these, and SGLang those of the layers after them; "
+        "say which with the option feature_layers, in vLLM's way, and take the key out of its config.json"
+    )
+
+
+def is_of(folder: Folder) -> bool:
+    """Told by the name of its layer."""
+    return "midlayer.hidden_norm.weight" in folder.shapes
+
+
+FORMAT = Format(name="eagle3", kind="eagle3", write=write, read=read, is_of=is_of)

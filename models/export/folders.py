@@ -1,0 +1,176 @@
+"""Folders of other programs: a configuration beside weights, which are read without running anything and only when they fit."""
+
+import json
+import logging
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+
+from ...data.files import read_json
+from ..drafters.files import CONFIG_FILE, MOST_PROBLEMS, WEIGHTS_FILE
+
+logger = logging.getLogger(__name__)
+
+INDEX_SUFFIX = ".index.json"
+WEIGHT_FILES = (WEIGHTS_FILE, "pytorch_model.bin")
+"""Where most programs keep weights, the preferred one first; each may be an index of several files."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Folder:
+    """What a folder says of itself. No weight has been read."""
+
+    path: Path
+    config: dict[str, Any]
+    shapes: dict[str, torch.Tensor]
+    """Every tensor's shape and type, on the meta device."""
+    files: tuple[Path, ...]
+
+    def load(self) -> dict[str, torch.Tensor]:
+        """The weights, on the CPU. Raises ValueError where a file is damaged or any number isn't finite."""
+        tensors = {name: tensor for file in self.files for name, tensor in _read(file, "cpu").items()}
+        problems = [
+            f"{name} holds numbers that aren't finite"
+            for name, tensor in sorted(tensors.items())
+            if not tensor.isfinite().all()
+        ]
+        raise_problems(self.path, problems)
+        return tensors
+
+
+def open_folder(path: Path, weight_files: tuple[str, ...] = WEIGHT_FILES) -> Folder:
+    """A folder's configuration and the names, shapes and types of its tensors.
+
+    `weight_files` are the names that its weights may have: the first that is there is read, or the files of its index. Raises
+    ValueError where a file is missing or damaged, holds anything but tensors, or lies outside of the folder.
+    """
+    if not (path / CONFIG_FILE).is_file():
+        raise ValueError(f"{path} holds no drafter: it has no {CONFIG_FILE}")
+    config = read_json(path / CONFIG_FILE)
+    if not isinstance(config, dict):
+        raise ValueError(f"{path / CONFIG_FILE} is not a configuration but a {type(config).__name__}")
+    files, indexed = _weight_files(path, weight_files)
+    shapes: dict[str, torch.Tensor] = {}
+    for file in files:
+        found = _read(file, "meta")
+        if twice := sorted(found.keys() & shapes.keys()):
+            raise ValueError(f"{path} has {twice[0]} in two files; keep one")
+        if indexed is not None and (wrong := {name for name, each in indexed.items() if each == file.name} ^ found.keys()):
+            raise ValueError(f"{file} and the index of {path} don't agree on {', '.join(sorted(wrong)[:MOST_PROBLEMS])}")
+        shapes |= found
+    return Folder(path=path, config=config, shapes=shapes, files=tuple(files))
+
+
+def _weight_files(path: Path, names: tuple[str, ...]) -> tuple[list[Path], dict[str, str] | None]:
+    """The files with weights, and which of them has which tensor, where an index says so."""
+    for name in names:
+        if (path / name).is_file():
+            return [path / name], None
+        if (path / (name + INDEX_SUFFIX)).is_file():
+            return _indexed(path / (name + INDEX_SUFFIX))
+    others = ", ".join(sorted(each.name for each in path.iterdir() if each.name != CONFIG_FILE)) or "nothing"
+    raise ValueError(f"{path} has no {' or '.join(names)} beside its {CONFIG_FILE}, but {others}; complete the download")
+
+
+def _indexed(path: Path) -> tuple[list[Path], dict[str, str]]:
+    index = read_json(path)
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ValueError(f"{path} is no index of weights: its weight_map must name a file for each tensor")
+    files = sorted(set(weight_map.values()))
+    for name in files:
+        # Also on other systems' terms: an index may have been written anywhere.
+        if name in ("", ".", "..") or "/" in name or "\\" in name or ":" in name:
+            raise ValueError(f"{path} names the file {name!r}; files of a folder lie in it: write plain names")
+        if not (path.parent / name).is_file():
+            raise ValueError(f"{path} names {name}, which is missing; complete the download")
+    return [path.parent / name for name in files], weight_map
+
+
+def _read(path: Path, device: str) -> dict[str, torch.Tensor]:
+    """A file's tensors; on the meta device only their shapes."""
+    return _read_safetensors(path, device) if path.suffix == ".safetensors" else _read_pickled(path, device)
+
+
+def _read_pickled(path: Path, device: str) -> dict[str, torch.Tensor]:
+    try:
+        found = torch.load(path, map_location=device, weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, AttributeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path} is not a plain file of tensors, and nothing else is read, since reading it would run its code "
+            f"({str(error).partition(chr(10))[0]}); convert it to safetensors where you trust it, or download it again"
+        ) from error
+    if not isinstance(found, dict) or not all(isinstance(each, torch.Tensor) for each in found.values()):
+        raise ValueError(f"{path} holds something else than named tensors; save the state_dict alone")
+    return {str(name): each.detach() for name, each in found.items()}
+
+
+def _read_safetensors(path: Path, device: str) -> dict[str, torch.Tensor]:
+    try:
+        if device != "meta":
+            return safetensors.torch.load_file(path)
+        with safetensors.safe_open(path, framework="pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+            shapes = {name: (each.get_shape(), each.get_dtype()) for name, each in slices.items()}
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path} is damaged ({error}); download or export it again") from error
+    for name, (_, dtype) in shapes.items():
+        if dtype not in _DTYPES:
+            raise ValueError(f"{path} has {name} of the type {dtype}, which no drafter here has")
+    return {name: torch.empty(shape, dtype=_DTYPES[dtype], device="meta") for name, (shape, dtype) in shapes.items()}
+
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""safetensors' names of types."""
+
+
+def shape_problems(
+    found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], optional: Mapping[str, torch.Tensor]
+) -> list[str]:
+    """What of `found` is missing, unknown, of another shape or of another kind of number."""
+    problems = [f"missing {name}" for name in sorted(expected.keys() - found.keys())]
+    known = {**expected, **optional}
+    problems += [f"unknown {name}" for name in sorted(found.keys() - known.keys())]
+    for name in sorted(known.keys() & found.keys()):
+        ours, theirs = known[name], found[name]
+        if theirs.shape != ours.shape:
+            problems.append(f"{name} is {tuple(theirs.shape)}, not {tuple(ours.shape)}")
+        elif theirs.is_floating_point() != ours.is_floating_point() or (theirs.dtype is torch.bool) != (
+            ours.dtype is torch.bool
+        ):
+            problems.append(f"{name} is of {theirs.dtype}, not {ours.dtype}")
+    return problems
+
+
+def raise_problems(path: Path, problems: list[str]) -> None:
+    """Raise ValueError with the first of the problems that there are with a folder."""
+    if problems:
+        more = f"; and {len(problems) - MOST_PROBLEMS} more" if len(problems) > MOST_PROBLEMS else ""
+        raise ValueError(
+            f"{path} doesn't hold the drafter that its {CONFIG_FILE} describes: {'; '.join(problems[:MOST_PROBLEMS])}{more}"
+        )
+
+
+def to_json(value: Any) -> Any:
+    """A value as JSON has it: tuples are lists."""
+    return json.loads(json.dumps(value, default=partial(str)))

@@ -1,0 +1,249 @@
+"""What a format is: how a drafter looks in it, and how one is told from the files of another program.
+
+Beside the files of the other program lies `outrider.json`, which no other program reads: what the format has no place for and
+drafting elsewhere doesn't need, such as the options that the drafter was trained with. So an export that comes back is the very
+drafter. Without it, as in what others have published, those options are the defaults.
+"""
+
+import io
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+
+from ...data.files import atomic_write_bytes, parse_dataclass, read_json, write_json
+from ...data.manifest import TargetIdentity
+from ..drafters.checkpoint import require_fitting_target
+from ..drafters.files import CONFIG_FILE, WEIGHTS_FILE
+from ..drafters.registry import DRAFTERS, kind_of, parse_drafter_config, parse_runtime_config
+from ..hf_target import HFTarget
+from ..interfaces import TrainableDrafter
+from .folders import Folder, open_folder, raise_problems, shape_problems, to_json
+
+NOTE_FILE, NOTE_VERSION = "outrider.json", 1
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """What `outrider.json` holds."""
+
+    format_version: int = NOTE_VERSION
+    format: str
+    kind: str
+    drafter: dict[str, Any]
+    target: TargetIdentity
+    measured: dict[str, list[list[float]]] = field(default_factory=dict)
+    """Numbers that were measured in training, by the name of the drafter's tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """A drafter in a format: what `config.json` says, and the tensors of `file` by their names there."""
+
+    config: dict[str, Any]
+    tensors: Tensors
+    file: str = WEIGHTS_FILE
+    write_more: Callable[[Path], None] = field(default=lambda directory: None)
+    """Writes what else belongs into the folder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """What a folder of a format makes: which drafter, and which of its tensors is called what.
+
+    `options` are those of the drafter's config that the folder tells. `names` maps our names to theirs. `also` are tensors
+    that the folder must have besides, and `may` those that it may have, on the meta device. Of all tensors and the drafter's
+    typed config, `convert` makes those of ours that aren't copies of theirs, under our names, and raises ValueError where
+    theirs don't belong to the target.
+    """
+
+    kind: str
+    options: dict[str, Any]
+    names: Callable[[Any], dict[str, str]]
+    """Of the drafter's typed config."""
+    also: Tensors = field(default_factory=dict)
+    may: Tensors = field(default_factory=dict)
+    untold: frozenset[str] = frozenset()
+    """Options that a folder may leave open, and whoever reads it may say."""
+    convert: Callable[[Tensors, Any], Tensors] = field(default=lambda tensors, config: {})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """One format. `write` raises ValueError, with the remedy, for a drafter that it has no place for, and `read` for a folder
+    that doesn't fit the target.
+    """
+
+    name: str
+    kind: str
+    """The kind of drafter that it holds."""
+    write: Callable[[Any, HFTarget], Layout]
+    read: Callable[[Folder, HFTarget], Reading]
+    is_of: Callable[[Folder], bool]
+    """Whether a folder is of this format."""
+    weight_files: tuple[str, ...] = (WEIGHTS_FILE, "pytorch_model.bin")
+    measured: frozenset[str] = frozenset()
+    """Tensors of ours that have no place there but change only how it drafts by default."""
+
+
+def write_folder(
+    format: Format, drafter: TrainableDrafter, directory: Path, target: HFTarget, dtype: torch.dtype | None = None
+) -> None:
+    """Write a drafter in this format, its numbers as they are or in `dtype`.
+
+    Raises ValueError for a drafter of another kind or with something that the format has no place for, and for a folder that
+    holds anything else already.
+    """
+    require_kind(format, drafter)
+    layout = format.write(drafter, target)
+    require_own_folder(directory, format.name)
+    tensors = {
+        name: each.detach().cpu().to(dtype if dtype and each.is_floating_point() else each.dtype).contiguous()
+        for name, each in layout.tensors.items()
+    }
+    note = Note(
+        format=format.name,
+        kind=format.kind,
+        drafter=asdict(drafter.config),
+        target=target.identity,
+        measured={name: drafter.get_buffer(name).tolist() for name in sorted(format.measured)},
+    )
+    directory.mkdir(parents=True, exist_ok=True)
+    atomic_write_bytes(directory / layout.file, _packed(tensors, layout.file))
+    layout.write_more(directory)
+    write_json(directory / NOTE_FILE, asdict(note))
+    write_json(directory / CONFIG_FILE, {**layout.config, "torch_dtype": _dtype_name(tensors)})
+
+
+def _packed(tensors: Tensors, file: str) -> bytes:
+    if file.endswith(".safetensors"):
+        return safetensors.torch.save(tensors, metadata={"format": "pt"})
+    buffer = io.BytesIO()
+    torch.save({name: tensor.clone() for name, tensor in tensors.items()}, buffer)
+    return buffer.getvalue()
+
+
+def _dtype_name(tensors: Tensors) -> str:
+    return str(next(each.dtype for each in tensors.values() if each.is_floating_point())).removeprefix("torch.")
+
+
+def require_kind(format: Format, drafter: TrainableDrafter) -> None:
+    """Raise ValueError for a drafter of another kind."""
+    if kind_of(drafter) != format.kind:
+        raise ValueError(f"a drafter of the kind {kind_of(drafter)} can't be written as {format.name}; {format.kind} can")
+
+
+def require_own_folder(directory: Path, name: str) -> None:
+    """Raise ValueError where a folder holds anything else than an earlier export in this format."""
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"{directory} is a file; choose a folder for the export")
+    if not directory.is_dir() or not any(directory.iterdir()):
+        return
+    note = read_note(directory)
+    if note is None or note.format != name:
+        raise ValueError(f"{directory} holds something else already; write into another folder")
+
+
+def read_note(directory: Path) -> Note | None:
+    """What an export of ours says of itself; None where it is another program's."""
+    path = directory / NOTE_FILE
+    if not path.is_file():
+        return None
+    note = parse_dataclass(Note, read_json(path), path)
+    if note.format_version != NOTE_VERSION:
+        raise ValueError(f"{path} has version {note.format_version}; this outrider reads {NOTE_VERSION}: export it again")
+    return note
+
+
+def read_folder(
+    format: Format, directory: Path, target: HFTarget, options: Mapping[str, Any] | None = None
+) -> TrainableDrafter:
+    """The drafter of a folder in this format, on the CPU, in the type of its numbers. Save it with `save_drafter`.
+
+    `options` change how it drafts; they may also say what the folder leaves open (see `Reading.untold`). Raises ValueError for
+    a folder of another target's sizes, with anything but plain tensors, or with a key or tensor missing, unknown or of a wrong
+    shape.
+    """
+    folder = open_folder(Path(directory), format.weight_files)
+    reading = format.read(folder, target)
+    note = read_note(folder.path)
+    if note is not None:
+        _require_note_of(note, reading, folder, target)
+    given = dict(options or {})
+    said = {name: given.pop(name) for name in sorted(reading.untold & given.keys())} if note is None else {}
+    told = {"kind": reading.kind, **reading.options, **said, **(note.drafter if note else {})}
+    kind, config = parse_runtime_config(told, given)
+    try:
+        with torch.device("meta"):  # shapes only: a config of absurd sizes must not take the memory for them
+            shapes = DRAFTERS[kind].for_target(config, target).state_dict()
+    except RuntimeError as error:
+        raise ValueError(f"a drafter of the sizes in {folder.path / CONFIG_FILE} can't be made ({error})") from error
+    names = {ours: theirs for ours, theirs in reading.names(config).items() if ours in shapes}
+    expected = {theirs: shapes[ours] for ours, theirs in names.items()} | reading.also
+    raise_problems(folder.path, shape_problems(folder.shapes, expected, reading.may))
+    tensors = folder.load()
+    weights = {ours: tensors[theirs] for ours, theirs in names.items()} | reading.convert(tensors, config)
+    drafter = DRAFTERS[kind].for_target(config, target).cpu()
+    for name in format.measured:
+        kept = note is not None and name in note.measured
+        weights[name] = torch.tensor(note.measured[name]) if note is not None and kept else drafter.get_buffer(name)
+    _adopt(drafter, weights)
+    if note is not None:
+        _require_told_alike(format, drafter, target, folder, told)
+    return drafter.eval().requires_grad_(False)
+
+
+def _adopt(drafter: TrainableDrafter, weights: Tensors) -> None:
+    """Load weights in their own type, where all have one."""
+    dtypes = {weights[name].dtype for name, _ in drafter.named_parameters() if name in weights}
+    if len(dtypes) == 1:
+        (dtype,) = dtypes
+        for parameter in drafter.parameters():  # not buffers: rotary frequencies stay as they are
+            parameter.data = parameter.data.to(dtype)
+    try:
+        drafter.load_state_dict(weights)
+    except RuntimeError as error:  # only what the note holds hasn't been looked at yet
+        raise ValueError(f"{NOTE_FILE} doesn't belong to this drafter ({error}); export it again") from error
+    drafter.check_weights()
+
+
+def _require_note_of(note: Note, reading: Reading, folder: Folder, target: HFTarget) -> None:
+    """Raise ValueError where the note is another drafter's or target's."""
+    if note.kind != reading.kind:
+        raise ValueError(
+            f"{folder.path / NOTE_FILE} says that the drafter is of the kind {note.kind}, and {CONFIG_FILE} {reading.kind}; "
+            "export it again"
+        )
+    known = {each.name for each in fields(DRAFTERS[note.kind].Config)}
+    if unknown := sorted(note.drafter.keys() - known):  # none of the registry's own, which could name other folders
+        raise ValueError(f"{folder.path / NOTE_FILE} has unknown options of the drafter, {', '.join(unknown)}; export it again")
+    require_fitting_target(folder.path, note.target, target.identity)
+
+
+def _require_told_alike(
+    format: Format, drafter: TrainableDrafter, target: HFTarget, folder: Folder, told: dict[str, Any]
+) -> None:
+    """Raise ValueError where `config.json` isn't what the drafter of the note would have in it."""
+    chosen = drafter.config
+    _, drafter.config = parse_drafter_config(told)
+    expected, found = (_without_names(to_json(each)) for each in (format.write(drafter, target).config, folder.config))
+    drafter.config = chosen
+    found.pop("torch_dtype", None)
+    if differing := sorted(key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key)):
+        raise ValueError(
+            f"{folder.path / CONFIG_FILE} was changed since outrider wrote it, in {', '.join(differing)}, so that {NOTE_FILE} "
+            "tells of another drafter: export it again, or delete that file"
+        )
+
+
+def _without_names(value: Any) -> Any:
+    """A JSON value without what a target is called, which may differ from place to place."""
+    if isinstance(value, list):
+        return [_without_names(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    return {key: _without_names(each) for key, each in value.items() if not key.endswith("name_or_path")}

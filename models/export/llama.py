@@ -1,0 +1,208 @@
+"""What the EAGLE formats share: one decoder layer, described as a Llama of one layer is."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import LlamaConfig
+
+from ..drafters.decoder_layer import FORMS, form_config
+from ..drafters.feature_drafter import FeatureDrafter
+from ..hf_target import HFTarget
+from .folders import Folder
+
+LAYER_WEIGHTS = (
+    "self_attn.q_proj.weight",
+    "self_attn.k_proj.weight",
+    "self_attn.v_proj.weight",
+    "self_attn.o_proj.weight",
+    "mlp.gate_proj.weight",
+    "mlp.up_proj.weight",
+    "mlp.down_proj.weight",
+    "post_attention_layernorm.weight",
+)
+QKV_BIASES = tuple(f"self_attn.{name}_proj.bias" for name in "qkv")
+FORM_KEYS = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "hidden_act", "rms_norm_eps")
+BIASES = ("attention_bias", "mlp_bias")
+SIZES = frozenset(
+    {*FORM_KEYS, "head_dim", "hidden_size", "vocab_size", *BIASES, "rope_parameters", "rope_theta", "rope_scaling"}
+)
+"""Keys that say what the layer is."""
+ROPE_OF_POSITIONS = ("default", "linear", "llama3", "yarn")
+"""Rotary embeddings that say themselves all that they are made of: others look at the length of the context, too."""
+GENERAL_KEYS = frozenset(
+    {
+        "_name_or_path",
+        "architectures",
+        "attention_dropout",
+        "bos_token_id",
+        "dtype",
+        "eos_token_id",
+        "initializer_range",
+        "max_position_embeddings",
+        "max_window_layers",
+        "model_type",
+        "pad_token_id",
+        "pretraining_tp",
+        "tie_word_embeddings",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    }
+)
+"""Of a configuration: what says nothing about the weights or how they are used, beyond what is checked by name."""
+MUST_BE: dict[str, tuple[Any, ...]] = {
+    "num_hidden_layers": (1,),
+    "mlp_bias": (False,),
+    "sliding_window": (None,),
+    "use_sliding_window": (False,),
+    "layer_types": (None, ["full_attention"]),
+}
+"""Keys whose other values would make another layer."""
+
+
+def layer_config(drafter: FeatureDrafter) -> Any:
+    """transformers' configuration of a drafter's layer."""
+    return drafter.layer.self_attn.config
+
+
+def describe(config: Any) -> dict[str, Any]:
+    """What makes a layer of its kind: a form (see `decoder_layer.FORM_OPTIONS`) with every option."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rope = {"rope_type": "default", **(config.rope_parameters or {})}
+    return {
+        "model_type": config.model_type,
+        **{name: getattr(config, name) for name in FORM_KEYS},
+        **{name: getattr(config, name) for name in BIASES if getattr(config, name, None) is not None},
+        "head_dim": head_dim,
+        "rope_parameters": rope,
+    }
+
+
+def layer_problems(drafter: FeatureDrafter, *, place: str, allowed: frozenset[str], kinds: tuple[str, ...]) -> list[str]:
+    """What of the drafter's layer `place` has no room for: it takes the weights LAYER_WEIGHTS and `allowed`."""
+    config = layer_config(drafter)
+    remedy = f"train with drafter.layer={{model_type: {kinds[0]}}}"
+    if config.model_type not in kinds:
+        return [f"its layer is {config.model_type}'s, and {place} has {' or '.join(kinds)}'s only ({remedy})"]
+    names = {name for name, _ in drafter.layer.named_parameters()} - {*LAYER_WEIGHTS, *allowed}
+    problems = [f"its layer has {', '.join(sorted(names))}, for which {place} has no place ({remedy})"] if names else []
+    if config.hidden_act != "silu":
+        problems.append(f"its layer's activation is {config.hidden_act}, and {place} has silu only")
+    windows = [kind for kind in (getattr(config, "layer_types", None) or ()) if kind != "full_attention"]
+    if windows or (getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)):
+        problems.append(f"its layer sees a window of the text only, and {place} all of it ({remedy})")
+    if any(isinstance(each, dict) for each in (config.rope_parameters or {}).values()):
+        problems.append(f"its rotary embeddings differ between kinds of layers, and {place} has one layer ({remedy})")
+    return problems
+
+
+def raise_refusal(problems: list[str], name: str) -> None:
+    """Raise ValueError where a format has no place for a drafter."""
+    if problems:
+        raise ValueError(f"the drafter can't be written as {name}: {'; '.join(problems)}")
+
+
+def frequencies(config: Any) -> torch.Tensor:
+    """The rotary frequencies of a layer's configuration, on the CPU."""
+    rotary: Any = FORMS[config.model_type][2](config)
+    return rotary.inv_freq.float()
+
+
+def write_config(drafter: FeatureDrafter, target: HFTarget) -> dict[str, Any]:
+    """The keys of a Llama of one layer that tell this one: under the names that transformers 4 and 5 read alike."""
+    form = describe(layer_config(drafter))
+    rope = form.pop("rope_parameters")
+    theta = rope.pop("rope_theta")
+    return {
+        **form,
+        "model_type": "llama",
+        "hidden_size": target.hidden_size,
+        "num_hidden_layers": 1,
+        "max_position_embeddings": target.context_length,
+        "rope_theta": theta,
+        "rope_scaling": None if rope["rope_type"] == "default" else rope,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "vocab_size": target.vocab_size,
+    }
+
+
+def read_config(config: Mapping[str, Any], folder: Folder, target: HFTarget, *, more: frozenset[str]) -> dict[str, Any] | None:
+    """The layer that a configuration describes: None where it is of the target's own kind, else a form.
+
+    `more` are keys that the caller looks after. Raises ValueError for unknown keys, for the sizes of another target, and for a
+    layer that no drafter here has.
+    """
+    unknown = config.keys() - GENERAL_KEYS - MUST_BE.keys() - SIZES - more
+    problems = [f"an unknown key {name}" for name in sorted(unknown)]
+    problems += [f"no {name}" for name in ("hidden_size", "num_attention_heads", "intermediate_size") if name not in config]
+    problems += [f"{name} {config[name]!r}" for name, right in MUST_BE.items() if name in config and config[name] not in right]
+    problems += [f"model_type {config['model_type']!r}"] if config.get("model_type", "llama") not in FORMS else []
+    if problems:
+        raise ValueError(f"{folder.path / 'config.json'} describes no such drafter: it has {', '.join(problems)}")
+    require_sizes(config, folder, target)
+    made = _parse(config, folder, target)
+    described, own = describe(made), target.model.config.get_text_config()
+    lengths = made.max_position_embeddings, own.max_position_embeddings
+    kind = described["rope_parameters"]["rope_type"]
+    if kind not in ROPE_OF_POSITIONS and (made.rope_parameters != own.rope_parameters or lengths[0] != lengths[1]):
+        raise ValueError(
+            f"{folder.path} has rotary embeddings of the kind {kind!r} for a context of {lengths[0]} tokens, read only "
+            f"where the target has the very same, and it has one of {lengths[1]} tokens; use a drafter of this target"
+        )
+    return None if own.model_type in FORMS and described == describe(own) else described
+
+
+def _parse(config: Mapping[str, Any], folder: Folder, target: HFTarget) -> Any:
+    """transformers' configuration of the described layer. A rotary base that isn't told is transformers' own default."""
+    make: Any = FORMS[config.get("model_type", "llama")][0] if config.get("model_type", "llama") in FORMS else LlamaConfig
+    keys = SIZES | {"max_position_embeddings"}
+    options = {name: value for name, value in config.items() if name in keys and value is not None}
+    options.setdefault("num_key_value_heads", options["num_attention_heads"])
+    options.setdefault("rms_norm_eps", 1e-6)
+    try:
+        made = make(**options, num_hidden_layers=1)
+        form_config(target, describe(made))
+    except Exception as error:
+        raise ValueError(f"{folder.path / 'config.json'} makes no layer ({type(error).__name__}: {error})") from error
+    return made
+
+
+def require_sizes(config: Mapping[str, Any], folder: Folder, target: HFTarget) -> None:
+    """Raise ValueError where a drafter was made for another target's sizes."""
+    sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "target_hidden_size": target.hidden_size}
+    wrong = [
+        f"{name} is {config[name]}, the target's {size}"
+        for name, size in sizes.items()
+        if config.get(name) is not None and config[name] != size
+    ]
+    if wrong:
+        raise ValueError(f"the drafter in {folder.path} doesn't fit {target.identity.name}: {'; '.join(wrong)}")
+
+
+def target_parts(target: HFTarget, *, head: bool) -> dict[str, torch.Tensor]:
+    """Tensors of the target's that some programs write beside a drafter, on the meta device."""
+    parts = {"embed_tokens.weight": target.embed_tokens.weight}
+    if head:
+        parts["lm_head.weight"] = target.head.weight
+    return {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in parts.items()}
+
+
+def require_target_parts(tensors: Mapping[str, torch.Tensor], target: HFTarget, *, head: bool, folder: Folder) -> None:
+    """Raise ValueError where such a tensor isn't the target's own: the drafter would read another than it was trained with."""
+    parts = {"embed_tokens.weight": target.embed_tokens.weight, **({"lm_head.weight": target.head.weight} if head else {})}
+    for name, own in parts.items():
+        if name not in tensors:
+            continue
+        theirs, ours = tensors[name].float(), own.detach().cpu().float()
+        if not torch.allclose(theirs, ours, rtol=SAME_NUMBER, atol=float(ours.abs().max()) * SAME_NUMBER / 100):
+            raise ValueError(
+                f"{folder.path} has {name} of its own, and the drafter here reads the target's, which differ: is this the "
+                f"target that it was trained for? {target.identity.name} may be a fine-tuned copy of it"
+            )
+
+
+SAME_NUMBER = 2**-7
+"""Relative difference that the narrower of two 16-bit types explains."""

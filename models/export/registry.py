@@ -1,0 +1,86 @@
+"""Which formats there are. A new one is a module, a row here, and a page in `docs/engines`."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..drafters.checkpoint import require_fitting_target
+from ..drafters.files import read_drafter_config
+from ..drafters.registry import drafter_of_weights, parse_drafter_config
+from ..hf_target import HFTarget
+from ..interfaces import TrainableDrafter
+from . import apple, eagle1, eagle3, medusa, speculators, transformers_model
+from .folders import open_folder
+from .formats import Format, read_folder, read_note, write_folder
+
+FORMATS: dict[str, Format] = {
+    format.name: format
+    for format in (
+        speculators.FORMAT,
+        eagle3.FORMAT,
+        apple.FORMAT,
+        medusa.REFERENCE,
+        medusa.TENSORRT,
+        eagle1.VLLM,
+        eagle1.SGLANG,
+        transformers_model.FORMAT,
+    )
+}
+"""In the order in which a folder is asked what it is: those told by a key of their own come first."""
+
+
+def format_of(directory: Path) -> Format:
+    """The format of a folder, told by its files. Where two formats are read alike, the first of them.
+
+    Raises ValueError for a folder of none.
+    """
+    note = read_note(directory)
+    if note is not None and note.format in FORMATS:
+        return FORMATS[note.format]
+    weight_files = tuple(dict.fromkeys(name for format in FORMATS.values() for name in format.weight_files))
+    folder = open_folder(directory, weight_files)
+    for format in FORMATS.values():
+        if format.is_of(folder):
+            return format
+    raise ValueError(
+        f"{directory} holds tensors such as {', '.join(sorted(folder.shapes)[:3])}, by which no format is known; say which it "
+        f"is, one of {', '.join(FORMATS)}"
+    )
+
+
+def find_format(name: str) -> Format:
+    """The format of this name. Raises ValueError for a name that there isn't."""
+    if name not in FORMATS:
+        raise ValueError(f"the format is {name!r}; there are: {', '.join(FORMATS)}")
+    return FORMATS[name]
+
+
+def stored_drafter(directory: Path, target: HFTarget) -> TrainableDrafter:
+    """A drafter of our own as its file has it, on the CPU: with its numbers in their own type, whatever the target's is.
+
+    Raises ValueError as `load_drafter` does.
+    """
+    saved = read_drafter_config(directory)
+    require_fitting_target(directory, saved.target, target.identity)
+    kind, config = parse_drafter_config({"kind": saved.kind, **saved.drafter})
+    drafter = drafter_of_weights(kind, config, directory, target).cpu()
+    shapes = open_folder(directory).shapes
+    dtypes = {shapes[name].dtype for name, _ in drafter.named_parameters() if name in shapes}
+    for parameter in drafter.parameters() if len(dtypes) == 1 else ():
+        parameter.data = parameter.data.to(next(iter(dtypes)))
+    return drafter.eval().requires_grad_(False)
+
+
+def export_drafter(directory: Path, target: HFTarget, name: str, output: Path, dtype: torch.dtype | None = None) -> None:
+    """Write the drafter in `directory` to the folder `output` in the format `name`: see `write_folder`."""
+    write_folder(find_format(name), stored_drafter(Path(directory), target), Path(output), target, dtype)
+
+
+def import_drafter(
+    directory: Path, target: HFTarget, *, name: str | None = None, options: Mapping[str, Any] | None = None
+) -> TrainableDrafter:
+    """The drafter of a folder of another program, of the format `name`, else of that which its files tell."""
+    directory = Path(directory)
+    return read_folder(find_format(name) if name else format_of(directory), directory, target, options)

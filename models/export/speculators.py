@@ -1,0 +1,120 @@
+"""EAGLE-3 in the format of the speculators library (github.com/vllm-project/speculators), which vLLM loads.
+
+The tensors are those of `eagle3` with `layers.0` in place of `midlayer`; a reduced vocabulary alone has `d2t` and `t2d`.
+The target's `embed_tokens.weight` is there too: where it isn't, the library (0.9.0, transformers 5.19) draws random numbers.
+`config.json` names the target and the layers that are read, in vLLM's way: the inputs of these layers. Layer and form are read
+by `Eagle3SpeculatorConfig` and `Eagle3DraftModel` (src/speculators/models/eagle3/), which scripts/check_speculators.py runs.
+"""
+
+from typing import Any
+
+from ..drafters.eagle3 import Eagle3
+from ..hf_target import HFTarget
+from .eagle3 import NUM_FEATURES, layer_refusals, names_of, vocabulary_reading, write_vocabulary
+from .folders import Folder
+from .formats import Format, Layout, Reading
+from .llama import GENERAL_KEYS, raise_refusal, read_config, write_config
+
+VERSION = "0.9.0"
+"""Of the library that the format was checked against."""
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "embed_requires_grad")
+"""Variants of EAGLE-3: the library's and vLLM's defaults differ for the first, so it is always written."""
+KEYS = frozenset(
+    {
+        "auto_map",
+        "draft_vocab_size",
+        "eagle_aux_hidden_state_layer_ids",
+        "has_no_defaults_at_init",
+        "speculators_config",
+        "speculators_model_type",
+        "speculators_version",
+        "target_hidden_size",
+        "transformer_layer_config",
+        *FLAGS,
+    }
+)
+
+
+def write(drafter: Eagle3, target: HFTarget) -> Layout:
+    """Raises ValueError for another number of features than vLLM's three, or another kind of layer."""
+    problems = layer_refusals(drafter, "vLLM's EAGLE-3", ("llama", "mistral"))
+    if len(drafter.feature_layers) != NUM_FEATURES:
+        problems.append(
+            f"it reads {len(drafter.feature_layers)} of the target's layers, and vLLM always gives {NUM_FEATURES} (train with "
+            "drafter.feature_layers naming so many)"
+        )
+    raise_refusal(problems, FORMAT.name)
+    names = names_of("layers.0")
+    tensors = {names[name]: tensor for name, tensor in drafter.state_dict().items() if name != "draft_tokens"}
+    num_outputs = drafter.lm_head.out_features
+    if num_outputs != drafter.vocab_size:  # the library has no such maps for the whole vocabulary
+        tensors |= write_vocabulary(drafter)
+    tensors["embed_tokens.weight"] = target.embed_tokens.weight.to(drafter.fc.weight.dtype)
+    return Layout(config=_config(drafter, target, num_outputs), tensors=tensors)
+
+
+def _config(drafter: Eagle3, target: HFTarget, num_outputs: int) -> dict[str, Any]:
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": drafter.config.depth,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    verifier = {"name_or_path": target.identity.name, "architectures": [type(target.model).__name__]}
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": VERSION,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": verifier,
+        },
+        "draft_vocab_size": num_outputs,
+        "eagle_aux_hidden_state_layer_ids": list(drafter.feature_layers),
+        **dict.fromkeys(FLAGS, False),
+        "transformer_layer_config": write_config(drafter, target),
+    }
+
+
+def read(folder: Folder, target: HFTarget) -> Reading:
+    """The drafter of a folder of the library's. Raises ValueError for its other algorithms and variants."""
+    config, layer = folder.config, folder.config.get("transformer_layer_config")
+    problems = [f"an unknown key {name}" for name in sorted(config.keys() - KEYS - GENERAL_KEYS)]
+    problems += [f"{name} {config[name]!r}" for name in FLAGS if config.get(name, False) is not False]
+    problems += ["no transformer_layer_config"] if not isinstance(layer, dict) else []
+    if config.get("speculators_model_type") != "eagle3":
+        problems.append(f"speculators_model_type {config.get('speculators_model_type')!r}, and eagle3 alone is read")
+    if config.get("target_hidden_size") not in (None, target.hidden_size):
+        problems.append(f"target_hidden_size {config['target_hidden_size']}, and the target's is {target.hidden_size}")
+    if problems:
+        raise ValueError(f"{folder.path / 'config.json'} describes no such drafter: it has {', '.join(problems)}")
+    assert isinstance(layer, dict)
+    options: dict[str, Any] = {"layer": read_config(layer, folder, target, more=frozenset({"_attn_implementation"}))}
+    told = config.get("eagle_aux_hidden_state_layer_ids")
+    if told is not None:
+        options["feature_layers"] = told
+    if isinstance(tokens := _speculative_tokens(config), int):
+        options["depth"] = tokens
+    return vocabulary_reading(
+        folder,
+        target,
+        options=options,
+        num_outputs=config.get("draft_vocab_size") or target.vocab_size,
+        prefix="layers.0",
+    )
+
+
+def _speculative_tokens(config: dict[str, Any]) -> Any:
+    """The chain's length that the folder proposes, if any."""
+    methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    return methods[0].get("speculative_tokens")
+
+
+def is_of(folder: Folder) -> bool:
+    """The library's own key says it."""
+    return "speculators_model_type" in folder.config
+
+
+FORMAT = Format(name="speculators", kind="eagle3", write=write, read=read, is_of=is_of)

@@ -1,0 +1,89 @@
+"""A draft model as an ordinary folder of transformers: the `assistant_model` of assisted generation.
+
+The tensors are the model's own, under its own names; `config.json` is its configuration. Beside them lie the target's tokenizer
+and a generation configuration with as many draft tokens as the drafter drafts, always (transformers would change their number
+as it goes). Any folder of a causal model of transformers with the target's tokenizer is read back, not only what was exported.
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from ...data.files import write_json
+from ..config import TargetConfig
+from ..drafters.draft_model import DraftModel, tied_parameters
+from ..drafters.small_models import NOT_ARCHITECTURE, architecture_of, build_model
+from ..hf_target import HFTarget
+from ..target import load_tokenizer, tokenizer_digest
+from .folders import Folder, to_json
+from .formats import NOTE_FILE, Format, Layout, Reading, Tensors
+from .llama import SAME_NUMBER
+
+PREFIX = "model."
+"""Our names of the model's tensors begin so."""
+
+
+def write(drafter: DraftModel, target: HFTarget) -> Layout:
+    """There is nothing that transformers has no place for: trees are a way of drafting, and there a chain is drafted."""
+    config = {**to_json(architecture_of(drafter.model)), "architectures": [type(drafter.model).__name__]}
+    tensors = {name.removeprefix(PREFIX): tensor for name, tensor in drafter.state_dict().items()}
+    return Layout(config=config, tensors=tensors, write_more=partial(_write_more, drafter, target))
+
+
+def _write_more(drafter: DraftModel, target: HFTarget, directory: Path) -> None:
+    target.tokenizer.save_pretrained(directory)
+    stops = list(target.stop_ids)
+    generation = GenerationConfig(
+        eos_token_id=stops or None,
+        pad_token_id=target.tokenizer.pad_token_id,
+        num_assistant_tokens=drafter.config.length,
+        num_assistant_tokens_schedule="constant",
+        assistant_confidence_threshold=0.0,
+    )
+    write_json(directory / "generation_config.json", to_json(generation.to_diff_dict()))
+
+
+def read(folder: Folder, target: HFTarget) -> Reading:
+    """The model of a folder. Raises ValueError for one that transformers doesn't have, or that reads other tokens."""
+    if folder.config.get("vocab_size") != target.vocab_size:
+        raise ValueError(
+            f"the model in {folder.path} has a vocabulary of {folder.config.get('vocab_size')} tokens and "
+            f"{target.identity.name} one of {target.vocab_size}; use a smaller model of the same family"
+        )
+    if not (folder.path / NOTE_FILE).is_file():  # its digest was written down
+        tokenizer = load_tokenizer(TargetConfig(name_or_path=str(folder.path)))
+        if tokenizer_digest(tokenizer) != target.identity.tokenizer_sha256:
+            raise ValueError(
+                f"the model in {folder.path} has another tokenizer than {target.identity.name}, so its token ids mean "
+                "something else; use a smaller model of the same family"
+            )
+    named = {key: value for key, value in folder.config.items() if key not in (*NOT_ARCHITECTURE, "torch_dtype")}
+    with torch.device("meta"):
+        model = build_model(named, target)
+    tied = tied_parameters(model)
+
+    def convert(tensors: Tensors, config: Any) -> Tensors:
+        for name, twin in tied.items():
+            if name in tensors and not torch.allclose(tensors[name].float(), tensors[twin].float(), rtol=SAME_NUMBER):
+                raise ValueError(f"{folder.path} has {name} and {twin} that differ, and its config.json says that they are one")
+        return {}
+
+    shapes = model.state_dict()
+    return Reading(
+        kind="draft_model",
+        options={"architecture": architecture_of(model)},
+        names=lambda config: {PREFIX + name: name for name in shapes},
+        may={name: shapes[name] for name in tied},
+        convert=convert,
+    )
+
+
+def is_of(folder: Folder) -> bool:
+    """Told by being nothing else: a causal model with embeddings and several layers' names."""
+    return any("embed" in name for name in folder.shapes) and "model_type" in folder.config
+
+
+FORMAT = Format(name="transformers", kind="draft_model", write=write, read=read, is_of=is_of)

@@ -1,0 +1,83 @@
+"""`outrider export` and `outrider import`, as a user meets them."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+import typer.testing
+
+from outrider.cli.export import WANTED, export_command, import_command
+from outrider.models.drafters import build_drafter, load_drafter, save_drafter
+from outrider.models.target import load_target
+
+app = typer.Typer()
+app.command("export")(export_command)
+app.command("import")(import_command)
+
+
+@pytest.fixture
+def drafter(tiny_target_dir: Path, tmp_path: Path) -> Path:
+    target = load_target(str(tiny_target_dir), torch.device("cpu"))
+    torch.manual_seed(0)
+    drafter = build_drafter({"kind": "medusa", "num_heads": 2}, target)
+    save_drafter(drafter, tmp_path / "drafter", target.identity)
+    return tmp_path / "drafter"
+
+
+def call(*command: str | Path) -> str:
+    result = typer.testing.CliRunner().invoke(app, [str(part) for part in command])
+    if isinstance(result.exception, Exception):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_a_drafter_goes_out_and_comes_back(drafter, tiny_target_dir, tmp_path):
+    said = call("export", drafter, "--target", tiny_target_dir, "--to", "medusa", "--output", tmp_path / "theirs")
+    assert "as medusa" in said
+    said = call("import", tmp_path / "theirs", "--target", tiny_target_dir, "--output", tmp_path / "again")
+    assert "a drafter of the kind medusa with 21,312 parameters" in said
+    assert f"outrider eval --target {tiny_target_dir} --drafter {tmp_path / 'again'}" in said
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "again" / name).read_bytes() == (drafter / name).read_bytes()
+
+
+def test_a_published_folder_is_read_with_options_of_drafting(drafter, tiny_target_dir, tmp_path):
+    call("export", drafter, "--target", tiny_target_dir, "--to", "medusa", "--output", tmp_path / "a", "--dtype", "bfloat16")
+    (tmp_path / "a" / "outrider.json").unlink()
+    options = ["--from", "medusa", "--setting", "{tree_nodes: 3}"]
+    call("import", tmp_path / "a", "--target", tiny_target_dir, "--output", tmp_path / "b", *options)
+    again = load_drafter(tmp_path / "b", load_target(str(tiny_target_dir), torch.device("cpu")))
+    assert again.config.tree_nodes == again.max_nodes == 3
+
+
+def test_mistakes_are_named_before_anything_is_loaded(drafter, tiny_target_dir, tmp_path, monkeypatch):
+    target = ("--target", tiny_target_dir, "--output", tmp_path / "out")
+    monkeypatch.setattr("outrider.models.target.load_target", lambda *arguments: pytest.fail("the target was loaded"))
+    with pytest.raises(ValueError, match="the format is 'vllm'; there are: .*eagle1-vllm"):
+        call("export", drafter, *target, "--to", "vllm")
+    with pytest.raises(ValueError, match="--dtype is 'int8'"):
+        call("export", drafter, *target, "--to", "medusa", "--dtype", "int8")
+    with pytest.raises(ValueError, match="is there already; choose a new directory"):
+        call("import", drafter, "--target", tiny_target_dir, "--output", drafter)
+    with pytest.raises(ValueError, match="neither a folder here nor a repository"):
+        call("import", "nobody/nothing", *target)
+    assert not (tmp_path / "out").exists()
+
+
+def test_nothing_that_could_be_run_is_downloaded(drafter, tiny_target_dir, tmp_path, monkeypatch):
+    asked = {}
+
+    def download(name, **options):
+        asked.update(options, name=name)
+        return os.fspath(tmp_path / "theirs")
+
+    call("export", drafter, "--target", tiny_target_dir, "--to", "medusa", "--output", tmp_path / "theirs")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    call("import", "org/heads", "--target", tiny_target_dir, "--output", tmp_path / "again", "--folder-revision", "abc")
+    assert asked == {"name": "org/heads", "revision": "abc", "allow_patterns": WANTED}
+    assert not any(pattern.endswith((".py", "*")) for pattern in WANTED)
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["kind"] == "medusa"

@@ -1,0 +1,67 @@
+"""A layer of another kind than the target's: transformers' own layer of that kind says the same."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaModel
+from transformers.cache_utils import DynamicCache
+
+from outrider.models.drafters import build_drafter, load_drafter, save_drafter
+
+FORM = {
+    "model_type": "llama",
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 24,
+    "rms_norm_eps": 1e-3,
+    "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 77.0},
+}
+
+
+def test_a_llama_layer_with_a_rotary_base_of_its_own_is_llamas(target):
+    torch.manual_seed(0)
+    drafter = build_drafter({"kind": "eagle", "init": "random", "layer": FORM}, target).double().eval()
+    for parameter in drafter.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    theirs = LlamaModel(LlamaConfig(vocab_size=300, hidden_size=32, num_hidden_layers=1, **{**FORM, "model_type": "llama"}))
+    theirs = theirs.double().eval()
+    theirs.layers[0].load_state_dict(drafter.layer.state_dict(), strict=False)
+    theirs.layers[0].input_layernorm, theirs.norm = nn.Identity(), nn.Identity()
+    tokens, hidden = torch.arange(12)[None], torch.randn(1, 12, 32, dtype=torch.float64)
+    mask = torch.ones(12, 12, dtype=torch.bool).tril()[None, None]
+    with torch.no_grad():
+        found = drafter.read(tokens, hidden, torch.arange(12)[None], DynamicCache(), mask)
+        pair = drafter.fc(torch.cat([drafter.embed(tokens), hidden], dim=-1))
+        expected = theirs(inputs_embeds=pair).last_hidden_state
+    assert expected.std() > 0.1
+    assert torch.allclose(found, expected, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_the_form_is_saved_with_the_drafter(kind, target, tmp_path):
+    drafter = build_drafter({"kind": kind, "init": "random", "layer": FORM, "depth": 2}, target)
+    save_drafter(drafter, tmp_path, target.identity)
+    again = load_drafter(tmp_path, target)
+    assert again.config == drafter.config
+    assert torch.equal(again.own_rotary.inv_freq, drafter.own_rotary.inv_freq)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layer": {"model_type": "gpt2"}}, "drafter.layer.model_type is 'gpt2'; it must be one of llama, qwen2, qwen3"),
+        ({"layer": {"model_type": "llama", "hidden_size": 8}}, "drafter.layer has no option hidden_size"),
+        ({"layer": FORM}, r"has no mlp.gate_proj.weight of the shape .* set drafter.init=random"),
+        ({"layer": {"model_type": "qwen3"}}, r"has no self_attn.q_norm.weight of the shape"),
+        ({"init": "random", "layer": {"model_type": "llama", "num_attention_heads": 5}}, "transformers can't make a layer"),
+    ],
+)
+def test_impossible_forms_are_named(target, options, message):
+    with pytest.raises(ValueError, match=message):
+        build_drafter({"kind": "eagle", **options}, target)
+
+
+def test_a_form_with_the_targets_sizes_starts_from_the_targets_layer(target):
+    layer = build_drafter({"kind": "eagle3", "layer": {"model_type": "llama"}}, target).layer
+    own = target.model.model.layers[-1]
+    assert torch.equal(layer.self_attn.k_proj.weight.double(), torch.cat([own.self_attn.k_proj.weight] * 2, dim=1))

@@ -1,0 +1,92 @@
+"""A target with layers enough for EAGLE-3's features, and drafters whose every number matters."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from outrider.data.manifest import TargetIdentity
+from outrider.models.drafters import build_drafter
+from outrider.models.hf_target import HFTarget
+from outrider.models.target import tokenizer_digest
+
+HIDDEN, VOCAB = 32, 300
+FAMILIES: dict[str, tuple[Any, Any]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+
+
+@pytest.fixture(scope="session")
+def make_target(tiny_tokenizer: PreTrainedTokenizerFast) -> Callable[..., HFTarget]:
+    """A random target of seven layers in float32."""
+
+    def make(family: str = "llama", **options: Any) -> HFTarget:
+        make_config, make_model = FAMILIES[family]
+        sizes = {
+            "vocab_size": VOCAB,
+            "hidden_size": HIDDEN,
+            "intermediate_size": 48,
+            "num_hidden_layers": 7,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "max_position_embeddings": 256,
+            "tie_word_embeddings": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "pad_token_id": None,
+        }
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = make_model(make_config(**{**sizes, **options})).eval().requires_grad_(False)
+            for name, parameter in model.named_parameters():
+                torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.2)
+        identity = TargetIdentity(
+            name="org/tiny",
+            revision=None,
+            weights_sha256="0",
+            tokenizer_sha256=tokenizer_digest(tiny_tokenizer),
+            hidden_size=HIDDEN,
+            vocab_size=VOCAB,
+        )
+        return HFTarget(model, tiny_tokenizer, identity)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def llama(make_target: Callable[..., HFTarget]) -> HFTarget:
+    return make_target()
+
+
+@pytest.fixture(scope="session")
+def make_drafter() -> Callable[..., Any]:
+    """A drafter of this kind, as if it were trained."""
+
+    def make(kind: str, target: HFTarget, **options: Any) -> Any:
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            drafter = build_drafter({"kind": kind, **options}, target)
+            for name, parameter in drafter.named_parameters():
+                torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.2)
+        if drafter.wants_token_counts:
+            drafter.choose_draft_vocabulary(torch.arange(VOCAB).remainder(7))
+        if kind == "medusa":
+            drafter.accuracies.copy_(torch.rand(drafter.accuracies.shape, generator=torch.Generator().manual_seed(2)) / 20)
+            drafter.check_weights()
+        return drafter.eval().requires_grad_(False)
+
+    return make

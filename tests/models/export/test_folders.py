@@ -1,0 +1,127 @@
+"""Folders from elsewhere: nothing in them is run, nothing outside of them is read, and nothing of them is overlooked."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from outrider.models.export.folders import open_folder
+
+TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16), "c": torch.tensor([1, 2])}
+
+
+def folder(path: Path, **files: bytes) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text('{"x": 1}')
+    for name, content in files.items():
+        (path / name.replace("__", ".")).write_bytes(content)
+    return path
+
+
+def with_index(path: Path, weight_map: dict[str, str]) -> Path:
+    folder(path)
+    safetensors.torch.save_file({"a": TENSORS["a"]}, path / "one.safetensors")
+    safetensors.torch.save_file({name: TENSORS[name] for name in "bc"}, path / "two.safetensors")
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return path
+
+
+def assert_holds(path: Path) -> None:
+    found = open_folder(path)
+    assert {name: (each.shape, each.dtype) for name, each in found.shapes.items()} == {
+        name: (each.shape, each.dtype) for name, each in TENSORS.items()
+    }
+    assert all(each.is_meta for each in found.shapes.values())
+    assert all(torch.equal(each, TENSORS[name]) for name, each in found.load().items())
+    assert found.config == {"x": 1}
+
+
+def test_names_and_shapes_are_known_before_weights_are_read(tmp_path):
+    safetensors.torch.save_file(TENSORS, folder(tmp_path / "a") / "model.safetensors")
+    torch.save(TENSORS, folder(tmp_path / "b") / "pytorch_model.bin")
+    torch.save(TENSORS, folder(tmp_path / "c") / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    with_index(tmp_path / "d", {"a": "one.safetensors", "b": "two.safetensors", "c": "two.safetensors"})
+    for name in "abcd":
+        assert_holds(tmp_path / name)
+
+
+class Hostile:
+    def __reduce__(self):
+        return os.mkdir, (str(Path(os.environ["HOSTILE"]) / "run"),)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_hostile_pickle_is_refused_and_not_run(tmp_path, monkeypatch, zipped):
+    monkeypatch.setenv("HOSTILE", str(tmp_path))
+    path = folder(tmp_path / "a")
+    torch.save({"a": Hostile()}, path / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
+    with pytest.raises(ValueError, match="not a plain file of tensors, and nothing else is read, since reading it would run"):
+        open_folder(path)
+    assert not (tmp_path / "run").exists()
+    torch.load(path / "pytorch_model.bin", weights_only=False)
+    assert (tmp_path / "run").exists(), "this file was not hostile"
+
+
+@pytest.mark.parametrize("content", [[1, 2], {"a": {"nested": 1.0}}, torch.ones(2)])
+def test_a_file_of_something_else_than_named_tensors_is_refused(tmp_path, content):
+    torch.save(content, folder(tmp_path / "a") / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="holds something else than named tensors"):
+        open_folder(tmp_path / "a")
+
+
+@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/secret", "..", "", "sub/one.safetensors", "..\\x", "C:x"])
+def test_an_index_names_no_file_outside_of_its_folder(tmp_path, name):
+    safetensors.torch.save_file(TENSORS, tmp_path / "secret.safetensors")
+    with_index(tmp_path / "a", {"a": name})
+    with pytest.raises(ValueError, match="files of a folder lie in it"):
+        open_folder(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "message"),
+    [
+        ({"a": "one.safetensors", "b": "two.safetensors"}, "the index of .* don't agree on c"),
+        ({"a": "one.safetensors", "d": "one.safetensors"}, "don't agree on d"),
+        ({"a": "one.safetensors", "b": "three.safetensors"}, "names three.safetensors, which is missing"),
+        ({"a": 1}, "must name a file for each tensor"),
+        ([], "must name a file for each tensor"),
+    ],
+)
+def test_an_index_that_is_not_its_files_is_refused(tmp_path, weight_map, message):
+    with_index(tmp_path / "a", weight_map)
+    with pytest.raises(ValueError, match=message):
+        open_folder(tmp_path / "a")
+
+
+def test_a_tensor_in_two_files_is_not_taken_from_the_last(tmp_path):
+    with_index(tmp_path / "a", {"a": "one.safetensors", "b": "two.safetensors", "c": "two.safetensors"})
+    safetensors.torch.save_file({name: TENSORS[name] for name in "abc"}, tmp_path / "a" / "two.safetensors")
+    with pytest.raises(ValueError, match="in two files|don't agree on a"):
+        open_folder(tmp_path / "a")
+
+
+def test_numbers_of_a_type_that_drafters_have_not_are_named(tmp_path):
+    header = b'{"a":{"dtype":"U16","shape":[1],"data_offsets":[0,2]}}'
+    folder(tmp_path / "a", model__safetensors=len(header).to_bytes(8, "little") + header + b"\0\0")
+    with pytest.raises(ValueError, match="has a of the type U16"):
+        open_folder(tmp_path / "a")
+
+
+def test_damaged_and_empty_folders_say_what_is_wrong(tmp_path):
+    with pytest.raises(ValueError, match="has no config.json"):
+        open_folder(tmp_path)
+    with pytest.raises(ValueError, match=r"has no model.safetensors or pytorch_model.bin beside its config.json, but nothing"):
+        open_folder(folder(tmp_path / "a"))
+    with pytest.raises(ValueError, match="is damaged"):
+        open_folder(folder(tmp_path / "b", model__safetensors=b"\x08\0\0\0\0\0\0\0{}"))
+    with pytest.raises(ValueError, match="not a plain file of tensors"):
+        open_folder(folder(tmp_path / "c", pytorch_model__bin=b"PK\3\4 cut"))
+    (tmp_path / "c" / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="not a configuration but a list"):
+        open_folder(tmp_path / "c")
+    safetensors.torch.save_file({"a": torch.tensor([1.0, float("nan")])}, folder(tmp_path / "d") / "model.safetensors")
+    with pytest.raises(ValueError, match="a holds numbers that aren't finite"):
+        open_folder(tmp_path / "d").load()

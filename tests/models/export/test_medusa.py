@@ -1,0 +1,153 @@
+"""Medusa: the reference's own forward says the same, and what others have published is read whole."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+from outrider.models.drafters import load_drafter, save_drafter
+from outrider.models.export.formats import write_folder
+from outrider.models.export.medusa import REFERENCE, TENSORRT
+from outrider.models.export.registry import format_of, import_drafter
+
+H, V = 32, 300
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(H, H)
+
+    def forward(self, x):
+        return x + torch.nn.functional.silu(self.linear(x))
+
+
+def reference(num_heads: int, num_layers: int) -> nn.ModuleList:
+    """The heads as medusa/model/medusa_model.py of the release builds them (commit 11af0aa): with one block, whose names and
+    order these are. It loads `medusa_lm_head.pt` into them; what is missing or strange there it passes over."""
+    return nn.ModuleList(
+        nn.Sequential(*(Block() for _ in range(num_layers)), nn.Linear(H, V, bias=False)) for _ in range(num_heads)
+    )
+
+
+def assert_same_logits(drafter: Any, heads: nn.ModuleList) -> None:
+    hidden = torch.randn(5, H, generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        expected = torch.stack([head(hidden) for head in heads], dim=1)
+        assert torch.allclose(drafter.logits(hidden), expected, atol=1e-5)
+
+
+def test_the_reference_loads_the_export_and_says_the_same(llama, make_drafter, tmp_path):
+    drafter = make_drafter("medusa", llama, num_heads=3)
+    write_folder(REFERENCE, drafter, tmp_path / "a", llama)
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    assert config == {
+        "architectures": ["MedusaModel"],
+        "medusa_num_heads": 3,
+        "medusa_num_layers": 1,
+        "base_model_name_or_path": "org/tiny",
+        "torch_dtype": "float32",
+    }
+    heads = reference(3, 1)
+    heads.load_state_dict(torch.load(tmp_path / "a" / "medusa_lm_head.pt", weights_only=True), strict=True)
+    assert_same_logits(drafter, heads)
+
+
+def test_tensorrts_conversion_finds_its_names_in_the_export(llama, make_drafter, tmp_path):
+    """It reads these of `medusa_lm_head.safetensors`, as many heads as it is told, or as its configuration says
+    (`load_medusa_hf` in tensorrt_llm/models/llama/convert.py, `MedusaConfig.from_hugging_face`; versions up to 1.1)."""
+    drafter = make_drafter("medusa", llama, num_heads=2, num_layers=2)
+    write_folder(TENSORRT, drafter, tmp_path / "a", llama)
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    assert (config["num_medusa_heads"], config["medusa_num_layers"]) == (2, 2)
+    tensors = safetensors.torch.load_file(tmp_path / "a" / "medusa_lm_head.safetensors")
+    expected = {}
+    for head in range(2):
+        for layer in range(2):
+            expected |= {f"{head}.{layer}.linear.weight": (H, H), f"{head}.{layer}.linear.bias": (H,)}
+        expected[f"{head}.2.weight"] = (V, H)
+    assert {name: tuple(each.shape) for name, each in tensors.items()} == expected
+    heads = reference(2, 2)
+    heads.load_state_dict(tensors, strict=True)
+    assert_same_logits(drafter, heads)
+
+
+@pytest.mark.parametrize(
+    ("format", "options", "message"),
+    [
+        (REFERENCE, {"heads": "ffn"}, "its heads are of the kind ffn.*train with heads=residual"),
+        (REFERENCE, {"head_rank": 4}, "share one of rank 4.*train with head_rank=null"),
+        (REFERENCE, {"num_layers": 2}, "its heads have 2 blocks each.*or export for TensorRT-LLM"),
+        (TENSORRT, {"share_head": True}, "share the target's output layer.*train with share_head=false"),
+    ],
+)
+def test_heads_that_the_formats_have_no_place_for_are_refused(format, options, message, llama, make_drafter, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        write_folder(format, make_drafter("medusa", llama, **options), tmp_path / "a", llama)
+    assert not (tmp_path / "a").exists()
+
+
+def release(path: Path, heads: nn.ModuleList, *, prefix: str = "", file: str = "medusa_lm_head.pt", **config: Any) -> None:
+    path.mkdir()
+    tensors = {prefix + name: each.detach() for name, each in heads.state_dict().items()}
+    torch.save(tensors, path / file) if file.endswith(".pt") else safetensors.torch.save_file(tensors, path / file)
+    said = {"base_model_name_or_path": "lmsys/vicuna-7b-v1.3", "transformers_version": "4.31.0", **config}
+    (path / "config.json").write_text(json.dumps(said))
+
+
+@pytest.mark.parametrize("prefix", ["", "medusa_head."])
+@pytest.mark.parametrize("file", ["medusa_lm_head.pt", "medusa_lm_head.safetensors"])
+def test_medusa_of_the_release_becomes_a_drafter(prefix, file, llama, tmp_path):
+    heads = reference(4, 1)
+    release(tmp_path / "a", heads, prefix=prefix, file=file, medusa_num_heads=4, medusa_num_layers=1)
+    assert format_of(tmp_path / "a").name == "medusa"
+    save_drafter(import_drafter(tmp_path / "a", llama, options={"tree_nodes": 5}), tmp_path / "ours", llama.identity)
+    drafter = load_drafter(tmp_path / "ours", llama)
+    assert (drafter.config.num_heads, drafter.config.tree_nodes, drafter.config.share_head) == (4, 5, False)
+    assert_same_logits(drafter, heads)
+
+
+def test_heads_that_a_published_configuration_miscounts_are_all_read(llama, tmp_path, caplog):
+    heads = reference(5, 1)
+    release(tmp_path / "a", heads, medusa_num_heads=2, medusa_num_layers=1)
+    with caplog.at_level(logging.WARNING):
+        drafter = import_drafter(tmp_path / "a", llama)
+    assert "has 5 heads, though its config.json says medusa_num_heads 2" in caplog.text
+    assert_same_logits(drafter, heads)
+
+
+def test_the_later_layout_without_heads_shares_the_targets(llama, tmp_path):
+    blocks = nn.ModuleList(nn.Sequential(Block()) for _ in range(3))
+    release(tmp_path / "a", blocks, medusa_num_heads=3, medusa_num_layers=1, version="2")
+    drafter = import_drafter(tmp_path / "a", llama)
+    assert drafter.config.share_head
+    assert_same_logits(drafter, nn.ModuleList(nn.Sequential(*block, llama.head) for block in blocks))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"medusa_num_layers": 2}, "has 1 blocks in a head, and its config.json says 2"),
+        ({"medusa_num_heads": "4"}, "it has medusa_num_heads '4'"),
+        ({"version": "2"}, "unknown 0.1.weight"),
+    ],
+)
+def test_a_configuration_that_is_not_the_heads_is_refused(config, message, llama, tmp_path):
+    release(tmp_path / "a", reference(2, 1), **{"medusa_num_heads": 2, "medusa_num_layers": 1, **config})
+    with pytest.raises(ValueError, match=message):
+        import_drafter(tmp_path / "a", llama)
+
+
+def test_a_head_that_is_missing_is_not_random(llama, tmp_path):
+    heads = reference(2, 1)
+    release(tmp_path / "a", heads, medusa_num_heads=2, medusa_num_layers=1)
+    tensors = heads.state_dict()
+    del tensors["1.1.weight"]
+    torch.save(tensors, tmp_path / "a" / "medusa_lm_head.pt")
+    with pytest.raises(ValueError, match=r"missing 1.1.weight"):
+        import_drafter(tmp_path / "a", llama)

@@ -1,0 +1,83 @@
+"""The draft model as transformers loads it, and its assisted generation: the target's own tokens."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from outrider.models.drafters import load_drafter, save_drafter
+from outrider.models.export.formats import write_folder
+from outrider.models.export.registry import format_of, import_drafter
+from outrider.models.export.transformers_model import FORMAT
+
+PROMPT = torch.tensor([[1, 70, 71, 72, 2]])
+
+
+def other_model(**options: Any) -> LlamaForCausalLM:
+    sizes = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, **ids, "dtype": "float32", **options}))
+
+
+def test_transformers_loads_it_and_assisted_generation_gives_the_targets_own_tokens(llama, make_drafter, tmp_path):
+    drafter = make_drafter("draft_model", llama, init="target_layers", num_layers=3, length=3)
+    drafter.model.load_state_dict(
+        {name: llama.model.state_dict()[name] for name in drafter.model.state_dict()}  # so that some drafts are accepted
+    )
+    write_folder(FORMAT, drafter, tmp_path / "a", llama)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
+    assert model.dtype == torch.float32
+    assert all(torch.equal(each, drafter.model.state_dict()[name]) for name, each in model.state_dict().items())
+    assert AutoTokenizer.from_pretrained(tmp_path / "a").get_vocab() == llama.tokenizer.get_vocab()
+    generation = model.generation_config
+    assert (generation.num_assistant_tokens, generation.num_assistant_tokens_schedule) == (3, "constant")
+    drafted: list[int] = []
+    model.register_forward_hook(lambda *arguments: drafted.append(1))
+    options = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    expected = llama.model.generate(PROMPT, **options)
+    assert expected.shape[1] == PROMPT.shape[1] + 24
+    assert not drafted
+    assert llama.model.generate(PROMPT, assistant_model=model, **options).tolist() == expected.tolist()
+    assert drafted, "nothing was drafted"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("safe", [False, True])
+def test_any_causal_model_with_the_targets_tokenizer_is_read(tied, safe, llama, tmp_path):
+    model = other_model(tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path / "a", max_shard_size="10KB")
+    if not safe:
+        for path in (tmp_path / "a").glob("*.safetensors*"):
+            path.unlink()
+        torch.save(model.state_dict(), tmp_path / "a" / "pytorch_model.bin")
+    llama.tokenizer.save_pretrained(tmp_path / "a")
+    assert format_of(tmp_path / "a") is FORMAT
+    save_drafter(import_drafter(tmp_path / "a", llama, options={"length": 2}), tmp_path / "ours", llama.identity)
+    drafter = load_drafter(tmp_path / "ours", llama)
+    assert drafter.config.length == 2
+    ours = drafter.model.state_dict()
+    assert all(torch.equal(each, ours[name]) for name, each in model.state_dict().items())
+
+
+def test_models_of_other_tokens_are_refused(llama, tmp_path):
+    other_model(vocab_size=301).save_pretrained(tmp_path / "a")
+    with pytest.raises(ValueError, match="has a vocabulary of 301 tokens and org/tiny one of 300"):
+        import_drafter(tmp_path / "a", llama)
+    other_model().save_pretrained(tmp_path / "b")
+    llama.tokenizer.save_pretrained(tmp_path / "b")
+    content = json.loads((tmp_path / "b" / "tokenizer.json").read_text())
+    content["normalizer"] = {"type": "Lowercase"}
+    (tmp_path / "b" / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="has another tokenizer than org/tiny"):
+        import_drafter(tmp_path / "b", llama)
+
+
+def test_models_that_transformers_does_not_have_are_refused(llama, tmp_path):
+    other_model().save_pretrained(tmp_path / "a")
+    llama.tokenizer.save_pretrained(tmp_path / "a")
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    (tmp_path / "a" / "config.json").write_text(json.dumps({**config, "model_type": "nonsense"}))
+    with pytest.raises(ValueError, match="transformers can't make the draft model|no tokenizer could be loaded"):
+        import_drafter(tmp_path / "a", llama, name="transformers")
