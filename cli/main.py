@@ -12,6 +12,7 @@ from ..eval.report_cli import report_command
 from ..eval.tune_cli import tune_command
 from .data import app as data_app
 from .errors import user_errors
+from .hub import package_command, pull_command, push_command
 
 app = typer.Typer(
     help="Train drafters for speculative decoding, and measure them.",
@@ -23,6 +24,9 @@ app.command("eval")(eval_command)
 app.command("certify")(certify_command)
 app.command("tune")(tune_command)
 app.command("report")(report_command)
+app.command("package")(package_command)
+app.command("push")(push_command)
+app.command("pull")(pull_command)
 app.add_typer(data_app, name="data")
 
 

@@ -274,8 +274,11 @@ class HFTarget:
         self._require_cache().select(rows)
 
     def release_cache(self) -> None:
-        """Give back the memory of keys and values, and of what was recorded for it. The next prefill takes it again."""
+        """Give back the memory of keys and values, and of what was recorded for it. The next prefill takes it again.
+
+        What else runs the model meanwhile keeps no layer's inputs alive."""
         self._cache = None
+        self._captured.layers = ()
         self._forget_graphs()
 
     def _require_cache(self) -> TreeCache:

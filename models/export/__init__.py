@@ -1,0 +1,1 @@
+"""Drafters in the formats of other programs, and on the Hub."""
