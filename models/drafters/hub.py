@@ -43,8 +43,13 @@ def resolve_drafter(name_or_path: str | Path, revision: str | None = None, **hub
     if path.is_dir() or HUB_ID.fullmatch(str(name_or_path)) is None:
         return path  # what isn't there is told by whoever reads it
     repo, _, at = str(name_or_path).partition("@")
-    with telling_hub_errors(repo, revision or at or None):
-        return Path(snapshot_download(repo, revision=revision or at or None, allow_patterns=list(READ_FILES), **hub_options))
+    try:
+        with telling_hub_errors(repo, revision or at or None):
+            return Path(
+                snapshot_download(repo, revision=revision or at or None, allow_patterns=list(READ_FILES), **hub_options)
+            )
+    except ValueError as error:
+        raise ValueError(f"there is no folder {name_or_path} here, and of the Hub's drafter of that name: {error}") from error
 
 
 @contextmanager
@@ -59,8 +64,8 @@ def telling_hub_errors(repo: str, revision: str | None = None) -> Iterator[None]
         raise ValueError(f"{at} can't be reached, since HF_HUB_OFFLINE is set: unset it, or give a local folder") from error
     except LocalEntryNotFoundError as error:
         raise ValueError(
-            f"{at} is neither a folder here nor in the cache, and the Hub can't be reached: check the network (and "
-            "HF_HUB_OFFLINE and HF_ENDPOINT), or give a local folder"
+            f"{at} isn't in the cache, and the Hub can't be reached: check the network (and HF_HUB_OFFLINE and HF_ENDPOINT), "
+            "or give a local folder"
         ) from error
     except RevisionNotFoundError as error:
         raise ValueError(f"{repo} has no branch, tag or commit {revision}; check the name of the revision") from error

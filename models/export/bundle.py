@@ -12,14 +12,14 @@ jaxtyping.
 
 import ast
 import re
-from importlib.metadata import requires, version
+from importlib.metadata import distributions, requires, version
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 """Where the library's folders lie, in a checkout and in an installed package alike."""
 START = "models.export.custom_generate"
 FOLDER = "custom_generate"
-START_FILE, REQUIREMENTS_FILE = "generate.py", "requirements.txt"
+START_FILE, REQUIREMENTS_FILE, LICENCE_FILE = "generate.py", "requirements.txt", "LICENSE"
 LEFT_OUT = frozenset({"models.config", "models.quantization", "models.target", "models.tensor_parallel"})
 """Loading, quantising and slicing a target: whoever calls `generate` has loaded it."""
 PACKAGES = ("torch", "transformers")
@@ -68,6 +68,8 @@ def custom_generate_files() -> dict[str, str]:
         to_visit += imported
     needed = [each for each in requires("outrider") or () if re.match(r"[\w-]+", each)[0] in PACKAGES]  # type: ignore[index]
     files[REQUIREMENTS_FILE] = "".join(f"{each.split(';')[0].strip()}\n" for each in sorted(needed))
+    # Of several, as in a checkout that was built in, not all have it.
+    files[LICENCE_FILE] = next(filter(None, (each.read_text("licenses/LICENSE") for each in distributions(name="outrider"))))
     return dict(sorted(files.items()))
 
 

@@ -17,7 +17,7 @@ from huggingface_hub.hf_api import RepoFile
 
 from ...data.files import sha256_file
 from ..drafters.hub import telling_hub_errors
-from .bundle import FOLDER, REQUIREMENTS_FILE
+from .bundle import FOLDER, LICENCE_FILE, REQUIREMENTS_FILE
 from .package import ALLOWED, building, package_files
 
 KEPT_FILES = frozenset({".gitattributes"})
@@ -97,7 +97,7 @@ def pull(repo: str, output: Path, revision: str | None = None) -> str:
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"{output} is there already; name a new folder, or remove that one first")
-    patterns = [*ALLOWED, "*.safetensors", f"{FOLDER}/*.py", f"{FOLDER}/{REQUIREMENTS_FILE}"]
+    patterns = [*ALLOWED, "*.safetensors", *(f"{FOLDER}/{name}" for name in ("*.py", LICENCE_FILE, REQUIREMENTS_FILE))]
     with telling_hub_errors(repo, revision), building(output) as folder:
         commit = HfApi().model_info(repo, revision=revision).sha
         assert commit is not None

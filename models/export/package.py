@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from ...data.files import atomic_write_bytes, atomic_write_text, read_json, write_json
 from ..drafters.checkpoint import TRAINING_FILE, read_training_facts
 from ..drafters.files import CONFIG_FILE, WEIGHTS_FILE, read_drafter_config
-from .bundle import FOLDER, REQUIREMENTS_FILE, START_FILE, custom_generate_files
+from .bundle import FOLDER, LICENCE_FILE, REQUIREMENTS_FILE, START_FILE, custom_generate_files
 
 README_FILE, GENERATION_FILE, CERTIFICATE_FILE = "README.md", "generation_config.json", "certificate.json"
 GENERATION_CONFIG = {"do_sample": False}
@@ -122,7 +122,7 @@ def _problem(path: Path, name: str) -> str | None:
     if not path.is_file():
         return "no plain file"
     if parents == [FOLDER]:
-        return None if last == REQUIREMENTS_FILE or path.suffix == ".py" else "no code"
+        return None if last in (LICENCE_FILE, REQUIREMENTS_FILE) or path.suffix == ".py" else "no code"
     if any(word in last for word in NOT_WEIGHTS):
         return "a state of training"
     if path.suffix in (".bin", ".pt", ".pth", ".pkl", ".ckpt"):

@@ -65,6 +65,10 @@ def test_what_only_training_needs_says_so_when_called() -> None:
         absent("somewhere")
 
 
+def test_the_licence_travels_with_the_code() -> None:
+    assert custom_generate_files()["LICENSE"] == (REPOSITORY / "LICENSE").read_text()
+
+
 def test_it_asks_for_the_versions_that_the_library_asks_for() -> None:
     lines = custom_generate_files()["requirements.txt"].split()
     assert [re.split("[><=]", line)[0] for line in lines] == ["torch", "transformers"]

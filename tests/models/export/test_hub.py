@@ -174,7 +174,7 @@ def test_a_hub_that_isnt_there_is_told(hub, folder, tmp_path, monkeypatch):
         push(folder, REPO)
     with pytest.raises(ValueError, match="can't be reached|connection to the Hub broke"):
         pull(REPO, tmp_path / "pulled")
-    with pytest.raises(ValueError, match="neither a folder here nor in the cache"):
+    with pytest.raises(ValueError, match="there is no folder user/drafter here, .* isn't in the cache"):
         resolve_drafter(REPO)
 
 
@@ -231,6 +231,8 @@ def test_a_folder_is_a_folder_even_where_it_looks_like_a_name(hub, tmp_path, mon
     assert resolve_drafter("user/drafter") == Path("user/drafter")
     assert resolve_drafter("/no/such/folder") == Path("/no/such/folder")
     assert not hub.requests
+    with pytest.raises(ValueError, match="there is no folder outputs/drafter here, .* HTTP 404"):
+        resolve_drafter("outputs/drafter")
 
 
 def test_the_command_pushes_and_transformers_decodes_from_the_hub(folder: Path, tiny_target_dir: Path, tmp_path: Path) -> None:
