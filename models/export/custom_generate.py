@@ -74,13 +74,10 @@ def generate(
 
     Raises ValueError for a drafter of another model's sizes or tokenizer, and for options that can't be honoured.
     """
-    if seed is not None and generator is not None:
-        raise ValueError("generate was given a seed and a generator; give one of them")
+    _require_consistent(kwargs, seed, generator)
     hub_options = {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
     folder = find_folder(drafter, hub_options)
     streamer, tokenizer = kwargs.get("streamer"), kwargs.get("tokenizer")
-    if kwargs.get("assistant_model") is not None:
-        raise ValueError(f"generate was given an assistant_model and a drafter; leave one out, {PLAIN_DECODING}")
     _take_stop_strings(kwargs)
     target, bound = bind(model, folder, drafter_options or {}, tokenizer)
 
@@ -163,7 +160,7 @@ def bind(model: PreTrainedModel, folder: Path, options: dict[str, Any], tokenize
         )
     files = [(path := folder / name).is_file() and (path.stat().st_mtime_ns, path.stat().st_size) for name in FILES]
     embeddings = model.get_input_embeddings()
-    key = (str(folder), files, options, tokenizer and id(tokenizer), id(embeddings), model.device, model.dtype, implementation)
+    key = (str(folder), files, options, id(tokenizer), id(embeddings), model.device, model.dtype, implementation)
     kept = vars(model).get(BOUND)
     if kept is not None and kept[0] == key:
         return kept[1], kept[2]
@@ -197,6 +194,13 @@ def _warn_of_other_weights(model: PreTrainedModel, config_sha256: str, weights_s
 
 
 # --- what generate was asked for
+
+
+def _require_consistent(kwargs: dict[str, Any], seed: int | None, generator: torch.Generator | None) -> None:
+    if seed is not None and generator is not None:
+        raise ValueError("generate was given a seed and a generator; give one of them")
+    if kwargs.get("assistant_model") is not None:
+        raise ValueError(f"generate was given an assistant_model and a drafter; leave one out, {PLAIN_DECODING}")
 
 
 def _take_stop_strings(kwargs: dict[str, Any]) -> None:
