@@ -13,6 +13,7 @@ from ..eval.tune_cli import tune_command
 from .data import app as data_app
 from .errors import user_errors
 from .export import export_command, import_command
+from .hub import package_command, pull_command, push_command
 
 app = typer.Typer(
     help="Train drafters for speculative decoding, and measure them.",
@@ -26,6 +27,9 @@ app.command("tune")(tune_command)
 app.command("report")(report_command)
 app.command("export")(export_command)
 app.command("import")(import_command)
+app.command("package")(package_command)
+app.command("push")(push_command)
+app.command("pull")(pull_command)
 app.add_typer(data_app, name="data")
 
 

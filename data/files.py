@@ -4,7 +4,6 @@ A file has one writer. A reader sees the old content or the new one, never a par
 """
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -50,6 +49,8 @@ def replacing(path: Path) -> Iterator[Path]:
 def locked(directory: Path) -> Iterator[None]:
     """Hold the folder (which is made where missing) until the block ends, or the process does. Raises ValueError where another
     process holds it."""
+    import fcntl  # Windows has none, where all but runs works too
+
     directory.mkdir(parents=True, exist_ok=True)
     with open(directory / LOCK_FILE, "a") as file:
         try:

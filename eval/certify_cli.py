@@ -32,8 +32,11 @@ def certify_command(
         raise ValueError("--target and --drafter go together; give both, or neither to certify the rules alone")
     import torch  # it, and all that uses it, loads too slowly for --help
 
+    from ..data.files import sha256_file
     from ..models.config import TargetConfig
     from ..models.drafters import load_drafter
+    from ..models.drafters.files import WEIGHTS_FILE
+    from ..models.drafters.hub import resolve_drafter
     from ..models.target import load_target
     from .certify import certificate_table, certify_decoding, certify_rules, false_alarm_rate, passes, write_certificate
     from .environment import describe_environment
@@ -45,13 +48,16 @@ def certify_command(
     place = torch.device(device or "cpu")  # the rules alone are certified on a CPU
     lines = []
     if target is not None and drafter:
+        drafter = [resolve_drafter(each) for each in drafter]
         check_inputs(config, drafter)
         loaded = load_target(TargetConfig(name_or_path=target, dtype=dtype, device=device))
         place = loaded.device
-        drafters = {name: load_drafter(spec.path, loaded) for name, spec in method_specs(config, drafter).items()}
+        folders = {name: spec.path for name, spec in method_specs(config, drafter).items()}
+        drafters = {name: load_drafter(path, loaded) for name, path in folders.items()}
         suites = load_suites(config)
         lines += certify_decoding(loaded, drafters, loaded.tokenizer, suites, max_new_tokens=max_new_tokens)  # type: ignore[arg-type]
         subject |= {"target": loaded.identity.name, "weights_sha256": loaded.identity.weights_sha256, "suite": suite}
+        subject["drafters"] = {name: sha256_file(path / WEIGHTS_FILE) for name, path in folders.items()}
     if rules:
         lines += certify_rules()
     subject["environment"] = asdict(describe_environment(place))

@@ -15,7 +15,7 @@ from .config import EvalConfig, SuiteConfig
 
 def eval_command(
     target: Annotated[str, typer.Option(help="The target: a directory or a Hub id.")],
-    drafter: Annotated[list[Path], typer.Option(help="A drafter's directory. Repeat for several.")],
+    drafter: Annotated[list[Path], typer.Option(help="A drafter's directory, or user/name[@revision] on the Hub. Repeat.")],
     suite: Annotated[
         list[str], typer.Option(help="mt_bench, alpaca_eval, spec_bench, human_eval, gsm8k, stdlib, or a name for a file.")
     ],
@@ -57,6 +57,7 @@ def eval_command(
 
     from ..data.chat import use_chat_template
     from ..models.config import TargetConfig
+    from ..models.drafters.hub import resolve_drafter
     from ..models.target import load_target
     from .rows import is_broken
     from .run import check_inputs, evaluate
@@ -80,6 +81,7 @@ def eval_command(
     )
     if tuned and config.settings != [{}]:
         raise ValueError("--tuned takes its settings from `outrider tune`; leave out --setting, --beam-width and the like")
+    drafter = [resolve_drafter(each) for each in drafter]
     check_inputs(config, drafter)
     place = device or str(torch.accelerator.current_accelerator() or "cpu")
     # A CPU emulates bfloat16, and only float32 can be held to the very same tokens.

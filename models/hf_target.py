@@ -36,13 +36,14 @@ class HFTarget:
 
     `compiled` runs the model's passes over draft trees through `torch.compile`, `cuda_graphs` replays them as CUDA graphs (see
     `GraphedFunction`); both may be on. Prefills are read as they are: no two have the same shape. With `tensor_parallel` each
-    process holds a slice of the model, and all must read the same texts together.
+    process holds a slice of the model, and all must read the same texts together. The `tokenizer` may be None where nobody
+    asks for it: decoding takes and gives token ids.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Any,
         identity: TargetIdentity,
         *,
         compiled: bool = False,
@@ -51,7 +52,7 @@ class HFTarget:
         recorder: Recorder[TargetOutput] | None = None,
     ) -> None:
         self.model = model
-        self.tokenizer = tokenizer
+        self.tokenizer: PreTrainedTokenizerBase = tokenizer
         self.identity = identity
         self.num_prefills = 0
         self._cache: TreeCache | None = None
@@ -274,8 +275,11 @@ class HFTarget:
         self._require_cache().select(rows)
 
     def release_cache(self) -> None:
-        """Give back the memory of keys and values, and of what was recorded for it. The next prefill takes it again."""
+        """Give back the memory of keys and values, and of what was recorded for it. The next prefill takes it again.
+
+        What else runs the model meanwhile keeps no layer's inputs alive."""
         self._cache = None
+        self._captured.layers = ()
         self._forget_graphs()
 
     def _require_cache(self) -> TreeCache:

@@ -7,9 +7,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-from torch.distributed.tensor import DTensor
-
 PACKAGES = {
     "bitsandbytes": ("bitsandbytes",),
     "torchao": ("torchao",),
@@ -75,15 +72,6 @@ def make_config(options: Mapping[str, Any]) -> Any:
             f"target.quantization.type is {name!r}; name a configuration of torchao.quantization, such as Int8WeightOnlyConfig"
         )
     return TorchAoConfig(_make(kind, given))
-
-
-def require_plain_weights(module: nn.Module, remedy: str) -> None:
-    """Raise ValueError where linear layers of a module, or what stands in their place, hold no plain weights to copy."""
-    for name, part in module.named_modules():
-        weight = getattr(part, "weight", None)
-        plain = (type(weight) is nn.Parameter or isinstance(weight, DTensor)) and weight.is_floating_point()
-        if name.endswith(("proj", "fc1", "fc2")) and not plain:
-            raise ValueError(f"the target is quantised, and a drafter can't begin with its layers: {remedy}")
 
 
 def _make(kind: Any, options: Mapping[str, Any]) -> Any:

@@ -72,11 +72,6 @@ def require_whole_ends(model: PreTrainedModel) -> None:
             raise ValueError(f"transformers slices the embeddings or the head of {type(model).__name__}; {REMEDY}")
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A parameter in full. Where it is in slices, all processes must ask for it together."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def turns(inputs: dict[str, Any], device: torch.device) -> Iterator[tuple[bool, dict[str, Any]]]:
     """The tensors that each process has brought, one process after the other, and whether they are this process's own."""
     own = PartialState().process_index

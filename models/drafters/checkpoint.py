@@ -14,6 +14,7 @@ from ...data.manifest import TargetIdentity
 from ..hf_target import HFTarget
 from ..interfaces import TrainableDrafter
 from .files import CONFIG_FILE, FORMAT_VERSION, WEIGHTS_FILE, DrafterFile, read_drafter_config
+from .hub import resolve_drafter
 from .registry import drafter_of_weights, kind_of, parse_runtime_config
 
 logger = logging.getLogger(__name__)
@@ -71,13 +72,14 @@ def change_options(directory: Path, options: Mapping[str, Any]) -> bool:
     return True
 
 
-def load_drafter(directory: Path, target: HFTarget, **runtime_options: Any) -> TrainableDrafter:
-    """The drafter of a directory, bound to `target`, in its device and dtype, ready to draft.
+def load_drafter(directory: Path | str, target: HFTarget, **runtime_options: Any) -> TrainableDrafter:
+    """The drafter of a directory, or of a repository on the Hub (`user/name`, `user/name@revision`), bound to `target`, in its
+    device and dtype, ready to draft.
 
     `runtime_options` change how it drafts, such as a ReDrafter's `beam_width`. Raises ValueError for a target of another shape
     or tokenizer, for options that would change the weights, and for missing, unknown or wrongly shaped tensors.
     """
-    directory = Path(directory)
+    directory = resolve_drafter(directory)
     saved = read_drafter_config(directory)
     require_fitting_target(directory, saved.target, target.identity)
     kind, config = parse_runtime_config({"kind": saved.kind, **saved.drafter}, runtime_options)

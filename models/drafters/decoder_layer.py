@@ -15,9 +15,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3Rot
 
 from ..hf_target import HFTarget
 from ..hidden_states import decoder_layers
-from ..quantization import require_plain_weights
-from ..tensor_parallel import whole
 from ..tree_attention import IMPLEMENTATION as GROUPED_HEADS
+from ..weights import require_plain_weights, whole
 from .branch_attention import Entries
 
 LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}

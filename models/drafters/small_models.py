@@ -7,10 +7,10 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ..config import TargetConfig
+from ..digests import weights_digest
 from ..hf_target import HFTarget
-from ..quantization import require_plain_weights
-from ..target import load_target, weights_digest
-from ..tensor_parallel import whole
+from ..target import load_target
+from ..weights import require_plain_weights, whole
 
 if TYPE_CHECKING:
     from .draft_model import DraftModelConfig

@@ -14,10 +14,11 @@ from transformers import GenerationConfig
 
 from ...data.files import write_json
 from ..config import TargetConfig
+from ..digests import tokenizer_digest
 from ..drafters.draft_model import DraftModel, tied_parameters
 from ..drafters.small_models import NOT_ARCHITECTURE, architecture_of, build_model
 from ..hf_target import HFTarget
-from ..target import load_tokenizer, tokenizer_digest
+from ..target import load_tokenizer
 from .folders import Folder, to_json
 from .formats import NOTE_FILE, Format, Layout, Reading, Tensors
 from .llama import SAME_NUMBER

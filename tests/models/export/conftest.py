@@ -1,13 +1,17 @@
-"""A target with layers enough for EAGLE-3's features, and drafters whose every number matters."""
+"""A target with layers enough for EAGLE-3's features, and drafters whose every number matters; and a tiny model as users of
+transformers hold it, and packaged drafters for it."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import (
+    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -16,9 +20,12 @@ from transformers import (
 )
 
 from outrider.data.manifest import TargetIdentity
-from outrider.models.drafters import build_drafter
+from outrider.models.config import TargetConfig
+from outrider.models.digests import tokenizer_digest
+from outrider.models.drafters import build_drafter, save_drafter
+from outrider.models.export.package import make_package
 from outrider.models.hf_target import HFTarget
-from outrider.models.target import tokenizer_digest
+from outrider.models.target import load_target
 
 HIDDEN, VOCAB = 32, 300
 FAMILIES: dict[str, tuple[Any, Any]] = {
@@ -26,6 +33,15 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
 }
+KINDS: dict[str, dict[str, Any]] = {
+    "redrafter": {"beam_width": 3, "beam_length": 3, "exit_width": 32, "head_init": "target"},
+    "medusa": {"num_heads": 3},
+    "eagle": {},
+    "eagle3": {},
+    "draft_model": {"init": "target_layers", "num_layers": 2},  # all of the target: always right
+}
+
+Package = Callable[..., Path]
 
 
 @pytest.fixture(scope="session")
@@ -90,3 +106,31 @@ def make_drafter() -> Callable[..., Any]:
         return drafter.eval().requires_grad_(False)
 
     return make
+
+
+@pytest.fixture
+def model(tiny_target_dir: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(tiny_target_dir, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="session")
+def drafter_dirs(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A drafter of each kind, untrained: some of its drafts are right, most are wrong. Read only."""
+    target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="float32", device="cpu"))
+    directories = {}
+    for kind, options in KINDS.items():
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            drafter = build_drafter({"kind": kind, **options}, target)
+        directories[kind] = tmp_path_factory.mktemp(kind) / "drafter"
+        save_drafter(drafter, directories[kind], target.identity)
+    return directories
+
+
+@pytest.fixture(scope="session")
+def package_dirs(drafter_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same as folders for the Hub. Read only."""
+    folders = {kind: tmp_path_factory.mktemp("packages") / kind for kind in drafter_dirs}
+    for kind, folder in folders.items():
+        make_package(drafter_dirs[kind], folder, f"# A {kind}\n")
+    return folders

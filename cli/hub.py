@@ -1,0 +1,113 @@
+"""`outrider package`, `push` and `pull`: drafters as folders for the Hub."""
+
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def package_command(
+    drafter: Annotated[Path, typer.Argument(help="A drafter's directory: the `drafter/` folder of a run.")],
+    output: Annotated[Path, typer.Option(help="The folder to make.")],
+    records: Annotated[
+        list[Path] | None, typer.Option(help="Folder of an evaluation, for the card's figures. Repeat for several.")
+    ] = None,
+    run: Annotated[Path | None, typer.Option(help="Folder of the training run: its data and cost.")] = None,
+    certificate: Annotated[Path | None, typer.Option(help="What `outrider certify` wrote.")] = None,
+    licence: Annotated[
+        str | None, typer.Option("--licence", "--license", help="The Hub's name of it, such as apache-2.0.")
+    ] = None,
+    base_model: Annotated[str | None, typer.Option(help="Hub id of the target, where it was trained from a directory.")] = None,
+    repo: Annotated[str | None, typer.Option(help="Hub id of the drafter, for the commands in the card.")] = None,
+) -> None:
+    """Make a folder for the Hub: the drafter, a model card, and the code with which plain transformers decodes with it.
+
+    Nothing leaves this machine: `outrider push` uploads it.
+    """
+    # They load torch.
+    from ..eval.card import CardOptions, model_card
+    from ..models.export.package import make_package, package_files
+
+    options = CardOptions(
+        evaluations=records or (), run=run, certificate=certificate, licence=licence, base_model=base_model, repo=repo
+    )
+    make_package(drafter, output, model_card(drafter, options), certificate)
+    _print_files(package_files(output))
+    typer.echo(f'model.generate(..., custom_generate="{output}", trust_remote_code=True) decodes with it')
+
+
+def push_command(
+    folder: Annotated[Path, typer.Argument(help="What `outrider package` made, or a drafter's directory.")],
+    repo: Annotated[str, typer.Argument(help="The repository on the Hub: user/name. Made where it isn't there.")],
+    public: Annotated[bool, typer.Option("--public", help="Make the repository public; else it is private.")] = False,
+    revision: Annotated[str | None, typer.Option(help="The branch, made where it isn't there; main unless given.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what the branch holds.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be uploaded; no network.")] = False,
+    message: Annotated[str, typer.Option(help="The commit's message.")] = "",
+) -> None:
+    """Upload a drafter to the Hub. A bare drafter becomes a folder first, as `outrider package` makes it without options.
+
+    The token is that of `hf auth login`, or HF_TOKEN.
+    """
+    from ..models.drafters.files import read_drafter_config
+    from ..models.drafters.hub import HUB_ID
+    from ..models.export.package import is_package, package_files
+
+    if HUB_ID.fullmatch(repo) is None or "@" in repo:
+        raise ValueError(f"{repo!r} is no name of a repository; give user/name")
+    with tempfile.TemporaryDirectory() as temporary:
+        package = folder
+        if not is_package(folder):
+            try:
+                read_drafter_config(folder)
+            except ValueError:
+                package_files(folder)  # a folder in another program's format is pushed as it is
+            else:
+                package = _packaged(folder, Path(temporary) / "package", repo)
+        files = package_files(package)
+        _print_files(files)
+        visibility = "public" if public else "private"
+        if dry_run:
+            typer.echo(f"dry run: nothing was uploaded to {repo} ({visibility} if it is made, branch {revision or 'main'})")
+            return
+        from ..models.export.hub import push
+
+        pushed = push(package, repo, public=public, revision=revision, overwrite=overwrite, message=message)
+    if not pushed.added and not pushed.deleted:
+        typer.echo(f"{pushed.url} holds all of it already, at commit {pushed.commit}")
+        return
+    deleted = f", {len(pushed.deleted)} deleted" if pushed.deleted else ""
+    typer.echo(f"{len(pushed.added)} files uploaded{deleted}: {pushed.url}, commit {pushed.commit}")
+    if pushed.private == public:
+        told = "private" if pushed.private else "public"
+        typer.echo(f"the repository was there before, and stays {told}: change that in its settings on the Hub")
+
+
+def pull_command(
+    repo: Annotated[str, typer.Argument(help="The repository on the Hub: user/name.")],
+    output: Annotated[Path, typer.Option(help="The folder to make.")],
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit; main unless given.")] = None,
+) -> None:
+    """Download a drafter's folder from the Hub, code included, which isn't run.
+
+    To evaluate a drafter none of this is needed: `outrider eval --drafter user/name` downloads what it reads.
+    """
+    from ..models.export.hub import pull
+
+    commit = pull(repo, output, revision)
+    typer.echo(f"{output} holds {repo} at commit {commit}")
+
+
+def _packaged(drafter: Path, output: Path, repo: str) -> Path:
+    from ..eval.card import CardOptions, model_card
+    from ..models.export.package import make_package
+
+    make_package(drafter, output, model_card(drafter, CardOptions(repo=repo)))
+    return output
+
+
+def _print_files(files: dict[str, Path]) -> None:
+    for name, path in files.items():
+        typer.echo(f"{path.stat().st_size:>13,}  {name}")
+    typer.echo(f"{sum(path.stat().st_size for path in files.values()):>13,}  bytes in {len(files)} files")

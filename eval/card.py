@@ -1,0 +1,269 @@
+"""A drafter's model card: the page that the Hub shows, with the figures of its evaluations and what is known besides.
+
+Every figure comes from a file of the run that made it, and only from runs with these very weights. What no file tells is left
+out, or said to be unknown.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import ModelCardData
+
+from ..data.files import read_json, sha256_file
+from ..data.manifest import MANIFEST_FILE, load_manifest
+from ..models.drafters.checkpoint import read_training_facts
+from ..models.drafters.files import WEIGHTS_FILE, DrafterFile, read_drafter_config
+from ..models.drafters.hub import HUB_ID
+from ..models.export.package import read_certificate, require_whole
+from .names import BASELINE
+from .report_runs import Run, cell_of, read_run
+from .report_sections import is_wrong
+from .rows import Row, decoding_name
+from .tables import escape_markdown
+
+TITLES = {
+    "draft_model": "Draft model",
+    "eagle": "EAGLE",
+    "eagle3": "EAGLE-3",
+    "medusa": "Medusa",
+    "redrafter": "ReDrafter",
+}
+TAGS = ("custom_generate", "speculative-decoding", "outrider")
+UNNAMED = "FOLDER"
+"""What the commands of the card call a folder that has no name on the Hub yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardOptions:
+    """What a card says beside the drafter's own files."""
+
+    evaluations: Sequence[Path] = ()
+    """Folders of finished evaluations."""
+    run: Path | None = None
+    """Folder of the training run: its data, and what labelling took."""
+    certificate: Path | None = None
+    """What `outrider certify` wrote."""
+    licence: str | None = None
+    """The Hub's name of the licence, such as apache-2.0."""
+    base_model: str | None = None
+    """Hub id of the target; None is the name that it was trained with, where that is one."""
+    repo: str | None = None
+    """Hub id of the drafter."""
+
+
+def model_card(drafter: Path, options: CardOptions) -> str:
+    """The text of README.md.
+
+    Raises ValueError for evaluations, a run or a certificate that aren't of this drafter, or of its target.
+    """
+    saved = read_drafter_config(drafter)
+    require_whole(drafter / WEIGHTS_FILE)
+    weights = sha256_file(drafter / WEIGHTS_FILE)
+    named = saved.target.name if HUB_ID.fullmatch(saved.target.name) else None
+    base_model = options.base_model or named
+    data = ModelCardData(
+        base_model=base_model,
+        license=options.licence,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=[*TAGS, saved.kind.replace("_", "-")],
+    )
+    runs = [read_run(path, path.name) for path in options.evaluations]
+    title = f"{TITLES.get(saved.kind, saved.kind)} for {base_model or saved.target.name}"
+    about = (
+        f"A drafter for speculative decoding: a small model that proposes tokens which **{base_model or saved.target.name}** "
+        "checks several at a time. The text is the target's own; it comes in fewer passes. It does nothing without its target. "
+        "Trained with outrider."
+    )
+    drafters_licence = options.licence or "not stated"
+    sections = [
+        f"---\n{data.to_yaml()}\n---\n\n# {title}",
+        about,
+        _usage(base_model or saved.target.name, options.repo or UNNAMED),
+        _measurements(runs, weights),
+        _certificate(options.certificate, saved, weights),
+        _drafter(saved, drafter),
+        _training(drafter, options.run, saved, weights),
+        f"## Licence\n\nOf the drafter: {drafters_licence}. The target has one of its own.",
+    ]
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def _usage(target: str, folder: str) -> str:
+    return f'''## How to use
+
+With [transformers](https://github.com/huggingface/transformers) alone. `trust_remote_code` runs the code in `custom_generate/`:
+read it first, and pin a `revision`.
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{target}")
+model = AutoModelForCausalLM.from_pretrained("{target}", dtype="auto")
+inputs = tokenizer("Once upon a time", return_tensors="pt")
+tokens = model.generate(**inputs, max_new_tokens=256, custom_generate="{folder}", trust_remote_code=True)
+print(tokenizer.decode(tokens[0], skip_special_tokens=True))
+```
+
+With outrider, measured against plain decoding: `outrider eval --target {target} --drafter {folder} --suite mt_bench`.'''
+
+
+# --- figures
+
+
+def _measurements(runs: Sequence[Run], weights: str) -> str:
+    if not runs:
+        return "## Speed\n\nNot measured, or not told here."
+    parts = [_measured(run, weights) for run in runs]
+    note = (
+        "A step is one pass of the target; tokens per step count the token that it adds itself. The speedup is that of whole "
+        "generations over plain decoding, through the same loop on the same machine. In brackets: 95 % intervals, by a "
+        "bootstrap over prompts. Lossless: whether the answers were those of plain decoding, token for token."
+    )
+    return "\n\n".join(["## Speed", *parts, note])
+
+
+def _measured(run: Run, weights: str) -> str:
+    """The rows of one evaluation that are this drafter's, and where they were measured."""
+    if run.config is None or run.environment is None:
+        raise ValueError(f"{run.directory} has no run.json, so nobody knows which drafter it measured, or where; leave it out")
+    own = {name for name, method in run.config["methods"].items() if method["weights"] == weights}
+    rows = [row for row in run.rows if row["method"] in own]
+    if not rows:
+        raise ValueError(
+            f"{run.directory} has measured other weights ({', '.join(run.config['methods']) or 'no drafter'}); give an "
+            "evaluation of this drafter as it is"
+        )
+    heads = ("Prompts", "Decoding", "Setting", "Tokens per step", "Speedup", "Tokens/s (plain)", "Lossless")
+    lines = [heads, ("---", "---", "---", "---:", "---:", "---:", "---"), *(_line(row, run) for row in rows)]
+    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return f"{table}\n\n{_conditions(run, rows[0])}"
+
+
+def _line(row: Row, run: Run) -> tuple[str, ...]:
+    (plain,) = [
+        each for each in run.rows if each["method"] == BASELINE and cell_of(each)[:-1] == cell_of(row)[:-1]
+    ]  # every group of rows has one
+    setting = run.config["methods"][row["method"]]["setting"] if run.config else {}
+    return tuple(
+        escape_markdown(text)
+        for text in (
+            f"{row['suite']} ({row['num_prompts']})",
+            decoding_name(row),
+            ", ".join(f"{name} {value}" for name, value in setting.items()) or "as saved",
+            _with_interval(row["tokens_per_step"], run.intervals.get(cell_of(row))),
+            "none: not lossless" if is_wrong(row) else _with_interval(row["speedup"], row["speedup_ci95"], "x"),
+            f"{row['tokens_per_second']:.1f} ({plain['tokens_per_second']:.1f})",
+            row["lossless_label"],
+        )
+    )
+
+
+def _with_interval(value: float | None, interval: Sequence[float] | None, unit: str = "") -> str:
+    if value is None:
+        return "unknown"
+    return f"{value:.2f}{unit}" + (f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else "")
+
+
+def _conditions(run: Run, row: Row) -> str:
+    assert run.environment is not None
+    place = run.environment
+    device = f"{place['cpu']}, {place['num_threads']} threads" if place["device"] == "cpu" else place["device"]
+    packages = ", ".join(f"{name} {number}" for name, number in place["packages"].items())
+    return (
+        f"Measured on {device}, the target in {row['dtype']}, up to {row['max_new_tokens']} new tokens; Python "
+        f"{place['python']}, {packages}."
+    )
+
+
+def _certificate(path: Path | None, saved: DrafterFile, weights: str) -> str:
+    if path is None:
+        return ""
+    found = read_certificate(path)
+    decoded = found.get("drafters", {})
+    if decoded and weights not in decoded.values():
+        raise ValueError(f"{path} certifies decoding with other drafters ({', '.join(decoded)}); make one with this drafter")
+    if found.get("weights_sha256", saved.target.weights_sha256) != saved.target.weights_sha256:
+        raise ValueError(f"{path} certifies decoding with another target ({found.get('target')}); make one with this drafter's")
+    verdicts = {True: "pass", False: "FAIL", None: "none claimed"}
+    lines: list[tuple[str, ...]] = [("What", "How", "Cases", "Result", "Verdict"), ("---",) * 5]
+    for line in found["lines"]:
+        texts = (line["subject"], line["method"], str(line["num_cases"]), line["result"], verdicts[line["passed"]])
+        lines.append(tuple(map(escape_markdown, texts)))
+    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    verdict = "Lossless" if found["passed"] else "NOT LOSSLESS"
+    unnamed = "" if decoded else " It doesn't say which drafter's weights were decoded with."
+    return (
+        f"## Certificate\n\n**{verdict}.** Were all sound, this verdict would be another with probability "
+        f"{found['false_alarm_rate']:.1e} at most. In full: `certificate.json`.{unnamed}\n\n{table}"
+    )
+
+
+# --- what it is and what it took
+
+
+def _drafter(saved: DrafterFile, directory: Path) -> str:
+    """Kind, options, size and target."""
+    facts, target = read_training_facts(directory), saved.target
+    size = (directory / WEIGHTS_FILE).stat().st_size
+    options = {name: value for name, value in saved.drafter.items() if value is not None and not isinstance(value, dict)}
+    lines = [
+        f"- Kind: {saved.kind}, {f'{facts.parameters:,} parameters, ' if facts else ''}{size / 1e6:.1f} MB",
+        f"- Options: {', '.join(f'`{name}: {_json_like(value)}`' for name, value in options.items())}",
+        f"- Target: {target.name}{f' at revision {target.revision}' if target.revision else ''}, {target.hidden_size} wide, "
+        f"{target.vocab_size:,} tokens; digest of its weights `{target.weights_sha256[:16]}`, of its tokenizer "
+        f"`{target.tokenizer_sha256[:16]}`"
+        + (f"; quantised when loaded: `{target.quantization}`" if target.quantization else ""),
+    ]
+    return "## The drafter\n\n" + "\n".join(lines)
+
+
+def _json_like(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _training(directory: Path, run: Path | None, saved: DrafterFile, weights: str) -> str:
+    """What it was trained on, and for how long."""
+    facts, lines = read_training_facts(directory), []
+    if run is not None:
+        lines += _data(run, saved, weights)
+    else:
+        lines.append("- Data: not told here")
+    if facts is None:
+        lines.append("- Cost: unknown")
+    else:
+        labels = {None: "", "distilled": " on the target's own continuations", "text": " on the texts as they are"}
+        lines.append(
+            f"- Training: {facts.steps:,} steps{labels.get(facts.labels, '')}, {facts.tokens_seen:,} tokens seen, "
+            f"{facts.positions_seen:,} positions trained, {facts.seconds:,.0f} s"
+        )
+    return "## Data and cost\n\n" + "\n".join(lines)
+
+
+def _data(run: Path, saved: DrafterFile, weights: str) -> list[str]:
+    """The data of a training run. Raises ValueError for a run that made another drafter."""
+    config_path, made = run / "config.yaml", run / "drafter" / WEIGHTS_FILE
+    if not config_path.is_file() or not made.is_file():
+        raise ValueError(f"{run} is no folder of a finished run: it has no config.yaml, or no drafter/{WEIGHTS_FILE}")
+    if sha256_file(made) != weights:
+        raise ValueError(f"the drafter of {run} has other weights than this one; give the run that made it")
+    data = yaml.safe_load(config_path.read_text(encoding="utf-8"))["data"]
+    # A path of somebody's machine tells readers nothing; a data set of the Hub does.
+    source = data["path"] if data["path"] and HUB_ID.fullmatch(data["path"]) and not Path(data["path"]).exists() else None
+    form = {"stdlib": "modules of Python's standard library"}.get(data["source"], f"texts in the form `{data['source']}`")
+    lines = [f"- Data: {source or form}, cut at {data['max_length']} tokens"]
+    if (run / "distill" / MANIFEST_FILE).is_file():
+        manifest = load_manifest(run / "distill")
+        manifest.require_target(saved.target)
+        num_texts = sum(len(shard.ids) for shard in manifest.shards)
+        lines[0] += (
+            f": {num_texts:,} texts of {manifest.num_tokens:,} tokens, {manifest.num_labels:,} positions labelled with the "
+            f"target's next {manifest.horizon} tokens"
+        )
+    if (stats := run / "distill" / "stats.json").is_file():
+        seconds = read_json(stats).get("process_seconds")
+        lines += [f"- Labelling: {seconds:,.0f} s, summed over processes"] if seconds else []
+    return lines

@@ -1,0 +1,84 @@
+"""Drafters by their name on the Hub: `user/repository`, or `user/repository@revision`."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils import httpx  # the client that it uses, which isn't always the package of this name
+
+from .files import CONFIG_FILE, WEIGHTS_FILE
+
+READ_FILES = (CONFIG_FILE, WEIGHTS_FILE, "training.json")
+"""What loading a drafter downloads: JSON and safetensors, no code."""
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+
+REMEDIES = {
+    401: "the Hub doesn't know who you are: log in with `hf auth login`, or set HF_TOKEN to a token that is still valid",
+    403: "your token may not do this: make one with the right to write to this repository (huggingface.co/settings/tokens)",
+    404: "there is no such repository, or it is private and your token doesn't see it: check the name, or `hf auth login`",
+    409: "the repository is there already in another form, or somebody is changing it: try again, or choose another name",
+    412: "the branch has changed since it was looked at: run the command again, which looks anew",
+    429: "the Hub asks for patience: try again in some minutes",
+}
+
+
+def resolve_drafter(name_or_path: str | Path, revision: str | None = None, **hub_options: Any) -> Path:
+    """The folder of a drafter: a directory as it is, or a download of the repository of this id (config, weights and what its
+    training took; no code), which huggingface_hub keeps.
+
+    `hub_options` are those of `snapshot_download`, such as a `token`. Raises ValueError where the Hub has no such drafter, or
+    can't be reached.
+    """
+    path = Path(name_or_path)
+    if path.is_dir() or HUB_ID.fullmatch(str(name_or_path)) is None:
+        return path  # what isn't there is told by whoever reads it
+    repo, _, at = str(name_or_path).partition("@")
+    try:
+        with telling_hub_errors(repo, revision or at or None):
+            return Path(
+                snapshot_download(repo, revision=revision or at or None, allow_patterns=list(READ_FILES), **hub_options)
+            )
+    except ValueError as error:
+        raise ValueError(f"there is no folder {name_or_path} here, and of the Hub's drafter of that name: {error}") from error
+
+
+@contextmanager
+def telling_hub_errors(repo: str, revision: str | None = None) -> Iterator[None]:
+    """Turn errors of the Hub and of the way there into ValueErrors that name the repository and the remedy, and no token."""
+    at = f"{repo}@{revision}" if revision else repo
+    try:
+        yield
+    except HFValidationError as error:
+        raise ValueError(f"{repo!r} is no name of a repository; give user/name ({_first_line(error)})") from error
+    except OfflineModeIsEnabled as error:
+        raise ValueError(f"{at} can't be reached, since HF_HUB_OFFLINE is set: unset it, or give a local folder") from error
+    except LocalEntryNotFoundError as error:
+        raise ValueError(
+            f"{at} isn't in the cache, and the Hub can't be reached: check the network (and HF_HUB_OFFLINE and HF_ENDPOINT), "
+            "or give a local folder"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ValueError(f"{repo} has no branch, tag or commit {revision}; check the name of the revision") from error
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        remedy = REMEDIES.get(status, f"the Hub answers: {_first_line(error)}")
+        raise ValueError(f"{at}: HTTP {status}: {remedy}") from error
+    except (httpx.TransportError, ConnectionError, TimeoutError) as error:
+        raise ValueError(
+            f"{at}: the connection to the Hub broke ({type(error).__name__}): check the network (and HF_ENDPOINT), and run the "
+            "command again; nothing was changed, or the next run tells what was"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

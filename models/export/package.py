@@ -1,0 +1,154 @@
+"""A drafter as a folder for the Hub: what `load_drafter` reads, what plain transformers runs, and what people read.
+
+    config.json, model.safetensors      the drafter (see `drafters/files`)
+    training.json, certificate.json     what its training took, and that its decoding is lossless; where they are known
+    README.md                           the model card
+    generation_config.json              greedy decoding; all else is the target's
+    custom_generate/                    the decoding itself, for `model.generate(..., custom_generate=FOLDER)` (see `bundle`)
+
+Nothing else is in such a folder, and nothing else is ever uploaded.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from ...data.files import atomic_write_bytes, atomic_write_text, read_json, write_json
+from ..drafters.checkpoint import TRAINING_FILE, read_training_facts
+from ..drafters.files import CONFIG_FILE, WEIGHTS_FILE, read_drafter_config
+from .bundle import FOLDER, LICENCE_FILE, REQUIREMENTS_FILE, START_FILE, custom_generate_files
+
+README_FILE, GENERATION_FILE, CERTIFICATE_FILE = "README.md", "generation_config.json", "certificate.json"
+GENERATION_CONFIG = {"do_sample": False}
+"""What is drafted for may well be sampled, but not unless somebody asks for it. Stop tokens are the target's business."""
+TOKENIZER_FILES = (
+    "chat_template.jinja",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+)
+ALLOWED = frozenset(
+    {CERTIFICATE_FILE, CONFIG_FILE, GENERATION_FILE, README_FILE, TRAINING_FILE, "LICENSE", "NOTICE", *TOKENIZER_FILES}
+)
+"""Beside safetensors: what a drafter's folder, or one in another program's format, may hold."""
+NOT_WEIGHTS = ("optimizer", "scheduler", "trainer_state", "rng_state")
+MOST_PROBLEMS = 10
+"""Named in one message."""
+
+
+def make_package(drafter: Path, output: Path, readme: str, certificate: Path | None = None) -> None:
+    """Write the folder, whole or not at all, into one that is empty or not there.
+
+    Raises ValueError for a folder that isn't empty, for a drafter that is damaged, and for a certificate that isn't one.
+    """
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"{output} is there already; name a new folder, or remove that one first")
+    read_drafter_config(drafter)
+    read_training_facts(drafter)
+    require_whole(drafter / WEIGHTS_FILE)
+    if certificate is not None:
+        read_certificate(certificate)
+    with building(output) as folder:
+        for name in (CONFIG_FILE, WEIGHTS_FILE, TRAINING_FILE):
+            if (drafter / name).is_file():
+                shutil.copyfile(drafter / name, folder / name)
+        if certificate is not None:
+            atomic_write_bytes(folder / CERTIFICATE_FILE, certificate.read_bytes())
+        atomic_write_text(folder / README_FILE, readme)
+        write_json(folder / GENERATION_FILE, GENERATION_CONFIG)
+        for name, text in custom_generate_files().items():
+            atomic_write_text(folder / FOLDER / name, text)
+        package_files(folder)
+
+
+@contextmanager
+def building(output: Path) -> Iterator[Path]:
+    """A new folder beside `output`, which takes its place when the block ends without an error, and is removed elsewise."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
+    try:
+        yield folder
+        folder.chmod(0o755)  # a temporary folder is its owner's alone
+        os.replace(folder, output)  # which may be an empty folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def package_files(folder: Path) -> dict[str, Path]:
+    """The files of a folder that is to be shared, by their names there, in order.
+
+    Raises ValueError, naming all of them, for files that don't belong into one: links, hidden files, pickles, states of an
+    optimizer, anything unknown; and for a folder that holds no drafter.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is {'no folder' if folder.exists() else 'not there'}; name a drafter's folder")
+    files, problems = {}, []
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if problem := _problem(path, name):
+            problems.append(f"{name} ({problem})")
+        elif path.is_file():
+            files[name] = path
+    if problems:
+        more = f" and {len(problems) - MOST_PROBLEMS} more" if len(problems) > MOST_PROBLEMS else ""
+        raise ValueError(
+            f"{folder} holds what isn't to be shared: {', '.join(problems[:MOST_PROBLEMS])}{more}. Move it out, or make a new "
+            "folder with `outrider package`"
+        )
+    if CONFIG_FILE not in files or not any(name.endswith(".safetensors") for name in files):
+        raise ValueError(f"{folder} holds no drafter: it needs {CONFIG_FILE} and weights in safetensors")
+    for name, path in files.items():
+        if name.endswith(".safetensors"):
+            require_whole(path)
+    return files
+
+
+def _problem(path: Path, name: str) -> str | None:
+    """Why a file or folder isn't shared; None where it may be."""
+    *parents, last = name.split("/")
+    if path.is_symlink():
+        return "a link"
+    if any(part.startswith(".") for part in (*parents, last)):
+        return "hidden"
+    if path.is_dir():
+        return None if name == FOLDER else "an unknown folder"
+    if not path.is_file():
+        return "no plain file"
+    if parents == [FOLDER]:
+        return None if last in (LICENCE_FILE, REQUIREMENTS_FILE) or path.suffix == ".py" else "no code"
+    if any(word in last for word in NOT_WEIGHTS):
+        return "a state of training"
+    if path.suffix in (".bin", ".pt", ".pth", ".pkl", ".ckpt"):
+        return "a pickle, which runs code when it is read"
+    return None if last in ALLOWED or path.suffix == ".safetensors" else "unknown"
+
+
+def is_package(folder: Path) -> bool:
+    """Whether a folder has a model card and the code for transformers, and not only the drafter."""
+    return (folder / README_FILE).is_file() and (folder / FOLDER / START_FILE).is_file()
+
+
+def require_whole(path: Path) -> None:
+    """Raise ValueError where a safetensors file is missing, or cut short."""
+    if not path.is_file():
+        raise ValueError(f"{path} is missing; the drafter's export is incomplete: copy or export it again")
+    try:
+        with safe_open(path, framework="pt") as file:
+            file.keys()
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged ({error}); copy or export the drafter again") from error
+
+
+def read_certificate(path: Path) -> dict[str, Any]:
+    """What `outrider certify` wrote. Raises ValueError for another file."""
+    found = read_json(path)
+    if not isinstance(found, dict) or not {"passed", "false_alarm_rate", "lines", "environment"} <= found.keys():
+        raise ValueError(f"{path} is no certificate; give the file that `outrider certify --output` wrote")
+    return found

@@ -1,0 +1,91 @@
+"""Does a packaged drafter decode in plain transformers, with the same tokens as `model.generate`, and how fast?
+
+Needs torch and transformers, and nothing of outrider. An environment with no more than that:
+
+    python -m venv plain && plain/bin/pip install torch transformers
+    plain/bin/python scripts/check_custom_generate.py --target models/demo_target FOLDER...
+
+Prints a JSON line for each folder and batch size; exits with 1 where a token differs. Of all passes of the target, the first
+reads the prompts; the others are the steps that `tokens_per_step` counts (of rows that go on).
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+PROMPTS = (
+    "import os\n\n\ndef read_lines(path):\n    ",
+    "class Stack:\n    def __init__(self):\n",
+    "def parse(text, *, strict=True):\n    ",
+    "import unittest\n\nclass TestQueue(unittest.TestCase):\n    def test_empty(self):\n",
+)
+NOT_NEEDED = ("outrider", "jaxtyping", "accelerate", "omegaconf")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folders", nargs="+", help="what `outrider package` made, or its name on the Hub")
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--max-new-tokens", type=int, default=100)
+    parser.add_argument("--repeats", type=int, default=3, help="timed runs of each, in turns; the median is told")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--pack-weights", action="store_true", help="of the drafter's runs (on a CPU)")
+    parser.add_argument("--options", type=json.loads, default={}, help="of the drafter: '{\"beam_width\": 8}'")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    model = AutoModelForCausalLM.from_pretrained(options.target, dtype=getattr(torch, options.dtype)).eval()
+    tokenizer = AutoTokenizer.from_pretrained(options.target, padding_side="left")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    calls: list[int] = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    all_equal = True
+    for folder in options.folders:
+        for prompts in ([PROMPTS[0]], list(PROMPTS)):
+            inputs = tokenizer(prompts, return_tensors="pt", padding=True, return_token_type_ids=False)
+            result = compare(model, inputs, folder, options, calls)
+            print(json.dumps({"folder": folder.rpartition("/")[2], "batch_size": len(prompts), **result}))
+            all_equal = all_equal and result["equal"]
+    print(json.dumps({"installed": [name for name in NOT_NEEDED if find_spec(name) is not None]}))
+    return 0 if all_equal else 1
+
+
+def compare(model: Any, inputs: Any, folder: str, options: argparse.Namespace, calls: list[int]) -> dict[str, Any]:
+    """Tokens and seconds of plain decoding and of the drafter's, after a warm-up."""
+    common = {**inputs, "max_new_tokens": options.max_new_tokens, "do_sample": False}
+    drafted = {
+        "custom_generate": folder,
+        "trust_remote_code": True,
+        "drafter_options": options.options,
+        "pack_weights": options.pack_weights,
+    }
+    ways: dict[str, dict[str, Any]] = {"plain": common, "drafter": {**common, **drafted}}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    tokens, passes = {}, {}
+    for name, arguments in [*ways.items()] * (1 + options.repeats):
+        calls.clear()
+        start = time.perf_counter()
+        tokens[name] = model.generate(**arguments)
+        seconds[name].append(time.perf_counter() - start)
+        passes[name] = len(calls)
+    plain, own = (statistics.median(seconds[name][1:]) for name in ways) if options.repeats else (0.0, 0.0)
+    return {
+        "equal": torch.equal(tokens["plain"], tokens["drafter"]),
+        "new_tokens": tokens["plain"].shape[1] - inputs["input_ids"].shape[1],
+        "tokens_per_step": (passes["plain"] - 1) / max(1, passes["drafter"] - 1),
+        "plain_seconds": plain,
+        "drafter_seconds": own,
+        "speedup": plain / own if own else None,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

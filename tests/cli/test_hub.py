@@ -1,0 +1,97 @@
+"""`outrider package`, `push` and `pull` as commands: what they print, and when they touch the network."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from outrider.cli.hub import package_command, pull_command, push_command
+from outrider.models.config import TargetConfig
+from outrider.models.drafters import build_drafter, save_drafter
+from outrider.models.export import hub
+from outrider.models.target import load_target
+
+app = typer.Typer()
+app.command("package")(package_command)
+app.command("push")(push_command)
+app.command("pull")(pull_command)
+
+
+@pytest.fixture(scope="module")
+def drafter(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="float32", device="cpu"))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        made = build_drafter({"kind": "redrafter", "beam_width": 2, "beam_length": 2}, target)
+    directory = tmp_path_factory.mktemp("run") / "drafter"
+    save_drafter(made, directory, target.identity)
+    return directory
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def touched(*args: object, **kwargs: object) -> None:
+        raise AssertionError("the network was touched")
+
+    monkeypatch.setattr(hub, "HfApi", touched)
+    monkeypatch.setattr("huggingface_hub.utils._http.get_session", touched)
+
+
+def test_a_package_is_made_and_listed(drafter: Path, tmp_path: Path) -> None:
+    options = ["--licence", "apache-2.0", "--repo", "me/drafter"]
+    result = CliRunner().invoke(app, ["package", str(drafter), "--output", str(tmp_path / "folder"), *options])
+    assert result.exit_code == 0, result.output
+    size = (drafter / "model.safetensors").stat().st_size
+    assert f"{size:,}  model.safetensors" in result.output
+    assert "custom_generate/generate.py" in result.output
+    card = (tmp_path / "folder" / "README.md").read_text()
+    assert "license: apache-2.0" in card
+    assert 'custom_generate="me/drafter"' in card
+
+
+@pytest.mark.usefixtures("no_network")
+def test_a_dry_run_lists_every_file_and_touches_no_network(drafter: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    CliRunner().invoke(app, ["package", str(drafter), "--output", str(folder)])
+    result = CliRunner().invoke(app, ["push", str(folder), "me/drafter", "--dry-run"])
+    assert result.exit_code == 0, result.output
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    for path in paths:
+        assert f"{path.stat().st_size:>13,}  {path.relative_to(folder).as_posix()}\n" in result.output
+    assert f"bytes in {len(paths)} files" in result.output
+    assert "nothing was uploaded to me/drafter (private if it is made, branch main)" in result.output
+
+
+@pytest.mark.usefixtures("no_network")
+def test_a_bare_drafter_is_packaged_first(drafter: Path) -> None:
+    result = CliRunner().invoke(app, ["push", str(drafter), "me/drafter", "--dry-run"])
+    assert result.exit_code == 0, result.output
+    assert "README.md" in result.output
+    assert "custom_generate/generate.py" in result.output
+    assert sorted(path.name for path in drafter.iterdir()) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.usefixtures("no_network")
+@pytest.mark.parametrize("repo", ["drafter", "me/drafter/more", "me/drafter@v1", "https://huggingface.co/me/drafter"])
+def test_a_name_that_is_none_is_refused_before_anything_is_done(drafter: Path, repo: str) -> None:
+    result = CliRunner().invoke(app, ["push", str(drafter), repo])
+    assert isinstance(result.exception, ValueError)
+    assert "give user/name" in str(result.exception)
+
+
+@pytest.mark.usefixtures("no_network")
+def test_a_folder_with_something_else_in_it_is_refused_before_the_network(drafter: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    CliRunner().invoke(app, ["package", str(drafter), "--output", str(folder)])
+    (folder / "optimizer.pt").write_bytes(b"x")
+    result = CliRunner().invoke(app, ["push", str(folder), "me/drafter"])
+    assert isinstance(result.exception, ValueError)
+    assert "optimizer.pt (a state of training)" in str(result.exception)
+
+
+def test_no_option_takes_a_token() -> None:
+    """On a command line, others on the machine could read it."""
+    for command in ("push", "pull"):
+        assert "token" not in CliRunner().invoke(app, [command, "--help"], terminal_width=200).output.replace("The token", "")

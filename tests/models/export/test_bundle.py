@@ -1,0 +1,126 @@
+"""The code that travels with a drafter: complete, and with nothing that users of transformers don't have."""
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib.metadata import distribution, requires
+from pathlib import Path
+
+import pytest
+from transformers.dynamic_module_utils import get_imports, get_relative_imports
+
+from outrider.models.export.bundle import ABSENT, custom_generate_files
+
+REPOSITORY = Path(__file__).parents[3]
+ALLOWED = {"torch", "transformers", "safetensors", "numpy", "huggingface_hub"}
+
+
+def test_nothing_is_imported_that_users_may_lack(tmp_path: Path) -> None:
+    """As transformers reads the files: imports within functions count too."""
+    files = custom_generate_files()
+    visited, foreign = 0, set()
+    for name, text in files.items():
+        if name.endswith(".py"):
+            (tmp_path / name).write_text(text)
+            foreign |= {*get_imports(tmp_path / name)} - sys.stdlib_module_names - ALLOWED
+            assert {f"{each}.py" for each in get_relative_imports(tmp_path / name)} <= files.keys(), name
+            visited += 1
+    assert not foreign
+    assert visited > 30
+
+
+def test_an_import_within_a_function_would_be_seen(tmp_path: Path) -> None:
+    (tmp_path / "late.py").write_text("def late():\n    from accelerate import Accelerator\n")
+    assert get_imports(tmp_path / "late.py") == ["accelerate"]
+
+
+def test_files_import_each_other_one_folder_deep_only() -> None:
+    """transformers follows nothing else."""
+    for name, text in custom_generate_files().items():
+        for node in ast.walk(ast.parse(text)) if name.endswith(".py") else ():
+            if isinstance(node, ast.ImportFrom):
+                assert node.level < 2, name
+                assert node.level == 0 or (node.module and "." not in node.module), name
+
+
+def test_the_code_is_the_librarys_own_but_for_imports() -> None:
+    changed = 0
+    for name, text in custom_generate_files().items():
+        header, _, rest = text.partition("\n")
+        if source := re.match(r"# (\S+\.py) of outrider", header):
+            for ours, theirs in zip((REPOSITORY / source[1]).read_text().splitlines(), rest.splitlines(), strict=True):
+                assert ours == theirs or re.match(r"\s*from \.\w+ import", theirs), (name, theirs)
+                changed += ours != theirs
+    assert changed > 100
+
+
+def test_what_only_training_needs_says_so_when_called() -> None:
+    module: dict[str, object] = {}
+    exec(ABSENT, module)
+    absent = module["__getattr__"]("load_target")  # type: ignore[operator]
+    with pytest.raises(RuntimeError, match="load_target is a part of training"):
+        absent("somewhere")
+
+
+def test_the_licence_travels_with_the_code() -> None:
+    assert custom_generate_files()["LICENSE"] == (REPOSITORY / "LICENSE").read_text()
+
+
+def test_it_asks_for_the_versions_that_the_library_asks_for() -> None:
+    lines = custom_generate_files()["requirements.txt"].split()
+    assert [re.split("[><=]", line)[0] for line in lines] == ["torch", "transformers"]
+    assert set(lines) <= set(requires("outrider") or ())
+
+
+def distributions_needed_by(*names: str) -> set[str]:
+    """These and all that they need, as far as it is installed."""
+    needed, to_visit = set(), list(names)
+    while to_visit:
+        name = re.match(r"[\w.-]+", to_visit.pop())[0].lower().replace("_", "-")  # type: ignore[index]
+        if name in needed:
+            continue
+        needed.add(name)
+        to_visit += [each for each in requires(name) or () if "extra ==" not in each and is_installed(each)]
+    return needed
+
+
+def is_installed(requirement: str) -> bool:
+    try:
+        distribution(re.match(r"[\w.-]+", requirement)[0])  # type: ignore[index]
+    except ModuleNotFoundError:
+        return False
+    return True
+
+
+def test_plain_transformers_decodes_with_it(package_dirs: dict[str, Path], tiny_target_dir: Path, tmp_path: Path) -> None:
+    """In an environment, made of links, that holds only torch, transformers and what these need themselves: with the script
+    that users check theirs with, which compares a single prompt and a left-padded batch with `model.generate`."""
+    needed = distributions_needed_by("torch", "transformers")
+    assert needed.isdisjoint({"outrider", "jaxtyping", "accelerate", "omegaconf"})
+    site = tmp_path / "site"
+    site.mkdir()
+    for name in needed:
+        for top in {file.parts[0] for file in distribution(name).files or ()} - {"..", "__pycache__"}:
+            source = Path(str(distribution(name).locate_file(top)))
+            if source.exists() and not (site / top).exists():
+                (site / top).symlink_to(source)
+    script = [sys.executable, "-S", str(REPOSITORY / "scripts" / "check_custom_generate.py")]
+    options = ["--target", str(tiny_target_dir), "--repeats", "0", "--max-new-tokens", "24"]
+    result = subprocess.run(
+        [*script, *options, *map(str, package_dirs.values())],
+        env={**os.environ, "PYTHONPATH": str(site), "HF_HOME": str(tmp_path / "home")},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    *rows, environment = map(json.loads, result.stdout.splitlines())
+    assert environment == {"installed": []}
+    assert [(row["folder"], row["batch_size"]) for row in rows] == [(kind, size) for kind in package_dirs for size in (1, 4)]
+    assert all(row["equal"] for row in rows)
+    assert max(row["tokens_per_step"] for row in rows) > 3  # otherwise nothing was ever accepted, and nothing tested

@@ -1,0 +1,254 @@
+"""Drafters to the Hub and back, through huggingface_hub's own client and a server that speaks the Hub's language."""
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import constants
+
+from outrider.models.config import TargetConfig
+from outrider.models.drafters import load_drafter
+from outrider.models.drafters.hub import resolve_drafter
+from outrider.models.export.hub import pull, push
+from outrider.models.target import load_target
+
+from .hub_server import READER, WRITER, Hub, serving
+
+# huggingface_hub's own way of uploading.
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")
+
+REPO = "user/drafter"
+# Through a shell's own command and transformers' own entrance, in a process that knows the Hub by HF_ENDPOINT alone.
+SCRIPT = """
+import sys
+import torch
+from transformers import AutoModelForCausalLM
+from outrider.cli.main import app
+folder, target, repo = sys.argv[1:]
+app(["push", folder, repo, "--public"], standalone_mode=False)
+model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+inputs = {"input_ids": torch.tensor([[1, 70, 71, 72, 2]]), "max_new_tokens": 12, "do_sample": False}
+tokens = model.generate(**inputs, custom_generate=repo, trust_remote_code=True)
+assert torch.equal(tokens, model.generate(**inputs)), tokens
+"""
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    """A Hub of its own for each test, with the token that may write, and an empty cache."""
+    with serving() as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}")
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no_token"))
+        monkeypatch.setenv("HF_TOKEN", WRITER)
+        yield server
+
+
+@pytest.fixture
+def folder(package_dirs: dict[str, Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(package_dirs["redrafter"], tmp_path / "package"))
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_what_is_pushed_is_pulled_byte_for_byte(hub: Hub, folder: Path, tmp_path: Path) -> None:
+    pushed = push(folder, REPO)
+    assert pushed.private
+    assert set(pushed.added) == content(folder).keys()
+    assert hub.repositories[REPO].private
+    assert pull(REPO, tmp_path / "pulled") == pushed.commit
+    assert content(tmp_path / "pulled") == content(folder)
+
+
+def test_weights_go_through_the_protocol_for_large_files(hub: Hub, folder: Path) -> None:
+    push(folder, REPO)
+    assert list(hub.objects.values()) == [(folder / "model.safetensors").read_bytes()]
+
+
+def test_a_repository_is_public_only_where_it_is_said_so(hub: Hub, folder: Path) -> None:
+    assert not push(folder, REPO, public=True).private
+    assert not hub.repositories[REPO].private
+
+
+def test_the_same_again_commits_nothing(hub: Hub, folder: Path) -> None:
+    first, second = push(folder, REPO), push(folder, REPO)
+    assert (second.added, second.deleted, second.commit) == ([], [], first.commit)
+    assert len(hub.repositories[REPO].commits) == 2  # the Hub's own and ours
+
+
+@pytest.mark.parametrize("name", ["README.md", "model.safetensors"])
+def test_a_branch_with_other_content_is_not_overwritten_unasked(hub: Hub, folder: Path, name: str) -> None:
+    push(folder, REPO)
+    before = dict(hub.repositories[REPO].branches)
+    if name == "README.md":
+        (folder / name).write_text("# Another\n")
+    else:
+        data = bytearray((folder / name).read_bytes())
+        data[-1] ^= 1
+        (folder / name).write_bytes(data)
+    with pytest.raises(ValueError, match=f"holds other files than .*: {name}. Push to a new branch .*--overwrite"):
+        push(folder, REPO)
+    assert hub.repositories[REPO].branches == before
+    assert push(folder, REPO, overwrite=True).added == [name]
+
+
+def test_files_of_somebody_else_are_neither_mixed_with_ours_nor_deleted_unasked(hub: Hub, folder: Path) -> None:
+    hub.make(REPO, {"pytorch_model.bin": b"theirs"})
+    with pytest.raises(ValueError, match="pytorch_model.bin"):
+        push(folder, REPO)
+    assert "pytorch_model.bin" in hub.repositories[REPO].commits[hub.repositories[REPO].branches["main"]]
+    assert push(folder, REPO, overwrite=True).deleted == ["pytorch_model.bin"]
+
+
+def test_a_new_branch_holds_the_folder_alone_and_main_stays(hub: Hub, folder: Path) -> None:
+    hub.make(REPO, {"README.md": b"theirs", "other.bin": b"theirs"}, private=True)
+    main = hub.repositories[REPO].branches["main"]
+    pushed = push(folder, REPO, revision="v2")
+    assert hub.repositories[REPO].branches == {"main": main, "v2": pushed.commit}
+    assert hub.repositories[REPO].commits[pushed.commit].keys() - {".gitattributes"} == content(folder).keys()
+
+
+def test_a_commit_in_between_is_not_overwritten(hub: Hub, folder: Path) -> None:
+    """Somebody commits after the branch was looked at."""
+    repository = hub.make(REPO)
+
+    class Racing(dict[str, bytes]):
+        def __setitem__(self, oid: str, data: bytes) -> None:
+            super().__setitem__(oid, data)
+            repository.commit("main", {"theirs.txt": b"new"})
+
+    hub.objects = Racing()
+    with pytest.raises(ValueError, match="HTTP 412: the branch has changed since it was looked at"):
+        push(folder, REPO)
+    assert repository.commits[repository.branches["main"]] == {"theirs.txt": b"new"}
+
+
+@pytest.mark.parametrize(
+    ("token", "message"),
+    [
+        (None, "HTTP 401: the Hub doesn't know who you are: log in with `hf auth login`, or set HF_TOKEN"),
+        ("hf_made_up", "HTTP 401: the Hub doesn't know who you are"),
+        (READER, "HTTP 403: your token may not do this"),
+    ],
+)
+def test_a_token_that_wont_do_is_told_and_never_shown(hub, folder, monkeypatch, caplog, token, message):
+    monkeypatch.delenv("HF_TOKEN") if token is None else monkeypatch.setenv("HF_TOKEN", token)
+    with caplog.at_level(logging.DEBUG), pytest.raises(ValueError, match=message) as error:
+        push(folder, REPO)
+    assert REPO not in hub.repositories
+    for secret in (READER, WRITER, "hf_made_up"):
+        assert secret not in caplog.text + str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("part", "status", "message"),
+    [
+        ("/commit/", 403, "HTTP 403: your token may not do this"),
+        ("/preupload/", 409, "HTTP 409: the repository is there already"),
+        ("/objects/", 403, "HTTP 403"),
+        ("/api/repos/create", 400, "HTTP 400: the Hub answers"),
+    ],
+)
+def test_a_refusal_on_the_way_is_told_and_nothing_is_half_there(hub, folder, part, status, message):
+    hub.refused[part] = status
+    with pytest.raises(ValueError, match=message):
+        push(folder, REPO)
+    repository = hub.repositories.get(REPO)
+    assert repository is None or set(repository.commits[repository.branches["main"]]) == {".gitattributes"}
+
+
+def test_a_hub_that_isnt_there_is_told(hub, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(ValueError, match="the connection to the Hub broke .*check the network"):
+        push(folder, REPO)
+    with pytest.raises(ValueError, match="can't be reached|connection to the Hub broke"):
+        pull(REPO, tmp_path / "pulled")
+    with pytest.raises(ValueError, match="there is no folder user/drafter here, .* isn't in the cache"):
+        resolve_drafter(REPO)
+
+
+def test_offline_is_told(hub, folder, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match="HF_HUB_OFFLINE"):
+        push(folder, REPO)
+    assert not hub.requests
+
+
+def test_what_isnt_there_is_told(hub, tmp_path):
+    with pytest.raises(ValueError, match="user/nothing: HTTP 404: there is no such repository, or it is private"):
+        pull("user/nothing", tmp_path / "pulled")
+    hub.make(REPO)
+    with pytest.raises(ValueError, match="user/drafter has no branch, tag or commit v9"):
+        pull(REPO, tmp_path / "pulled", "v9")
+    with pytest.raises(ValueError, match="holds no drafter"):
+        pull(REPO, tmp_path / "pulled")
+    assert not list(tmp_path.glob("pulled*")) + list(tmp_path.glob(".pulled*"))
+
+
+def test_a_folder_with_something_in_it_is_not_pulled_into(hub, folder):
+    with pytest.raises(ValueError, match="is there already"):
+        pull(REPO, folder)
+    assert not hub.requests
+
+
+# --- drafters by their name on the Hub
+
+
+def test_a_drafter_is_loaded_from_the_hub_without_its_code(hub, folder, tiny_target_dir):
+    push(folder, REPO, public=True)
+    hub.requests.clear()
+    target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="float32", device="cpu"))
+    there, here = load_drafter(REPO, target, beam_width=2), load_drafter(folder, target)
+    assert there.config.beam_width == 2
+    assert all(torch.equal(tensor, here.state_dict()[name]) for name, tensor in there.state_dict().items())
+    fetched = {request.rpartition("/")[2] for request in hub.requests if "/resolve/" in request}
+    assert fetched == {"config.json", "model.safetensors"}
+
+
+def test_a_revision_may_follow_the_name(hub, folder):
+    push(folder, REPO)
+    (folder / "README.md").write_text("# Second\n")
+    second = push(folder, REPO, revision="v2")
+    assert resolve_drafter(f"{REPO}@v2").name == second.commit
+    assert resolve_drafter(REPO, "v2").name == second.commit
+    assert resolve_drafter(REPO).name == hub.repositories[REPO].branches["main"] != second.commit
+
+
+def test_a_folder_is_a_folder_even_where_it_looks_like_a_name(hub, tmp_path, monkeypatch):
+    (tmp_path / "user" / "drafter").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert resolve_drafter("user/drafter") == Path("user/drafter")
+    assert resolve_drafter("/no/such/folder") == Path("/no/such/folder")
+    assert not hub.requests
+    with pytest.raises(ValueError, match="there is no folder outputs/drafter here, .* HTTP 404"):
+        resolve_drafter("outputs/drafter")
+
+
+def test_the_command_pushes_and_transformers_decodes_from_the_hub(folder: Path, tiny_target_dir: Path, tmp_path: Path) -> None:
+    with serving() as server:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+        environment |= {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": WRITER}
+        result = subprocess.run(
+            [sys.executable, "-c", SCRIPT, str(folder), str(tiny_target_dir), "user/some-drafter.v1"],
+            env={**environment, "HF_HUB_DISABLE_XET": "1"},
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        assert result.returncode == 0, result.stdout + result.stderr
+        assert WRITER not in result.stdout + result.stderr
+        assert server.repositories["user/some-drafter.v1"].commits
+        fetched = [request for request in server.requests if "/resolve/" in request]
+        assert any(request.endswith("/model.safetensors") for request in fetched)

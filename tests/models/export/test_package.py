@@ -1,0 +1,101 @@
+"""A drafter's folder for the Hub: whole, loadable, and with nothing in it that isn't to be shared."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from outrider.models.config import TargetConfig
+from outrider.models.drafters import load_drafter
+from outrider.models.export.package import make_package, package_files
+from outrider.models.target import load_target
+
+
+@pytest.fixture
+def folder(package_dirs: dict[str, Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(package_dirs["redrafter"], tmp_path / "package"))
+
+
+def test_the_folder_is_still_a_drafter_of_ours(package_dirs, drafter_dirs, tiny_target_dir):
+    target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="float32", device="cpu"))
+    visited = 0
+    for kind, folder in package_dirs.items():
+        packaged, own = load_drafter(folder, target), load_drafter(drafter_dirs[kind], target)
+        assert all(torch.equal(tensor, own.state_dict()[name]) for name, tensor in packaged.state_dict().items())
+        visited += 1
+    assert visited == 5
+
+
+def test_it_holds_what_it_is_said_to_hold(folder):
+    names = set(package_files(folder))
+    tops = {name for name in names if "/" not in name}
+    assert tops == {"README.md", "config.json", "generation_config.json", "model.safetensors"}
+    assert {"custom_generate/generate.py", "custom_generate/requirements.txt"} < names
+    assert GenerationConfig.from_pretrained(folder).do_sample is False
+
+
+def test_no_path_of_the_machine_is_in_it(folder, drafter_dirs):
+    for name, path in package_files(folder).items():
+        assert str(drafter_dirs["redrafter"].parent).encode() not in path.read_bytes(), name
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("optimizer.safetensors", "a state of training"),
+        ("trainer_state.json", "a state of training"),
+        ("pytorch_model.bin", "a pickle"),
+        ("optimizer.pt", "a state of training"),
+        (".env", "hidden"),
+        (".cache/token", "hidden"),
+        ("checkpoints/model.safetensors", "an unknown folder"),
+        ("custom_generate/weights.bin", "no code"),
+        ("custom_generate/.secret.py", "hidden"),
+        ("notes.txt", "unknown"),
+    ],
+)
+def test_what_isnt_to_be_shared_is_refused_by_name(folder, name, why):
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_bytes(b"secret")
+    with pytest.raises(ValueError, match=f"isn't to be shared: .*{why}.*Move it out"):
+        package_files(folder)
+
+
+def test_links_are_refused_even_to_files_that_would_be_allowed(folder, tmp_path):
+    shutil.move(folder / "README.md", tmp_path / "README.md")
+    (folder / "README.md").symlink_to(tmp_path / "README.md")
+    with pytest.raises(ValueError, match=r"README.md \(a link\)"):
+        package_files(folder)
+    (folder / "README.md").unlink()
+    shutil.move(folder / "custom_generate", tmp_path / "code")
+    (folder / "custom_generate").symlink_to(tmp_path / "code")
+    with pytest.raises(ValueError, match=r"custom_generate \(a link\)"):
+        package_files(folder)
+
+
+def test_a_folder_without_a_drafter_is_refused(folder, tmp_path):
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="holds no drafter"):
+        package_files(folder)
+    with pytest.raises(ValueError, match="not there"):
+        package_files(tmp_path / "nothing")
+
+
+def test_a_failure_leaves_no_half_of_a_folder(drafter_dirs, tmp_path):
+    drafter = Path(shutil.copytree(drafter_dirs["redrafter"], tmp_path / "drafter"))
+    weights = (drafter / "model.safetensors").read_bytes()
+    (drafter / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    with pytest.raises(ValueError, match="is damaged"):
+        make_package(drafter, tmp_path / "out" / "package", "# Card\n")
+    (tmp_path / "notes.json").write_text(json.dumps({"a": 1}))
+    with pytest.raises(ValueError, match="is no certificate"):
+        make_package(drafter_dirs["redrafter"], tmp_path / "out" / "package", "# Card\n", tmp_path / "notes.json")
+    assert not list((tmp_path / "out").iterdir() if (tmp_path / "out").exists() else [])
+
+
+def test_a_folder_with_something_in_it_is_left_alone(drafter_dirs, folder):
+    with pytest.raises(ValueError, match="is there already"):
+        make_package(drafter_dirs["medusa"], folder, "# Card\n")
