@@ -148,12 +148,13 @@ def _line(row: Row, run: Run) -> tuple[str, ...]:
         each for each in run.rows if each["method"] == BASELINE and cell_of(each)[:-1] == cell_of(row)[:-1]
     ]  # every group of rows has one
     setting = run.config["methods"][row["method"]]["setting"] if run.config else {}
+    options = ["off: plain decoding"] if setting is None else [f"{name} {value}" for name, value in setting.items()]
     return tuple(
         escape_markdown(text)
         for text in (
             f"{row['suite']} ({row['num_prompts']})",
             decoding_name(row),
-            ", ".join(f"{name} {value}" for name, value in setting.items()) or "as saved",
+            ", ".join(options) or "as saved",
             _with_interval(row["tokens_per_step"], run.intervals.get(cell_of(row))),
             "none: not lossless" if is_wrong(row) else _with_interval(row["speedup"], row["speedup_ci95"], "x"),
             f"{row['tokens_per_second']:.1f} ({plain['tokens_per_second']:.1f})",
