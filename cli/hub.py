@@ -62,7 +62,7 @@ def push_command(
             try:
                 read_drafter_config(folder)
             except ValueError:
-                package_files(folder)  # a folder in another program's format is pushed as it is
+                package_files(folder)  # an export is pushed as it is, unless it is a pickle
             else:
                 package = _packaged(folder, Path(temporary) / "package", repo)
         files = package_files(package)

@@ -10,7 +10,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from .records import load_records
+from .records import is_local, load_records
 from .roles import ROLES
 from .stdlib import code_conversations
 
@@ -73,9 +73,10 @@ def load_suite(
         )
     if limit is not None and limit < 1:
         raise ValueError(f"limit of suite {name!r} is {limit}; it must be at least 1, or null for all prompts")
-    if revision is not None and (path is not None or name not in SUITES):
+    on_hub = name in SUITES if path is None else name != "stdlib" and not is_local(path)
+    if revision is not None and not on_hub:
         raise ValueError(f"suite {name!r} has the revision {revision!r}, which belongs to the Hub's data; leave it out")
-    source = None if path else _hub_source(name, revision)
+    source = _hub_source(name, path, revision) if on_hub else None
     prompts = _stdlib_prompts(path) if name == "stdlib" else _read_prompts(name, path, revision)
     if limit is not None and limit < len(prompts):
         prompts = [prompts[index] for index in sorted(Random(seed).sample(range(len(prompts)), limit))]
@@ -131,6 +132,8 @@ def _parse_own(record: Any, index: int) -> Prompt | None:
 def _own_turns(record: Any) -> list[Any] | None:
     """What the user says; None where the record has no form that is known, or a system message, which no prompt has."""
     given = [key for key in ("prompt", "turns", "messages", "conversations") if key in record]
+    if "prompt" in given and "messages" in given:
+        given.remove("prompt")  # UltraChat tells the first message twice
     if len(given) != 1:
         return None
     (key,) = given
@@ -213,15 +216,18 @@ def _read_prompts(name: str, path: str | None, revision: str | None) -> list[Pro
     return prompts
 
 
-def _hub_source(name: str, revision: str | None) -> str | None:
+def _hub_source(name: str, path: str | None, revision: str | None) -> str | None:
+    """The data set, ID@COMMIT; the ID alone where no commit was asked for."""
     suite = SUITES.get(name)
+    if path is not None:
+        return "@".join(filter(None, (path, revision)))
     return "@".join(filter(None, (suite.hub_id, revision or suite.revision))) if suite and suite.hub_id else None
 
 
 def _records(name: str, path: str | None, revision: str | None) -> tuple[str, Iterator[Any]]:
     """Where a suite's records lie, and the records."""
     if path is not None:
-        return path, load_records(path)
+        return path, load_records(path, revision=revision)
     suite = SUITES[name]
     if suite.hub_id is None:
         raise ValueError(f"{name} isn't on the Hub: download {suite.download} and give its path (suites: {{path: FILE}})")

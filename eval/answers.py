@@ -17,10 +17,13 @@ from transformers import PreTrainedTokenizerBase
 from ..data.files import atomic_write_text
 from ..data.prompts import Prompt, PromptSet
 from .digests import digest_of
+from .names import BASELINE
 from .records import EvalRecord, GroupKey, group_name
 
 logger = logging.getLogger(__name__)
 
+LONGEST_NAME = 120
+"""Characters of a file's name: file systems take 255 bytes."""
 NOT_IN_FILE_NAMES = re.compile(r"[^\w.=-]+")
 
 
@@ -53,7 +56,12 @@ def write_answers(
                 for prompt in prompts[group[0]]
                 if (turns := _turns(by_key, group, prompt, method))
             ]
-            path = directory / group_name(group, next(iter(groups))) / f"{name}{suffix}"
+            if group[0] == "mt_bench" and method == BASELINE and not _has_fastchats_ids(prompts[group[0]]):
+                logger.info(
+                    "the answers to mt_bench have the Hub's numbers of questions; for FastChat's judge, evaluate its own "
+                    "question.jsonl (--suite-path mt_bench=question.jsonl)"
+                )
+            path = directory / group_name(group) / f"{name}{suffix}"
             atomic_write_text(path, to_text(answered, name, time))
             if num_missing := len(prompts[group[0]]) - len(answered):
                 logger.warning("%s lacks %d prompts with turns that were too long", path, num_missing)
@@ -112,13 +120,18 @@ def file_names(methods: Iterable[str]) -> dict[str, str]:
     """A file's name for each method, in letters that every file system takes, and different for each."""
     names: dict[str, str] = {}
     for method in methods:
-        name = plain = NOT_IN_FILE_NAMES.sub("_", method).strip("._") or "method"
+        name = plain = NOT_IN_FILE_NAMES.sub("_", method).strip("._")[:LONGEST_NAME] or "method"
         number = 1
         while name.lower() in {taken.lower() for taken in names.values()}:
             number += 1
             name = f"{plain}-{number}"
         names[method] = name
     return names
+
+
+def _has_fastchats_ids(prompts: Sequence[Prompt]) -> bool:
+    """Whether the questions are numbered as in FastChat's file, from 81 to 160."""
+    return all(prompt.id.isdecimal() and 81 <= int(prompt.id) <= 160 for prompt in prompts)
 
 
 def _turns(by_key: Mapping[Any, EvalRecord], group: GroupKey, prompt: Prompt, method: str) -> list[EvalRecord]:

@@ -18,11 +18,17 @@ ROUNDING = 8
 
 @torch.inference_mode()
 def audit(
-    target: HFTarget, prompt: Int[torch.Tensor, "1 seq"], token_ids: list[int], *, temperature: float = 0.0, seed: int = 0
+    target: HFTarget,
+    prompt: Int[torch.Tensor, "1 seq"],
+    token_ids: list[int],
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    seed: int = 0,
 ) -> Audit:
     """Force an answer through the plain model, token by token as plain decoding reads it, and all at once.
 
-    The answer is a greedy one, or, at a `temperature` above 0, one sampled with `RowSeeds([seed])`.
+    The answer is a greedy one, or, at a `temperature` above 0, one sampled with `RowSeeds([seed])`, of up to `max_new_tokens`.
     """
     num_tokens = len(token_ids)
     tokens = torch.tensor([token_ids], device=prompt.device)
@@ -50,4 +56,10 @@ def audit(
         if (distance := float(scores.max() - scores[token])) > deficit:
             deficit, worst = distance, position
     explained = deficit <= 2 * noise and logit_noise <= MAX_NOISE * float(stepwise.std(-1).max())
-    return Audit(deficit=deficit, position=worst, noise=noise, within_noise=explained)
+    stops = [position for position, token in enumerate(token_ids) if token in target.stop_ids]
+    ends_rightly = stops == [num_tokens - 1] or (not stops and num_tokens == max_new_tokens)
+    if not ends_rightly:
+        worst = stops[0] + 1 if stops and stops[0] + 1 < num_tokens else num_tokens - 1
+    return Audit(
+        deficit=deficit, position=worst, noise=noise, ends_rightly=ends_rightly, within_noise=explained and ends_rightly
+    )

@@ -20,8 +20,7 @@ from ..models.drafters.hub import HUB_ID
 from ..models.export.package import read_certificate, require_whole
 from .names import BASELINE
 from .report_runs import Run, cell_of, read_run
-from .report_sections import is_wrong
-from .rows import Row, decoding_name
+from .rows import Row, decoding_name, is_wrong
 from .tables import escape_markdown
 
 TITLES = {
@@ -121,7 +120,8 @@ def _measurements(runs: Sequence[Run], weights: str) -> str:
     note = (
         "A step is one pass of the target; tokens per step count the token that it adds itself. The speedup is that of whole "
         "generations over plain decoding, through the same loop on the same machine. In brackets: 95 % intervals, by a "
-        "bootstrap over prompts. Lossless: whether the answers were those of plain decoding, token for token."
+        "bootstrap over prompts, or over batches of them. Lossless: whether the answers were those of plain decoding, token "
+        "for token."
     )
     return "\n\n".join(["## Speed", *parts, note])
 

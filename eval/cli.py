@@ -56,6 +56,7 @@ def eval_command(
     import torch  # it, and all that uses it, loads too slowly for --help
 
     from ..data.chat import use_chat_template
+    from ..data.files import locked
     from ..models.config import TargetConfig
     from ..models.drafters.hub import resolve_drafter
     from ..models.target import load_target
@@ -100,7 +101,8 @@ def eval_command(
     )
     use_chat_template(loaded.tokenizer, chat_template)
     choices = tuned_settings(config, loaded, drafter) if tuned else None
-    rows = evaluate(config, loaded, loaded.tokenizer, drafter, output, tuned=choices)
+    with locked(output):
+        rows = evaluate(config, loaded, loaded.tokenizer, drafter, output, tuned=choices)
     console = Console()
     print_table(rows, console)
     console.print(f"Records, summary, tables and plots: {escape(str(output))}", soft_wrap=True)

@@ -17,7 +17,7 @@ class SuiteConfig:
     path: str | None = None
     """A local file of the suite; None reads it from the Hub (or, for stdlib, from the running Python)."""
     revision: str | None = None
-    """Commit of the data set on the Hub; None is the one that the suite is pinned to (mt_bench isn't: the newest)."""
+    """Commit of the data set on the Hub; None is the one that the suite is pinned to."""
     limit: int | None = None
     """At most this many prompts, drawn by the seed; None takes all."""
 

@@ -32,13 +32,15 @@ class Audit:
     and the same one computed by the bare model over the whole text at once (the clocks are the same, so it is that of
     logits / temperature), and the sampler's own `ROUNDING`. Two scores that are each off by `noise` may change order while
     they are `2 * noise` apart: `within_noise`. Noise of more than a share of the logits' spread explains nothing: then
-    something is broken.
+    something is broken. And so it is where an answer doesn't end as plain decoding ends: with its first stop token, or at the
+    limit.
     """
 
     deficit: float
     position: int
     """Of the token that has it, from 0."""
     noise: float
+    ends_rightly: bool
     within_noise: bool
 
 

@@ -8,11 +8,14 @@ from typing import Any
 
 from ..data.files import replacing
 from .records import BASELINE
-from .rows import Row, decoding_name, is_broken
+from .rows import Row, decoding_name, is_broken, is_lossy
 
 COLORS = ("#1b6ca8", "#d1603d", "#3b8f5a", "#8e5ea2", "#b8860b", "#5f6a72")
 """One per method, or per temperature; a seventh takes the first again."""
 OVERALL = "all"
+PLAIN_TEXT = {"font.family": "DejaVu Sans", "text.parse_math": False}
+"""Names may hold any letters, dollars too."""
+NOT_LOSSLESS = " (not lossless)"
 PARITY_TEXT: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 8, "color": "0.35"}
 ROW_INCHES, BAR_SHARE = 0.34, 0.8
 LINE_INCHES, DOT_INCHES = 0.2, 0.2
@@ -36,7 +39,7 @@ def plot_suite(rows: Sequence[Row], path: Path) -> None:
 
     categories = [*_sorted_categories(rows[0]), OVERALL]
     height = ROW_INCHES * (len(categories) + 0.4) * max(1.0, 0.62 * len(rows)) + 1.2
-    with mpl.rc_context({"font.family": "DejaVu Sans", "font.size": 9, "axes.titlesize": 10}):
+    with mpl.rc_context({**PLAIN_TEXT, "font.size": 9, "axes.titlesize": 10}):
         figure = Figure(figsize=(9, height), layout="constrained")
         left, right = figure.subplots(1, 2, sharey=True)
         _bars(left, rows, categories, lambda values: (values["tokens_per_step"], None), "{:.2f}")
@@ -77,7 +80,7 @@ def plot_comparison(rows: Sequence[Row], path: Path) -> None:
     places = {row["method"]: place for place, row in enumerate(first)}
     names = [_wrapped(name) for name in places]
     inches = max(LINE_INCHES * (2 + max(name.count("\n") for name in names)), DOT_INCHES * (len(temperatures) + 1))
-    with mpl.rc_context({"font.family": "DejaVu Sans", "font.size": 9, "axes.titlesize": 10}):
+    with mpl.rc_context({**PLAIN_TEXT, "font.size": 9, "axes.titlesize": 10}):
         figure = Figure(figsize=(10, inches * len(first) + 1.8), layout="constrained")
         left, right = figure.subplots(1, 2, sharey=True)
         for row in rows:
@@ -112,8 +115,9 @@ def _dots(left: Any, right: Any, row: Row, place: float, color: str) -> None:
     style["path_effects"] = [withStroke(linewidth=2, foreground="white")]  # readable across lines
     for axes, value, spec in ((left, row["tokens_per_step"], "{:.2f}"), (right, row["speedup"], "{:.2f}x")):
         if value is not None:
-            axes.plot(value, place, "o", color=color, markersize=5)
-            axes.annotate(spec.format(value), (value, place), (0, 4.5), **style)
+            axes.plot(value, place, "o", color=color, markersize=5, fillstyle="none" if is_lossy(row) else "full")
+            text = spec.format(value) + (NOT_LOSSLESS if axes is right and is_lossy(row) else "")
+            axes.annotate(text, (value, place), (0, 4.5), **style)
     if is_broken(row):
         right.annotate("not lossless", (1.0, place), (0, -3), color=color, **style)
         return
@@ -167,9 +171,9 @@ def _bars(
             if value is None:
                 axes.annotate("-", (0, place + offset), (4, 0), textcoords="offset points", va="center", fontsize=8)
                 continue
-            label = row["method"] if category == OVERALL else None
-            alpha = 1.0 if category == OVERALL else 0.75
-            axes.barh(place + offset, value, thickness * 0.9, color=color, alpha=alpha, label=label)
+            label = row["method"] + NOT_LOSSLESS * is_lossy(row) if category == OVERALL else None
+            alpha, hatch = 1.0 if category == OVERALL else 0.75, "///" if is_lossy(row) else None
+            axes.barh(place + offset, value, thickness * 0.9, color=color, alpha=alpha, label=label, hatch=hatch)
             end = value
             if interval:
                 axes.plot(interval, [place + offset] * 2, color="0.15", linewidth=1, solid_capstyle="butt")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from ..data.files import atomic_write_bytes, naming_full_disk, parse_dataclass
+from ..data.files import atomic_write_bytes, naming_full_disk, parse_dataclass, sealed, was_altered
 from ..models.phases import PhaseSeconds
 from .digests import digest_of
 from .names import BASELINE as BASELINE
@@ -180,19 +180,14 @@ class EvalRecord:
         return self.prefill_seconds + self.decode_seconds
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), ensure_ascii=False)
+        """A line of JSON, with a digest by which it is seen whether anybody changed it since."""
+        return json.dumps(sealed(dataclasses.asdict(self)), ensure_ascii=False)
 
 
-def group_name(key: GroupKey, first: GroupKey) -> str:
-    """What the files of a group are named after: the suite, and what isn't as in the run's `first` group."""
+def group_name(key: GroupKey) -> str:
+    """What the files of a group are named after: the suite, a batch size above 1, and a temperature above 0."""
     suite, temperature, batch_size = key
-    return "-".join(
-        [
-            suite,
-            *([f"b{batch_size}"] if batch_size != first[2] else []),
-            *([f"t{temperature:g}"] if temperature != first[1] else []),
-        ]
-    )
+    return suite + (f"-b{batch_size}" if batch_size > 1 else "") + (f"-t{temperature:g}" if temperature > 0 else "")
 
 
 class RecordFile:
@@ -242,9 +237,13 @@ def read_records(path: Path) -> dict[RecordKey, EvalRecord]:
     content = path.read_bytes() if path.exists() else b""
     for number, line in enumerate(content.split(b"\n")[:-1], start=1):
         try:
-            record = parse_dataclass(EvalRecord, json.loads(line), path)
+            content = json.loads(line)
+            altered = isinstance(content, dict) and was_altered(content)
+            record = parse_dataclass(EvalRecord, content, path)
             if record.key in records:
                 raise ValueError("the same generation as an earlier line")
+            if altered:
+                raise ValueError(f"{record.name} was altered since it was measured: its digest is not the recorded one")
         except ValueError as error:  # malformed JSON and UTF-8 are ValueErrors too
             raise ValueError(f"{path}, line {number}: {error}; delete the line, and the run makes the record again") from error
         records[record.key] = record

@@ -1,6 +1,7 @@
 """The report of finished evaluations: one page and PNGs, of their records alone."""
 
 import logging
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,16 +10,20 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ..data.files import atomic_write_text
+from .names import BASELINE
 from .report_distillation import distillation
 from .report_plots import plot_table
 from .report_prefixes import prefixes
-from .report_runs import Group, read_groups
+from .report_runs import Group, decoding, read_groups
 from .report_sections import accepted_lengths, categories, heat_maps, results, roofline, time_split
 from .report_tables import Section
+from .rows import Row
 
 logger = logging.getLogger(__name__)
 
 PAGE_FILE, FIGURES_DIR = "report.html", "figures"
+FIGURE = re.compile(r"\d+-[a-z]+-\d+\.png")
+"""A figure's name: its chapter, section and table."""
 NUM_OPEN = 4
 """Tables of a section that the page shows at once; those after them are folded, and have no PNG."""
 SECTIONS: dict[Callable[[Group], Section | None], str] = {
@@ -119,8 +124,23 @@ def _facts(group: Group) -> list[tuple[str, str]]:
         records = f"summary only, no {run.lacks}" if run.lacks else f"{run.num_records:,} records"
         prompts = {(row["suite"], row["prompt_set_revision"][:12]) for row in run.rows}
         told = ", ".join(f"{suite} (prompts {revision})" for suite, revision in sorted(prompts))
-        facts.append((f"Folder {run.name}", f"{records}; {told}"))
+        left_out = [
+            f"{row['suite']} ({decoding(row['temperature'])}, batch size {row['batch_size']}): {told_of}"
+            for row in run.rows
+            if row["method"] == BASELINE and (told_of := _left_out(row))
+        ]
+        facts.append((f"Folder {run.name}", "; ".join([records, told, *left_out])))
     return facts
+
+
+def _left_out(row: Row) -> str:
+    """What a reader of the row's figures should know of its answers."""
+    told = []
+    if num_skipped := row.get("num_skipped"):
+        told.append(f"{num_skipped} turns skipped as too long")
+    if num_truncated := row.get("num_truncated"):
+        told.append(f"{num_truncated} plain answers ended at the token limit")
+    return ", ".join(told)
 
 
 def _unknown(group: Group) -> list[str]:
@@ -143,7 +163,7 @@ def _write_figures(chapters: Sequence[Chapter], folder: Path) -> None:
                 path = folder / f"{chapter_number}-{section.id}-{number}.png"
                 plot_table(table, f"{section.title}: {table.caption}", path)
                 written.add(path.name)
-    for stale in folder.glob("[0-9]*-*-[0-9]*.png"):
-        if stale.name not in written:
+    for stale in folder.glob("*.png"):
+        if FIGURE.fullmatch(stale.name) and stale.name not in written:
             logger.info("removing %s, which an earlier report left", stale)
             stale.unlink()

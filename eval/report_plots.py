@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..data.files import replacing
+from .plots import PLAIN_TEXT
 from .report_tables import Column, Table, Value
 
 BAR, WHISKER, PARITY, BAD = "#2a78b5", "#14202b", "#7a848e", "#b3261e"
@@ -21,7 +22,7 @@ def plot_table(table: Table, title: str, path: Path) -> None:
 
     names = ["\n".join([*_wrapped(line.label), *_wrapped(line.detail)]) for line in table.lines]
     inches = LINE_INCHES * (0.8 + max(name.count("\n") + 1 for name in names))
-    with mpl.rc_context({"font.family": "DejaVu Sans", "font.size": 8, "axes.titlesize": 9}):
+    with mpl.rc_context({**PLAIN_TEXT, "font.size": 8, "axes.titlesize": 9}):
         drawn = [index for index, column in enumerate(table.columns) if column.kind != "text"]
         is_grid = table.columns[0].kind == "heat"
         width = 3.4 + (GRID_CELL_INCHES * len(drawn) if is_grid else 3.1 * len(drawn))

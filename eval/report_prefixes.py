@@ -4,8 +4,8 @@ from collections import defaultdict
 from typing import Any
 
 from .report_runs import Entry, Group, decoding
-from .report_sections import is_wrong
 from .report_tables import Column, Line, Section, Table, Value, column, number, table
+from .rows import is_wrong
 
 VARIED = ("beam_width", "share_prefixes")
 """Options in which the settings of one table differ."""
@@ -39,8 +39,8 @@ def _sizes(group: Group) -> list[Table]:
         for (entry, counts), separate, shared in zip(counted, sides["separate"], sides["shared"], strict=True):
             if counts is None or separate is None or shared is None:
                 continue
-            saved = 1 - counts["shared"][1] / counts["separate"][1]
-            values = [separate, shared, Value(text=f"{saved:.0%}")]
+            before, after = counts["separate"][1], counts["shared"][1]
+            values = [separate, shared, Value(text=f"{1 - after / before:.0%}" if before else "-")]
             lines.append(Line(label=entry.label, detail=entry.detail, values=values))
         if lines:
             shown = [value for side in sides.values() for value in side if value is not None]
@@ -97,4 +97,5 @@ def _speed(entries: dict[tuple[int, int, bool], Entry], batch: int, width: int, 
     speed = entry.row["tokens_per_second"]
     if is_wrong(entry.row):
         return Value(text=f"{speed:.1f}", number=speed, note="not lossless", tone="bad")
-    return Value(text=f"{speed:.1f}", number=speed, note=f"{speed / other.row['tokens_per_second']:.2f}x" if shared else "")
+    ratio = f"{speed / other.row['tokens_per_second']:.2f}x" if shared and not is_wrong(other.row) else ""
+    return Value(text=f"{speed:.1f}", number=speed, note=ratio)

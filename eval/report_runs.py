@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,7 +74,10 @@ class Run:
         if self.config is None or self.environment is None:
             return {"folder": str(self.directory), "dtype": self.rows[0]["dtype"]}
         options = {name: value for name, value in self.config.items() if name not in VARIES_WITHIN_A_TABLE}
-        return {**options, "environment": self.environment}
+        place = dict(self.environment)
+        if place["device"] != "cpu":
+            del place["num_threads"]  # which launchers set as they like
+        return {**options, "environment": place}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,17 +143,29 @@ def read_groups(directories: Sequence[Path]) -> list[Group]:
 def read_run(directory: Path, name: str) -> Run:
     """A finished run. Raises ValueError as `read_finished` does."""
     finished = read_finished(directory)
-    described = read_json(directory / RUN_FILE) if (directory / RUN_FILE).is_file() else {}
+    config, environment = _described(directory / RUN_FILE)
     return Run(
         name=name,
         directory=directory,
-        config=described.get("config"),
-        environment=described.get("environment"),
+        config=config,
+        environment=environment,
         rows=finished.rows,
         num_records=len(finished.records),
         lacks=finished.lacks,
         intervals=_intervals(finished.records),
     )
+
+
+def _described(path: Path) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """Configuration and environment of a run, maybe of an earlier version, whose options were fewer."""
+    if not path.is_file():
+        return None, None
+    found = read_json(path)
+    config, environment = (found.get(name) if isinstance(found, dict) else None for name in ("config", "environment"))
+    needed = ((config, ("target", "methods", "suites")), (environment, ("device", "cpu", "num_threads")))
+    if not all(isinstance(part, dict) and part.keys() >= set(keys) for part, keys in needed):
+        raise ValueError(f"{path} doesn't tell how the run was made; restore it, or take it away and report the summary alone")
+    return config, environment
 
 
 def short_names(directories: Sequence[Path]) -> list[str]:
@@ -186,39 +201,34 @@ def _interval(prompts: Sequence[Sequence[int]]) -> tuple[float, float] | None:
 
 
 def _entries(runs: Sequence[Run]) -> list[Entry]:
-    """The rows of comparable runs. A method that several of them measured, or name for different drafters, is told apart."""
-    made_by: dict[str, set[str]] = defaultdict(set)
+    """The rows of comparable runs. What several of them measured, or call the same though it isn't, is told apart."""
+    described = {run.name: (run.config or {}).get("methods", {}) for run in runs}
+    drafters: dict[str, set[str | None]] = defaultdict(set)
+    times_measured: Counter[Cell] = Counter()
     for run in runs:
-        for row in run.rows:
-            made_by[row["method"]].add(run.name)
+        times_measured.update(cell_of(row) for row in run.rows)
+        for method, own in described[run.name].items():
+            drafters[_label(method)[0]].add(json.dumps([own["config"], own["weights"]], sort_keys=True))
+    twice = {cell[-1] for cell, count in times_measured.items() if count > 1}
     entries = []
     for run in runs:
         for row in run.rows:
             method = row["method"]
-            described = (run.config or {}).get("methods", {}).get(method)
-            options = _options(described) if described else _options_in(method)
+            own = described[run.name].get(method)
             label, detail = _label(method)
-            contested = len(made_by[method]) > 1 and _contested(method, runs)
+            contested = method in twice or len(drafters[label]) > 1
             entries.append(
                 Entry(
                     run=run.name,
                     row=row,
                     label=f"{label} [{run.name}]" if contested else label,
                     detail=detail,
-                    options=options,
-                    weights=described["weights"] if described else None,
+                    options=_options(own) if own else _options_in(method),
+                    weights=own["weights"] if own else None,
                     tokens_per_step_ci95=run.intervals.get(cell_of(row)),
                 )
             )
     return entries
-
-
-def _contested(method: str, runs: Sequence[Run]) -> bool:
-    """Whether runs measured the same cell of this method, or mean different drafters by its name."""
-    cells = [cell_of(row) for run in runs for row in run.rows if row["method"] == method]
-    described = [(run.config or {}).get("methods", {}).get(method) for run in runs]
-    drafters = {json.dumps(each, sort_keys=True) for each in described if each is not None}
-    return len(set(cells)) < len(cells) or len(drafters) > 1
 
 
 def _label(method: str) -> tuple[str, str]:

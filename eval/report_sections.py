@@ -1,32 +1,29 @@
 """The sections of a report, each from rows alone. None where the rows lack what it needs: nothing is filled in."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from .names import BASELINE
 from .report_runs import Entry, Group
 from .report_tables import Column, Line, Section, Table, Value, column, number, table
-from .tables import BY_RULE_NOTE, FEW_UNITS, too_few
+from .rows import is_broken, is_lossy, is_wrong
+from .tables import BUFFER, BY_RULE_NOTE, FEW_UNITS, too_few
 
 PHASES = ("draft", "verify", "accept", "rest")
 MAX_HISTOGRAM = 12
 """Accepted lengths shown one by one; longer ones are added up in the last."""
 
 
-def is_wrong(row: Mapping[str, Any]) -> bool:
-    """Whether a row's answers are not the target's own, by mistake or by a lossy rule. Where the arithmetic's noise explains
-    all that differs, they are: such a row keeps its speedup."""
-    return row["lossless"] is False and row["num_within_noise"] < max(1, row["num_mismatched_prompts"])
-
-
 def speedup(entry: Entry) -> Value:
-    """Over plain decoding; where the answers aren't the target's own, a refusal in its place. (Samples that can't be compared
-    with its own are lossless by their rule, as the evaluation's table has it.)"""
+    """Over plain decoding, as the evaluation's table has it: where answers aren't the target's own by mistake, a refusal in
+    its place, and a mark where a lossy rule makes them. (Samples that can't be compared are lossless by their rule.)"""
     row = entry.row
-    if is_wrong(row):
-        return Value(text="not lossless", note=row["lossless_label"].removeprefix("no, "), tone="bad")
-    return number(row["speedup"], ".2f", "x", row["speedup_ci95"])
+    if is_broken(row):
+        return Value(text="not lossless", note=row["lossless_label"], tone="bad")
+    value = number(row["speedup"], ".2f", "x", row["speedup_ci95"])
+    return replace(value, note="not lossless", tone="bad") if is_lossy(row) else value
 
 
 def results(group: Group) -> Section | None:
@@ -349,7 +346,7 @@ def _roofline_notes(entries: Sequence[Entry]) -> list[str]:
     notes = []
     for facts in dict.fromkeys(tuple(sorted(entry.row["roofline"].items())) for entry in entries):
         values = dict(facts)
-        source = "given" if values["given"] else "measured on a buffer of that size"
+        source = "given" if values["given"] else f"measured on a buffer of {BUFFER}"
         note = f"{values['weight_bytes'] / 1e6:.1f} MB of weights a token at {values['bandwidth_gbs']:.1f} GB/s ({source})."
         if values["fits_in_cache"]:
             note += " The weights fit into the processor's cache, so main memory does not bound this target."

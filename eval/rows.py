@@ -54,7 +54,7 @@ class Row(TypedDict):
     speedup_ci95: tuple[float, float] | None
     rho: float | None
     ceiling: float | None
-    """tau / (1 + rho): computed, not measured."""
+    """tau / (1 + rho): computed, not measured. None where there is no speedup."""
     draft_seconds_per_step: float | None
     parameters: int | None
     """The drafter's own; those of the target are not counted."""
@@ -114,7 +114,7 @@ def build_rows(
 
 def _withdraw(row: Row) -> None:
     """Plain decoding was wrong, so nobody knows what the others, which were held against it, are worth."""
-    row["speedup"], row["speedup_ci95"], row["lossless"] = None, None, False
+    row["speedup"], row["speedup_ci95"], row["ceiling"], row["lossless"] = None, None, None, False
     for values in row["by_category"].values():
         values.update(speedup=None, speedup_ci95=None)
     if row["method"] != BASELINE:
@@ -130,6 +130,17 @@ def decoding_name(row: Row) -> str:
 def is_broken(row: Row) -> bool:
     """Whether a method that claims to be lossless gave an answer that neither the target nor its noise explains."""
     return row["speedup"] is None
+
+
+def is_wrong(row: Mapping[str, Any]) -> bool:
+    """Whether a row's answers are not the target's own, by mistake or by a lossy rule. Where the arithmetic's noise explains
+    all that differs, they are."""
+    return row["lossless"] is False and row["num_within_noise"] < max(1, row["num_mismatched_prompts"])
+
+
+def is_lossy(row: Row) -> bool:
+    """Whether they are not by a rule that doesn't claim to be lossless: such a row has a speedup, which must be marked."""
+    return is_wrong(row) and not is_broken(row)
 
 
 def _row(
@@ -177,7 +188,7 @@ def _row(
         speedup=ratio,
         speedup_ci95=interval,
         rho=rho,
-        ceiling=stats.ceiling(tau, rho),
+        ceiling=None if lossless.broken else stats.ceiling(tau, rho),
         draft_seconds_per_step=None if is_baseline else stats.draft_seconds_per_step(profiled),
         parameters=drafter.parameters if drafter else None,
         training=drafter.training if drafter else None,

@@ -217,7 +217,8 @@ def audit_answers(bench: Bench, suites: Sequence[PromptSet]) -> dict[str, Audit]
         input_ids = next(turn.input_ids for turn in turns if turn.turn == record.turn)
         assert input_ids is not None  # it had room when it was measured
         seed = answer_seed(record.seed, record.suite, record.prompt_id, record.turn)
-        result = audit(bench.target, input_ids, record.token_ids, temperature=record.temperature, seed=seed)
+        options = {"max_new_tokens": bench.config.max_new_tokens, "temperature": record.temperature, "seed": seed}
+        result = audit(bench.target, input_ids, record.token_ids, **options)
         logger.info("%s: deficit %.4g, noise %.4g", record.key, result.deficit, result.noise)
         audits[record.answer_digest] = result
     return audits
@@ -232,12 +233,11 @@ def write_results(rows: Sequence[Row], output_dir: Path) -> None:
     groups: dict[GroupKey, list[Row]] = {}
     for row in rows:
         groups.setdefault((row["suite"], row["temperature"], row["batch_size"]), []).append(row)
-    first = next(iter(groups))
     for key, own in groups.items():
-        plot_suite(own, output_dir / f"{group_name(key, first)}.png")
+        plot_suite(own, output_dir / f"{group_name(key)}.png")
     for suite, size in dict.fromkeys((suite, size) for suite, _, size in groups):
         own = [row for row in rows if (row["suite"], row["batch_size"]) == (suite, size)]
-        plot_comparison(own, output_dir / f"{group_name((suite, first[1], size), first)}-comparison.png")
+        plot_comparison(own, output_dir / f"{group_name((suite, 0.0, size))}-comparison.png")
 
 
 @contextmanager

@@ -19,6 +19,8 @@ FEW_UNITS = 8
 """A bootstrap over fewer prompts, or batches, hardly knows how far they spread."""
 METHOD_WIDTH = 14
 """Characters for the name of a method on the narrowest terminal."""
+BUFFER = "that size, at most 1 GiB"
+"""What bandwidth is measured on (`roofline.MAX_BUFFER_BYTES`), in words."""
 TOKENS_NOTE = (
     "Tok/step: tokens emitted per target step, bonus included, prefill excluded. Tok/s and speedup: whole generations, prefill "
     "included; the interval is a bootstrap over prompts."
@@ -87,7 +89,8 @@ def footnotes(rows: Sequence[Row]) -> list[str]:
         num_answers = row["num_turns"] * row["num_repeats"]
         note = (
             f"{group} (prompts {_prompts(row)}): {row['num_prompts']} prompts, {row['num_turns']} turns, "
-            f"each answered {row['num_repeats']} time(s){_in_batches(row)}; {row['num_truncated']} of {num_answers} answers "
+            f"each answered {row['num_repeats']} time(s){_in_batches(row)}{too_few(row['num_batches'] or row['num_prompts'])}; "
+            f"{row['num_truncated']} of {num_answers} answers "
             "ended at the limit."
         )
         if row["num_skipped"]:
@@ -151,7 +154,7 @@ def _groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
 def _in_batches(row: Row) -> str:
     if row["batch_size"] == 1:
         return ""
-    return f", in {row['num_batches']} batches{too_few(row['num_batches'])}"
+    return f", in {row['num_batches']} batches"
 
 
 def too_few(num_units: int) -> str:
@@ -182,7 +185,7 @@ def _number(value: float | None, spec: str, unit: str = "") -> str:
 
 def _roofline_note(row: Row) -> str:
     roofline = row["roofline"]
-    source = "given" if roofline["given"] else "measured on a buffer of that size"
+    source = "given" if roofline["given"] else f"measured on a buffer of {BUFFER}"
     note = (
         f"Roofline of plain decoding: {roofline['weight_bytes'] / 1e6:.1f} MB of weights per token at "
         f"{roofline['bandwidth_gbs']:.1f} GB/s ({source}): {roofline['tokens_per_second']:.0f} tokens/s."

@@ -12,6 +12,8 @@ from ..data.chat import encode_prompt
 from ..data.files import write_json
 from ..data.types import Turn
 from ..models.drafters import load_drafter
+from ..models.drafters.checkpoint import read_drafter_config
+from ..models.drafters.registry import parse_runtime_config
 from ..models.drafters.tuned import Choice, describe_place, read_tuned, save_tuned, tuned_choice
 from ..models.hf_target import HFTarget
 from ..models.interfaces import TrainableDrafter
@@ -89,11 +91,8 @@ def tune(
     settings = candidates(drafter_dir) if settings is None else list(settings)
     with ExitStack() as stack:
         stack.enter_context(cpu_threads(config.num_threads))
+        _require_trees_of_the_text(drafter_dir, settings)
         drafter = load_drafter(drafter_dir, target, **settings[0])
-        if getattr(drafter.config, "temperature", 0.0):
-            raise ValueError(
-                f"{drafter_dir} draws its drafts at random, so its steps can't be replayed; set its temperature to 0"
-            )
         if config.pack_weights:
             stack.enter_context(packed_linears(target.model))
         longest = min(target.context_length, drafter.context_length or target.context_length)
@@ -116,6 +115,17 @@ def tune(
     if write:
         save_tuned(drafter_dir, place, tuning.choices)
     return tuning
+
+
+def _require_trees_of_the_text(drafter_dir: Path, settings: Sequence[dict[str, Any]]) -> None:
+    saved = read_drafter_config(drafter_dir)
+    for setting in settings:
+        _, config = parse_runtime_config({"kind": saved.kind, **saved.drafter}, setting)
+        if getattr(config, "temperature", 0.0):
+            raise ValueError(
+                f"{drafter_dir} draws its drafts at random{f' with {setting}' if setting else ''}, so its steps can't be "
+                "replayed; set its temperature to 0"
+            )
 
 
 def _tune(

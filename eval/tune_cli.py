@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from .config import EvalConfig, SuiteConfig
@@ -63,10 +64,13 @@ def tune_command(
     sizes = sorted(set(batch_size or [1]))
     if sizes[0] < 1:
         raise ValueError(f"--batch-size is {sizes[0]}; it must be at least 1")
+    if max_new_tokens < 2:
+        raise ValueError(f"--max-new-tokens is {max_new_tokens}; the first token is the prefill's, so it must be at least 2")
     config = EvalConfig(
         suites=[SuiteConfig(name=suite, path=suite_path, revision=suite_revision, limit=limit)],
         settings=[parse_setting(text) for text in setting or []] or [{}],
         temperatures=[temperature],
+        batch_sizes=sizes,
         max_new_tokens=max_new_tokens,
         seed=seed,
         num_threads=threads,
@@ -91,14 +95,14 @@ def tune_command(
     console = Console()
     for size in sizes:
         console.print(tuning_table(tuning, size))
-        console.print(verdict(tuning, size))
+        console.print(escape(verdict(tuning, size)))
     written = f"; the choice to {drafter / 'tuned.json'}" if write else ""
-    console.print(f"All predictions were written to {output / 'tuning.json'}{written}", soft_wrap=True)
+    console.print(escape(f"All predictions were written to {output / 'tuning.json'}{written}"), soft_wrap=True)
 
 
 def tuning_table(tuning: "Tuning", batch_size: int) -> Table:
     """The settings that are fastest for a batch size, and plain decoding: as predicted, and as measured where they were."""
-    table = Table(title=f"Batches of {batch_size}: tokens/s; own ms is a step's time beside the target's")
+    table = Table(title=f"Batches of {batch_size}: decoded tokens/s; own ms is a step's time beside the target's")
     table.add_column("setting", overflow="fold", min_width=15)
     for column in ("tok/step", "nodes", "own ms", "predicted", "measured", "speedup"):
         table.add_column(column, justify="right")
@@ -130,7 +134,7 @@ def verdict(tuning: "Tuning", batch_size: int) -> str:
         loss = 1 - best.tokens_per_second / choice.plain_tokens_per_second
         told = f"speculation is off: the best setting ({_name(best.setting)}) loses {100 * loss:.0f} %"
     else:
-        told = f"{_name(choice.setting)}, {choice.speedup:.2f}x of plain decoding"
+        told = f"{_name(choice.setting)}, {choice.speedup:.2f}x of plain decoding (prompts' reading left out)"
     if batch_size in tuning.regrets:
         wrong = sorted(map(abs, tuning.errors(batch_size)))
         told += (

@@ -25,6 +25,7 @@ from ..models.drafters import NullDrafter, load_drafter
 from ..models.drafters.checkpoint import read_drafter_config
 from ..models.drafters.registry import parse_runtime_config
 from ..models.drafters.tuned import Choice
+from ..models.graphs import GraphedDrafter
 from ..models.hf_target import HFTarget
 from ..models.interfaces import AcceptanceRule, Drafter, Target
 from ..models.packing import packed_linears
@@ -77,11 +78,22 @@ def candidates(directory: Path) -> list[dict[str, Any]]:
     _, own = parse_runtime_config(config, {})
     grid = GRIDS[saved.kind]
     found = [{name: getattr(own, name) for name in grid}]
+    # A tree that is written down would overrule the number of its nodes.
+    chosen: dict[str, Any] = {} if getattr(own, "tree_paths", None) is None else {"tree_paths": None}
     for values in product(*grid.values()):
-        setting = dict(zip(grid, values, strict=True))
-        if setting not in found and _makes_sense(setting):
+        setting = {**dict(zip(grid, values, strict=True)), **chosen}
+        if setting not in found and _makes_sense(setting) and _is_possible(config, setting):
             found.append(setting)
     return found
+
+
+def _is_possible(config: dict[str, Any], setting: Mapping[str, Any]) -> bool:
+    """Whether the drafter takes it beside its other options: a tree's nodes are chosen among shared prefixes only."""
+    try:
+        parse_runtime_config(config, setting)
+    except ValueError:
+        return False
+    return True
 
 
 def _makes_sense(setting: Mapping[str, Any]) -> bool:
@@ -198,7 +210,8 @@ class Trial:
         drafter = load_drafter(self.directory, self.target, **setting)
         with packed_linears(*([drafter] if self.pack else [])):
             # A TrainableDrafter is an nn.Module first, so that its type doesn't say that it drafts.
-            yield cast("Drafter[Any]", drafter)
+            proposer = cast("Drafter[Any]", drafter)
+            yield GraphedDrafter(proposer) if self.target.cuda_graphs and drafter.recordable else proposer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

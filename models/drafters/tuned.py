@@ -115,10 +115,15 @@ def tuned_choice(directory: Path, target: HFTarget, *, batch_size: int = 1, temp
                     "%s is tuned for batches of %s, and for %d as for %s", directory, ", ".join(entry.choices), batch_size, size
                 )
             return entry.choices[size]
-    known = "; ".join(", ".join(f"{key} {value}" for key, value in asdict(entry.place).items()) for entry in entries)
+    here = asdict(place)
+    others = [
+        ", ".join(f"{key} {value}" for key, value in asdict(entry.place).items() if value != here[key]) for entry in entries
+    ]
+    known = f"only for another place: {'; or '.join(others)}" if others else "for no place yet"
     raise ValueError(
-        f"{directory} isn't tuned for {', '.join(f'{key} {value}' for key, value in asdict(place).items())} (it is for: "
-        f"{known or 'nothing'}); run `outrider tune --drafter {directory} --target ...` here first"
+        f"{directory} isn't tuned for {', '.join(f'{key} {value}' for key, value in here.items())} (it is {known}). Run "
+        f"`outrider tune --drafter {directory} --target ... --temperature {temperature:g} --dtype {place.dtype}"
+        f"{f' --threads {place.num_threads}' if place.num_threads else ''}` here first"
     )
 
 

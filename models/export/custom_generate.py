@@ -6,6 +6,7 @@ processors and stopping criteria. Then comes the decode loop of `loop` in place 
 same: token for token where it is greedy, in distribution where it is sampled.
 """
 
+import copy
 import logging
 import re
 import sys
@@ -160,7 +161,7 @@ def bind(model: PreTrainedModel, folder: Path, options: dict[str, Any], tokenize
         )
     files = [(path := folder / name).is_file() and (path.stat().st_mtime_ns, path.stat().st_size) for name in FILES]
     embeddings = model.get_input_embeddings()
-    key = (str(folder), files, options, id(tokenizer), id(embeddings), model.device, model.dtype, implementation)
+    key = (str(folder), files, copy.deepcopy(options), id(tokenizer), id(embeddings), model.device, model.dtype, implementation)
     kept = vars(model).get(BOUND)
     if kept is not None and kept[0] == key:
         return kept[1], kept[2]
@@ -170,7 +171,8 @@ def bind(model: PreTrainedModel, folder: Path, options: dict[str, Any], tokenize
     if tokenizer is not None:
         identity = replace(identity, tokenizer_sha256=tokenizer_digest(tokenizer))
     target = HFTarget(model, tokenizer, identity)
-    drafter = load_drafter(folder, target, **options)
+    with torch.random.fork_rng():  # weights are drawn before they are read, which must not change what is sampled
+        drafter = load_drafter(folder, target, **options)
     _warn_of_other_weights(model, saved.target.config_sha256, saved.target.weights_sha256, saved.target.name)
     vars(model)[BOUND] = (key, target, drafter)
     return target, drafter

@@ -36,6 +36,8 @@ KEYS = frozenset(
         "target_model_type",
     }
 )
+NESTED_KEYS = frozenset({"eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state"})
+"""Of `eagle_config`."""
 NUM_FEATURES = 3
 
 
@@ -150,8 +152,12 @@ def _feature_layers(folder: Folder, num_layers: int) -> tuple[int, ...]:
     """The layers whose inputs are read. Raises ValueError where the file's numbers mean different layers to the engines."""
     config = folder.config
     nested = config.get("eagle_config") or {}
+    if not isinstance(nested, dict) or nested.keys() - NESTED_KEYS:
+        raise ValueError(f"{folder.path} has eagle_config {nested!r}, which no drafter here can have")
     told = config.get("eagle_aux_hidden_state_layer_ids") or nested.get("eagle_aux_hidden_state_layer_ids")
     usual = usual_layers(num_layers)
+    if told is not None and not (isinstance(told, list) and all(type(layer) is int for layer in told)):
+        raise ValueError(f"{folder.path} names the layers {told!r}; they must be a list of numbers")
     if not nested.get("use_aux_hidden_state", True):
         raise ValueError(f"{folder.path} reads the target's last hidden state only, which is none of EAGLE-3's drafters here")
     if told is None or tuple(told) in (usual, tuple(layer - 1 for layer in usual)):

@@ -105,6 +105,8 @@ def write_folder(
         name: each.detach().cpu().to(dtype if dtype and each.is_floating_point() else each.dtype).contiguous()
         for name, each in layout.tensors.items()
     }
+    if too_large := [name for name, each in tensors.items() if not each.isfinite().all()]:
+        raise ValueError(f"{', '.join(too_large)} of the drafter doesn't fit into {dtype}; write it in bfloat16, or as it is")
     note = Note(
         format=format.name,
         kind=format.kind,

@@ -83,9 +83,14 @@ def push(
                 *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=files[name]) for name in changed),
                 *(CommitOperationDelete(path_in_repo=name) for name in extra),
             ]
-            made = api.create_commit(
-                repo, operations, commit_message=message or "Upload drafter", revision=branch, parent_commit=info.sha
-            )
+            try:
+                made = api.create_commit(
+                    repo, operations, commit_message=message or "Upload drafter", revision=branch, parent_commit=info.sha
+                )
+            except BaseException:
+                if fresh:  # with the files of main it would be in the way of the next try
+                    api.delete_branch(repo, branch=branch)
+                raise
             commit = made.oid
         return Pushed(url=f"{api.endpoint}/{repo}/tree/{branch}", commit=commit, private=private, added=changed, deleted=extra)
 

@@ -23,6 +23,7 @@ from ...data.files import atomic_write_bytes, atomic_write_text, read_json, writ
 from ..drafters.checkpoint import TRAINING_FILE, read_training_facts
 from ..drafters.files import CONFIG_FILE, WEIGHTS_FILE, read_drafter_config
 from .bundle import FOLDER, LICENCE_FILE, REQUIREMENTS_FILE, START_FILE, custom_generate_files
+from .formats import NOTE_FILE
 
 README_FILE, GENERATION_FILE, CERTIFICATE_FILE = "README.md", "generation_config.json", "certificate.json"
 GENERATION_CONFIG = {"do_sample": False}
@@ -35,7 +36,10 @@ TOKENIZER_FILES = (
     "tokenizer_config.json",
 )
 ALLOWED = frozenset(
-    {CERTIFICATE_FILE, CONFIG_FILE, GENERATION_FILE, README_FILE, TRAINING_FILE, "LICENSE", "NOTICE", *TOKENIZER_FILES}
+    {
+        *(CERTIFICATE_FILE, CONFIG_FILE, GENERATION_FILE, NOTE_FILE, README_FILE, TRAINING_FILE, "LICENSE", "NOTICE"),
+        *TOKENIZER_FILES,
+    }
 )
 """Beside safetensors: what a drafter's folder, or one in another program's format, may hold."""
 NOT_WEIGHTS = ("optimizer", "scheduler", "trainer_state", "rng_state")

@@ -1,6 +1,7 @@
 """A wrong token is found, and only noise passes for noise."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -70,12 +71,28 @@ def test_the_audit_passes_greedy_answers_and_fails_wrong_ones(tiny_target: HFTar
     prompt = torch.tensor([[5, 6, 7, 8]])
     steps = generate(tiny_target, NullDrafter(), GreedyAcceptance(), prompt, max_new_tokens=12)
     tokens = [token for step in steps for token in step.tokens[0]]
-    greedy = audit(tiny_target, prompt, tokens)
+    greedy = audit(tiny_target, prompt, tokens, max_new_tokens=12)
     assert greedy.deficit == 0.0
     assert greedy.noise < 1e-3
     assert greedy.within_noise
-    assert not any(audit(tiny_target, prompt, [*tokens[:at], 11, *tokens[at + 1 :]]).within_noise for at in (0, 5, 11))
-    assert audit(tiny_target, prompt, tokens[:1]).within_noise
+    for at in (0, 5, 11):
+        assert not audit(tiny_target, prompt, [*tokens[:at], 11, *tokens[at + 1 :]], max_new_tokens=12).within_noise
+    assert audit(tiny_target, prompt, tokens[:1], max_new_tokens=1).within_noise
+
+
+def test_right_tokens_are_no_right_answer_unless_it_ends_where_plain_decoding_ends(
+    tiny_target: HFTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = sampled(tiny_target, 1.0, seed=3)
+    options: dict[str, Any] = {"max_new_tokens": len(tokens), "temperature": 1.0, "seed": 3}
+    assert audit(tiny_target, PROMPT, tokens, **options).within_noise
+    lost = audit(tiny_target, PROMPT, tokens[:-1], **options)
+    assert (lost.deficit < 1e-6, lost.ends_rightly, lost.within_noise) == (True, False, False)
+    monkeypatch.setattr(tiny_target, "stop_ids", (tokens[3],))
+    first = tokens.index(tokens[3])
+    assert audit(tiny_target, PROMPT, tokens[: first + 1], **options).within_noise
+    behind = audit(tiny_target, PROMPT, tokens, **options)
+    assert (behind.ends_rightly, behind.within_noise, behind.position) == (False, False, first + 1)
 
 
 def test_the_audit_measures_noise_where_there_is_some(tiny_target_dir: Path) -> None:
@@ -83,7 +100,7 @@ def test_the_audit_measures_noise_where_there_is_some(tiny_target_dir: Path) -> 
     prompt = torch.tensor([[5, 6, 7, 8]])
     steps = generate(target, NullDrafter(), GreedyAcceptance(), prompt, max_new_tokens=24)
     tokens = [token for step in steps for token in step.tokens[0]]
-    result = audit(target, prompt, tokens)
+    result = audit(target, prompt, tokens, max_new_tokens=24)
     assert result.deficit == 0.0  # token by token is how plain decoding read it
     assert 0.0 < result.noise < 0.5
 
@@ -102,12 +119,13 @@ def test_the_audit_knows_the_clocks_of_a_sampled_answer(tiny_target_dir: Path, d
     target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype=dtype, device="cpu"))
     for temperature in (0.5, 1.0, 2.0):
         tokens = sampled(target, temperature, seed=3)
-        result = audit(target, PROMPT, tokens, temperature=temperature, seed=3)
+        options: dict[str, Any] = {"max_new_tokens": 32, "temperature": temperature}
+        result = audit(target, PROMPT, tokens, seed=3, **options)
         assert result.deficit < 1e-6  # the division by the clocks rounds otherwise than the difference of logarithms
         assert result.within_noise
-        assert not audit(target, PROMPT, tokens, temperature=temperature, seed=4).within_noise
-        assert not audit(target, PROMPT, sampled(target, 2 * temperature, 3), temperature=temperature, seed=3).within_noise
-        assert not audit(target, PROMPT, tokens).within_noise
+        assert not audit(target, PROMPT, tokens, seed=4, **options).within_noise
+        assert not audit(target, PROMPT, sampled(target, 2 * temperature, 3), seed=3, **options).within_noise
+        assert not audit(target, PROMPT, tokens, max_new_tokens=32).within_noise
 
 
 def test_two_candidates_that_tie_within_the_noise_explain_a_sampled_token(
@@ -123,5 +141,6 @@ def test_two_candidates_that_tie_within_the_noise_explain_a_sampled_token(
         tied = clocks.clone()
         tied[second] = clocks[best] * (logits[second] - logits[best] + gap).exp()
         monkeypatch.setattr(auditing, "wind_clocks", lambda clocks, seed, position, tied=tied: tied)
-        assert audit(tiny_target, PROMPT, [best], temperature=1.0, seed=3).within_noise
-        assert audit(tiny_target, PROMPT, [second], temperature=1.0, seed=3).within_noise == explained
+        options: dict[str, Any] = {"max_new_tokens": 1, "temperature": 1.0, "seed": 3}
+        assert audit(tiny_target, PROMPT, [best], **options).within_noise
+        assert audit(tiny_target, PROMPT, [second], **options).within_noise == explained

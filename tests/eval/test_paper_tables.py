@@ -7,17 +7,24 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "paper_tables.sh"
-RECORDER = """#!/usr/bin/env bash
-printf '%s\\n' "$(basename "$0") $*" >> "$(dirname "$0")/log"
+RECORDER = r"""#!/usr/bin/env bash
+printf '%s\n' "$(basename "$0") $*" >> "$(dirname "$0")/log"
+if [[ "$*" == *"$LOSSY"* ]]; then
+  folder=$(sed -E 's/.*output_dir=(\S+).*/\1/' <<< "$*")/eval
+  mkdir -p "$folder" && sleep 0.05 && touch "$folder/summary.json"
+  exit 1
+fi
 if [[ "$*" == *"$FAIL"* ]]; then exit 1; fi
 """
 
 
-def run(tmp_path: Path, *arguments: str, fail: str = "nothing", **settings: str) -> tuple[int, list[str]]:
+def run(
+    tmp_path: Path, *arguments: str, fail: str = "nothing", lossy: str = "nothing", **settings: str
+) -> tuple[int, list[str]]:
     for name in ("accelerate", "outrider"):
         (tmp_path / name).write_text(RECORDER)
         (tmp_path / name).chmod(0o755)
-    environment = {**os.environ, "BIN": str(tmp_path), "FAIL": fail, **settings}
+    environment = {**os.environ, "BIN": str(tmp_path), "FAIL": fail, "LOSSY": lossy, **settings}
     result = subprocess.run([SCRIPT, *arguments], env=environment, capture_output=True, text=True, timeout=30, check=False)
     log = tmp_path / "log"
     return result.returncode, log.read_text().splitlines() if log.exists() else [result.stderr]
@@ -65,3 +72,9 @@ def test_a_mistake_or_a_failed_step_ends_it(tmp_path: Path, arguments: list[str]
     code, lines = run(tmp_path, *arguments, fail=fail)
     assert code != 0
     assert len(lines) == num_lines
+
+
+def test_a_drafter_that_is_not_lossless_is_reported_and_told_at_the_end(tmp_path: Path) -> None:
+    code, lines = run(tmp_path, "demo", str(tmp_path / "out"), lossy="conf=compare_demo")
+    assert (code, len(lines)) == (1, 4)
+    assert lines[-1].startswith("outrider report")

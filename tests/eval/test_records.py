@@ -56,7 +56,22 @@ def test_a_full_disk_names_the_file_and_keeps_the_records_before(
 
 
 def altered(record: EvalRecord, **changes: object) -> str:
-    return json.dumps({**json.loads(record.to_json()), **changes})
+    content = {**json.loads(record.to_json()), **changes}
+    del content["sha256"]
+    return json.dumps(content)
+
+
+def test_a_changed_figure_is_seen_though_it_could_be_true(tmp_path: Path, make_record: MakeRecord) -> None:
+    path = tmp_path / "records.jsonl"
+    good = make_record()
+    line = good.to_json()
+    path.write_text(line + "\n")
+    assert list(read_records(path).values()) == [good]
+    assert '"decode_seconds": 0.75' in line
+    path.write_text(line.replace('"decode_seconds": 0.75', '"decode_seconds": 0.5') + "\n")
+    for read in (RecordFile, read_records):
+        with pytest.raises(ValueError, match="line 1: .* was altered since it was measured.* delete the line"):
+            read(path)
 
 
 def test_an_altered_line_is_named_and_refused(tmp_path: Path, make_record: MakeRecord) -> None:

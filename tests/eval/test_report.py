@@ -76,7 +76,9 @@ def write_run(make_record: MakeRecord, tmp_path: Path) -> WriteRun:
         shared |= {"temperature": temperature, "environment_digest": made_in.digest, **(record or {})}
         records = two_answers(make_record, shared, list(methods), wrong)
         audits = {
-            each.answer_digest: Audit(deficit=0.1, position=4, noise=0.1, within_noise=each.prompt_id in noise)
+            each.answer_digest: Audit(
+                deficit=0.1, position=4, noise=0.1, ends_rightly=True, within_noise=each.prompt_id in noise
+            )
             for each in records
             if each.method in wrong or batch_size > 1
         }
@@ -164,6 +166,11 @@ class Page(HTMLParser):
             line[-1] = f"{line[-1]} {text}".strip()
 
 
+def unsealed(lines: str) -> str:
+    """Records as earlier versions wrote them, without digests: they are checked by what they say."""
+    return re.sub(r', "sha256": "[0-9a-f]{64}"}', "}", lines)
+
+
 def report(output: Path, *directories: Path) -> Page:
     return Page(write_report(directories, output, figures=False))
 
@@ -198,7 +205,8 @@ def test_a_wrong_or_lossy_method_has_no_speedup_and_one_that_draws_has_its_own(w
     assert (line[2], line[4]) == ("2.00x 2.00 to 2.00", "by rule")
     assert "outrider certify tests" in drawn.text
     lossy = report(tmp_path / "lossy", write_run("three", temperature=1.0, record={"lossless_rule": False}))
-    assert lossy.tables["mt_bench, temperature 1, batch size 1"][2][2] == "not lossless by rule"
+    line = lossy.tables["mt_bench, temperature 1, batch size 1"][2]
+    assert (line[2], line[4]) == ("2.00x not lossless", "no, by rule")
 
 
 def test_noise_of_the_arithmetic_costs_no_speedup(write_run: WriteRun, tmp_path: Path) -> None:
@@ -314,7 +322,7 @@ def test_contradictions_are_refused(write_run: WriteRun, tmp_path: Path) -> None
     with pytest.raises(ValueError, match=r"no summary.json: it is no finished evaluation"):
         read_groups([tmp_path])
     records, summary = directory / "records.jsonl", directory / "summary.json"
-    lines, told = records.read_text().splitlines(keepends=True), summary.read_text()
+    lines, told = unsealed(records.read_text()).splitlines(keepends=True), summary.read_text()
     for old, new, message in (
         ('"config_digest": "', '"config_digest": "x', "has config_digest 'x.*', and this run has '.*'. Delete"),
         ('"token_ids": [0', '"token_ids": [300', "prompt '81' .* has the token id 300; the vocabulary ends at 299"),
@@ -359,7 +367,7 @@ def test_the_records_suffice_and_what_only_the_run_knew_cannot_be_altered(write_
     with pytest.raises(ValueError, match=r"facts.json was altered"):
         read_groups([directory])
     (directory / "facts.json").write_text(facts)
-    lines = (directory / "records.jsonl").read_text()
+    lines = unsealed((directory / "records.jsonl").read_text())
     (directory / "records.jsonl").write_text(lines.replace("[0, 1, 2, 3, 9]", "[0, 1, 2, 3, 8]", 1))
     with pytest.raises(ValueError, match=r"redrafter .* prompt '81' .* was not audited, or was altered since; run"):
         read_groups([directory])

@@ -70,6 +70,11 @@ def generated(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return calls
 
 
+def unsealed(lines: str) -> str:
+    """Records as earlier versions wrote them, without digests: they are checked by what they say."""
+    return re.sub(r', "sha256": "[0-9a-f]{64}"}', "}", lines)
+
+
 def read(output_dir: Path) -> list[EvalRecord]:
     with RecordFile(output_dir / "records.jsonl") as file:
         return list(file.records.values())
@@ -187,7 +192,7 @@ def test_an_incomplete_run_is_not_finished_in_another_environment(run_tiny: Eval
     (tmp_path / "run.json").write_text(json.dumps(information))
     with pytest.raises(ValueError, match=rf"records.jsonl: baseline's answer to prompt '0' .* environment_digest '{digest}'"):
         run_tiny(tmp_path)
-    text = (tmp_path / "records.jsonl").read_text()
+    text = unsealed((tmp_path / "records.jsonl").read_text())
     (tmp_path / "records.jsonl").write_text(text.replace(digest, read_info(tmp_path / "run.json").environment.digest))
     assert run_tiny(tmp_path) == rows  # complete: nothing is measured, so nothing is mixed
     lines = (tmp_path / "records.jsonl").read_text().splitlines(keepends=True)
@@ -199,7 +204,7 @@ def test_an_incomplete_run_is_not_finished_in_another_environment(run_tiny: Eval
 def test_an_altered_record_is_named_with_what_is_wrong_with_it(run_tiny: Evaluate, tmp_path: Path) -> None:
     run_tiny(tmp_path, settings=[{}], profile_prompts=0)
     path = tmp_path / "records.jsonl"
-    lines = path.read_text()
+    lines = unsealed(path.read_text())
     token = re.search(r'"token_ids": \[(\d+)', lines)
     assert token is not None
     changes = {

@@ -217,7 +217,7 @@ def test_drafters_are_compared_where_there_are_two_of_them(
     wrong = Mismatch(record=other[0], position=1)
     rows = rows_of([*records, *other, *sampled], [wrong], config=TWO_TEMPERATURES)
     assert len(rows) == 5
-    plot_comparison(rows[2:], tmp_path / "one.png")
+    plot_comparison([{**row, "method": r"$\foo$ " + row["method"]} for row in rows[2:]], tmp_path / "one.png")
     assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
     plot_comparison(rows[:2], tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()

@@ -154,7 +154,7 @@ def test_a_choice_is_kept_for_its_place_and_read_for_the_nearest_batch_size(
     place = describe_place(tiny_target, tmp_path)
     facts = {"tokens_per_step": 2.0, "tokens_per_second": 30.0, "plain_tokens_per_second": 20.0}
     one, eight = Choice(setting={"beam_width": 2}, **facts), Choice(setting=None, **facts)
-    with pytest.raises(ValueError, match="isn't tuned for .* run `outrider tune --drafter"):
+    with pytest.raises(ValueError, match="isn't tuned for .* Run `outrider tune --drafter"):
         tuned_choice(tmp_path, tiny_target)
     save_tuned(tmp_path, replace(place, device="another"), {1: eight})
     save_tuned(tmp_path, place, {1: eight, 8: eight})
@@ -164,7 +164,9 @@ def test_a_choice_is_kept_for_its_place_and_read_for_the_nearest_batch_size(
     drafter: Any = load_tuned(tmp_path, tiny_target)
     assert drafter.config.beam_width == 2
     assert isinstance(load_tuned(tmp_path, tiny_target, batch_size=8), NullDrafter)
-    with pytest.raises(ValueError, match=r"temperature 0.5 \(it is for: .*device another"):
+    with pytest.raises(
+        ValueError, match=r"temperature 0.5 \(it is only for another place: .*device another.* --temperature 0.5"
+    ):
         tuned_choice(tmp_path, tiny_target, temperature=0.5)
     file = json.loads((tmp_path / TUNED_FILE).read_text())
     file["entries"][0]["choices"] = {"few": asdict(one)}
