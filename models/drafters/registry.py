@@ -5,7 +5,7 @@ Any kind may start from a trained drafter in place of fresh weights: see `START_
 
 import logging
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +57,17 @@ def drafter_of_weights(kind: str, config: Any, folder: Path, target: HFTarget) -
 
     Raises ValueError where they are damaged, or of other names or shapes.
     """
+    # Trained weights need no beginning with the target's, which a quantised one couldn't give.
+    unbegun = replace(config, init="random") if getattr(config, "init", None) == "target" else config
     try:
         with torch.device("meta"):  # shapes only: a config of absurd sizes must not take the memory for them
-            shapes = DRAFTERS[kind].for_target(config, target).state_dict()
+            shapes = DRAFTERS[kind].for_target(unbegun, target).state_dict()
     except RuntimeError as error:
         raise ValueError(f"a drafter of the sizes in {folder / CONFIG_FILE} can't be made ({error})") from error
     tensors = read_weights(folder / WEIGHTS_FILE, shapes)
-    drafter = DRAFTERS[kind].for_target(config, target)
+    drafter = DRAFTERS[kind].for_target(unbegun, target)
+    if unbegun is not config:
+        drafter.config = config
     drafter.load_state_dict(tensors)
     drafter.check_weights()
     return drafter

@@ -11,7 +11,7 @@ import torch
 from outrider.models import quantization
 from outrider.models.config import TargetConfig
 from outrider.models.decoding import GreedyAcceptance, generate
-from outrider.models.drafters import NullDrafter, build_drafter
+from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, save_drafter
 from outrider.models.hf_target import HFTarget
 from outrider.models.packing import packed_linears
 from outrider.models.target import load_target
@@ -78,6 +78,19 @@ def test_a_drafter_that_would_begin_with_quantized_layers_is_refused_with_what_t
     with pytest.raises(ValueError, match=r"quantised.*drafter\.init=random"):
         build_drafter({"kind": kind, **start}, int8)
     build_drafter({"kind": kind, "init": "random"}, int8)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "draft_model"])
+def test_a_trained_drafter_that_began_with_the_targets_layers_is_loaded_for_the_quantized_one(
+    kind: str, plain: HFTarget, int8: HFTarget, tmp_path: Path
+) -> None:
+    start = {"init": "target_layers", "num_layers": 1} if kind == "draft_model" else {"init": "target"}
+    trained = build_drafter({"kind": kind, **start}, plain)
+    save_drafter(trained, tmp_path, plain.identity)
+    loaded = load_drafter(tmp_path, int8)
+    assert loaded.config == trained.config
+    theirs = loaded.state_dict()
+    assert all(torch.equal(theirs[name], tensor) for name, tensor in trained.state_dict().items())
 
 
 @pytest.mark.parametrize(
