@@ -8,14 +8,17 @@ import pytest
 import torch
 import typer
 import typer.testing
+from safetensors.torch import load_file, save_file
 
 from outrider.cli.export import WANTED, export_command, import_command
+from outrider.cli.hub import push_command
 from outrider.models.drafters import build_drafter, load_drafter, save_drafter
 from outrider.models.target import load_target
 
 app = typer.Typer()
 app.command("export")(export_command)
 app.command("import")(import_command)
+app.command("push")(push_command)
 
 
 @pytest.fixture
@@ -43,6 +46,25 @@ def test_a_drafter_goes_out_and_comes_back(drafter, tiny_target_dir, tmp_path):
     assert f"outrider eval --target {tiny_target_dir} --drafter {tmp_path / 'again'}" in said
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "again" / name).read_bytes() == (drafter / name).read_bytes()
+
+
+def test_an_export_can_be_pushed_and_a_pickle_cannot(drafter, tiny_target_dir, tmp_path):
+    for name in ("tensorrt-llm", "medusa"):
+        call("export", drafter, "--target", tiny_target_dir, "--to", name, "--output", tmp_path / name)
+    listed = call("push", tmp_path / "tensorrt-llm", "user/drafter", "--dry-run")
+    assert {"config.json", "medusa_lm_head.safetensors", "outrider.json"} <= set(listed.split())
+    with pytest.raises(ValueError, match=r"medusa_lm_head.pt \(a pickle"):
+        call("push", tmp_path / "medusa", "user/drafter", "--dry-run")
+
+
+def test_numbers_that_a_narrower_type_cannot_hold_are_refused(drafter, tiny_target_dir, tmp_path):
+    weights = load_file(drafter / "model.safetensors")
+    weights["blocks.0.0.linear.weight"][0, 0] = 1e6
+    save_file(weights, drafter / "model.safetensors")
+    arguments = ("export", drafter, "--target", tiny_target_dir, "--to", "tensorrt-llm", "--output", tmp_path / "theirs")
+    with pytest.raises(ValueError, match="0.0.linear.weight of the drafter doesn't fit into torch.float16"):
+        call(*arguments, "--dtype", "float16")
+    call(*arguments, "--dtype", "bfloat16")
 
 
 def test_a_published_folder_is_read_with_options_of_drafting(drafter, tiny_target_dir, tmp_path):

@@ -87,6 +87,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_PUT(self) -> None:
         self.answer("PUT")
 
+    def do_DELETE(self) -> None:
+        self.answer("DELETE")
+
     def answer(self, method: str) -> None:
         path = urlsplit(self.path).path
         self.hub.requests.append(f"{method} {path}")
@@ -163,6 +166,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def branch(self, name: str, branch: str, *, body: bytes) -> Any:
         repository = self.repository(name, writing=True)
+        if self.command == "DELETE":
+            del repository.branches[branch]
+            return {}, {}
         if branch in repository.branches:
             raise RefusalError(409)
         repository.branches[branch] = repository.branches["main"]

@@ -119,6 +119,17 @@ def test_a_new_branch_holds_the_folder_alone_and_main_stays(hub: Hub, folder: Pa
     assert hub.repositories[REPO].commits[pushed.commit].keys() - {".gitattributes"} == content(folder).keys()
 
 
+def test_a_push_to_a_new_branch_that_fails_leaves_no_branch_in_the_way_of_the_next(hub: Hub, folder: Path) -> None:
+    hub.make(REPO, {"README.md": b"theirs"})
+    hub.refused["/commit/"] = 403
+    with pytest.raises(ValueError, match="HTTP 403"):
+        push(folder, REPO, revision="v2")
+    assert hub.repositories[REPO].branches.keys() == {"main"}
+    hub.refused.clear()
+    push(folder, REPO, revision="v2")
+    assert hub.repositories[REPO].branches.keys() == {"main", "v2"}
+
+
 def test_a_commit_in_between_is_not_overwritten(hub: Hub, folder: Path) -> None:
     """Somebody commits after the branch was looked at."""
     repository = hub.make(REPO)
