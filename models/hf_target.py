@@ -299,7 +299,7 @@ class HFTarget:
         **kwargs: Any,
     ) -> TargetOutput:
         cache = self._require_cache()
-        self._captured.layers = self._feature_layers
+        self._captured.expect(self._feature_layers)
         output = model(
             input_ids=tokens,
             attention_mask=masks,
@@ -367,6 +367,7 @@ class HFTarget:
     def require_plain_head(self, remedy: str = "use train.loss=cross_entropy, and a drafter with a head of its own") -> None:
         """Raise ValueError where the model does more to its hidden states than multiply them by its head."""
         text = torch.arange(3, 11, device=self.device)[None] % self.vocab_size
+        self._captured.expect()
         logits = self.model(text, use_cache=False).logits[0, -1].float()
         plain = self.head(self._captured.take()[0])[0, -1].float()
         if not torch.allclose(logits, plain, rtol=1e-3, atol=1e-3 * float(logits.abs().max())):
@@ -398,7 +399,7 @@ class HFTarget:
     ) -> tuple[Float[torch.Tensor, "batch seq hidden"], Float[torch.Tensor, "batch seq feature"] | None]:
         """`hidden_states` of whatever the model takes, with gradients where they are on; keys and values go to the `cache`."""
         cached = {} if cache is None else {"past_key_values": cache}
-        self._captured.layers = feature_layers
+        self._captured.expect(feature_layers)
         self.model.base_model(**inputs, **cached, use_cache=cache is not None)
         taken = self._captured.take()
         self._captured.layers = ()  # whatever runs the model next doesn't keep its layers' inputs alive

@@ -25,6 +25,7 @@ class CapturedHiddenStates:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.layers: tuple[int, ...] = ()
+        self._awaited = False
         self._hidden_states: torch.Tensor | None = None
         self._inputs: dict[int, torch.Tensor] = {}
         self._last_layer: int | None = None
@@ -38,8 +39,13 @@ class CapturedHiddenStates:
         """The model's own: all targets around a model share one."""
         return cls._of_models.get(model) or cls._of_models.setdefault(model, cls(model))
 
+    def expect(self, layers: tuple[int, ...] = ()) -> None:
+        """The next pass's are wanted, and the inputs of these layers. Those of nobody else's passes are kept alive."""
+        self.layers, self._awaited = layers, True
+
     def _capture(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._hidden_states = output[0]
+        if self._awaited:
+            self._hidden_states = output[0]
 
     def _capture_input(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
         if index in self.layers:
@@ -48,8 +54,9 @@ class CapturedHiddenStates:
                 raise DeepEnough
 
     def take(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The last pass's, once: nobody keeps them alive."""
+        """The expected pass's, once: nobody keeps them alive."""
         hidden_states, self._hidden_states = self._hidden_states, None
+        self._awaited = False
         assert hidden_states is not None, "the model has not been run"
         return hidden_states, self._side_by_side() if self.layers else None
 

@@ -238,6 +238,8 @@ def test_nothing_of_a_text_is_kept_when_generate_returns(model, package_dirs):
         generate(model, drafter=str(package_dirs[kind]), input_ids=PROMPT, max_new_tokens=8)
         target, drafter = vars(model)[BOUND][1:]
         assert target._cache is None
+        model(PROMPT)  # somebody else's pass, in training say
+        assert target._captured._hidden_states is None
         assert kind != "draft_model" or drafter.reader._cache is None
         model(PROMPT)
         assert not target._captured._inputs
