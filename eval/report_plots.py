@@ -78,7 +78,7 @@ def _bar(axes: Any, place: int, value: Value) -> None:
         axes.plot([value.low, value.high], [place, place], color=WHISKER, linewidth=1.1, marker="|", markersize=5)
         end = max(end, value.high)
     label = f"{value.text}  ({value.note})" if value.note else value.text
-    axes.annotate(label, (end, place), (5, 0), **text)
+    axes.annotate(label, (end, place), (5, 0), color=BAD if value.tone == "bad" else "black", **text)
 
 
 def _shares(axes: Any, place: int, value: Value, names: Sequence[str]) -> None:

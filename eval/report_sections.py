@@ -263,7 +263,7 @@ def accepted_lengths(group: Group) -> Section | None:
             values = [Value(text="", parts=shares[:longest]), Value(text=f"{mean:.2f}"), Value(text=f"{num_steps:,}")]
             lines.append(_line(entry, values))
         columns = [
-            Column(name="Share of steps by accepted length", kind="histogram", parts=tuple(names)),
+            Column(name="% of steps by accepted length", kind="histogram", parts=tuple(names)),
             Column(name="Mean"),
             Column(name="Steps"),
         ]
