@@ -50,9 +50,10 @@ def push_command(
 
     The token is that of `hf auth login`, or HF_TOKEN.
     """
+    from ..eval.card import UNNAMED
     from ..models.drafters.files import read_drafter_config
     from ..models.drafters.hub import HUB_ID
-    from ..models.export.package import is_package, package_files
+    from ..models.export.package import README_FILE, is_package, package_files
 
     if HUB_ID.fullmatch(repo) is None or "@" in repo:
         raise ValueError(f"{repo!r} is no name of a repository; give user/name")
@@ -67,6 +68,9 @@ def push_command(
                 package = _packaged(folder, Path(temporary) / "package", repo)
         files = package_files(package)
         _print_files(files)
+        card = files.get(README_FILE)
+        if card is not None and f'custom_generate="{UNNAMED}"' in card.read_text(encoding="utf-8"):
+            typer.echo(f"the card's commands say {UNNAMED} for this drafter; `outrider package --repo {repo}` writes its name")
         visibility = "public" if public else "private"
         if dry_run:
             typer.echo(f"dry run: nothing was uploaded to {repo} ({visibility} if it is made, branch {revision or 'main'})")
@@ -75,7 +79,8 @@ def push_command(
 
         pushed = push(package, repo, public=public, revision=revision, overwrite=overwrite, message=message)
     if not pushed.added and not pushed.deleted:
-        typer.echo(f"{pushed.url} holds all of it already, at commit {pushed.commit}")
+        told = "private" if pushed.private else "public"
+        typer.echo(f"{pushed.url} ({told}) holds all of it already, at commit {pushed.commit}")
         return
     deleted = f", {len(pushed.deleted)} deleted" if pushed.deleted else ""
     typer.echo(f"{len(pushed.added)} files uploaded{deleted}: {pushed.url}, commit {pushed.commit}")

@@ -74,8 +74,8 @@ def model_card(drafter: Path, options: CardOptions) -> str:
     title = f"{TITLES.get(saved.kind, saved.kind)} for {base_model or saved.target.name}"
     about = (
         f"A drafter for speculative decoding: a small model that proposes tokens which **{base_model or saved.target.name}** "
-        "checks several at a time. The text is the target's own; it comes in fewer passes. It does nothing without its target. "
-        "Trained with outrider."
+        "checks several at a time. The text stays the target's own, decoded greedily or sampled; it comes in fewer passes. "
+        f"It does nothing without its target.{'' if read_training_facts(drafter) is None else ' Trained with outrider.'}"
     )
     drafters_licence = options.licence or "not stated"
     sections = [

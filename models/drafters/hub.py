@@ -43,11 +43,10 @@ def resolve_drafter(name_or_path: str | Path, revision: str | None = None, **hub
     if path.is_dir() or HUB_ID.fullmatch(str(name_or_path)) is None:
         return path  # what isn't there is told by whoever reads it
     repo, _, at = str(name_or_path).partition("@")
+    revision = at or revision  # in the name it is the drafter's for certain
     try:
-        with telling_hub_errors(repo, revision or at or None):
-            return Path(
-                snapshot_download(repo, revision=revision or at or None, allow_patterns=list(READ_FILES), **hub_options)
-            )
+        with telling_hub_errors(repo, revision):
+            return Path(snapshot_download(repo, revision=revision, allow_patterns=list(READ_FILES), **hub_options))
     except ValueError as error:
         raise ValueError(f"there is no folder {name_or_path} here, and of the Hub's drafter of that name: {error}") from error
 
