@@ -174,8 +174,11 @@ def _conditions(run: Run, row: Row) -> str:
     place = run.environment
     device = f"{place['cpu']}, {place['num_threads']} threads" if place["device"] == "cpu" else place["device"]
     packages = ", ".join(f"{name} {number}" for name, number in place["packages"].items())
+    config = run.config or {}
+    packed = ", linear layers packed for few rows" if config.get("pack_weights") and place["device"] == "cpu" else ""
+    form = f" ({form})" if (form := config.get("target", {}).get("form", "eager")) != "eager" else ""
     return (
-        f"Measured on {device}, the target in {row['dtype']}, up to {row['max_new_tokens']} new tokens; Python "
+        f"Measured on {device}, the target{form} in {row['dtype']}{packed}, up to {row['max_new_tokens']} new tokens; Python "
         f"{place['python']}, {packages}."
     )
 

@@ -49,7 +49,7 @@ def _their_name(ours: str) -> str:
 
 
 def write_vllm(drafter: Eagle, target: HFTarget) -> Layout:
-    """vLLM's variant. Raises ValueError for a drafter with a bias at `fc` that isn't zero, or another kind of layer."""
+    """vLLM's variant. Raises ValueError for a drafter with a bias at `fc`, or another kind of layer."""
     problems = layer_problems(drafter, place="vLLM's EAGLE", allowed=frozenset(), kinds=("llama", "mistral"))
     tensors = _tensors(drafter)
     if "fc.bias" in tensors:

@@ -82,7 +82,7 @@ def describe(config: Any) -> dict[str, Any]:
 def layer_problems(drafter: FeatureDrafter, *, place: str, allowed: frozenset[str], kinds: tuple[str, ...]) -> list[str]:
     """What of the drafter's layer `place` has no room for: it takes the weights LAYER_WEIGHTS and `allowed`."""
     config = layer_config(drafter)
-    remedy = f"train with drafter.layer={{model_type: {kinds[0]}}}"
+    remedy = f"train with 'drafter.layer={{model_type: {kinds[0]}}}'"
     if config.model_type not in kinds:
         return [f"its layer is {config.model_type}'s, and {place} has {' or '.join(kinds)}'s only ({remedy})"]
     names = {name for name, _ in drafter.layer.named_parameters()} - {*LAYER_WEIGHTS, *allowed}

@@ -108,8 +108,10 @@ def read(folder: Folder, target: HFTarget) -> Reading:
 
 def _speculative_tokens(config: dict[str, Any]) -> Any:
     """The chain's length that the folder proposes, if any."""
-    methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    return methods[0].get("speculative_tokens")
+    proposed = config.get("speculators_config")
+    methods = proposed.get("proposal_methods") if isinstance(proposed, dict) else None
+    first = methods[0] if isinstance(methods, list) and methods else None
+    return first.get("speculative_tokens") if isinstance(first, dict) else None
 
 
 def is_of(folder: Folder) -> bool:

@@ -142,9 +142,9 @@ def test_scaled_rotary_embeddings_are_told_as_the_engines_read_them(make_target,
     ("family", "format", "options", "message"),
     [
         ("llama", eagle1.VLLM, {}, r"its fc has a bias, and vLLM's has none \(train with drafter.bias=false\)"),
-        ("qwen2", eagle1.VLLM, {"bias": False}, r"its layer is qwen2's.*train with drafter.layer={model_type: llama}"),
-        ("qwen3", eagle1.SGLANG, {}, r"its layer is qwen3's.*train with drafter.layer={model_type: llama}"),
-        ("qwen3", eagle3.FORMAT, {}, r"its layer is qwen3's.*train with drafter.layer={model_type: llama}"),
+        ("qwen2", eagle1.VLLM, {"bias": False}, r"its layer is qwen2's.*train with 'drafter.layer={model_type: llama}'"),
+        ("qwen3", eagle1.SGLANG, {}, r"its layer is qwen3's.*train with 'drafter.layer={model_type: llama}'"),
+        ("qwen3", eagle3.FORMAT, {}, r"its layer is qwen3's.*train with 'drafter.layer={model_type: llama}'"),
         ("qwen2", speculators.FORMAT, {}, r"its layer is qwen2's"),
         (
             "llama",
