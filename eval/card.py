@@ -20,7 +20,7 @@ from ..models.drafters.hub import HUB_ID
 from ..models.export.package import read_certificate, require_whole
 from .names import BASELINE
 from .report_runs import Run, cell_of, read_run
-from .rows import Row, decoding_name, is_wrong
+from .rows import Row, decoding_name, is_broken
 from .tables import escape_markdown
 
 TITLES = {
@@ -156,7 +156,7 @@ def _line(row: Row, run: Run) -> tuple[str, ...]:
             decoding_name(row),
             ", ".join(options) or "as saved",
             _with_interval(row["tokens_per_step"], run.intervals.get(cell_of(row))),
-            "none: not lossless" if is_wrong(row) else _with_interval(row["speedup"], row["speedup_ci95"], "x"),
+            "none: not lossless" if is_broken(row) else _with_interval(row["speedup"], row["speedup_ci95"], "x"),
             f"{row['tokens_per_second']:.1f} ({plain['tokens_per_second']:.1f})",
             row["lossless_label"],
         )

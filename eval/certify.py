@@ -201,7 +201,7 @@ def _compare(
         if exact:
             num_bad += answer != _answers(_greedy(target, NullDrafter(), [prompt], max_new_tokens), 1)[0]
         else:
-            margin = audit(target, prompt, answer)
+            margin = audit(target, prompt, answer, max_new_tokens=max_new_tokens)
             num_bad += not margin.within_noise
             worst = max(worst, margin.deficit / margin.noise if margin.noise else margin.deficit)
     return Line(

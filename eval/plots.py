@@ -13,7 +13,7 @@ from .rows import Row, decoding_name, is_broken, is_lossy
 COLORS = ("#1b6ca8", "#d1603d", "#3b8f5a", "#8e5ea2", "#b8860b", "#5f6a72")
 """One per method, or per temperature; a seventh takes the first again."""
 OVERALL = "all"
-PLAIN_TEXT = {"font.family": "DejaVu Sans", "text.parse_math": False}
+PLAIN_TEXT: dict[Any, Any] = {"font.family": "DejaVu Sans", "text.parse_math": False}
 """Names may hold any letters, dollars too."""
 NOT_LOSSLESS = " (not lossless)"
 PARITY_TEXT: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 8, "color": "0.35"}

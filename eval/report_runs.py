@@ -203,12 +203,12 @@ def _interval(prompts: Sequence[Sequence[int]]) -> tuple[float, float] | None:
 def _entries(runs: Sequence[Run]) -> list[Entry]:
     """The rows of comparable runs. What several of them measured, or call the same though it isn't, is told apart."""
     described = {run.name: (run.config or {}).get("methods", {}) for run in runs}
-    drafters: dict[str, set[str | None]] = defaultdict(set)
+    drafters: dict[str, set[str]] = defaultdict(set)
     times_measured: Counter[Cell] = Counter()
     for run in runs:
         times_measured.update(cell_of(row) for row in run.rows)
         for method, own in described[run.name].items():
-            drafters[_label(method)[0]].add(json.dumps([own["config"], own["weights"]], sort_keys=True))
+            drafters[_label(method)[0]].add(own["weights"])
     twice = {cell[-1] for cell, count in times_measured.items() if count > 1}
     entries = []
     for run in runs:

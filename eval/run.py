@@ -217,7 +217,11 @@ def audit_answers(bench: Bench, suites: Sequence[PromptSet]) -> dict[str, Audit]
         input_ids = next(turn.input_ids for turn in turns if turn.turn == record.turn)
         assert input_ids is not None  # it had room when it was measured
         seed = answer_seed(record.seed, record.suite, record.prompt_id, record.turn)
-        options = {"max_new_tokens": bench.config.max_new_tokens, "temperature": record.temperature, "seed": seed}
+        options: dict[str, Any] = {
+            "max_new_tokens": bench.config.max_new_tokens,
+            "temperature": record.temperature,
+            "seed": seed,
+        }
         result = audit(bench.target, input_ids, record.token_ids, **options)
         logger.info("%s: deficit %.4g, noise %.4g", record.key, result.deficit, result.noise)
         audits[record.answer_digest] = result

@@ -132,12 +132,12 @@ def test_code_and_grade_school_problems_are_read_from_their_published_files(tmp_
             load_suite(name, str(path))
 
 
-def test_published_suites_are_read_at_their_commit_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_published_suites_are_read_at_their_commit_and_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
 
     def load_records(path: str, **options: Any) -> Iterator[Any]:
         asked.append({"path": path, **options})
-        return iter([{"question": "1 + 1?", "answer": "2"}])
+        return iter([{"question": "1 + 1?", "answer": "2", "prompt": "1 + 1?"}])
 
     monkeypatch.setattr(prompts_module, "load_records", load_records)
     pinned, other = load_suite("gsm8k"), load_suite("gsm8k", revision="abc")
@@ -153,8 +153,11 @@ def test_published_suites_are_read_at_their_commit_and_say_so(monkeypatch: pytes
     }
     assert [pinned.source, other.source] == [f"openai/gsm8k@{commit}", "openai/gsm8k@abc"]
     assert pinned.revision == other.revision  # the same prompts
+    own = load_suite("mine", "user/prompts", revision="abc")
+    assert (own.source, asked[-1]["path"], asked[-1]["revision"]) == ("user/prompts@abc", "user/prompts", "abc")
     assert {name for name, suite in SUITES.items() if suite.revision is None} == {"spec_bench"}
-    for name, path in (("stdlib", None), ("gsm8k", "file.jsonl"), ("mine", "file.jsonl")):
+    file = write(tmp_path / "file.jsonl", [{"question": "1 + 1?", "answer": "2"}])
+    for name, path in (("stdlib", None), ("gsm8k", file), ("mine", file)):
         with pytest.raises(ValueError, match="belongs to the Hub's data; leave it out"):
             load_suite(name, path, revision="abc")
 

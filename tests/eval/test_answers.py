@@ -66,7 +66,7 @@ def test_alpaca_eval_answers_are_its_judges_model_outputs(
     folder = answers_of(tiny_target, tiny_drafter_dir, tmp_path, [suite], batch_sizes=[2])
     asked = load_suite("alpaca_eval", path, limit=3).prompts
     for name in ("baseline", "redrafter_beam_width=1"):
-        outputs = json.loads((folder / "alpaca_eval" / f"{name}.json").read_text())
+        outputs = json.loads((folder / "alpaca_eval-b2" / f"{name}.json").read_text())
         assert [list(output) for output in outputs] == [["instruction", "output", "generator", "dataset"]] * 3
         assert [(output["instruction"], output["dataset"]) for output in outputs] == [
             (prompt.turns[0], prompt.category) for prompt in asked

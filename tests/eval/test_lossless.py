@@ -84,11 +84,11 @@ def test_right_tokens_are_no_right_answer_unless_it_ends_where_plain_decoding_en
     tiny_target: HFTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens = sampled(tiny_target, 1.0, seed=3)
-    options: dict[str, Any] = {"max_new_tokens": len(tokens), "temperature": 1.0, "seed": 3}
+    options: dict[str, Any] = {"max_new_tokens": 32, "temperature": 1.0, "seed": 3}
     assert audit(tiny_target, PROMPT, tokens, **options).within_noise
     lost = audit(tiny_target, PROMPT, tokens[:-1], **options)
     assert (lost.deficit < 1e-6, lost.ends_rightly, lost.within_noise) == (True, False, False)
-    monkeypatch.setattr(tiny_target, "stop_ids", (tokens[3],))
+    monkeypatch.setattr(HFTarget, "stop_ids", (tokens[3],))
     first = tokens.index(tokens[3])
     assert audit(tiny_target, PROMPT, tokens[: first + 1], **options).within_noise
     behind = audit(tiny_target, PROMPT, tokens, **options)
@@ -110,7 +110,8 @@ PROMPT = torch.tensor([[5, 6, 7, 8]])
 
 def sampled(target: HFTarget, temperature: float, seed: int) -> list[int]:
     rule = SpeculativeSampling(sampling=Sampling(temperature=temperature))
-    steps = generate(target, NullDrafter(), rule, PROMPT, max_new_tokens=32, generator=RowSeeds([seed]))
+    options: dict[str, Any] = {"max_new_tokens": 32, "stop_ids": target.stop_ids, "generator": RowSeeds([seed])}
+    steps = generate(target, NullDrafter(), rule, PROMPT, **options)
     return [token for step in steps for token in step.tokens[0]]
 
 
