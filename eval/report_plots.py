@@ -59,7 +59,7 @@ def _panel(axes: Any, column: Column, values: Sequence[Value]) -> None:
         else:
             _histogram(axes, place, value, column.parts)
     if column.kind == "bar":
-        axes.set_xlim(0, 1.45 * column.top)  # room for the texts
+        axes.set_xlim(0, 1.65 * column.top)  # room for the texts
         if column.parity:
             axes.axvline(column.parity, color=PARITY, linewidth=0.8, linestyle=(0, (4, 3)))
     elif column.kind == "shares":
