@@ -29,6 +29,9 @@ def check_records(records: Iterable[EvalRecord], info: RunInfo, path: Path) -> N
                 raise foreign(path, record, f"has {name} {value!r}, and this run has {', '.join(map(str, known))}")
         if max(record.token_ids) >= vocab_size:
             raise foreign(path, record, f"has the token id {max(record.token_ids)}; the vocabulary ends at {vocab_size - 1}")
+        exact = record.method == BASELINE or record.temperature == 0 or config["acceptance"] != "typical"
+        if record.lossless_rule != exact:
+            raise foreign(path, record, f"has lossless_rule {record.lossless_rule}, and this run's rule says {exact}")
         known_as = categories.setdefault((record.suite, record.prompt_id), record.category)
         if record.category != known_as:
             raise foreign(path, record, f"has the category {record.category!r}, and another answer to it {known_as!r}")

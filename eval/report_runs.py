@@ -24,6 +24,8 @@ VARIES_WITHIN_A_TABLE = frozenset(
 )
 """Options of a run in which comparable runs may differ: what they change is shown with each number."""
 NUM_RESAMPLES = 2_000
+ANYTHING = "anything, since a run.json is missing"
+"""What may differ between runs of which one doesn't tell how it was made."""
 
 Cell = tuple[str, str, float, int, str]
 """Suite, its prompts' revision, temperature, batch size and method: one row of a summary."""
@@ -87,7 +89,7 @@ class Group:
     runs: list[Run]
     entries: list[Entry]
     differs_in: list[str]
-    """Conditions in which it differs from the first group."""
+    """Conditions in which it differs from the first group, or ANYTHING."""
 
     @property
     def title(self) -> str:
@@ -136,6 +138,8 @@ def read_groups(directories: Sequence[Path]) -> list[Group]:
     for members in groups.values():
         other = _flat(members[0].conditions)
         differs_in = [name for name in dict.fromkeys([*first, *other]) if first.get(name) != other.get(name)]
+        if members[0] is not runs[0] and (members[0].config is None or runs[0].config is None):
+            differs_in = [ANYTHING]
         made.append(Group(runs=members, entries=_entries(members), differs_in=differs_in))
     return made
 

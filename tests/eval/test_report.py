@@ -103,7 +103,7 @@ def two_answers(make_record: MakeRecord, shared: Changes, methods: Sequence[str]
     records = []
     for prompt, category in (("81", "writing"), ("82", "math")):
         common: Changes = {"prompt_id": prompt, "category": category, **shared}
-        plain: Changes = {**common, "method": "baseline", "accepted_histogram": [4]}
+        plain: Changes = {**common, "method": "baseline", "accepted_histogram": [4], "lossless_rule": True}
         records += [make_record(**plain), make_record(**plain, phase_seconds=PhaseSeconds(draft=0.0, verify=0.5, accept=0.1))]
         for method in methods:
             drafted: Changes = {**common, "method": method, "accepted_histogram": [1, 0, 1], "num_draft_tokens": 6}
@@ -204,7 +204,10 @@ def test_a_wrong_or_lossy_method_has_no_speedup_and_one_that_draws_has_its_own(w
     line = drawn.tables["mt_bench, temperature 1, batch size 1"][2]
     assert (line[2], line[4]) == ("2.00x 2.00 to 2.00", "by rule")
     assert "outrider certify tests" in drawn.text
-    lossy = report(tmp_path / "lossy", write_run("three", temperature=1.0, record={"lossless_rule": False}))
+    lossy = report(
+        tmp_path / "lossy",
+        write_run("three", temperature=1.0, record={"lossless_rule": False}, config={"acceptance": "typical"}),
+    )
     line = lossy.tables["mt_bench, temperature 1, batch size 1"][2]
     assert (line[2], line[4]) == ("2.00x not lossless", "no, by rule")
 
@@ -330,6 +333,7 @@ def test_contradictions_are_refused(write_run: WriteRun, tmp_path: Path) -> None
         ('"prompt_id": "81"', '"prompt_id": "83"', "has no baseline record of the same prompt"),
         ('"category": "writing"', '"category": "maths"', "prompt '81' .* has the category 'writing', and another .* 'maths'"),
         ('"seed": 0', '"seed": 1', "has seed 1, and this run has 0"),
+        ('"lossless_rule": true', '"lossless_rule": false', "has lossless_rule False, and this run's rule says True"),
     ):
         records.write_text("".join(lines).replace(old, new, 1))
         with pytest.raises(ValueError, match=message):
