@@ -82,7 +82,7 @@ def model_card(drafter: Path, options: CardOptions) -> str:
         f"---\n{data.to_yaml()}\n---\n\n# {title}",
         about,
         _usage(base_model or saved.target.name, options.repo or UNNAMED),
-        _measurements(runs, weights),
+        _measurements(runs, saved, weights),
         _certificate(options.certificate, saved, weights),
         _drafter(saved, drafter),
         _training(drafter, options.run, saved, weights),
@@ -113,10 +113,10 @@ With outrider, measured against plain decoding: `outrider eval --target {target}
 # --- figures
 
 
-def _measurements(runs: Sequence[Run], weights: str) -> str:
+def _measurements(runs: Sequence[Run], saved: DrafterFile, weights: str) -> str:
     if not runs:
         return "## Speed\n\nNot measured, or not told here."
-    parts = [_measured(run, weights) for run in runs]
+    parts = [_measured(run, saved, weights) for run in runs]
     note = (
         "A step is one pass of the target; tokens per step count the token that it adds itself. The speedup is that of whole "
         "generations over plain decoding, through the same loop on the same machine. In brackets: 95 % intervals, by a "
@@ -126,7 +126,7 @@ def _measurements(runs: Sequence[Run], weights: str) -> str:
     return "\n\n".join(["## Speed", *parts, note])
 
 
-def _measured(run: Run, weights: str) -> str:
+def _measured(run: Run, saved: DrafterFile, weights: str) -> str:
     """The rows of one evaluation that are this drafter's, and where they were measured."""
     if run.config is None or run.environment is None:
         raise ValueError(f"{run.directory} has no run.json, so nobody knows which drafter it measured, or where; leave it out")
@@ -138,29 +138,38 @@ def _measured(run: Run, weights: str) -> str:
             "evaluation of this drafter as it is"
         )
     heads = ("Prompts", "Decoding", "Setting", "Tokens per step", "Speedup", "Tokens/s (plain)", "Lossless")
-    lines = [heads, ("---", "---", "---", "---:", "---:", "---:", "---"), *(_line(row, run) for row in rows)]
+    lines = [heads, ("---", "---", "---", "---:", "---:", "---:", "---"), *(_line(row, run, saved) for row in rows)]
     table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     return f"{table}\n\n{_conditions(run, rows[0])}"
 
 
-def _line(row: Row, run: Run) -> tuple[str, ...]:
+def _line(row: Row, run: Run, saved: DrafterFile) -> tuple[str, ...]:
     (plain,) = [
         each for each in run.rows if each["method"] == BASELINE and cell_of(each)[:-1] == cell_of(row)[:-1]
     ]  # every group of rows has one
-    setting = run.config["methods"][row["method"]]["setting"] if run.config else {}
-    options = ["off: plain decoding"] if setting is None else [f"{name} {value}" for name, value in setting.items()]
+    assert run.config is not None
+    method = run.config["methods"][row["method"]]
     return tuple(
         escape_markdown(text)
         for text in (
             f"{row['suite']} ({row['num_prompts']})",
             decoding_name(row),
-            ", ".join(options) or "as saved",
+            _setting(method["config"], method["setting"], saved),
             _with_interval(row["tokens_per_step"], run.intervals.get(cell_of(row))),
             "none: not lossless" if is_broken(row) else _with_interval(row["speedup"], row["speedup_ci95"], "x"),
             f"{row['tokens_per_second']:.1f} ({plain['tokens_per_second']:.1f})",
             row["lossless_label"],
         )
     )
+
+
+def _setting(config: dict[str, Any], setting: dict[str, Any] | None, saved: DrafterFile) -> str:
+    """Options that were set for a measurement, and those that have been changed in the drafter's own file since."""
+    if setting is None:
+        return "off: plain decoding"
+    used = {**config, **setting}
+    told = {name: value for name, value in used.items() if name in setting or saved.drafter.get(name) != value}
+    return ", ".join(f"{name} {value}" for name, value in told.items()) or "as saved"
 
 
 def _with_interval(value: float | None, interval: Sequence[float] | None, unit: str = "") -> str:

@@ -47,10 +47,20 @@ def read_drafter_config(directory: Path) -> DrafterFile:
     return config
 
 
-def read_weights(path: Path, expected: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of a file, which must have the names, shapes and kinds of number of `expected`."""
+def count_tensors(path: Path) -> int:
+    """How many a file holds, by its header. Raises ValueError as `read_weights` does."""
     if not path.is_file():
         raise ValueError(f"{path} is missing; the drafter's export is incomplete: copy or export it again")
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            return len(file.keys())
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path} is damaged ({error}); copy or export the drafter again") from error
+
+
+def read_weights(path: Path, expected: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a file, which must have the names, shapes and kinds of number of `expected`."""
+    count_tensors(path)
     try:
         tensors = safetensors.torch.load_file(path)
     except safetensors.SafetensorError as error:

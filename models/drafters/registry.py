@@ -5,7 +5,7 @@ Any kind may start from a trained drafter in place of fresh weights: see `START_
 
 import logging
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from ..interfaces import TrainableDrafter
 from .draft_model import DraftModel
 from .eagle import Eagle
 from .eagle3 import Eagle3
-from .files import CONFIG_FILE, WEIGHTS_FILE, DrafterFile, read_drafter_config, read_weights
+from .files import CONFIG_FILE, WEIGHTS_FILE, DrafterFile, count_tensors, read_drafter_config, read_weights
 from .medusa import Medusa
 from .redrafter import Redrafter
 
@@ -57,6 +57,7 @@ def drafter_of_weights(kind: str, config: Any, folder: Path, target: HFTarget) -
 
     Raises ValueError where they are damaged, or of other names or shapes.
     """
+    _require_counts(config, folder)
     # Trained weights need no beginning with the target's, which a quantised one couldn't give.
     unbegun = replace(config, init="random") if getattr(config, "init", None) == "target" else config
     try:
@@ -71,6 +72,19 @@ def drafter_of_weights(kind: str, config: Any, folder: Path, target: HFTarget) -
     drafter.load_state_dict(tensors)
     drafter.check_weights()
     return drafter
+
+
+def _require_counts(config: Any, folder: Path) -> None:
+    """Raise ValueError for more layers or heads than the file has tensors: making them would take long before their shapes
+    could be compared."""
+    counts = {**asdict(config), **(getattr(config, "architecture", None) or {})}
+    num_tensors = count_tensors(folder / WEIGHTS_FILE)
+    for name in ("num_blocks", "num_heads", "num_hidden_layers", "num_layers"):
+        if isinstance(counts.get(name), int) and counts[name] > num_tensors:
+            raise ValueError(
+                f"{folder / CONFIG_FILE} has {name} {counts[name]}, and {WEIGHTS_FILE} has {num_tensors} tensors in all; copy "
+                "or export the drafter again"
+            )
 
 
 def parse_drafter_config(config: Mapping[str, Any]) -> tuple[str, Any]:

@@ -3,6 +3,8 @@
 import json
 import logging
 import pickle
+import struct
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +20,13 @@ from ..drafters.files import CONFIG_FILE, MOST_PROBLEMS, WEIGHTS_FILE
 
 logger = logging.getLogger(__name__)
 
+COUNTS = ("medusa_num_heads", "medusa_num_layers", "num_draft_layers", "num_hidden_layers", "num_medusa_heads")
+"""Keys that count what has a tensor each at least."""
+READING_ERRORS = (
+    *(pickle.UnpicklingError, zipfile.BadZipFile, struct.error, RuntimeError, EOFError, LookupError, AttributeError, TypeError),
+    *(ValueError, AssertionError, NotImplementedError, OSError),
+)
+"""What torch raises for a file that is none of its own."""
 INDEX_SUFFIX = ".index.json"
 WEIGHT_FILES = (WEIGHTS_FILE, "pytorch_model.bin")
 """Where most programs keep weights, the preferred one first; each may be an index of several files."""
@@ -39,10 +48,20 @@ class Folder:
         problems = [
             f"{name} holds numbers that aren't finite"
             for name, tensor in sorted(tensors.items())
-            if not tensor.isfinite().all()
+            if tensor.is_floating_point() and not tensor.float().isfinite().all()  # 8 bits have no isfinite
         ]
         raise_problems(self.path, problems)
         return tensors
+
+    def require_counts(self) -> None:
+        """Raise ValueError where the configuration counts more layers or heads than there are tensors: making them would take
+        long before any shape could be compared."""
+        for name in COUNTS:
+            count = self.config.get(name)
+            if isinstance(count, int) and count > len(self.shapes):
+                raise ValueError(
+                    f"{self.path / CONFIG_FILE} has {name} {count}, and there are {len(self.shapes)} tensors in all"
+                )
 
 
 def open_folder(path: Path, weight_files: tuple[str, ...] = WEIGHT_FILES) -> Folder:
@@ -65,7 +84,9 @@ def open_folder(path: Path, weight_files: tuple[str, ...] = WEIGHT_FILES) -> Fol
         if indexed is not None and (wrong := {name for name, each in indexed.items() if each == file.name} ^ found.keys()):
             raise ValueError(f"{file} and the index of {path} don't agree on {', '.join(sorted(wrong)[:MOST_PROBLEMS])}")
         shapes |= found
-    return Folder(path=path, config=config, shapes=shapes, files=tuple(files))
+    folder = Folder(path=path, config=config, shapes=shapes, files=tuple(files))
+    folder.require_counts()
+    return folder
 
 
 def _weight_files(path: Path, names: tuple[str, ...]) -> tuple[list[Path], dict[str, str] | None]:
@@ -100,15 +121,22 @@ def _read(path: Path, device: str) -> dict[str, torch.Tensor]:
 
 
 def _read_pickled(path: Path, device: str) -> dict[str, torch.Tensor]:
+    """Its storages are read even for shapes alone: so it mustn't hold more than its size says."""
     try:
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
+                    raise ValueError("it is compressed, which torch's own files never are")
         found = torch.load(path, map_location=device, weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, AttributeError, TypeError, ValueError) as error:
+    except READING_ERRORS as error:
         raise ValueError(
             f"{path} is not a plain file of tensors, and nothing else is read, since reading it would run its code "
             f"({str(error).partition(chr(10))[0]}); convert it to safetensors where you trust it, or download it again"
         ) from error
     if not isinstance(found, dict) or not all(isinstance(each, torch.Tensor) for each in found.values()):
         raise ValueError(f"{path} holds something else than named tensors; save the state_dict alone")
+    if odd := [str(name) for name, each in found.items() if each.layout is not torch.strided or each.device.type != device]:
+        raise ValueError(f"{path} has {odd[0]} without plain numbers (it is sparse, or has none); save dense tensors")
     return {str(name): each.detach() for name, each in found.items()}
 
 

@@ -1,10 +1,12 @@
 """What the EAGLE formats share: one decoder layer, described as a Llama of one layer is."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from transformers import LlamaConfig
+from transformers.activations import ACT2FN
 
 from ..drafters.decoder_layer import FORMS, form_config
 from ..drafters.feature_drafter import FeatureDrafter
@@ -23,6 +25,7 @@ LAYER_WEIGHTS = (
 )
 QKV_BIASES = tuple(f"self_attn.{name}_proj.bias" for name in "qkv")
 FORM_KEYS = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "hidden_act", "rms_norm_eps")
+SIZES_OF_LAYER = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "head_dim", "hidden_size", "vocab_size")
 BIASES = ("attention_bias", "mlp_bias")
 SIZES = frozenset(
     {*FORM_KEYS, "head_dim", "hidden_size", "vocab_size", *BIASES, "rope_parameters", "rope_theta", "rope_scaling"}
@@ -139,6 +142,15 @@ def read_config(config: Mapping[str, Any], folder: Folder, target: HFTarget, *, 
     problems = [f"an unknown key {name}" for name in sorted(unknown)]
     problems += [f"no {name}" for name in ("hidden_size", "num_attention_heads", "intermediate_size") if name not in config]
     problems += [f"{name} {config[name]!r}" for name, right in MUST_BE.items() if name in config and config[name] not in right]
+    problems += [
+        f"{name} {config[name]!r}" for name in SIZES_OF_LAYER if config.get(name) is not None and not _is_size(config[name])
+    ]
+    rope = config.get("rope_parameters") if isinstance(config.get("rope_parameters"), dict) else {}
+    reals = {"rope_theta": config.get("rope_theta"), "rms_norm_eps": config.get("rms_norm_eps")}
+    reals["rope_parameters.rope_theta"] = (rope or {}).get("rope_theta")
+    problems += [f"{name} {value!r}" for name, value in reals.items() if value is not None and not _is_positive(value)]
+    if config.get("hidden_act", "silu") not in ACT2FN:
+        problems.append(f"hidden_act {config['hidden_act']!r}")
     problems += [f"model_type {config['model_type']!r}"] if config.get("model_type", "llama") not in FORMS else []
     if problems:
         raise ValueError(f"{folder.path / 'config.json'} describes no such drafter: it has {', '.join(problems)}")
@@ -153,6 +165,14 @@ def read_config(config: Mapping[str, Any], folder: Folder, target: HFTarget, *, 
             f"where the target has the very same, and it has one of {lengths[1]} tokens; use a drafter of this target"
         )
     return None if own.model_type in FORMS and described == describe(own) else described
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 < value < 2**31
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _parse(config: Mapping[str, Any], folder: Folder, target: HFTarget) -> Any:

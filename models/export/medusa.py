@@ -106,6 +106,10 @@ def read(folder: Folder, target: HFTarget) -> Reading:
         raise ValueError(f"{folder.path / 'config.json'} is none of Medusa's: it has {', '.join(problems)}")
     prefix, blocks = _blocks(folder)
     num_heads, num_layers = (1 + max((block[place] for block in blocks), default=-1) for place in (0, 1))
+    if num_heads * num_layers > len(folder.shapes):
+        raise ValueError(
+            f"{folder.path} names {num_heads} heads of {num_layers} blocks, and has {len(folder.shapes)} tensors in all"
+        )
     if not blocks:
         raise ValueError(f"{folder.path} holds no heads: there is no 0.0.linear.weight; complete the download")
     if config.get(NUM_LAYERS, num_layers) != num_layers:

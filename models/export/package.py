@@ -75,6 +75,8 @@ def make_package(drafter: Path, output: Path, readme: str, certificate: Path | N
 @contextmanager
 def building(output: Path) -> Iterator[Path]:
     """A new folder beside `output`, which takes its place when the block ends without an error, and is removed elsewise."""
+    if output.is_symlink() or output.resolve() == Path.cwd():
+        raise ValueError(f"{output} is {'a link' if output.is_symlink() else 'the folder you are in'}; name a new folder")
     output.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
     try:

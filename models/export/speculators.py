@@ -35,6 +35,10 @@ KEYS = frozenset(
 )
 
 
+PROPOSED_KEYS = frozenset({"algorithm", "default_proposal_method", "proposal_methods", "verifier"})
+"""Of `speculators_config`."""
+
+
 def write(drafter: Eagle3, target: HFTarget) -> Layout:
     """Raises ValueError for another number of features than vLLM's three, or another kind of layer."""
     problems = layer_refusals(drafter, "vLLM's EAGLE-3", ("llama", "mistral"))
@@ -88,6 +92,11 @@ def read(folder: Folder, target: HFTarget) -> Reading:
         problems.append(f"speculators_model_type {config.get('speculators_model_type')!r}, and eagle3 alone is read")
     if config.get("target_hidden_size") not in (None, target.hidden_size):
         problems.append(f"target_hidden_size {config['target_hidden_size']}, and the target's is {target.hidden_size}")
+    proposed = config.get("speculators_config") or {}
+    if not isinstance(proposed, dict):
+        problems.append(f"speculators_config {proposed!r}")
+    else:
+        problems += [f"an unknown key speculators_config.{name}" for name in sorted(proposed.keys() - PROPOSED_KEYS)]
     if problems:
         raise ValueError(f"{folder.path / 'config.json'} describes no such drafter: it has {', '.join(problems)}")
     assert isinstance(layer, dict)

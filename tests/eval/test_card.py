@@ -69,6 +69,18 @@ def test_an_evaluation_of_other_weights_is_refused(tiny_drafter_dir: Path, evalu
         model_card(other, CardOptions(evaluations=[evaluation]))
 
 
+def test_options_changed_since_they_were_measured_are_told(tiny_drafter_dir: Path, evaluation: Path, tmp_path: Path) -> None:
+    changed = Path(shutil.copytree(tiny_drafter_dir, tmp_path / "changed"))
+    config = json.loads((changed / "config.json").read_text())
+    before = config["drafter"]["beam_length"]
+    config["drafter"]["beam_length"] = before + 1
+    (changed / "config.json").write_text(json.dumps(config))
+    card = model_card(changed, CardOptions(evaluations=[evaluation]))
+    (line,) = [line for line in card.splitlines() if line.startswith("| mt_bench")]
+    assert "beam_width 3" in line
+    assert f"beam_length {before}" in line
+
+
 def test_a_drafter_that_isnt_lossless_has_no_speedup(tiny_drafter_dir: Path, evaluation: Path, tmp_path: Path) -> None:
     broken = Path(shutil.copytree(evaluation, tmp_path / "broken"))
     rows = json.loads((broken / "summary.json").read_text())

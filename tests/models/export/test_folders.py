@@ -2,6 +2,7 @@
 
 import json
 import os
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -125,3 +126,35 @@ def test_damaged_and_empty_folders_say_what_is_wrong(tmp_path):
     safetensors.torch.save_file({"a": torch.tensor([1.0, float("nan")])}, folder(tmp_path / "d") / "model.safetensors")
     with pytest.raises(ValueError, match="a holds numbers that aren't finite"):
         open_folder(tmp_path / "d").load()
+
+
+def test_a_compressed_file_is_refused_before_it_is_unpacked(tmp_path):
+    torch.save({"a": torch.zeros(1000)}, tmp_path / "plain.bin")
+    path = folder(tmp_path / "a") / "pytorch_model.bin"
+    with zipfile.ZipFile(tmp_path / "plain.bin") as plain, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
+        for member in plain.infolist():
+            packed.writestr(member.filename, plain.read(member), zipfile.ZIP_DEFLATED)
+    with pytest.raises(ValueError, match="it is compressed, which torch's own files never are"):
+        open_folder(tmp_path / "a")
+
+
+@pytest.mark.parametrize("tensor", [torch.eye(2).to_sparse(), torch.empty(2, device="meta")])
+def test_tensors_without_plain_numbers_are_refused(tmp_path, tensor):
+    torch.save({"a": tensor}, folder(tmp_path / "a") / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="has a without plain numbers|not a plain file of tensors"):
+        open_folder(tmp_path / "a").load()
+
+
+def test_numbers_in_8_bits_are_checked_too(tmp_path):
+    wrong = torch.tensor([1.0, float("nan")]).to(torch.float8_e4m3fn)
+    safetensors.torch.save_file({"a": wrong}, folder(tmp_path / "a") / "model.safetensors")
+    with pytest.raises(ValueError, match="a holds numbers that aren't finite"):
+        open_folder(tmp_path / "a").load()
+
+
+@pytest.mark.parametrize("name", ["num_draft_layers", "num_hidden_layers", "medusa_num_heads"])
+def test_more_layers_than_tensors_are_refused_before_they_are_made(tmp_path, name):
+    safetensors.torch.save_file(TENSORS, folder(tmp_path / "a") / "model.safetensors")
+    (tmp_path / "a" / "config.json").write_text(json.dumps({name: 3_000_000}))
+    with pytest.raises(ValueError, match=f"has {name} 3000000, and there are {len(TENSORS)} tensors in all"):
+        open_folder(tmp_path / "a")
