@@ -79,7 +79,7 @@ def generate(
     hub_options = {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
     folder = find_folder(drafter, hub_options)
     streamer, tokenizer = kwargs.get("streamer"), kwargs.get("tokenizer")
-    _take_stop_strings(model, kwargs)
+    _take_stop_strings(kwargs)
     target, bound = bind(model, folder, drafter_options or {}, tokenizer)
 
     # transformers reads this function's arguments: those of its own loop.
@@ -205,12 +205,12 @@ def _require_consistent(kwargs: dict[str, Any], seed: int | None, generator: tor
         raise ValueError(f"generate was given an assistant_model and a drafter; leave one out, {PLAIN_DECODING}")
 
 
-def _take_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
+def _take_stop_strings(kwargs: dict[str, Any]) -> None:
     """Make a stopping criterion of stop strings: transformers doesn't hand the tokenizer on to make one itself."""
-    config, strings = kwargs.get("generation_config") or model.generation_config, kwargs.pop("stop_strings", None)
+    config, strings = kwargs.get("generation_config"), kwargs.pop("stop_strings", None)
     if strings is None and config is not None and config.stop_strings is not None:
         strings = config.stop_strings
-        kwargs["generation_config"] = GenerationConfig(**{**config.to_dict(), "stop_strings": None})
+        kwargs["generation_config"] = config = GenerationConfig(**{**config.to_dict(), "stop_strings": None})
     if strings is None:
         return
     if kwargs.get("tokenizer") is None:
