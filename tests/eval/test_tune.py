@@ -192,7 +192,7 @@ def test_an_evaluation_takes_the_tuned_settings(tiny_target: HFTarget, tiny_draf
     config = EvalConfig(suites=suites, batch_sizes=[1, 2, 8])
     chosen = {(0.0, 1): {"beam_width": 2}, (0.0, 2): {"beam_width": 3}, (0.0, 8): None}
     assert tuned_settings(config, tiny_target, [tmp_path]) == {tmp_path: chosen}
-    with pytest.raises(ValueError, match="temperature 0.5 .* run `outrider tune"):
+    with pytest.raises(ValueError, match="temperature 0.5 .* Run `outrider tune"):
         tuned_settings(replace(config, temperatures=[0.0, 0.5]), tiny_target, [tmp_path])
 
 

@@ -386,8 +386,12 @@ def test_ctrl_c_waits_for_no_answer_and_no_next_try(
             list(engine.answer(requests))
 
     interrupter = threading.Thread(target=interrupt)
-    with ends_at_once(), pytest.raises(KeyboardInterrupt):
-        consume()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        with ends_at_once(), pytest.raises(KeyboardInterrupt):
+            consume()
+    finally:
+        signal.signal(signal.SIGINT, before)
     interrupter.join()
     assert caplog.text.count("try 2 of") == (4 if waits_for == "tries" else 0)
 
