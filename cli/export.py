@@ -60,21 +60,25 @@ def import_command(
     Only plain tensors are read, never code, and only where they fit the target.
     """
     from ..models.drafters import save_drafter
+    from ..models.drafters.hub import resolve_folder
     from ..models.drafters.registry import kind_of
-    from ..models.export.registry import find_format, import_drafter
+    from ..models.export.registry import find_format, format_of, import_drafter
 
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"{output} is there already; choose a new directory for the drafter")
     options = {} if setting is None else parse_setting(setting)
     if source is not None:
         find_format(source)
-    directory = _local(folder, folder_revision)
+    directory = resolve_folder(folder, WANTED, folder_revision)
+    if not directory.is_dir():
+        raise ValueError(f"{folder} is neither a folder here nor a name on the Hub; give a directory, or user/name")
+    source = source or format_of(directory).name
     loaded = _load(target, revision)
     drafter = import_drafter(directory, loaded, name=source, options=options)
     save_drafter(drafter, output, loaded.identity)
     num_parameters = sum(parameter.numel() for parameter in drafter.parameters())
     typer.echo(
-        f"{folder} is in {output}: a drafter of the kind {kind_of(drafter)} with {num_parameters:,} parameters\n"
+        f"{folder}, read as {source}, is in {output}: a drafter of the kind {kind_of(drafter)}, {num_parameters:,} parameters\n"
         f"Measure it: outrider eval --target {target} --drafter {output} --suite mt_bench"
     )
 
@@ -87,18 +91,3 @@ def _load(target: str, revision: str | None) -> "HFTarget":
     from ..models.target import load_target
 
     return load_target(TargetConfig(name_or_path=target, revision=revision, device="cpu", dtype="auto"), torch.device("cpu"))
-
-
-def _local(folder: str, revision: str | None) -> Path:
-    """The folder on this machine: as it is, or downloaded. Raises ValueError where it is neither here nor on the Hub."""
-    if Path(folder).is_dir():
-        return Path(folder)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(folder, revision=revision, allow_patterns=WANTED))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-        raise ValueError(
-            f"{folder} is neither a folder here nor a repository that can be downloaded from the Hub ({error})"
-        ) from error

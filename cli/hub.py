@@ -32,8 +32,10 @@ def package_command(
     options = CardOptions(
         evaluations=records or (), run=run, certificate=certificate, licence=licence, base_model=base_model, repo=repo
     )
-    make_package(drafter, output, model_card(drafter, options), certificate)
+    card = model_card(drafter, options)
+    make_package(drafter, output, card, certificate)
     _print_files(package_files(output))
+    _tell_names_left_open(card)
     typer.echo(f'model.generate(..., custom_generate="{output}", trust_remote_code=True) decodes with it')
 
 
@@ -50,9 +52,8 @@ def push_command(
 
     The token is that of `hf auth login`, or HF_TOKEN.
     """
-    from ..eval.card import UNNAMED
     from ..models.drafters.files import read_drafter_config
-    from ..models.drafters.hub import HUB_ID
+    from ..models.drafters.hub import HUB_ID, READ_FILES
     from ..models.export.package import README_FILE, is_package, package_files
 
     if HUB_ID.fullmatch(repo) is None or "@" in repo:
@@ -66,11 +67,16 @@ def push_command(
                 package_files(folder)  # an export is pushed as it is, unless it is a pickle
             else:
                 package = _packaged(folder, Path(temporary) / "package", repo)
+                if left_out := sorted(path.name for path in folder.iterdir() if path.name not in READ_FILES):
+                    typer.echo(
+                        f"left out: {', '.join(left_out)}. `outrider package` takes a certificate, and writes a README.md that "
+                        "you may change before you push its folder"
+                    )
         files = package_files(package)
         _print_files(files)
         card = files.get(README_FILE)
-        if card is not None and f'custom_generate="{UNNAMED}"' in card.read_text(encoding="utf-8"):
-            typer.echo(f"the card's commands say {UNNAMED} for this drafter; `outrider package --repo {repo}` writes its name")
+        if card is not None:
+            _tell_names_left_open(card.read_text(encoding="utf-8"))
         visibility = "public" if public else "private"
         if dry_run:
             typer.echo(f"dry run: nothing was uploaded to {repo} ({visibility} if it is made, branch {revision or 'main'})")
@@ -110,6 +116,15 @@ def _packaged(drafter: Path, output: Path, repo: str) -> Path:
 
     make_package(drafter, output, model_card(drafter, CardOptions(repo=repo)))
     return output
+
+
+def _tell_names_left_open(card: str) -> None:
+    """What readers of the card couldn't run as it stands there."""
+    from ..eval.card import UNNAMED, UNNAMED_TARGET
+
+    for name, what, option in ((UNNAMED, "this drafter", "--repo"), (UNNAMED_TARGET, "its target", "--base-model")):
+        if f'"{name}"' in card:
+            typer.echo(f"the card's commands say {name} for {what}: `outrider package {option} user/name` writes its name")
 
 
 def _print_files(files: dict[str, Path]) -> None:

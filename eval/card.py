@@ -33,6 +33,8 @@ TITLES = {
 TAGS = ("custom_generate", "speculative-decoding", "outrider")
 UNNAMED = "FOLDER"
 """What the commands of the card call a folder that has no name on the Hub yet."""
+UNNAMED_TARGET = "TARGET"
+"""The same, of a target."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +83,7 @@ def model_card(drafter: Path, options: CardOptions) -> str:
     sections = [
         f"---\n{data.to_yaml()}\n---\n\n# {title}",
         about,
-        _usage(base_model or saved.target.name, options.repo or UNNAMED),
+        _usage(base_model or UNNAMED_TARGET, options.repo or UNNAMED),
         _measurements(runs, saved, weights),
         _certificate(options.certificate, saved, weights),
         _drafter(saved, drafter),
@@ -263,9 +265,10 @@ def _data(run: Path, saved: DrafterFile, weights: str) -> list[str]:
         raise ValueError(f"{run} is no folder of a finished run: it has no config.yaml, or no drafter/{WEIGHTS_FILE}")
     if sha256_file(made) != weights:
         raise ValueError(f"the drafter of {run} has other weights than this one; give the run that made it")
-    data = yaml.safe_load(config_path.read_text(encoding="utf-8"))["data"]
+    config = yaml.safe_load(config_path.read_text(encoding="utf-8"))
+    data = config["data"]
     # A path of somebody's machine tells readers nothing; a data set of the Hub does.
-    source = data["path"] if data["path"] and HUB_ID.fullmatch(data["path"]) and not Path(data["path"]).exists() else None
+    source = _public(data["path"])
     form = {"stdlib": "modules of Python's standard library"}.get(data["source"], f"texts in the form `{data['source']}`")
     lines = [f"- Data: {source or form}, cut at {data['max_length']} tokens"]
     if (run / "distill" / MANIFEST_FILE).is_file():
@@ -279,4 +282,11 @@ def _data(run: Path, saved: DrafterFile, weights: str) -> list[str]:
     if (stats := run / "distill" / "stats.json").is_file():
         seconds = read_json(stats).get("process_seconds")
         lines += [f"- Labelling: {seconds:,.0f} s, summed over processes"] if seconds else []
+    if (start := config["drafter"].get("start_from") or config["drafter"].get("path")) is not None:
+        lines.append(f"- Started from: the weights of {_public(start) or 'a trained model'}, not from fresh ones")
     return lines
+
+
+def _public(name: str | None) -> str | None:
+    """A name on the Hub; None for a path of somebody's machine."""
+    return name if name and HUB_ID.fullmatch(name) and not Path(name).exists() else None

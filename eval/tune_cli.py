@@ -22,7 +22,7 @@ SHOWN = 5
 
 def tune_command(
     target: Annotated[str, typer.Option(help="The target: a directory or a Hub id.")],
-    drafter: Annotated[Path, typer.Option(help="The drafter's directory, which gets the choice.")],
+    drafter: Annotated[Path, typer.Option(help="The drafter's directory, which gets the choice; a Hub id with --no-write.")],
     suite: Annotated[str, typer.Option(help="Prompts to decode: a suite as `outrider eval` names them.")] = "stdlib",
     suite_path: Annotated[str | None, typer.Option(help="Local file of the suite.")] = None,
     suite_revision: Annotated[str | None, typer.Option(help="Commit of a suite on the Hub.")] = None,
@@ -56,6 +56,7 @@ def tune_command(
 
     from ..data.chat import use_chat_template
     from ..models.config import TargetConfig
+    from ..models.drafters.hub import HUB_ID, resolve_drafter
     from ..models.target import load_target
     from .cli import parse_setting, tokenizer_options
     from .run import check_inputs
@@ -76,6 +77,12 @@ def tune_command(
         num_threads=threads,
         pack_weights=pack_weights,
     )
+    if write and not drafter.is_dir() and HUB_ID.fullmatch(str(drafter)):
+        raise ValueError(
+            f"there is no folder {drafter} here, and the choice is written beside the drafter: `outrider pull {drafter} "
+            "--output DIR` and tune that, or leave the choice unwritten (--no-write)"
+        )
+    drafter = resolve_drafter(drafter)
     check_inputs(config, [drafter])
     place = device or str(torch.accelerator.current_accelerator() or "cpu")
     loaded = load_target(

@@ -7,6 +7,7 @@ replayed.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from .hf_target import HFTarget
 
 State = TypeVar("State")
+Own = TypeVar("Own", bound="TrainableDrafter")
 
 
 @runtime_checkable
@@ -126,6 +128,22 @@ class TrainableDrafter(nn.Module, ABC):
     @abstractmethod
     def for_target(cls, config: Any, target: "HFTarget") -> "TrainableDrafter":
         """A drafter with fresh weights that reads the target's frozen ones where it needs them."""
+
+    @classmethod
+    def from_pretrained(
+        cls: type[Own], name_or_path: str | Path, target: "HFTarget", *, revision: str | None = None, **runtime_options: Any
+    ) -> Own:
+        """A trained drafter of this kind (of any, where it is asked of `TrainableDrafter`), of a directory or of the Hub: see
+        `load_drafter`. Raises ValueError as that does, and for a drafter of another kind."""
+        from .drafters.checkpoint import load_drafter  # it knows all kinds, and each of them this class
+
+        drafter = load_drafter(name_or_path, target, revision=revision, **runtime_options)
+        if not isinstance(drafter, cls):
+            raise ValueError(
+                f"{name_or_path} holds a {type(drafter).__name__} and no {cls.__name__}; call {type(drafter).__name__}."
+                "from_pretrained, or TrainableDrafter.from_pretrained, which reads every kind"
+            )
+        return drafter
 
     @classmethod
     def require_horizon(cls, config: Any, horizon: int) -> None:

@@ -72,14 +72,16 @@ def change_options(directory: Path, options: Mapping[str, Any]) -> bool:
     return True
 
 
-def load_drafter(directory: Path | str, target: HFTarget, **runtime_options: Any) -> TrainableDrafter:
+def load_drafter(
+    directory: Path | str, target: HFTarget, *, revision: str | None = None, **runtime_options: Any
+) -> TrainableDrafter:
     """The drafter of a directory, or of a repository on the Hub (`user/name`, `user/name@revision`), bound to `target`, in its
     device and dtype, ready to draft.
 
     `runtime_options` change how it drafts, such as a ReDrafter's `beam_width`. Raises ValueError for a target of another shape
     or tokenizer, for options that would change the weights, and for missing, unknown or wrongly shaped tensors.
     """
-    directory = resolve_drafter(directory)
+    directory = resolve_drafter(directory, revision)
     saved = read_drafter_config(directory)
     require_fitting_target(directory, saved.target, target.identity)
     kind, config = parse_runtime_config({"kind": saved.kind, **saved.drafter}, runtime_options)

@@ -1,7 +1,7 @@
 """Drafters by their name on the Hub: `user/repository`, or `user/repository@revision`."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,11 @@ def resolve_drafter(name_or_path: str | Path, revision: str | None = None, **hub
     `hub_options` are those of `snapshot_download`, such as a `token`. Raises ValueError where the Hub has no such drafter, or
     can't be reached.
     """
+    return resolve_folder(name_or_path, READ_FILES, revision, **hub_options)
+
+
+def resolve_folder(name_or_path: str | Path, patterns: Sequence[str], revision: str | None = None, **hub_options: Any) -> Path:
+    """A directory as it is, or a download of those files of a repository whose names match: as `resolve_drafter`."""
     path = Path(name_or_path)
     if path.is_dir() or HUB_ID.fullmatch(str(name_or_path)) is None:
         return path  # what isn't there is told by whoever reads it
@@ -46,9 +51,9 @@ def resolve_drafter(name_or_path: str | Path, revision: str | None = None, **hub
     revision = at or revision  # in the name it is the drafter's for certain
     try:
         with telling_hub_errors(repo, revision):
-            return Path(snapshot_download(repo, revision=revision, allow_patterns=list(READ_FILES), **hub_options))
+            return Path(snapshot_download(repo, revision=revision, allow_patterns=list(patterns), **hub_options))
     except ValueError as error:
-        raise ValueError(f"there is no folder {name_or_path} here, and of the Hub's drafter of that name: {error}") from error
+        raise ValueError(f"there is no folder {name_or_path} here, and of that name on the Hub: {error}") from error
 
 
 @contextmanager
@@ -72,6 +77,10 @@ def telling_hub_errors(repo: str, revision: str | None = None) -> Iterator[None]
         status = error.response.status_code
         remedy = REMEDIES.get(status, f"the Hub answers: {_first_line(error)}")
         raise ValueError(f"{at}: HTTP {status}: {remedy}") from error
+    except UnicodeEncodeError:  # not its cause: that holds the token
+        raise ValueError(
+            f"{at}: the token has characters that no token has: copy it again (HF_TOKEN, or `hf auth login`)"
+        ) from None
     except (httpx.TransportError, ConnectionError, TimeoutError) as error:
         raise ValueError(
             f"{at}: the connection to the Hub broke ({type(error).__name__}): check the network (and HF_ENDPOINT), and run the "

@@ -19,6 +19,7 @@ from .draft_model import DraftModel
 from .eagle import Eagle
 from .eagle3 import Eagle3
 from .files import CONFIG_FILE, WEIGHTS_FILE, DrafterFile, count_tensors, read_drafter_config, read_weights
+from .hub import resolve_drafter
 from .medusa import Medusa
 from .redrafter import Redrafter
 
@@ -34,9 +35,9 @@ DRAFTERS: dict[str, type[TrainableDrafter]] = {
 
 
 START_FROM = "start_from"
-"""An option of every drafter: the folder of a trained one, whose kind, form and weights training starts from. Of the other
-options only those of drafting may differ from it. Its target may have been another one of the same shape: the same model before
-it was fine-tuned or quantised, say."""
+"""An option of every drafter: the folder of a trained one, or its name on the Hub. Its kind, form and weights are what training
+starts from; of the other options only those of drafting may differ. Its target may have been another one of the same shape: the
+same model before it was fine-tuned or quantised, say."""
 
 
 def build_drafter(config: Mapping[str, Any], target: HFTarget) -> TrainableDrafter:
@@ -136,11 +137,14 @@ def kind_of(drafter: TrainableDrafter) -> str:
 
 
 def _start_folder(config: Mapping[str, Any]) -> Path | None:
-    """The folder of the drafter to start from, if there is to be one."""
+    """The folder of the drafter to start from, if there is to be one; a download where it is one of the Hub's."""
     folder = config.get(START_FROM)
     if folder is not None and not isinstance(folder, str | Path):
-        raise ValueError(f"drafter.{START_FROM} is {folder!r}; give the `drafter/` folder of a finished training, or null")
-    return None if folder is None else Path(folder)
+        raise ValueError(
+            f"drafter.{START_FROM} is {folder!r}; give the `drafter/` folder of a finished training, "
+            "its name on the Hub, or null"
+        )
+    return None if folder is None else resolve_drafter(folder)
 
 
 def _options_of(folder: Path, saved: DrafterFile, options: Mapping[str, Any]) -> dict[str, Any]:

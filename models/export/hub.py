@@ -62,12 +62,7 @@ def push(
             api.create_branch(repo, branch=branch)
             info, fresh = api.model_info(repo, revision=branch), True
         assert info.sha is not None
-        tree = {
-            each.path: each
-            for each in api.list_repo_tree(repo, revision=info.sha, recursive=True)
-            if isinstance(each, RepoFile)
-        }
-        there = {path: each for path, each in tree.items() if path not in KEPT_FILES}
+        there = _files_of(api, repo, info.sha)
         changed = [name for name, path in files.items() if name not in there or not _is_same(path, there[name])]
         extra = sorted(there.keys() - files.keys())
         if not fresh and not overwrite and (differing := sorted((set(changed) & there.keys()) | set(extra))):
@@ -92,6 +87,7 @@ def push(
                     api.delete_branch(repo, branch=branch)
                 raise
             commit = made.oid
+            _require_there(api, repo, commit, files)
         return Pushed(url=f"{api.endpoint}/{repo}/tree/{branch}", commit=commit, private=private, added=changed, deleted=extra)
 
 
@@ -108,8 +104,24 @@ def pull(repo: str, output: Path, revision: str | None = None) -> str:
         assert commit is not None
         snapshot_download(repo, revision=commit, local_dir=folder, allow_patterns=patterns, ignore_patterns=["*/*.safetensors"])
         shutil.rmtree(folder / ".cache", ignore_errors=True)  # huggingface_hub's notes of the download
-        package_files(folder)
+        package_files(folder, called=f"{repo} at commit {commit}")
     return commit
+
+
+def _files_of(api: HfApi, repo: str, commit: str) -> dict[str, RepoFile]:
+    tree = api.list_repo_tree(repo, revision=commit, recursive=True)
+    return {each.path: each for each in tree if isinstance(each, RepoFile) and each.path not in KEPT_FILES}
+
+
+def _require_there(api: HfApi, repo: str, commit: str, files: dict[str, Path]) -> None:
+    """Raise ValueError where a commit lacks a file, or has another: the Hub leaves out what a repository's .gitignore names,
+    and a file may have been changed while it was uploaded."""
+    there = _files_of(api, repo, commit)
+    if wrong := [name for name, path in files.items() if name not in there or not _is_same(path, there[name])]:
+        raise ValueError(
+            f"commit {commit} of {repo} was made, and hasn't {', '.join(wrong[:MOST_NAMED])} as they are here: a file was "
+            "changed during the upload, or the repository's .gitignore names it. Mend that, and push again with --overwrite"
+        )
 
 
 def _is_same(path: Path, remote: RepoFile) -> bool:

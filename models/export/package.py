@@ -87,14 +87,15 @@ def building(output: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def package_files(folder: Path) -> dict[str, Path]:
-    """The files of a folder that is to be shared, by their names there, in order.
+def package_files(folder: Path, called: str = "") -> dict[str, Path]:
+    """The files of a folder that is to be shared, by their names there, in order. Messages name it as it is `called`.
 
     Raises ValueError, naming all of them, for files that don't belong into one: links, hidden files, pickles, states of an
     optimizer, anything unknown; and for a folder that holds no drafter.
     """
+    called = called or str(folder)
     if not folder.is_dir():
-        raise ValueError(f"{folder} is {'no folder' if folder.exists() else 'not there'}; name a drafter's folder")
+        raise ValueError(f"{called} is {'no folder' if folder.exists() else 'not there'}; name a drafter's folder")
     files, problems = {}, []
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
@@ -105,14 +106,14 @@ def package_files(folder: Path) -> dict[str, Path]:
     if problems:
         more = f" and {len(problems) - MOST_PROBLEMS} more" if len(problems) > MOST_PROBLEMS else ""
         raise ValueError(
-            f"{folder} holds what isn't to be shared: {', '.join(problems[:MOST_PROBLEMS])}{more}. Move it out, or make a new "
+            f"{called} holds what isn't to be shared: {', '.join(problems[:MOST_PROBLEMS])}{more}. Move it out, or make a new "
             "folder with `outrider package`"
         )
     if CONFIG_FILE not in files or not any(name.endswith(".safetensors") for name in files):
-        raise ValueError(f"{folder} holds no drafter: it needs {CONFIG_FILE} and weights in safetensors")
+        raise ValueError(f"{called} holds no drafter: it needs {CONFIG_FILE} and weights in safetensors")
     for name, path in files.items():
         if name.endswith(".safetensors"):
-            require_whole(path)
+            require_whole(path, f"{called}: {name}")
     return files
 
 
@@ -141,15 +142,16 @@ def is_package(folder: Path) -> bool:
     return (folder / README_FILE).is_file() and (folder / FOLDER / START_FILE).is_file()
 
 
-def require_whole(path: Path) -> None:
+def require_whole(path: Path, called: str = "") -> None:
     """Raise ValueError where a safetensors file is missing, or cut short."""
+    called = called or str(path)
     if not path.is_file():
-        raise ValueError(f"{path} is missing; the drafter's export is incomplete: copy or export it again")
+        raise ValueError(f"{called} is missing; the drafter's export is incomplete: copy or export it again")
     try:
         with safe_open(path, framework="pt") as file:
             file.keys()
     except SafetensorError as error:
-        raise ValueError(f"{path} is damaged ({error}); copy or export the drafter again") from error
+        raise ValueError(f"{called} is damaged ({error}); copy or export the drafter again") from error
 
 
 def read_certificate(path: Path) -> dict[str, Any]:

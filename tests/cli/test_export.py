@@ -85,8 +85,12 @@ def test_mistakes_are_named_before_anything_is_loaded(drafter, tiny_target_dir, 
         call("export", drafter, *target, "--to", "medusa", "--dtype", "int8")
     with pytest.raises(ValueError, match="is there already; choose a new directory"):
         call("import", drafter, "--target", tiny_target_dir, "--output", drafter)
-    with pytest.raises(ValueError, match="neither a folder here nor a repository"):
+    with pytest.raises(ValueError, match="there is no folder nobody/nothing here, and of that name on the Hub"):
         call("import", "nobody/nothing", *target)
+    with pytest.raises(ValueError, match="no/such/folder is neither a folder here nor a name on the Hub"):
+        call("import", "no/such/folder", *target)
+    with pytest.raises(ValueError, match="no format is known"):
+        call("import", drafter, *target)
     assert not (tmp_path / "out").exists()
 
 
@@ -98,7 +102,7 @@ def test_nothing_that_could_be_run_is_downloaded(drafter, tiny_target_dir, tmp_p
         return os.fspath(tmp_path / "theirs")
 
     call("export", drafter, "--target", tiny_target_dir, "--to", "medusa", "--output", tmp_path / "theirs")
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr("outrider.models.drafters.hub.snapshot_download", download)
     call("import", "org/heads", "--target", tiny_target_dir, "--output", tmp_path / "again", "--folder-revision", "abc")
     assert asked == {"name": "org/heads", "revision": "abc", "allow_patterns": WANTED}
     assert not any(pattern.endswith((".py", "*")) for pattern in WANTED)

@@ -1,5 +1,6 @@
 """`outrider package`, `push` and `pull` as commands: what they print, and when they touch the network."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,26 @@ def test_a_bare_drafter_is_packaged_first(drafter: Path) -> None:
     assert "README.md" in result.output
     assert "custom_generate/generate.py" in result.output
     assert sorted(path.name for path in drafter.iterdir()) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.usefixtures("no_network")
+def test_what_a_bare_drafters_folder_holds_besides_is_told_to_stay_here(drafter: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(drafter, tmp_path / "drafter"))
+    (folder / "README.md").write_text("# Mine\n")
+    (folder / "tuned.json").write_text("{}")
+    result = CliRunner().invoke(app, ["push", str(folder), "me/drafter", "--dry-run"])
+    assert result.exit_code == 0, result.output
+    assert "left out: README.md, tuned.json." in result.output
+
+
+@pytest.mark.usefixtures("no_network")
+def test_names_that_a_card_leaves_open_are_told(drafter: Path, tmp_path: Path) -> None:
+    make = ["package", str(drafter), "--output"]
+    said = CliRunner().invoke(app, [*make, str(tmp_path / "a")]).output
+    assert "say FOLDER for this drafter" in said
+    assert "say TARGET for its target: `outrider package --base-model user/name`" in said
+    named = ["--repo", "me/drafter", "--base-model", "some/target"]
+    assert "commands say" not in CliRunner().invoke(app, [*make, str(tmp_path / "b"), *named]).output
 
 
 @pytest.mark.usefixtures("no_network")

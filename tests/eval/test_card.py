@@ -98,6 +98,7 @@ def test_what_is_unknown_is_said_to_be_and_left_out_of_the_front_matter(tiny_dra
     assert "Of the drafter: not stated" in card
     assert "- Data: not told here\n- Cost: unknown" in card
     assert "## Certificate" not in card
+    assert 'AutoModelForCausalLM.from_pretrained("TARGET"' in card, "no name of a folder of somebody's machine"
     known = front_matter(card)
     assert known == {
         "library_name": "transformers",
@@ -145,15 +146,34 @@ def test_data_are_those_of_the_run_without_paths_of_its_machine(tiny_drafter_dir
     run = tmp_path / "run"
     shutil.copytree(tiny_drafter_dir, run / "drafter")
     data: dict[str, Any] = {"source": "messages", "path": "HuggingFaceH4/ultrachat_200k", "max_length": 512}
-    (run / "config.yaml").write_text(yaml.safe_dump({"data": data}))
+    (run / "config.yaml").write_text(yaml.safe_dump({"data": data, "drafter": {"kind": "redrafter"}}))
     assert "- Data: HuggingFaceH4/ultrachat_200k, cut at 512 tokens" in model_card(tiny_drafter_dir, CardOptions(run=run))
-    (run / "config.yaml").write_text(yaml.safe_dump({"data": {**data, "path": str(tmp_path / "private.jsonl")}}))
+    private = {"data": {**data, "path": str(tmp_path / "private.jsonl")}, "drafter": {"start_from": str(tmp_path / "old")}}
+    (run / "config.yaml").write_text(yaml.safe_dump(private))
     card = model_card(tiny_drafter_dir, CardOptions(run=run))
     assert "- Data: texts in the form `messages`, cut at 512 tokens" in card
+    assert "- Started from: the weights of a trained model" in card
     assert str(tmp_path) not in card
     (run / "drafter" / "model.safetensors").write_bytes(b"another")
     with pytest.raises(ValueError, match="other weights than this one"):
         model_card(tiny_drafter_dir, CardOptions(run=run))
+
+
+@pytest.mark.parametrize(
+    ("drafter", "name"),
+    [
+        ({"kind": "redrafter", "start_from": "some/drafter"}, "some/drafter"),
+        ({"kind": "draft_model", "path": "some/model"}, "some/model"),
+        ({"kind": "draft_model", "path": None}, None),
+    ],
+)
+def test_the_weights_that_training_started_from_are_told(tiny_drafter_dir, tmp_path, drafter, name):
+    shutil.copytree(tiny_drafter_dir, tmp_path / "drafter")
+    data = {"source": "stdlib", "path": None, "max_length": 512}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"data": data, "drafter": drafter}))
+    card = model_card(tiny_drafter_dir, CardOptions(run=tmp_path))
+    lines = [line for line in card.splitlines() if line.startswith("- Started")]
+    assert lines == ([f"- Started from: the weights of {name}, not from fresh ones"] if name else [])
 
 
 def test_what_training_took_is_told(tiny_drafter_dir: Path, tmp_path: Path) -> None:

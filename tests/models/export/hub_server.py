@@ -40,6 +40,8 @@ class Hub:
     requests: list[str] = field(default_factory=list)
     refused: dict[str, int] = field(default_factory=dict)
     """Status by a part of the path."""
+    ignored: set[str] = field(default_factory=set)
+    """Files that a repository's .gitignore names."""
     url: str = ""
 
     def make(self, name: str, files: Files | None = None, *, private: bool = False) -> Repository:
@@ -180,7 +182,8 @@ class _Handler(BaseHTTPRequestHandler):
     def preupload(self, name: str, revision: str, *, body: bytes) -> Any:
         self.repository(name, writing=True)
         paths = [file["path"] for file in json.loads(body)["files"]]
-        return {"files": [{"path": path, "uploadMode": mode(path), "shouldIgnore": False} for path in paths]}, {}
+        ignored = self.hub.ignored
+        return {"files": [{"path": path, "uploadMode": mode(path), "shouldIgnore": path in ignored} for path in paths]}, {}
 
     def batch(self, name: str, *, body: bytes) -> Any:
         self.repository(name, writing=True)

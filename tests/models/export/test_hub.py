@@ -10,12 +10,20 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 from huggingface_hub import constants
+from typer.testing import CliRunner
 
+from outrider.data.files import sha256_file
+from outrider.eval.tune_cli import tune_command
 from outrider.models.config import TargetConfig
-from outrider.models.drafters import load_drafter
+from outrider.models.drafters import build_drafter, load_drafter
 from outrider.models.drafters.hub import resolve_drafter
+from outrider.models.drafters.medusa import Medusa
+from outrider.models.drafters.redrafter import Redrafter
+from outrider.models.drafters.registry import starting_weights
 from outrider.models.export.hub import pull, push
+from outrider.models.interfaces import TrainableDrafter
 from outrider.models.target import load_target
 
 from .hub_server import READER, WRITER, Hub, serving
@@ -130,6 +138,15 @@ def test_a_push_to_a_new_branch_that_fails_leaves_no_branch_in_the_way_of_the_ne
     assert hub.repositories[REPO].branches.keys() == {"main", "v2"}
 
 
+def test_a_file_that_the_hub_leaves_out_is_told(hub: Hub, folder: Path) -> None:
+    """A repository's .gitignore does that, and huggingface_hub only logs it."""
+    hub.make(REPO)
+    hub.ignored.add("certificate.json")
+    (folder / "certificate.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"was made, and hasn't certificate\.json as they are here: .*\.gitignore"):
+        push(folder, REPO)
+
+
 def test_a_commit_in_between_is_not_overwritten(hub: Hub, folder: Path) -> None:
     """Somebody commits after the branch was looked at."""
     repository = hub.make(REPO)
@@ -150,6 +167,7 @@ def test_a_commit_in_between_is_not_overwritten(hub: Hub, folder: Path) -> None:
     [
         (None, "HTTP 401: the Hub doesn't know who you are: log in with `hf auth login`, or set HF_TOKEN"),
         ("hf_made_up", "HTTP 401: the Hub doesn't know who you are"),
+        ("hf_made_\u00fcp", "the token has characters that no token has: copy it again"),
         (READER, "HTTP 403: your token may not do this"),
     ],
 )
@@ -158,7 +176,8 @@ def test_a_token_that_wont_do_is_told_and_never_shown(hub, folder, monkeypatch, 
     with caplog.at_level(logging.DEBUG), pytest.raises(ValueError, match=message) as error:
         push(folder, REPO)
     assert REPO not in hub.repositories
-    for secret in (READER, WRITER, "hf_made_up"):
+    assert error.value.__cause__ is None or not isinstance(error.value.__cause__, UnicodeError), "it would hold the token"
+    for secret in (READER, WRITER, "hf_made"):
         assert secret not in caplog.text + str(error.value)
 
 
@@ -202,7 +221,7 @@ def test_what_isnt_there_is_told(hub, tmp_path):
     hub.make(REPO)
     with pytest.raises(ValueError, match="user/drafter has no branch, tag or commit v9"):
         pull(REPO, tmp_path / "pulled", "v9")
-    with pytest.raises(ValueError, match="holds no drafter"):
+    with pytest.raises(ValueError, match="^user/drafter at commit [0-9a-f]{40} holds no drafter"):
         pull(REPO, tmp_path / "pulled")
     assert not list(tmp_path.glob("pulled*")) + list(tmp_path.glob(".pulled*"))
 
@@ -225,6 +244,33 @@ def test_a_drafter_is_loaded_from_the_hub_without_its_code(hub, folder, tiny_tar
     assert all(torch.equal(tensor, here.state_dict()[name]) for name, tensor in there.state_dict().items())
     fetched = {request.rpartition("/")[2] for request in hub.requests if "/resolve/" in request}
     assert fetched == {"config.json", "model.safetensors"}
+
+
+def test_a_class_reads_its_own_kind_from_the_hub_and_the_base_class_any(hub, folder, package_dirs, tiny_target_dir):
+    push(folder, REPO)
+    push(package_dirs["medusa"], REPO, revision="heads")
+    target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="float32", device="cpu"))
+    assert Redrafter.from_pretrained(REPO, target, beam_width=2).config.beam_width == 2
+    assert type(TrainableDrafter.from_pretrained(REPO, target, revision="heads")) is Medusa
+    assert type(Redrafter.from_pretrained(folder, target)) is Redrafter
+    with pytest.raises(ValueError, match=r"user/drafter holds a Medusa and no Redrafter; call Medusa\.from_pretrained"):
+        Redrafter.from_pretrained(REPO, target, revision="heads")
+
+
+def test_a_training_starts_from_a_drafter_of_the_hub(hub, folder, tiny_target_dir):
+    push(folder, REPO)
+    target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="float32", device="cpu"))
+    started, there = build_drafter({"start_from": REPO}, target), load_drafter(folder, target)
+    assert all(torch.equal(tensor, there.state_dict()[name]) for name, tensor in started.state_dict().items())
+    assert starting_weights({"start_from": f"{REPO}@main"}) == sha256_file(folder / "model.safetensors")
+
+
+def test_a_choice_that_would_be_written_beside_a_drafter_of_the_hub_is_refused_before_any_work(hub, tmp_path):
+    app = typer.Typer()
+    app.command()(tune_command)
+    result = CliRunner().invoke(app, ["--target", "no/target", "--drafter", REPO, "--output", str(tmp_path)])
+    assert "`outrider pull user/drafter --output DIR` and tune that" in str(result.exception)
+    assert not hub.requests
 
 
 def test_a_revision_may_follow_the_name(hub, folder):
