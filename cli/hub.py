@@ -120,7 +120,7 @@ def _packaged(drafter: Path, output: Path, repo: str) -> Path:
 
 def _tell_names_left_open(card: str) -> None:
     """What readers of the card couldn't run as it stands there."""
-    from ..eval.card import UNNAMED, UNNAMED_TARGET
+    from ..models.export.package import UNNAMED, UNNAMED_TARGET
 
     for name, what, option in ((UNNAMED, "this drafter", "--repo"), (UNNAMED_TARGET, "its target", "--base-model")):
         if f'"{name}"' in card:

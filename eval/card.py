@@ -14,10 +14,9 @@ from huggingface_hub import ModelCardData
 
 from ..data.files import read_json, sha256_file
 from ..data.manifest import MANIFEST_FILE, load_manifest
-from ..models.drafters.checkpoint import read_training_facts
-from ..models.drafters.files import WEIGHTS_FILE, DrafterFile, read_drafter_config
+from ..models.drafters.files import WEIGHTS_FILE, DrafterFile, read_drafter_config, read_training_facts
 from ..models.drafters.hub import HUB_ID
-from ..models.export.package import read_certificate, require_whole
+from ..models.export.package import UNNAMED, UNNAMED_TARGET, read_certificate, require_whole
 from .names import BASELINE
 from .report_runs import Run, cell_of, read_run
 from .rows import Row, decoding_name, is_broken
@@ -31,10 +30,6 @@ TITLES = {
     "redrafter": "ReDrafter",
 }
 TAGS = ("custom_generate", "speculative-decoding", "outrider")
-UNNAMED = "FOLDER"
-"""What the commands of the card call a folder that has no name on the Hub yet."""
-UNNAMED_TARGET = "TARGET"
-"""The same, of a target."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

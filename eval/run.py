@@ -14,7 +14,7 @@ from ..data.files import atomic_write_text, write_json, write_sealed
 from ..data.prompts import PromptSet, load_suite
 from ..models.decoding.acceptance import GreedyAcceptance, SpeculativeSampling, TypicalAcceptance
 from ..models.decoding.sampling import Sampling
-from ..models.drafters.checkpoint import read_training_facts
+from ..models.drafters.files import read_training_facts
 from ..models.hf_target import HFTarget
 from ..models.interfaces import AcceptanceRule, TrainableDrafter
 from ..models.packing import packed_linears

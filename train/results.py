@@ -14,7 +14,8 @@ from accelerate import Accelerator
 from ..data.files import atomic_write_bytes, read_json, sha256_file, write_json
 from ..data.manifest import Manifest, TargetIdentity
 from ..models.drafters import save_drafter
-from ..models.drafters.checkpoint import CONFIG_FILE, TRAINING_FILE, WEIGHTS_FILE, TrainingFacts, change_options
+from ..models.drafters.checkpoint import change_options
+from ..models.drafters.files import CONFIG_FILE, TRAINING_FILE, WEIGHTS_FILE, TrainingFacts
 from ..models.drafters.registry import parse_drafter_config, starting_weights
 from ..models.interfaces import TrainableDrafter
 from .best import Best

@@ -1,15 +1,14 @@
-"""Drafter checkpoints: a directory with `config.json` and `model.safetensors` (see `files`), and maybe `training.json`."""
+"""Drafter checkpoints: saving and loading the folders that `files` describes."""
 
 import logging
-import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 
-from ...data.files import atomic_write_bytes, parse_dataclass, read_json, write_json
+from ...data.files import atomic_write_bytes, write_json
 from ...data.manifest import TargetIdentity
 from ..hf_target import HFTarget
 from ..interfaces import TrainableDrafter
@@ -18,38 +17,6 @@ from .hub import resolve_drafter
 from .registry import drafter_of_weights, kind_of, parse_runtime_config
 
 logger = logging.getLogger(__name__)
-
-TRAINING_FILE = "training.json"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingFacts:
-    """What `training.json` holds: what a drafter's training took. It travels with the drafter, for tables; drafting needs none
-    of it.
-    """
-
-    steps: int
-    seconds: float
-    """Over all resumes."""
-    positions_seen: int
-    tokens_seen: int
-    parameters: int
-    """The drafter's own; those of the target are not counted."""
-    tokens_per_step_estimate: float
-    """Of the last record of the training."""
-    labels: str | None = None
-    """What it learned, `distilled` or `text` (see TrainConfig); None where it was trained before that was written down."""
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if name != "labels" and not 0 <= value < math.inf:
-                raise ValueError(f"{name} is {value}; it must be a finite number and not negative")
-
-
-def read_training_facts(directory: Path) -> TrainingFacts | None:
-    """What is known of a drafter's training; None where its directory doesn't say. Raises ValueError for a malformed file."""
-    path = directory / TRAINING_FILE
-    return parse_dataclass(TrainingFacts, read_json(path), path) if path.is_file() else None
 
 
 def save_drafter(drafter: TrainableDrafter, directory: Path, target: TargetIdentity) -> None:

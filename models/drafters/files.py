@@ -1,7 +1,9 @@
-"""What a drafter's folder holds: `config.json`, which says what it is, and `model.safetensors`. Both are read strictly."""
+"""What a drafter's folder holds: `config.json`, which says what it is, `model.safetensors`, and maybe `training.json`. All are
+read strictly."""
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from ...data.files import parse_dataclass, read_json
 from ...data.manifest import TargetIdentity
 
 FORMAT_VERSION = 1
-CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
+CONFIG_FILE, WEIGHTS_FILE, TRAINING_FILE = "config.json", "model.safetensors", "training.json"
 MOST_PROBLEMS = 5
 """Named in one message."""
 
@@ -45,6 +47,36 @@ def read_drafter_config(directory: Path) -> DrafterFile:
             "save the drafter again with this version, or read it with the one that wrote it"
         )
     return config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingFacts:
+    """What `training.json` holds: what a drafter's training took. It travels with the drafter, for tables; drafting needs none
+    of it.
+    """
+
+    steps: int
+    seconds: float
+    """Over all resumes."""
+    positions_seen: int
+    tokens_seen: int
+    parameters: int
+    """The drafter's own; those of the target are not counted."""
+    tokens_per_step_estimate: float
+    """Of the last record of the training."""
+    labels: str | None = None
+    """What it learned, `distilled` or `text` (see TrainConfig); None where it was trained before that was written down."""
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if name != "labels" and not 0 <= value < math.inf:
+                raise ValueError(f"{name} is {value}; it must be a finite number and not negative")
+
+
+def read_training_facts(directory: Path) -> TrainingFacts | None:
+    """What is known of a drafter's training; None where its directory doesn't say. Raises ValueError for a malformed file."""
+    path = directory / TRAINING_FILE
+    return parse_dataclass(TrainingFacts, read_json(path), path) if path.is_file() else None
 
 
 def count_tensors(path: Path) -> int:

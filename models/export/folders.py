@@ -28,6 +28,8 @@ READING_ERRORS = (
 )
 """What torch raises for a file that is none of its own."""
 INDEX_SUFFIX = ".index.json"
+NOTE_FILE = "outrider.json"
+"""What our exports say to ourselves: see `formats`."""
 WEIGHT_FILES = (WEIGHTS_FILE, "pytorch_model.bin")
 """Where most programs keep weights, the preferred one first; each may be an index of several files."""
 

@@ -21,9 +21,9 @@ from ..drafters.files import CONFIG_FILE, WEIGHTS_FILE
 from ..drafters.registry import DRAFTERS, kind_of, parse_drafter_config, parse_runtime_config
 from ..hf_target import HFTarget
 from ..interfaces import TrainableDrafter
-from .folders import Folder, open_folder, raise_problems, shape_problems, to_json
+from .folders import NOTE_FILE, Folder, open_folder, raise_problems, shape_problems, to_json
 
-NOTE_FILE, NOTE_VERSION = "outrider.json", 1
+NOTE_VERSION = 1
 Tensors = dict[str, torch.Tensor]
 
 

@@ -20,10 +20,9 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from ...data.files import atomic_write_bytes, atomic_write_text, read_json, write_json
-from ..drafters.checkpoint import TRAINING_FILE, read_training_facts
-from ..drafters.files import CONFIG_FILE, WEIGHTS_FILE, read_drafter_config
+from ..drafters.files import CONFIG_FILE, TRAINING_FILE, WEIGHTS_FILE, read_drafter_config, read_training_facts
 from .bundle import FOLDER, LICENCE_FILE, REQUIREMENTS_FILE, START_FILE, custom_generate_files
-from .formats import NOTE_FILE
+from .folders import NOTE_FILE
 
 README_FILE, GENERATION_FILE, CERTIFICATE_FILE = "README.md", "generation_config.json", "certificate.json"
 GENERATION_CONFIG = {"do_sample": False}
@@ -42,6 +41,8 @@ ALLOWED = frozenset(
     }
 )
 """Beside safetensors: what a drafter's folder, or one in another program's format, may hold."""
+UNNAMED, UNNAMED_TARGET = "FOLDER", "TARGET"
+"""What the commands of a card call a drafter, and a target, that has no name on the Hub."""
 NOT_WEIGHTS = ("optimizer", "scheduler", "trainer_state", "rng_state")
 MOST_PROBLEMS = 10
 """Named in one message."""

@@ -1,6 +1,8 @@
 """`outrider package`, `push` and `pull` as commands: what they print, and when they touch the network."""
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -116,3 +118,20 @@ def test_no_option_takes_a_token() -> None:
     """On a command line, others on the machine could read it."""
     for command in ("push", "pull"):
         assert "token" not in CliRunner().invoke(app, [command, "--help"], terminal_width=200).output.replace("The token", "")
+
+
+def test_a_dry_run_waits_for_no_model_library(drafter: Path) -> None:
+    """It takes three times as long as the rest."""
+    code = (
+        "import sys; from outrider.cli.main import app; app(sys.argv[1:], standalone_mode=False); "
+        "assert 'transformers' not in sys.modules, 'loaded'"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, "push", str(drafter), "me/drafter", "--dry-run"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "model.safetensors" in result.stdout

@@ -23,7 +23,7 @@ from outrider.eval.report_cli import report_command
 from outrider.eval.report_runs import read_groups
 from outrider.eval.run_files import RECORDED_OPTIONS, DrafterFacts, Environment, Facts, Roofline, RunInfo
 from outrider.models.decoding.types import PhaseSeconds
-from outrider.models.drafters.checkpoint import TrainingFacts
+from outrider.models.drafters.files import TrainingFacts
 
 from .conftest import MakeRecord
 

@@ -18,7 +18,7 @@ from outrider.eval.rows import Row, build_rows, is_broken
 from outrider.eval.run_files import DrafterFacts, Roofline
 from outrider.eval.tables import cells, footnotes, markdown, print_table
 from outrider.models.decoding.types import PhaseSeconds
-from outrider.models.drafters.checkpoint import TrainingFacts
+from outrider.models.drafters.files import TrainingFacts
 
 from .conftest import MakeRecord
 

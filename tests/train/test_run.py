@@ -19,7 +19,7 @@ from outrider.data.manifest import load_manifest, save_manifest
 from outrider.data.states import StoredStates
 from outrider.data.types import DistilledExample, DrafterBatch
 from outrider.models.drafters import DRAFTERS, load_drafter
-from outrider.models.drafters.checkpoint import read_training_facts
+from outrider.models.drafters.files import read_training_facts
 from outrider.models.drafters.objective import Objective
 from outrider.models.drafters.redrafter import Redrafter
 from outrider.models.hf_target import HFTarget
