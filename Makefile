@@ -23,7 +23,7 @@ help: ## Show this list
 
 install: $(STAMP) ## Make .venv and install outrider with its pinned dependencies
 
-demo: $(STAMP) ## Distil, train and evaluate a ReDrafter for the embedded target (minutes on two cores)
+demo: $(STAMP) ## Distil, train, evaluate and package a ReDrafter for the embedded target (minutes on two cores)
 	$(LAUNCH) train.py conf=demo $(if $(OUTPUT),output_dir=$(OUTPUT))
 
 test: $(STAMP) ## Run the whole test suite, on up to four cores

@@ -14,22 +14,24 @@ from ..distill.config import DistillConfig
 from ..eval.config import EvalConfig
 from ..models.config import TargetConfig
 from ..models.drafters.registry import parse_drafter_config, require_horizon
+from ..models.export.config import ExportConfig
+from ..models.export.registry import find_format
 from ..train.config import TrainConfig
 
-STAGES = ("distill", "train", "eval")
+STAGES = ("distill", "train", "eval", "export")
 DEMO_TARGET = Path(__file__).parents[1] / "models" / "demo_target"
 
 
 @dataclass(kw_only=True)
 class RunConfig:
-    """One run: distil a target's answers, train drafters on them, evaluate those."""
+    """One run: distil a target's answers, train drafters on them, evaluate those, make of them what others read."""
 
     name: str
     """The recipe's name, which names the run's folder."""
     output_dir: str
     """The run's folder; a finished stage in it is skipped, an interrupted one goes on."""
     stages: list[str] = field(default_factory=lambda: list(STAGES))
-    """Which of distill, train, eval to run, in this order."""
+    """Which of distill, train, eval, export to run, in this order."""
     plan: bool = False
     """Only tell what the stage distill would take (`--plan` says the same): tokens, forwards, time and bytes on disk."""
     seed: int = 0
@@ -47,6 +49,7 @@ class RunConfig:
     distill: DistillConfig
     train: TrainConfig
     eval: EvalConfig
+    export: ExportConfig = field(default_factory=ExportConfig)
     variants: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Several drafters from one distillation, compared in one table: a name, and what it changes in `train` or `drafter`.
 
@@ -78,6 +81,23 @@ class RunConfig:
         for name in self.variants or [""]:
             problems += self._drafter_problems(name)
         _raise(problems)
+        _raise(self._export_problems() if "export" in self.stages else [])
+
+    def _export_problems(self) -> list[str]:
+        problems = []
+        if self.target.tensor_parallel and self.export.formats:
+            problems.append("target.tensor_parallel is on, and export.formats needs the whole target; run `outrider export`")
+        if self.variants and self.export.repo is not None:
+            problems.append(
+                f"export.repo is {self.export.repo}, and there are {len(self.variants)} variants: `outrider push` the one that "
+                "you choose"
+            )
+        kinds = sorted({parse_drafter_config(drafter.drafter)[0] for drafter in self.drafter_runs()})
+        return problems + [
+            f"export.formats has {name}, which is for the kind {find_format(name).kind}, and the drafter is {', '.join(kinds)}"
+            for name in self.export.formats
+            if find_format(name).kind not in kinds
+        ]
 
     def _drafter_problems(self, variant: str) -> list[str]:
         try:

@@ -30,7 +30,9 @@ from ..eval.rows import Row, is_broken
 from ..eval.run import check_inputs, evaluate
 from ..eval.tables import print_table
 from ..models.drafters import build_drafter
+from ..models.drafters.files import read_drafter_config
 from ..models.drafters.registry import require_horizon
+from ..models.export.package import read_certificate
 from ..models.hf_target import HFTarget
 from ..models.target import load_target
 from ..models.tensor_parallel import Worker
@@ -40,12 +42,18 @@ from ..train.run import train
 from ..train.tracking import require_tracker
 from .config import RunConfig, register, to_run_config
 from .errors import user_errors
+from .export_stage import export, require_exportable
 
 log = logging.getLogger(__name__)
 register()
 
 CONFIG_FILE = "config.yaml"
-SECTIONS = {"distill": ("target", "data", "distill"), "train": ("drafter", "train", "variants"), "eval": ("eval",)}
+SECTIONS = {
+    "distill": ("target", "data", "distill"),
+    "train": ("drafter", "train", "variants"),
+    "eval": ("eval",),
+    "export": ("export",),
+}
 """The sections of a configuration that decide what a stage leaves."""
 NOT_LOSSLESS = 1
 """Exit status where a drafter that claims to be lossless isn't."""
@@ -82,10 +90,7 @@ def run(config: RunConfig) -> None:
 def _run_stages(config: RunConfig, folder: Path, as_run: dict[str, Any], accelerator: Accelerator) -> None:
     target = load_target(config.target, accelerator.device)
     if "train" in config.stages:
-        for drafter in config.drafter_runs():
-            build_drafter(drafter.drafter, target)  # sizes that don't fit the target show before the distillation
-            if drafter.train.loss != "cross_entropy":
-                target.require_plain_head()
+        _require_trainable(config, target)
     tokenizer = target.tokenizer
     use_chat_template(tokenizer, config.data.chat_template)
     if config.plan:
@@ -109,9 +114,22 @@ def _run_stages(config: RunConfig, folder: Path, as_run: dict[str, Any], acceler
         print_table(rows)
     # Only now: a run that is refused because the folder is another's must not overwrite what that one was made with.
     atomic_write_text(folder / CONFIG_FILE, OmegaConf.to_yaml(OmegaConf.create(as_run)))
+    if "export" in config.stages:
+        export(config.export, config.drafter_runs(), target, folder)
     log.info("the results lie in %s", folder)
     if any(map(is_broken, rows)):
         raise SystemExit(NOT_LOSSLESS)
+
+
+def _require_trainable(config: RunConfig, target: HFTarget) -> None:
+    """Raise ValueError before the distillation for sizes that don't fit the target, and for what could be neither trained nor
+    exported."""
+    for drafter in config.drafter_runs():
+        fresh = build_drafter(drafter.drafter, target)
+        if drafter.train.loss != "cross_entropy":
+            target.require_plain_head()
+        if "export" in config.stages:
+            require_exportable(config.export, fresh, target)
 
 
 def _distill(config: RunConfig, target: HFTarget, folder: Path, accelerator: Accelerator) -> None:
@@ -205,6 +223,11 @@ def _check_inputs(config: RunConfig) -> None:
     if "eval" in config.stages:
         settings = {drafter.drafter_dir: drafter.settings for drafter in config.drafter_runs()}
         check_inputs(config.eval, [] if "train" in config.stages else list(settings), settings)
+    if "export" in config.stages:
+        if config.export.certificate is not None:
+            read_certificate(Path(config.export.certificate))
+        for drafter in config.drafter_runs() if "train" not in config.stages else ():
+            read_drafter_config(drafter.drafter_dir)
 
 
 def _configure_logging(is_main_process: bool) -> None:

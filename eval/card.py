@@ -127,8 +127,7 @@ def _measured(run: Run, saved: DrafterFile, weights: str) -> str:
     """The rows of one evaluation that are this drafter's, and where they were measured."""
     if run.config is None or run.environment is None:
         raise ValueError(f"{run.directory} has no run.json, so nobody knows which drafter it measured, or where; leave it out")
-    own = {name for name, method in run.config["methods"].items() if method["weights"] == weights}
-    rows = [row for row in run.rows if row["method"] in own]
+    rows = _rows_of(run, weights)
     if not rows:
         raise ValueError(
             f"{run.directory} has measured other weights ({', '.join(run.config['methods']) or 'no drafter'}); give an "
@@ -138,6 +137,16 @@ def _measured(run: Run, saved: DrafterFile, weights: str) -> str:
     lines = [heads, ("---", "---", "---", "---:", "---:", "---:", "---"), *(_line(row, run, saved) for row in rows)]
     table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     return f"{table}\n\n{_conditions(run, rows[0])}"
+
+
+def rows_of(evaluation: Path, drafter: Path) -> list[Row]:
+    """The rows of an evaluation that are of this drafter's weights."""
+    return _rows_of(read_run(evaluation, evaluation.name), sha256_file(drafter / WEIGHTS_FILE))
+
+
+def _rows_of(run: Run, weights: str) -> list[Row]:
+    methods = {} if run.config is None else run.config["methods"]
+    return [row for row in run.rows if methods.get(row["method"], {}).get("weights") == weights]
 
 
 def _line(row: Row, run: Run, saved: DrafterFile) -> tuple[str, ...]:
@@ -255,13 +264,16 @@ def _training(directory: Path, run: Path | None, saved: DrafterFile, weights: st
 
 def _data(run: Path, saved: DrafterFile, weights: str) -> list[str]:
     """The data of a training run. Raises ValueError for a run that made another drafter."""
-    config_path, made = run / "config.yaml", run / "drafter" / WEIGHTS_FILE
-    if not config_path.is_file() or not made.is_file():
+    config_path, homes = run / "config.yaml", [run, *sorted(run.glob("variants/*"))]
+    made = {home: path for home in homes if (path := home / "drafter" / WEIGHTS_FILE).is_file()}
+    if not config_path.is_file() or not made:
         raise ValueError(f"{run} is no folder of a finished run: it has no config.yaml, or no drafter/{WEIGHTS_FILE}")
-    if sha256_file(made) != weights:
+    home = next((home for home, path in made.items() if sha256_file(path) == weights), None)
+    if home is None:
         raise ValueError(f"the drafter of {run} has other weights than this one; give the run that made it")
     config = yaml.safe_load(config_path.read_text(encoding="utf-8"))
     data = config["data"]
+    drafter = {**config["drafter"], **(config["variants"][home.name].get("drafter", {}) if home != run else {})}
     # A path of somebody's machine tells readers nothing; a data set of the Hub does.
     source = _public(data["path"])
     form = {"stdlib": "modules of Python's standard library"}.get(data["source"], f"texts in the form `{data['source']}`")
@@ -277,7 +289,7 @@ def _data(run: Path, saved: DrafterFile, weights: str) -> list[str]:
     if (stats := run / "distill" / "stats.json").is_file():
         seconds = read_json(stats).get("process_seconds")
         lines += [f"- Labelling: {seconds:,.0f} s, summed over processes"] if seconds else []
-    if (start := config["drafter"].get("start_from") or config["drafter"].get("path")) is not None:
+    if (start := drafter.get("start_from") or drafter.get("path")) is not None:
         lines.append(f"- Started from: the weights of {_public(start) or 'a trained model'}, not from fresh ones")
     return lines
 

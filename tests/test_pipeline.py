@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from outrider.cli.config import to_run_config
 from outrider.cli.run import run
 from outrider.data.files import sha256_file
+
+from .models.export.hub_server import WRITER, serving
 
 REPOSITORY = Path(__file__).parents[1]
 ROW_KEYS = {
@@ -105,6 +108,9 @@ def test_one_command_distils_trains_and_evaluates(finished: tuple[Path, str]) ->
         "eval/table.tex",
         "eval/answers/mt_bench/baseline.jsonl",
         "eval/mt_bench.png",
+        "package/README.md",
+        "package/model.safetensors",
+        "package/custom_generate/generate.py",
     ]
     assert [name for name in promised if not (folder / name).is_file()] == []
     assert list(folder.rglob("*.tmp")) == []
@@ -158,6 +164,72 @@ def test_a_second_run_repeats_nothing(finished: tuple[Path, str], overrides: lis
     assert len(before) > 15
     assert {name for name in before if not name.endswith(".png")} == {name for name in after if not name.endswith(".png")}
     assert [name for name in before if not name.endswith(".png") and before[name] != after[name]] == []
+
+
+def test_a_card_of_ones_own_stays_and_is_made_anew_only_where_that_is_said(
+    finished: tuple[Path, str], overrides: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, _ = finished
+    card = (folder / "package/README.md").read_text()
+    assert "| mt_bench (2) | greedy |" in card
+    assert "- Data: modules of Python's standard library, cut at 96 tokens: " in card
+    (folder / "package/README.md").write_text("# Mine\n")
+    export = [*overrides, "stages=[export]", "export.formats=[apple]", "drafter.initial_state=zero"]
+    with caplog.at_level("INFO", "outrider"):
+        run_here("conf=demo", *export)
+    assert "package holds something else than would be made now (README.md), and stays" in caplog.text
+    assert (folder / "package/README.md").read_text() == "# Mine\n"
+    assert (folder / "export/apple/model.safetensors").is_file()
+    with pytest.raises(ValueError, match="isn't what would be made now, so it isn't pushed: .* `outrider push "):
+        run_here("conf=demo", *export, "export.push=true", "export.repo=me/drafter")
+    run_here("conf=demo", *export, "export.overwrite=true")
+    assert (folder / "package/README.md").read_text() == card
+    assert not list(folder.glob(".package*"))
+
+
+@pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")  # huggingface_hub's own way
+def test_a_finished_drafter_is_pushed_where_that_is_wanted(
+    finished: tuple[Path, str], overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = finished
+    copy = Path(shutil.copytree(folder, tmp_path / "run", ignore=shutil.ignore_patterns("package")))
+    monkeypatch.setenv("HF_TOKEN", WRITER)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    with serving() as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        push = [f"output_dir={copy}", "stages=[export]", "export={push: true, repo: me/drafter, licence: apache-2.0}"]
+        run_here("conf=demo", *overrides[1:], *push)
+        repository = hub.repositories["me/drafter"]
+        assert repository.private
+        files = repository.commits[repository.branches["main"]]
+        assert files["model.safetensors"] == (folder / "drafter/model.safetensors").read_bytes()
+        assert b"license: apache-2.0" in files["README.md"]
+        summary_file, pushed = copy / "eval/summary.json", dict(repository.branches)
+        rows = json.loads(summary_file.read_text())
+        (copy / "eval" / "records.jsonl").unlink()
+        summary_file.write_text(json.dumps([rows[0], {**rows[1], "speedup": None, "lossless": False}]))
+        with pytest.raises(ValueError, match="isn't pushed: its drafter isn't lossless"):
+            run_here("conf=demo", *overrides[1:], *push, "export.overwrite=true")
+        assert repository.branches == pushed
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("export.formats=[vllm]", "the format is 'vllm'; there are: .*eagle1-vllm"),
+        ("export.formats=[eagle3]", "export.formats has eagle3, which is for the kind eagle3, and the drafter is redrafter"),
+        ("export.formats=[apple]", "export.formats has apple, and .*initial_state"),
+        ("export.push=true", r"export\.repo is null; say where to"),
+        ("export.repo=drafter", "export.repo is 'drafter'; give a name on the Hub"),
+        ("export.certificate=nowhere.json", "nowhere.json"),
+        ("export.dtype=int8", "export.dtype is 'int8'"),
+    ],
+)
+def test_what_cant_be_exported_is_told_before_any_work(overrides: list[str], tmp_path: Path, change: str, message: str) -> None:
+    with pytest.raises((ValueError, OSError), match=message):
+        run_here("conf=demo", *overrides[1:], f"output_dir={tmp_path / 'new'}", "drafter.initial_state=embedding", change)
+    assert not (tmp_path / "new" / "distill").exists()
 
 
 @pytest.mark.parametrize("change", ["train.learning_rate=0.5", "eval.max_new_tokens=5"])
@@ -225,5 +297,8 @@ def test_the_ablation_compares_both_labels_in_one_table(overrides: list[str], tm
     methods = [row["method"] for row in summary(tmp_path)]
     assert len(methods) == 3
     assert [any(name in method for method in methods[1:]) for name in ("distilled", "text")] == [True, True]
+    cards = [(tmp_path / "variants" / name / "package/README.md").read_text() for name in ("distilled", "text")]
+    assert ["on the target's own continuations" in card for card in cards] == [True, False]
+    assert all("- Data: modules of Python's standard library" in card and "| mt_bench (2) |" in card for card in cards)
     weights = {sha256_file(tmp_path / "variants" / name / "drafter" / "model.safetensors") for name in ("distilled", "text")}
     assert len(weights) == 2

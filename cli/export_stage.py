@@ -1,0 +1,112 @@
+"""The last stage of the pipeline: what is made of a run's drafters for others."""
+
+import filecmp
+import logging
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from ..eval.card import CardOptions, model_card, rows_of
+from ..eval.names import SUMMARY_FILE
+from ..eval.rows import is_broken
+from ..models.drafters.files import read_drafter_config
+from ..models.drafters.registry import kind_of
+from ..models.export.config import ExportConfig
+from ..models.export.hub import push
+from ..models.export.package import UNNAMED, UNNAMED_TARGET, make_package
+from ..models.export.registry import FORMATS, export_drafter
+from ..models.hf_target import HFTarget
+from ..models.interfaces import TrainableDrafter
+from .config import DrafterRun
+
+log = logging.getLogger(__name__)
+
+PACKAGE_FOLDER, FORMATS_FOLDER = "package", "export"
+
+
+def require_exportable(config: ExportConfig, drafter: TrainableDrafter, target: HFTarget) -> None:
+    """Raise ValueError before any long work where such a drafter, once it is trained, couldn't be written as is wanted.
+
+    A reduced vocabulary is chosen on the way: it is a drafter to throw away.
+    """
+    if drafter.wants_token_counts:
+        drafter.choose_draft_vocabulary(torch.arange(target.vocab_size))
+    for name in config.formats:
+        if FORMATS[name].kind == kind_of(drafter):
+            try:
+                FORMATS[name].write(drafter, target)
+            except ValueError as error:
+                raise ValueError(f"export.formats has {name}, and {error}") from error
+
+
+def export(config: ExportConfig, drafters: Sequence[DrafterRun], target: HFTarget, folder: Path) -> None:
+    """Write each drafter's formats, and its folder for the Hub beside it; then push that, where it is wanted.
+
+    A folder for the Hub that holds something else than would be made now is left as it is, unless it may be overwritten.
+    Raises ValueError where a drafter can't be written or pushed; what was written before is kept.
+    """
+    for drafter in drafters:
+        directory, home = drafter.drafter_dir, drafter.drafter_dir.parent
+        kind = read_drafter_config(directory).kind
+        for name in (each for each in config.formats if FORMATS[each].kind == kind):
+            export_drafter(directory, target, name, home / FORMATS_FOLDER / name, config.torch_dtype)
+            log.info("%s holds it as %s", home / FORMATS_FOLDER / name, name)
+        evaluation = folder / "eval"
+        rows = rows_of(evaluation, directory) if (evaluation / SUMMARY_FILE).is_file() else []
+        options = CardOptions(
+            evaluations=[evaluation] if rows else [],
+            run=folder,
+            certificate=None if config.certificate is None else Path(config.certificate),
+            licence=config.licence,
+            base_model=config.base_model,
+            repo=config.repo,
+        )
+        is_current = _package(directory, home / PACKAGE_FOLDER, options, overwrite=config.overwrite)
+        if config.push and config.repo is not None:
+            if any(map(is_broken, rows)):
+                raise ValueError(f"{home / PACKAGE_FOLDER} isn't pushed: its drafter isn't lossless (see {evaluation})")
+            _push(home / PACKAGE_FOLDER, config.repo, is_current)
+
+
+def _package(drafter: Path, package: Path, options: CardOptions, *, overwrite: bool) -> bool:
+    """Make the folder for the Hub. False where one is there that is to stay, and is another."""
+    card = model_card(drafter, options)
+    with tempfile.TemporaryDirectory(prefix=f".{package.name}.", dir=package.parent) as temporary:
+        new = Path(temporary) / "new"
+        make_package(drafter, new, card, options.certificate)
+        if package.exists() and (differing := _differing(new, package)):
+            if not overwrite:
+                log.warning(
+                    "%s holds something else than would be made now (%s), and stays: remove it, or set export.overwrite=true",
+                    *(package, ", ".join(differing)),
+                )
+                return False
+            package.rename(Path(temporary) / "old")
+        if not package.exists():
+            new.rename(package)
+    log.info("%s is the folder for the Hub", package)
+    for name, what, option in ((UNNAMED, "the drafter", "repo"), (UNNAMED_TARGET, "the target", "base_model")):
+        if f'"{name}"' in card:
+            log.info("the card's commands say %s for %s: export.%s=user/name writes its name", name, what, option)
+    return True
+
+
+def _differing(new: Path, old: Path) -> list[str]:
+    """Names of files that two folders don't have alike."""
+    files, there = (
+        {path.relative_to(root).as_posix(): path for path in root.rglob("*") if not path.is_dir()} for root in (new, old)
+    )
+    alike = {name for name in files.keys() & there.keys() if filecmp.cmp(files[name], there[name], shallow=False)}
+    return sorted((files.keys() | there.keys()) - alike)
+
+
+def _push(package: Path, repo: str, is_current: bool) -> None:
+    if not is_current:
+        raise ValueError(
+            f"{package} isn't what would be made now, so it isn't pushed: look at it, and run `outrider push {package} "
+            f"{repo}`, or set export.overwrite=true"
+        )
+    pushed = push(package, repo)
+    log.info("%s holds it%s, at commit %s", pushed.url, " (private)" if pushed.private else "", pushed.commit)
