@@ -31,7 +31,7 @@ MEASURED_EVERY = 4
 class EagleConfig(TreeOptions):
     """How an EAGLE-1 or EAGLE-2 drafter is trained, and how it drafts by default."""
 
-    bias: bool = True
+    bias: bool = False
     """Whether `fc` has a bias."""
     init: str = "target"
     """`target`: the layer starts as the target's last one, but adds nothing yet, so that it lets the feature through; `random`:
