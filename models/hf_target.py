@@ -57,11 +57,14 @@ class HFTarget:
         self.num_prefills = 0
         self._cache: TreeCache | None = None
         self._kinds: dict[str, int | None] = {}
-        self._captured = CapturedHiddenStates.of(model)
         self._feature_layers: tuple[int, ...] = ()
         self.compiled, self.cuda_graphs, self.tensor_parallel = compiled, cuda_graphs, tensor_parallel
         self._read_tree = partial(self._read_tree_with, torch.compile(model) if compiled else model)
         self._graphs = GraphedFunction(self._read_tree, recorder) if cuda_graphs else None
+
+    @property
+    def _captured(self) -> CapturedHiddenStates:
+        return CapturedHiddenStates.of(self.model)
 
     @property
     def device(self) -> torch.device:
@@ -281,6 +284,10 @@ class HFTarget:
         self._cache = None
         self._captured.layers = ()
         self._forget_graphs()
+
+    def release_hooks(self) -> None:
+        """Take off the model what reads its hidden states; the next pass puts it on again."""
+        self._captured.detach()
 
     def _require_cache(self) -> TreeCache:
         assert self._cache is not None, "prefill comes before verify and commit"

@@ -7,6 +7,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 
@@ -18,26 +19,39 @@ class CapturedHiddenStates:
     """Catches what the decoder hands to the head, for every position, without asking for all layers' states; and what goes into
     the layers named in `layers`.
 
-    The hooks stay on the model, since a compiled model would be compiled anew for every other one.
+    The hooks stay on the model until `detach`, since a compiled model would be compiled anew for every other one.
     """
 
     _of_models: ClassVar[WeakKeyDictionary[PreTrainedModel, "CapturedHiddenStates"]] = WeakKeyDictionary()
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self) -> None:
         self.layers: tuple[int, ...] = ()
         self._awaited = False
         self._hidden_states: torch.Tensor | None = None
         self._inputs: dict[int, torch.Tensor] = {}
         self._last_layer: int | None = None
-        decoder = model.get_decoder()  # some models call it past their base model
-        decoder.register_forward_hook(self._capture)
-        for index, layer in enumerate(decoder_layers(model)):
-            layer.register_forward_pre_hook(partial(self._capture_input, index), with_kwargs=True)
+        self._hooks: list[RemovableHandle] = []
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "CapturedHiddenStates":
-        """The model's own: all targets around a model share one."""
-        return cls._of_models.get(model) or cls._of_models.setdefault(model, cls(model))
+        """The model's own, on it: all targets around a model share one."""
+        own = cls._of_models.get(model) or cls._of_models.setdefault(model, cls())
+        if not own._hooks:
+            own._attach(model)
+        return own
+
+    def _attach(self, model: PreTrainedModel) -> None:
+        decoder = model.get_decoder()  # some models call it past their base model
+        self._hooks.append(decoder.register_forward_hook(self._capture))
+        for index, layer in enumerate(decoder_layers(model)):
+            hook = partial(self._capture_input, index)
+            self._hooks.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def detach(self) -> None:
+        """Take the hooks off the model; `of` puts them on again."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
     def expect(self, layers: tuple[int, ...] = ()) -> None:
         """The next pass's are wanted, and the inputs of these layers. Those of nobody else's passes are kept alive."""

@@ -6,7 +6,8 @@ Needs torch and transformers, and nothing of outrider. An environment with no mo
     plain/bin/python scripts/check_custom_generate.py --target models/demo_target FOLDER...
 
 Prints a JSON line for each folder and batch size; exits with 1 where a token differs. Of all passes of the target, the first
-reads the prompts; the others are the steps that `tokens_per_step` counts (of rows that go on).
+reads the prompts; the others are the steps that `tokens_per_step` counts (of rows that go on). `one_token_seconds` are those of
+a call for one new token, in which there is nothing to draft: what a call costs beside its decoding.
 """
 
 import argparse
@@ -14,6 +15,8 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -61,30 +64,38 @@ def main() -> int:
 def compare(model: Any, inputs: Any, folder: str, options: argparse.Namespace, calls: list[int]) -> dict[str, Any]:
     """Tokens and seconds of plain decoding and of the drafter's, after a warm-up."""
     common = {**inputs, "max_new_tokens": options.max_new_tokens, "do_sample": False}
-    drafted = {
-        "custom_generate": folder,
-        "trust_remote_code": True,
-        "drafter_options": options.options,
-        "pack_weights": options.pack_weights,
-    }
-    ways: dict[str, dict[str, Any]] = {"plain": common, "drafter": {**common, **drafted}}
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    tokens, passes = {}, {}
-    for name, arguments in [*ways.items()] * (1 + options.repeats):
-        calls.clear()
-        start = time.perf_counter()
-        tokens[name] = model.generate(**arguments)
-        seconds[name].append(time.perf_counter() - start)
-        passes[name] = len(calls)
-    plain, own = (statistics.median(seconds[name][1:]) for name in ways) if options.repeats else (0.0, 0.0)
+    own = {"drafter_options": options.options, "pack_weights": options.pack_weights}
+    by_name = {**common, **own, "custom_generate": folder, "trust_remote_code": True}
+    # As who makes many short calls may do: the code is looked up once.
+    loaded = partial(model.load_custom_generate(folder, trust_remote_code=True), model, drafter=folder)
+    ways = {"plain": partial(model.generate, **common), "drafter": partial(model.generate, **by_name)}
+    tokens, passes, seconds = take_turns(ways, options.repeats, calls)
+    short = {**ways, "drafter, loaded once": partial(loaded, **common, **own)}
+    one_token = take_turns({name: partial(way, max_new_tokens=1) for name, way in short.items()}, options.repeats, calls)[2]
+    plain, drafter = seconds["plain"], seconds["drafter"]
     return {
         "equal": torch.equal(tokens["plain"], tokens["drafter"]),
         "new_tokens": tokens["plain"].shape[1] - inputs["input_ids"].shape[1],
         "tokens_per_step": (passes["plain"] - 1) / max(1, passes["drafter"] - 1),
         "plain_seconds": plain,
-        "drafter_seconds": own,
-        "speedup": plain / own if own else None,
+        "drafter_seconds": drafter,
+        "speedup": plain / drafter if plain and drafter else None,
+        "one_token_seconds": one_token,
     }
+
+
+def take_turns(ways: dict[str, Callable[[], torch.Tensor]], repeats: int, calls: list[int]) -> tuple[dict[str, Any], ...]:
+    """Of each way its tokens, the model's passes, and the median of its seconds, None where no repeat is timed."""
+    tokens, passes = {}, {}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for name, way in [*ways.items()] * (1 + repeats):
+        calls.clear()
+        start = time.perf_counter()
+        tokens[name] = way()
+        seconds[name].append(time.perf_counter() - start)
+        passes[name] = len(calls)
+    medians = {name: statistics.median(values[1:]) if repeats else None for name, values in seconds.items()}
+    return tokens, passes, medians
 
 
 if __name__ == "__main__":

@@ -8,6 +8,10 @@ needs are copied, each under a flat name, with nothing changed but their import 
 
 Code that only training runs and that needs other packages is left out, with `absent.py` in its place; `arrays.py` stands for
 jaxtyping.
+
+transformers goes through all these files at every call, for what they import, before it runs what it has loaded already: each
+file of which `generate.py` is the first to tell is read once, any other once for every path of imports to it. And `generate.py`
+itself it parses. So that is a short file which names all the others.
 """
 
 import ast
@@ -50,6 +54,15 @@ class _Array:
 Bool = Float = Int = Shaped = _Array
 '''
 
+ENTRY = '''"""What `model.generate(..., custom_generate=FOLDER, trust_remote_code=True)` runs. Read on in {start}.py."""
+
+from typing import TYPE_CHECKING
+
+from .{start} import generate as generate
+
+if TYPE_CHECKING:  # All files: transformers looks for these lines, and reads each once that is named here, others often.
+{imports}'''
+
 HEADER = "# {source} of outrider {version} (Apache-2.0), with import lines changed. Made by a program: change it there.\n"
 
 
@@ -66,6 +79,9 @@ def custom_generate_files() -> dict[str, str]:
         text, imported = _rewrite(path.read_text(encoding="utf-8"), module)
         files[name] = HEADER.format(source=path.relative_to(ROOT).as_posix(), version=version("outrider")) + text
         to_visit += imported
+    others = sorted(name.removesuffix(".py") for name in files)
+    imports = "".join(f"    from .{name} import __doc__ as _\n" for name in others if name != _flat(START))
+    files[START_FILE] = ENTRY.format(start=_flat(START), imports=imports)
     needed = [each for each in requires("outrider") or () if re.match(r"[\w-]+", each)[0] in PACKAGES]  # type: ignore[index]
     files[REQUIREMENTS_FILE] = "".join(f"{each.split(';')[0].strip()}\n" for each in sorted(needed))
     # Of several, as in a checkout that was built in, not all have it.
@@ -95,7 +111,7 @@ def _rewrite(text: str, module: str) -> tuple[str, list[str]]:
 
 def _flat(module: str) -> str:
     """The name of a module's file: `decoding_tree` of models.decoding.tree."""
-    return "generate" if module == START else module.removeprefix("models.").replace(".", "_")
+    return module.removeprefix("models.").replace(".", "_")
 
 
 def _path(module: str) -> Path:

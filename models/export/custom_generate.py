@@ -1,65 +1,50 @@
-"""What `model.generate(..., custom_generate=FOLDER, trust_remote_code=True)` runs: `custom_generate/generate.py` of a drafter's
-folder is this module.
+"""What `model.generate(..., custom_generate=FOLDER, trust_remote_code=True)` runs: `custom_generate/` of a drafter's folder is
+this module and what it imports.
 
 transformers does all that it does for its own loop: it checks and completes the options, expands the prompts, prepares logits
 processors and stopping criteria. Then comes the decode loop of `loop` in place of its own, with the drafter. The answer is the
 same: token for token where it is greedy, in distribution where it is sampled.
 """
 
-import copy
-import logging
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
+from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationConfig
-from transformers.generation.logits_process import (
-    LogitNormalization,
-    LogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria
+from transformers.generation.logits_process import LogitsProcessor
+from transformers.generation.stopping_criteria import StoppingCriteria
 
-from ..decoding.acceptance import GreedyAcceptance, SpeculativeSampling
 from ..decoding.loop import generate as decode
-from ..decoding.sampling import Randomness, RowSeeds, Sampling
+from ..decoding.sampling import Randomness, RowSeeds
 from ..decoding.types import Step
-from ..digests import config_digest, tokenizer_digest, weights_digest
-from ..drafters.checkpoint import load_drafter
-from ..drafters.draft_model import DraftModel
-from ..drafters.files import CONFIG_FILE, WEIGHTS_FILE, read_drafter_config
 from ..drafters.hub import resolve_drafter
-from ..hf_target import HFTarget
-from ..interfaces import AcceptanceRule
 from ..packing import packed_linears
-
-logger = logging.getLogger(__name__)
+from .bound_drafters import Bound, bind, drafters_of, require_usable
+from .generate_arguments import (
+    require_honoured,
+    require_own_arguments,
+    require_supported,
+    rule_of,
+    split_criteria,
+    take_stop_strings,
+    unpad,
+)
 
 HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
 """Of the arguments of `generate`, those that say where this code comes from; the weights come from there too."""
-FILES = (CONFIG_FILE, WEIGHTS_FILE)
-BOUND = "_outrider_bound_drafter"
-"""Attribute of the model that keeps its drafter from one call to the next."""
-PLAIN_MODES = ("greedy_search", "sample")
-WANTED_OUTPUTS = ("output_attentions", "output_hidden_states", "output_logits", "output_scores")
-OWN_KWARGS = frozenset({"attention_mask", "cache_position", "logits_to_keep", "past_key_values", "position_ids", "use_cache"})
-"""Arguments of a model's forward that transformers prepares for its own loop."""
-PLAIN_DECODING = "or call generate without custom_generate"
 
 
 def generate(
     model: PreTrainedModel,
     *,
-    drafter: str | None = None,
-    drafter_options: dict[str, Any] | None = None,
+    drafter: str | Path | None = None,
+    drafter_options: Mapping[str, Any] | None = None,
     seed: int | None = None,
     generator: torch.Generator | None = None,
     pack_weights: bool = False,
@@ -73,14 +58,40 @@ def generate(
     `pack_weights` packs linear layers on a CPU for few rows (see `packed_linears`): faster, with other rounding, and the
     weights' memory once more.
 
-    Raises ValueError for a drafter of another model's sizes or tokenizer, and for options that can't be honoured.
+    Raises ValueError for a drafter of another model's sizes or tokenizer, and for options that can't be honoured; RuntimeError
+    where the model is decoding with a drafter already.
     """
-    _require_consistent(kwargs, seed, generator)
+    require_own_arguments(drafter, drafter_options, seed, generator, pack_weights)
+    require_honoured(kwargs)
     hub_options = {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
     folder = find_folder(drafter, hub_options)
     streamer, tokenizer = kwargs.get("streamer"), kwargs.get("tokenizer")
-    _take_stop_strings(kwargs)
-    target, bound = bind(model, folder, drafter_options or {}, tokenizer)
+    asked = take_stop_strings(model, kwargs)
+
+    def randomness(num_rows: int) -> Randomness:
+        return generator if seed is None else RowSeeds([int(seed) + row for row in range(num_rows)])
+
+    with drafters_of(model) as drafters, _uncompiled():
+        require_usable(model)
+        bound = bind(model, drafters, folder, dict(drafter_options or {}), tokenizer)
+        packed = packed_linears(model, bound.drafter) if pack_weights else nullcontext()
+        prepare: Any = GenerationMixin.generate
+        try:
+            return prepare(asked, custom_generate=_loop(bound, randomness, packed, streamer), **kwargs)
+        finally:
+            bound.release()
+
+
+def _uncompiled() -> AbstractContextManager[Any]:
+    """Where something was compiled, it is run as it was written: compiled code may not call what reads hidden states, and would
+    be compiled anew for every draft tree's size."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+def _loop(
+    bound: Bound, randomness: Callable[[int], Randomness], packed: AbstractContextManager[Any], streamer: Any
+) -> Callable[..., Any]:
+    """What transformers calls in place of its own loop, when all is prepared."""
 
     # transformers reads this function's arguments: those of its own loop.
     def run(
@@ -95,37 +106,37 @@ def generate(
         prompts = unpad(input_ids, model_kwargs.get("attention_mask"))
         rule = rule_of(generation_config, logits_processor)
         limit, stop_ids, criteria = split_criteria(stopping_criteria, input_ids.shape[1])
-        randomness: Randomness = generator if seed is None else RowSeeds([seed + row for row in range(len(prompts))])
-        with packed_linears(model, bound) if pack_weights else nullcontext():
+        pad_token = getattr(generation_config, "_pad_token_tensor", None)
+        with packed:
             steps = decode(
-                target,
-                bound,
+                bound.target,
+                bound.drafter,
                 rule,
-                [prompt.to(target.device) for prompt in prompts],
+                [prompt.to(bound.target.device) for prompt in prompts],
                 max_new_tokens=limit,
                 stop_ids=stop_ids,
-                generator=randomness,
+                generator=randomness(len(prompts)),
             )
-            answers = collect(steps, input_ids, criteria, streamer)
-        pad_token = getattr(generation_config, "_pad_token_tensor", None)
-        sequences = append(input_ids, answers, 0 if pad_token is None else int(pad_token))
+            columns = collect(
+                steps,
+                input_ids,
+                criteria,
+                pad_token=0 if pad_token is None else int(pad_token),
+                pads_ended_rows=any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria),
+                streamer=streamer,
+            )
+        sequences = torch.cat([input_ids, input_ids.new_tensor(columns).T], dim=1)
         if generation_config.return_dict_in_generate:
             return GenerateDecoderOnlyOutput(sequences=cast("torch.LongTensor", sequences))
         return sequences
 
-    try:
-        prepare: Any = GenerationMixin.generate
-        return prepare(model, custom_generate=run, **kwargs)
-    finally:
-        target.release_cache()
-        if isinstance(bound, DraftModel):
-            bound.reader.release_cache()
+    return run
 
 
-# --- the drafter
+# --- where the drafter lies
 
 
-def find_folder(drafter: str | None, hub_options: dict[str, Any]) -> Path:
+def find_folder(drafter: str | Path | None, hub_options: dict[str, Any]) -> Path:
     """Where the drafter lies: where it is said to, else where the running code came from, at the same revision."""
     source, options = drafter or _source_of_call(), dict(hub_options)
     commit = Path(__file__).parents[1].name
@@ -145,197 +156,66 @@ def _source_of_call() -> str:
     raise ValueError("generate can't tell where its drafter lies; give drafter=FOLDER, or drafter='user/repository'")
 
 
-def bind(model: PreTrainedModel, folder: Path, options: dict[str, Any], tokenizer: Any = None) -> tuple[HFTarget, Any]:
-    """The model as a target, and the folder's drafter for it. They are kept for the next call, as long as nothing changes.
-
-    Raises ValueError where the drafter was made for another width, vocabulary or (where it is given) tokenizer. What would only
-    make it a worse drafter, such as other weights of the same shape, is a warning.
-    """
-    if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
-        raise ValueError(f"the model lies on several devices, which drafting can't follow; load it on one, {PLAIN_DECODING}")
-    implementation = model.config.get_text_config()._attn_implementation
-    if implementation not in ("sdpa", "eager"):
-        raise ValueError(
-            f"the model's attention is {implementation}, which takes no mask of a draft tree; load it with "
-            f"attn_implementation='sdpa', {PLAIN_DECODING}"
-        )
-    files = [(path := folder / name).is_file() and (path.stat().st_mtime_ns, path.stat().st_size) for name in FILES]
-    embeddings = model.get_input_embeddings()
-    key = (str(folder), files, copy.deepcopy(options), id(tokenizer), id(embeddings), model.device, model.dtype, implementation)
-    kept = vars(model).get(BOUND)
-    if kept is not None and kept[0] == key:
-        return kept[1], kept[2]
-    saved = read_drafter_config(folder)
-    config = model.config.get_text_config()
-    identity = replace(saved.target, name=type(model).__name__, hidden_size=config.hidden_size, vocab_size=config.vocab_size)
-    if tokenizer is not None:
-        identity = replace(identity, tokenizer_sha256=tokenizer_digest(tokenizer))
-    target = HFTarget(model, tokenizer, identity)
-    with torch.random.fork_rng():  # weights are drawn before they are read, which must not change what is sampled
-        drafter = load_drafter(folder, target, **options)
-    _warn_of_other_weights(model, saved.target.config_sha256, saved.target.weights_sha256, saved.target.name)
-    vars(model)[BOUND] = (key, target, drafter)
-    return target, drafter
-
-
-def _warn_of_other_weights(model: PreTrainedModel, config_sha256: str, weights_sha256: str, trained_for: str) -> None:
-    """Both digests can be told in no time only where the drafter's target was of the same sort: a directory, or the Hub's."""
-    source = str(getattr(model, "name_or_path", ""))
-    if Path(source).is_dir():
-        other = config_sha256 not in ("", config_digest(source))
-    else:
-        commit = getattr(model.config, "_commit_hash", None)
-        other = config_sha256 == "" and commit is not None and weights_digest(source, commit) != weights_sha256
-    if other:
-        logger.warning(
-            "the drafter was trained for %s, and the model is %s of another revision or configuration: its answers stay its "
-            "own, but fewer drafts may be accepted",
-            trained_for,
-            source,
-        )
-
-
-# --- what generate was asked for
-
-
-def _require_consistent(kwargs: dict[str, Any], seed: int | None, generator: torch.Generator | None) -> None:
-    if seed is not None and generator is not None:
-        raise ValueError("generate was given a seed and a generator; give one of them")
-    if kwargs.get("assistant_model") is not None:
-        raise ValueError(f"generate was given an assistant_model and a drafter; leave one out, {PLAIN_DECODING}")
-
-
-def _take_stop_strings(kwargs: dict[str, Any]) -> None:
-    """Make a stopping criterion of stop strings: transformers doesn't hand the tokenizer on to make one itself."""
-    config, strings = kwargs.get("generation_config"), kwargs.pop("stop_strings", None)
-    if strings is None and config is not None and config.stop_strings is not None:
-        strings = config.stop_strings
-        kwargs["generation_config"] = config = GenerationConfig(**{**config.to_dict(), "stop_strings": None})
-    if strings is None:
-        return
-    if kwargs.get("tokenizer") is None:
-        raise ValueError("stop_strings are matched in the decoded text; give generate the tokenizer too")
-    criterion = StopStringCriteria(stop_strings=strings, tokenizer=kwargs["tokenizer"])
-    kwargs["stopping_criteria"] = StoppingCriteriaList([*(kwargs.get("stopping_criteria") or ()), criterion])
-
-
-def require_supported(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
-    """Raise ValueError for what a drafter can't do, naming all of it."""
-    problems = []
-    if config.num_beams is not None and config.num_beams > 1:
-        problems.append(f"num_beams={config.num_beams}")
-    elif (mode := config.get_generation_mode().value) not in PLAIN_MODES:
-        problems.append(f"options of {mode.replace('_', ' ')}")
-    problems += [f"{name}=True" for name in WANTED_OUTPUTS if getattr(config, name, None)]
-    if config.cache_implementation is not None:
-        problems.append(f"cache_implementation={config.cache_implementation!r}")
-    cache = model_kwargs.get("past_key_values")
-    if cache is not None and cache.get_seq_length() > 0:
-        problems.append("past_key_values that hold a text")
-    others = sorted(name for name, value in model_kwargs.items() if value is not None and name not in OWN_KWARGS)
-    problems += [name for name in others if name not in WANTED_OUTPUTS]
-    if problems:
-        raise ValueError(f"speculative decoding can't honour {', '.join(problems)}: leave that out, {PLAIN_DECODING}")
-
-
-def rule_of(config: GenerationConfig, processors: Sequence[LogitsProcessor]) -> AcceptanceRule:
-    """How drafts are accepted. Raises ValueError for other logits processors than temperature, top-k, top-p, in that order."""
-    values: dict[str, Any] = {}
-    known = {TemperatureLogitsWarper: "temperature", TopKLogitsWarper: "top_k", TopPLogitsWarper: "top_p"}
-    order = list(known.values())
-    for processor in processors:
-        if type(processor) is LogitNormalization:
-            continue  # changes no distribution
-        name = known.get(type(processor))
-        if name is None or not config.do_sample or any(order.index(name) <= order.index(earlier) for earlier in values):
-            raise ValueError(
-                f"speculative decoding can't honour {type(processor).__name__}: of what changes the distribution it knows "
-                "temperature, top_k and top_p. Set the option that it comes from to what changes nothing "
-                f"(repetition_penalty=1.0, min_new_tokens=0), {PLAIN_DECODING}"
-            )
-        values[name] = getattr(processor, name)
-    return SpeculativeSampling(sampling=Sampling(**values)) if config.do_sample else GreedyAcceptance()
-
-
-def split_criteria(
-    criteria: Sequence[StoppingCriteria], prompt_length: int
-) -> tuple[int, tuple[int, ...], list[StoppingCriteria]]:
-    """The token limit, the stop tokens, and all other criteria. `prompt_length` counts padding, as `max_length` does."""
-    limits, stop_ids, others = [], set[int](), []
-    for criterion in criteria:
-        if isinstance(criterion, MaxLengthCriteria):
-            limits.append(criterion.max_length - prompt_length)
-        elif isinstance(criterion, EosTokenCriteria):
-            stop_ids |= set(criterion.eos_token_id.flatten().tolist())
-        else:
-            others.append(criterion)
-    if not limits:
-        raise ValueError("generate was given no length; give max_new_tokens")
-    return min(limits), tuple(sorted(stop_ids)), others
-
-
-def unpad(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[torch.Tensor]:
-    """The tokens of each prompt. Raises ValueError for padding anywhere but on the left."""
-    if input_ids.ndim != 2 or input_ids.shape[1] == 0:
-        raise ValueError(
-            f"speculative decoding needs the prompts' input_ids [batch, token], and has {tuple(input_ids.shape)}; "
-            "embeddings in their place can't be drafted for"
-        )
-    if attention_mask is None:
-        return list(input_ids)
-    real = attention_mask.bool()
-    if real.shape != input_ids.shape or not bool((real[:, 1:] >= real[:, :-1]).all()) or not bool(real[:, -1].all()):
-        raise ValueError(
-            f"the attention_mask {tuple(attention_mask.shape)} of input_ids {tuple(input_ids.shape)} must be 1 from each "
-            "prompt's first token to the end of its row: pad on the left (padding_side='left')"
-        )
-    return [row[mask] for row, mask in zip(input_ids, real, strict=True)]
-
-
 # --- the answers
 
 
 def collect(
-    steps: Iterator[Step], input_ids: torch.Tensor, criteria: Sequence[StoppingCriteria], streamer: Any = None
+    steps: Iterator[Step],
+    input_ids: torch.Tensor,
+    criteria: Sequence[StoppingCriteria],
+    *,
+    pad_token: int,
+    pads_ended_rows: bool,
+    streamer: Any = None,
 ) -> list[list[int]]:
-    """Each row's answer. Further stopping criteria are asked after each token, as if it had come alone; rows that they end are
-    decoded on until all have ended, and cut."""
+    """The new tokens, a list of one per row for each place, as transformers' loop would have made them.
+
+    Rows come along by several tokens at a time, and one faster than the other. Each place of the answers is gone over when
+    all rows have come so far: stopping criteria see the whole batch, with the text up to there, and end the rows that they
+    choose. Like transformers, it fills up ended rows with `pad_token` if `pads_ended_rows`, as where there is a stop token,
+    and else with the tokens that follow. Rows that a criterion has ended are decoded on until all have ended.
+    """
     num_rows = len(input_ids)
     if streamer is not None and num_rows > 1:
         raise ValueError(f"a streamer takes one text, and there are {num_rows} prompts; give one")
-    answers: list[list[int]] = [[] for _ in range(num_rows)]
-    running = set(range(num_rows))
     ends = _asker(input_ids, criteria)
+    waiting: list[deque[int]] = [deque() for _ in range(num_rows)]
+    decoded, ended = [False] * num_rows, [False] * num_rows
+    columns: list[list[int]] = []
     for step in steps:
         for row, tokens, finish in zip(step.rows, step.tokens, step.finishes, strict=True):
-            for token in tokens if row in running else ():
-                answers[row].append(token)
-                if streamer is not None:
-                    streamer.put(torch.tensor([token]))
-                if ends(row, answers[row]):
-                    running.discard(row)
-                    break
-            if finish is not None:
-                running.discard(row)
-        if not running:
+            waiting[row].extend(tokens)
+            decoded[row] = finish is not None
+        while not all(ended) and all(
+            waiting[row] or decoded[row] or (ended[row] and pads_ended_rows) for row in range(num_rows)
+        ):
+            is_padded = [not queue or (ended[row] and pads_ended_rows) for row, queue in enumerate(waiting)]
+            columns.append([pad_token if is_padded[row] else queue.popleft() for row, queue in enumerate(waiting)])
+            for row, is_end in enumerate(ends(columns[-1])):
+                ended[row] = ended[row] or is_end or (decoded[row] and not waiting[row])
+            if streamer is not None:
+                streamer.put(torch.tensor(columns[-1]))
+        if all(ended):
             break
     if streamer is not None:
         streamer.end()
-    return answers
+    return columns
 
 
-def _asker(input_ids: torch.Tensor, criteria: Sequence[StoppingCriteria]) -> Callable[[int, list[int]], bool]:
-    """Whether one of the criteria ends a row's text after such an answer."""
+def _asker(input_ids: torch.Tensor, criteria: Sequence[StoppingCriteria]) -> Callable[[list[int]], list[bool]]:
+    """Whether one of the criteria ends each row, after such a next token in each."""
+    text, all_criteria = input_ids, StoppingCriteriaList(criteria)
 
-    def ends(row: int, answer: list[int]) -> bool:
-        text = torch.cat([input_ids[row], input_ids.new_tensor(answer)])[None]
-        return any(bool(torch.as_tensor(criterion(text, None)).any()) for criterion in criteria)
+    def ends(column: list[int]) -> list[bool]:
+        nonlocal text
+        text = torch.cat([text, text.new_tensor(column)[:, None]], dim=1)
+        answer = all_criteria(text, None)
+        if answer.numel() != len(column):
+            names = ", ".join(type(criterion).__name__ for criterion in criteria)
+            raise ValueError(
+                f"the stopping criteria ({names}) answer with {tuple(answer.shape)} values for {len(column)} rows; let each "
+                "answer with one bool per row, [batch]"
+            )
+        return [bool(value) for value in answer.flatten().tolist()]
 
-    return ends if criteria else lambda row, answer: False
-
-
-def append(input_ids: torch.Tensor, answers: Sequence[Sequence[int]], pad_token: int) -> torch.Tensor:
-    """The prompts as they were given, each with its answer, padded on the right."""
-    longest = max(map(len, answers))
-    rows = [[*answer, *[pad_token] * (longest - len(answer))] for answer in answers]
-    return torch.cat([input_ids, input_ids.new_tensor(rows)], dim=1)
+    return ends if criteria else lambda column: [False] * len(column)

@@ -10,7 +10,7 @@ from importlib.metadata import distribution, requires
 from pathlib import Path
 
 import pytest
-from transformers.dynamic_module_utils import get_imports, get_relative_imports
+from transformers.dynamic_module_utils import get_imports, get_relative_import_files, get_relative_imports
 
 from outrider.models.export.bundle import ABSENT, custom_generate_files
 
@@ -44,6 +44,15 @@ def test_files_import_each_other_one_folder_deep_only() -> None:
             if isinstance(node, ast.ImportFrom):
                 assert node.level < 2, name
                 assert node.level == 0 or (node.module and "." not in node.module), name
+
+
+def test_transformers_reads_each_file_once(tmp_path: Path) -> None:
+    """At every call: those that the first file doesn't name it would read once for every path of imports to them."""
+    modules = {name: text for name, text in custom_generate_files().items() if name.endswith(".py")}
+    for name, text in modules.items():
+        (tmp_path / name).write_text(text)
+    read = [Path(path).name for path in get_relative_import_files(tmp_path / "generate.py")]
+    assert sorted([*read, "generate.py"]) == sorted(modules)
 
 
 def test_the_code_is_the_librarys_own_but_for_imports() -> None:

@@ -1,23 +1,20 @@
-"""`generate` of a packaged drafter against transformers' own, option by option."""
+"""`generate` of a packaged drafter against transformers' own: text for text."""
 
-import logging
-import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
     GenerationConfig,
-    PreTrainedModel,
     StoppingCriteria,
     StoppingCriteriaList,
 )
 from transformers.generation.streamers import BaseStreamer
 
-from outrider.models.export.custom_generate import BOUND, bind, generate, rule_of
+from outrider.models.export.bound_drafters import ATTRIBUTE
+from outrider.models.export.custom_generate import generate
 
 PROMPT = torch.tensor([[1, 70, 71, 72, 2]])
 BATCH = torch.tensor([[0, 0, 9, 8, 7], [40, 41, 42, 43, 44], [0, 0, 0, 0, 70]])
@@ -96,15 +93,50 @@ def test_stopping_criteria_end_rows_within_an_accepted_path(model, folder):
     assert torch.equal(generate(model, drafter=folder, **options, stopping_criteria=criteria), plain)
 
 
-def test_stop_strings_end_where_transformers_ends(model, folder, tiny_tokenizer):
-    free = model.generate(input_ids=PROMPT, max_new_tokens=20)
-    text = next(text for token in free[0, 6:] if (text := tiny_tokenizer.decode([token])).isascii() and text.isprintable())
-    options = {"input_ids": PROMPT, "max_new_tokens": 20, "stop_strings": [text], "tokenizer": tiny_tokenizer}
-    plain = model.generate(**options)
-    assert plain.shape[1] < 25
-    assert torch.equal(generate(model, drafter=folder, **options), plain)
-    config = {"generation_config": GenerationConfig(max_new_tokens=20, stop_strings=[text]), "tokenizer": tiny_tokenizer}
-    assert torch.equal(generate(model, drafter=folder, input_ids=PROMPT, **config), plain)
+class Witness(StoppingCriteria):
+    """Sees what it is asked about, and ends a row where `ends(row, answer's length)` says so."""
+
+    def __init__(self, ends: Callable[[int, int], bool] = lambda row, length: False) -> None:
+        self.ends = ends
+        self.seen: list[list[list[int]]] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        assert scores is None
+        self.seen.append(input_ids.tolist())
+        length = input_ids.shape[1] - BATCH.shape[1]
+        return torch.tensor([self.ends(row, length) for row in range(len(input_ids))])
+
+
+@pytest.mark.parametrize("kind", ["draft_model", "redrafter"])  # whose rows come along evenly, and unevenly
+@pytest.mark.parametrize("eos", [{"eos_token_id": [88, 299]}, {"eos_token_id": None}], ids=["stop tokens", "none"])
+def test_stopping_criteria_see_the_whole_batch_token_by_token(model, package_dirs, kind, eos):
+    """As in transformers: ended rows padded where there are stop tokens, and going on where there are none."""
+    if eos["eos_token_id"] is None:
+        model.generation_config.eos_token_id = None
+    options = {"input_ids": BATCH, "attention_mask": MASK, "max_new_tokens": 14, "pad_token_id": 0, **eos}
+    plain, own = (Witness(lambda row, length: row == 1 and length == 3) for _ in range(2))
+    tokens = model.generate(**options, stopping_criteria=StoppingCriteriaList([plain]))
+    drafted = generate(model, drafter=str(package_dirs[kind]), **options, stopping_criteria=StoppingCriteriaList([own]))
+    assert torch.equal(drafted, tokens)
+    assert len(own.seen) > 5
+    assert own.seen == plain.seen
+
+
+def test_time_that_is_up_ends_all_rows_at_the_same_place(model, package_dirs):
+    options = {"input_ids": BATCH, "attention_mask": MASK, "max_new_tokens": 200, "eos_token_id": 299, "pad_token_id": 0}
+    tokens = generate(model, drafter=str(package_dirs["redrafter"]), **options, max_time=1e-9)
+    assert torch.equal(tokens, model.generate(**options, max_time=1e-9))
+    assert tokens.shape[1] == BATCH.shape[1] + 1
+
+
+def test_a_criterion_that_answers_for_another_number_of_rows_is_refused(model, folder):
+    class Two(StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+            return torch.zeros(2, dtype=torch.bool)
+
+    criteria = StoppingCriteriaList([Two()])
+    with pytest.raises(ValueError, match=r"\(Two\) answer with \(2,\) values for 1 rows"):
+        generate(model, drafter=folder, input_ids=PROMPT, max_new_tokens=3, stopping_criteria=criteria)
 
 
 class Recorder(BaseStreamer):
@@ -125,9 +157,8 @@ def test_a_streamer_gets_what_plain_generate_gives_it(model, folder):
     generate(model, drafter=folder, input_ids=PROMPT, max_new_tokens=9, streamer=own)
     assert own.values == plain.values
     assert own.ended
-
-
-# --- sampling
+    with pytest.raises(ValueError, match="a streamer takes one text, and there are 3 prompts"):
+        generate(model, drafter=folder, input_ids=BATCH, attention_mask=MASK, max_new_tokens=9, streamer=Recorder())
 
 
 def test_a_seed_makes_a_text_that_neither_neighbours_nor_drafter_change(model, package_dirs):
@@ -148,24 +179,11 @@ def test_sampling_repeats_with_the_same_generator_or_global_seed(model, folder):
     with torch.random.fork_rng():
         torch.manual_seed(3)
         third = generate(model, drafter=folder, **options)
-        del vars(model)[BOUND]  # loading the drafter draws nothing
+        del vars(model)[ATTRIBUTE]  # loading the drafter draws nothing
         torch.manual_seed(3)
         assert torch.equal(generate(model, drafter=folder, **options), third)
     with pytest.raises(ValueError, match="a seed and a generator"):
         generate(model, drafter=folder, **options, seed=1, generator=torch.Generator())
-
-
-def test_the_distribution_that_is_sampled_is_transformers_own(model):
-    """Its processors in their order, among them the top_k of 50 that it has by default."""
-    seen = {}
-
-    def spy(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
-        seen["rule"] = rule_of(generation_config, logits_processor)
-        return input_ids
-
-    model.generate(input_ids=PROMPT, max_new_tokens=2, do_sample=True, temperature=0.5, top_p=0.8, custom_generate=spy)
-    sampling = seen["rule"].sampling
-    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.5, 50, 0.8)
 
 
 def test_several_samples_of_a_prompt_are_different(model, folder):
@@ -174,110 +192,31 @@ def test_several_samples_of_a_prompt_are_different(model, folder):
     assert len({tuple(row) for row in rows.tolist()}) == 3
 
 
-# --- what can't be honoured
+def test_a_compiled_model_is_decoded_without_compiling_it_for_every_tree(model, package_dirs):
+    """And though its code was compiled before anything read its hidden states."""
+    compilations = []
 
+    def backend(graph: Any, inputs: Any) -> Any:
+        compilations.append(graph)
+        return graph.forward
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_beams": 4}, "num_beams=4"),
-        ({"repetition_penalty": 1.2}, r"RepetitionPenaltyLogitsProcessor.*repetition_penalty=1.0"),
-        ({"min_new_tokens": 3}, "MinLengthLogitsProcessor"),
-        ({"do_sample": True, "min_p": 0.1}, "MinPLogitsWarper"),
-        ({"output_scores": True, "return_dict_in_generate": True}, "output_scores=True"),
-        ({"prompt_lookup_num_tokens": 3}, "options of assisted generation"),
-        ({"cache_implementation": "static"}, "cache_implementation='static'"),
-        ({"input_ids": BATCH.flip(1), "attention_mask": MASK.flip(1)}, "pad on the left"),
-        ({"input_ids": BATCH, "attention_mask": MASK, "streamer": Recorder()}, "a streamer takes one text"),
-        ({"drafter_options": {"num_layers": 5}}, "num_layers can't be changed"),
-        ({"stop_strings": ["a"]}, "give generate the tokenizer"),
-    ],
-)
-def test_what_cant_be_honoured_is_refused_by_name(model, folder, options, message):
-    with pytest.raises(ValueError, match=message):
-        generate(model, drafter=folder, **{"input_ids": PROMPT, "max_new_tokens": 5, "eos_token_id": 299, **options})
-
-
-def test_a_misspelt_option_is_refused(model, folder):
-    with pytest.raises(ValueError, match="max_new_token"):
-        generate(model, drafter=folder, input_ids=PROMPT, max_new_token=5)
-
-
-def test_a_text_in_the_cache_is_refused(model, folder):
-    cache = model(PROMPT, use_cache=True).past_key_values
-    with pytest.raises(ValueError, match="past_key_values that hold a text"):
-        generate(model, drafter=folder, input_ids=torch.cat([PROMPT, PROMPT], dim=1), past_key_values=cache, max_new_tokens=3)
-
-
-# --- the drafter and its target
+    plain = model.generate(input_ids=PROMPT, max_new_tokens=8)
+    model.get_decoder().layers[1].compile(backend=backend)
+    with torch.no_grad():
+        model(PROMPT)
+    assert compilations
+    compilations.clear()
+    assert torch.equal(generate(model, drafter=str(package_dirs["eagle3"]), input_ids=PROMPT, max_new_tokens=8), plain)
+    assert not compilations
 
 
 def test_options_of_the_drafter_reach_it(model, package_dirs):
     options = {"input_ids": PROMPT, "max_new_tokens": 8, "drafter_options": {"beam_width": 5, "beam_length": 2}}
     tokens = generate(model, drafter=str(package_dirs["redrafter"]), **options)
     assert torch.equal(tokens, model.generate(input_ids=PROMPT, max_new_tokens=8))
-    drafter = vars(model)[BOUND][2]
+    (bound,) = vars(model)[ATTRIBUTE].by_name.values()
+    drafter = bound.drafter
     assert (drafter.config.beam_width, drafter.config.beam_length) == (5, 2)
-
-
-def test_a_drafter_is_loaded_once_and_anew_where_its_folder_changes(model, package_dirs, tmp_path):
-    folder = tmp_path / "copy"
-    shutil.copytree(package_dirs["redrafter"], folder)
-    first, again = bind(model, folder, {}), bind(model, folder, {})
-    assert first[1] is again[1]
-    (folder / "model.safetensors").touch()
-    assert bind(model, folder, {})[1] is not first[1]
-    options = {"beam_width": 2}
-    assert bind(model, folder, options)[1].config.beam_width == 2
-    options["beam_width"] = 1
-    assert bind(model, folder, options)[1].config.beam_width == 1
-
-
-def test_nothing_of_a_text_is_kept_when_generate_returns(model, package_dirs):
-    for kind in ("eagle3", "draft_model"):
-        generate(model, drafter=str(package_dirs[kind]), input_ids=PROMPT, max_new_tokens=8)
-        target, drafter = vars(model)[BOUND][1:]
-        assert target._cache is None
-        model(PROMPT)  # somebody else's pass, in training say
-        assert target._captured._hidden_states is None
-        assert kind != "draft_model" or drafter.reader._cache is None
-        model(PROMPT)
-        assert not target._captured._inputs
-
-
-def test_a_model_of_another_width_or_vocabulary_is_refused(package_dirs, model, tiny_target_dir):
-    model.resize_token_embeddings(310)
-    with pytest.raises(ValueError, match="vocab_size: 300 for the drafter, 310 for this target"):
-        generate(model, drafter=str(package_dirs["redrafter"]), input_ids=PROMPT, max_new_tokens=5)
-    config = AutoModelForCausalLM.from_pretrained(tiny_target_dir).config
-    config.hidden_size = 64
-    other = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ValueError, match="hidden_size: 32 for the drafter, 64 for this target"):
-        generate(other, drafter=str(package_dirs["redrafter"]), input_ids=PROMPT, max_new_tokens=5)
-
-
-def test_another_tokenizer_is_refused_where_it_is_given(package_dirs, model, demo_target_dir):
-    tokenizer = AutoTokenizer.from_pretrained(demo_target_dir)
-    with pytest.raises(ValueError, match="tokenizer_sha256"):
-        generate(model, drafter=str(package_dirs["redrafter"]), input_ids=PROMPT, max_new_tokens=5, tokenizer=tokenizer)
-
-
-def test_a_target_of_another_configuration_is_a_warning(package_dirs, tiny_target_dir, tmp_path, caplog):
-    folder = tmp_path / "target"
-    shutil.copytree(tiny_target_dir, folder)
-    config = (folder / "config.json").read_text()
-    assert '"rms_norm_eps": 1e-06' in config
-    (folder / "config.json").write_text(config.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
-    other: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder)
-    with caplog.at_level(logging.WARNING):
-        generate(other, drafter=str(package_dirs["redrafter"]), input_ids=PROMPT, max_new_tokens=5)
-    assert "another revision or configuration" in caplog.text
-
-
-def test_attention_without_masks_is_refused(package_dirs, model):
-    model.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(ValueError, match="attn_implementation='sdpa'"):
-        generate(model, drafter=str(package_dirs["redrafter"]), input_ids=PROMPT, max_new_tokens=5)
 
 
 def test_code_that_cant_tell_where_its_drafter_lies_asks(model):

@@ -1,0 +1,237 @@
+"""The drafters that a model keeps, and the models that can have one."""
+
+import copy
+import gc
+import logging
+import pickle
+import shutil
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+import torch
+from accelerate import cpu_offload, dispatch_model
+from accelerate.hooks import remove_hook_from_module
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+from outrider.models.export.bound_drafters import ATTRIBUTE, bind, drafters_of
+from outrider.models.export.custom_generate import generate
+
+PROMPT = torch.tensor([[1, 70, 71, 72, 2]])
+
+
+@pytest.fixture
+def folder(package_dirs: dict[str, Path]) -> str:
+    return str(package_dirs["draft_model"])  # whose drafts are accepted: several tokens come at once
+
+
+def test_a_model_in_training_mode_is_refused(model, folder):
+    options = {"drafter": folder, "input_ids": PROMPT, "max_new_tokens": 3}
+    with pytest.raises(ValueError, match=r"in training mode.*call model.eval\(\)"):
+        generate(model.train(), **options)
+    model.eval().get_decoder().layers[1].train()
+    with pytest.raises(ValueError, match="a part of it, is in training mode"):
+        generate(model, **options)
+    model.eval().lm_head.train()  # as resize_token_embeddings leaves it
+    generate(model, **options)
+
+
+def test_autocast_is_refused(model, folder):
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ValueError, match=r"leave autocast, and load the model"):
+        generate(model, drafter=folder, input_ids=PROMPT, max_new_tokens=3)
+
+
+def test_a_model_that_reads_more_than_tokens_is_refused(model, folder):
+    """Virtual tokens, which PEFT's prompt tuning puts before the text, would be left out silently."""
+    prepare = model.prepare_inputs_for_generation
+    model.prepare_inputs_for_generation = lambda *args, **kwargs: prepare(*args, **kwargs)
+    with pytest.raises(ValueError, match="something changes what the model reads"):
+        generate(model, drafter=folder, input_ids=PROMPT, max_new_tokens=3)
+    model.prepare_inputs_for_generation = prepare  # as PEFT leaves it
+    generate(model, drafter=folder, input_ids=PROMPT, max_new_tokens=3)
+
+
+def test_wrapped_embeddings_are_refused_by_name(model, folder):
+    model.set_input_embeddings(torch.nn.Sequential(model.get_input_embeddings()).eval())
+    with pytest.raises(ValueError, match=r"a torch.*Sequential in place of an nn.Embedding.*merge_and_unload"):
+        generate(model, drafter=folder, input_ids=PROMPT, max_new_tokens=3)
+
+
+def test_a_model_that_accelerate_has_put_on_one_device_is_decoded_and_an_offloaded_one_refused(model, folder):
+    plain = model.generate(input_ids=PROMPT, max_new_tokens=8)
+    dispatched = dispatch_model(model, {"": "cpu"}, force_hooks=True)
+    assert torch.equal(generate(dispatched, drafter=folder, input_ids=PROMPT, max_new_tokens=8), plain)
+    remove_hook_from_module(model, recurse=True)
+    with pytest.raises(ValueError, match=r"weights lie on elsewhere \(offloaded\).*load it so"):
+        generate(cpu_offload(model, torch.device("cpu")), drafter=folder, input_ids=PROMPT, max_new_tokens=8)
+
+
+def test_a_second_thread_is_refused_and_the_first_goes_on(model, folder):
+    waits, may_go_on = Event(), Event()
+
+    class Waits(StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+            waits.set()
+            assert may_go_on.wait(60)
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    options = {"drafter": folder, "input_ids": PROMPT, "max_new_tokens": 8}
+    with ThreadPoolExecutor(1) as other:
+        answer = other.submit(lambda: generate(model, **options, stopping_criteria=StoppingCriteriaList([Waits()])))
+        assert waits.wait(60)
+        try:
+            with pytest.raises(RuntimeError, match="in another thread.*one batch"):
+                generate(model, **options)
+        finally:
+            may_go_on.set()
+        assert torch.equal(answer.result(60), model.generate(input_ids=PROMPT, max_new_tokens=8))
+    assert torch.equal(generate(model, **options), answer.result())
+
+
+def test_a_call_within_a_pass_over_a_tree_is_refused_for_what_it_is(model, folder):
+    """Then the model's attention is not what its owner has set."""
+    options, settings = {"drafter": folder, "input_ids": PROMPT, "max_new_tokens": 8}, set()
+
+    def call(*_: Any) -> None:
+        settings.add(model.config._attn_implementation)
+        with pytest.raises(RuntimeError, match="in the call around this one"):
+            generate(model, **options)
+
+    with model.lm_head.register_forward_hook(call):
+        tokens = generate(model, **options)
+    assert len(settings) == 2
+    assert torch.equal(tokens, model.generate(input_ids=PROMPT, max_new_tokens=8))
+
+
+def bound_drafter(model: PreTrainedModel, folder: Path, **options: Any) -> Any:
+    with drafters_of(model) as drafters:
+        return bind(model, drafters, folder, options).drafter
+
+
+def test_a_drafter_is_loaded_once_and_anew_where_its_folder_changes(model, package_dirs, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(package_dirs["redrafter"], folder)
+    first = bound_drafter(model, folder)
+    assert bound_drafter(model, folder) is first
+    (folder / "model.safetensors").touch()
+    assert bound_drafter(model, folder) is not first
+    assert len(vars(model)[ATTRIBUTE].by_name) == 1  # what no call can use any more is not kept
+    assert bound_drafter(model, folder, beam_width=2).config.beam_width == 2
+    assert bound_drafter(model, folder, beam_width=1).config.beam_width == 1
+
+
+def test_drafters_that_take_turns_are_loaded_once(model, package_dirs):
+    folders = [package_dirs[kind] for kind in ("redrafter", "medusa")]
+    first = [bound_drafter(model, folder) for folder in folders]
+    assert all(bound_drafter(model, folder) is drafter for folder, drafter in zip(folders, first, strict=True))
+
+
+def test_the_drafters_that_are_kept_do_not_grow_in_number(model, package_dirs):
+    weights = [
+        weakref.ref(bound_drafter(model, package_dirs[kind])) for kind in ("medusa", "redrafter", "eagle", "draft_model")
+    ]
+    gc.collect()
+    assert [each() is not None for each in weights] == [False, False, True, True]
+
+
+def test_drafters_go_with_their_model(package_dirs, tiny_target_dir):
+    """Whatever keeps them must not keep the model alive, nor be kept by anybody else."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_target_dir).eval()
+    generate(model, drafter=str(package_dirs["eagle3"]), input_ids=PROMPT, max_new_tokens=3)
+    gone = [weakref.ref(model), weakref.ref(bound_drafter(model, package_dirs["eagle3"]))]
+    del model
+    gc.collect()
+    assert [each() for each in gone] == [None, None]
+
+
+def num_hooks(model: PreTrainedModel) -> int:
+    return sum(len(each._forward_hooks) + len(each._forward_pre_hooks) for each in model.modules())
+
+
+class Fails(StoppingCriteria):
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        raise LookupError("somebody's mistake")
+
+
+def test_no_hook_stays_on_the_model_even_after_an_error(model, package_dirs):
+    for kind in ("eagle3", "draft_model"):
+        generate(model, drafter=str(package_dirs[kind]), input_ids=PROMPT, max_new_tokens=3)
+        assert num_hooks(model) == 0
+    with pytest.raises(LookupError, match="somebody's mistake"):
+        generate(
+            model,
+            drafter=str(package_dirs["eagle3"]),
+            input_ids=PROMPT,
+            max_new_tokens=3,
+            stopping_criteria=StoppingCriteriaList([Fails()]),
+        )
+    assert num_hooks(model) == 0
+    assert vars(model)[ATTRIBUTE].in_use.acquire(blocking=False)  # else no call would ever be answered again
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"])
+def test_a_copy_of_the_model_takes_neither_drafters_nor_hooks_along(model, package_dirs, duplicate):
+    folder = package_dirs["eagle3"]
+    tokens = generate(model, drafter=str(folder), input_ids=PROMPT, max_new_tokens=8)
+    twin = duplicate(model)
+    assert vars(twin)[ATTRIBUTE] is None
+    assert num_hooks(twin) == 0
+    assert torch.equal(generate(twin, drafter=str(folder), input_ids=PROMPT, max_new_tokens=8), tokens)
+    with drafters_of(twin) as drafters:
+        assert bind(twin, drafters, folder, {}).target.model is twin
+
+
+def test_nothing_of_a_text_is_kept_when_generate_returns(model, package_dirs):
+    for kind in ("eagle3", "draft_model"):
+        generate(model, drafter=str(package_dirs[kind]), input_ids=PROMPT, max_new_tokens=8)
+        bound = [*vars(model)[ATTRIBUTE].by_name.values()][-1]
+        assert bound.target._cache is None
+        model(PROMPT)  # somebody else's pass, in training say
+        assert bound.target._captured._hidden_states is None
+        assert kind != "draft_model" or bound.drafter.reader._cache is None
+        model(PROMPT)
+        assert not bound.target._captured._inputs
+
+
+def test_a_model_of_another_width_or_vocabulary_is_refused(package_dirs, model, tiny_target_dir):
+    model.resize_token_embeddings(310)
+    with pytest.raises(ValueError, match="vocab_size: 300 for the drafter, 310 for this target"):
+        generate(model, drafter=str(package_dirs["redrafter"]), input_ids=PROMPT, max_new_tokens=5)
+    config = AutoModelForCausalLM.from_pretrained(tiny_target_dir).config
+    config.hidden_size = 64
+    other = AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(ValueError, match="hidden_size: 32 for the drafter, 64 for this target"):
+        generate(other, drafter=str(package_dirs["redrafter"]), input_ids=PROMPT, max_new_tokens=5)
+
+
+def test_another_tokenizer_is_refused_where_it_is_given(package_dirs, model, demo_target_dir):
+    tokenizer = AutoTokenizer.from_pretrained(demo_target_dir)
+    with pytest.raises(ValueError, match="tokenizer_sha256"):
+        generate(model, drafter=str(package_dirs["redrafter"]), input_ids=PROMPT, max_new_tokens=5, tokenizer=tokenizer)
+
+
+def test_a_target_of_another_configuration_is_a_warning(package_dirs, tiny_target_dir, tmp_path, caplog):
+    folder = tmp_path / "target"
+    shutil.copytree(tiny_target_dir, folder)
+    config = (folder / "config.json").read_text()
+    assert '"rms_norm_eps": 1e-06' in config
+    (folder / "config.json").write_text(config.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
+    other: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder)
+    with caplog.at_level(logging.WARNING):
+        generate(other, drafter=str(package_dirs["redrafter"]), input_ids=PROMPT, max_new_tokens=5)
+    assert "another revision or configuration" in caplog.text
+
+
+def test_attention_without_masks_is_refused(package_dirs, model):
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="attn_implementation='sdpa'"):
+        generate(model, drafter=str(package_dirs["redrafter"]), input_ids=PROMPT, max_new_tokens=5)

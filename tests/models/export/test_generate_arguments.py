@@ -1,0 +1,206 @@
+"""What `generate` was asked for: honoured as transformers does, or refused by name."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    MaxLengthCriteria,
+    PreTrainedModel,
+    StaticCache,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+from transformers.generation.logits_process import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from outrider.models.export.custom_generate import generate
+from outrider.models.export.generate_arguments import require_own_arguments, rule_of
+
+PROMPT = torch.tensor([[1, 70, 71, 72, 2]])
+BATCH = torch.tensor([[0, 0, 9, 8, 7], [40, 41, 42, 43, 44], [0, 0, 0, 0, 70]])
+MASK = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]])
+
+
+@pytest.fixture
+def folder(package_dirs: dict[str, Path]) -> str:
+    return str(package_dirs["draft_model"])  # whose drafts are accepted: several tokens come at once
+
+
+def test_a_length_that_the_prompt_has_already_leaves_one_token(model, folder):
+    criteria = StoppingCriteriaList([MaxLengthCriteria(3)])
+    plain = model.generate(input_ids=PROMPT, max_new_tokens=5, stopping_criteria=criteria)
+    assert plain.shape[1] == 6
+    assert torch.equal(generate(model, drafter=folder, input_ids=PROMPT, max_new_tokens=5, stopping_criteria=criteria), plain)
+
+
+@pytest.fixture
+def stop_text(model, tiny_tokenizer) -> str:
+    """A token's text that an answer to the prompt holds, soon."""
+    free = model.generate(input_ids=PROMPT, max_new_tokens=20)
+    return next(text for token in free[0, 6:] if (text := tiny_tokenizer.decode([token])).isascii() and text.isprintable())
+
+
+@pytest.mark.parametrize("told_by", ["argument", "generation_config", "model", "model, not generation_config"])
+def test_stop_strings_end_where_transformers_ends(model, folder, tiny_tokenizer, stop_text, told_by):
+    options: dict[str, Any] = {"input_ids": PROMPT, "tokenizer": tiny_tokenizer, "max_new_tokens": 20}
+    if told_by == "argument":
+        options["stop_strings"] = [stop_text]
+    elif told_by == "generation_config":
+        options["generation_config"] = GenerationConfig(max_new_tokens=options.pop("max_new_tokens"), stop_strings=[stop_text])
+    else:
+        model.generation_config.stop_strings = [stop_text]
+    if told_by == "model, not generation_config":
+        options["generation_config"] = GenerationConfig(max_new_tokens=options.pop("max_new_tokens"))
+    plain = model.generate(**options)
+    assert plain.shape[1] < 25
+    assert torch.equal(generate(model, drafter=folder, **options), plain)
+    if told_by.startswith("model"):
+        assert model.generation_config.stop_strings == [stop_text]  # for whoever asks next
+
+
+def test_an_argument_overrules_the_models_own_stop_strings(model, folder, tiny_tokenizer, stop_text):
+    model.generation_config.stop_strings = [stop_text]
+    plain = model.generate(input_ids=PROMPT, max_new_tokens=20, stop_strings=None)
+    assert plain.shape[1] == 25
+    assert torch.equal(generate(model, drafter=folder, input_ids=PROMPT, max_new_tokens=20, stop_strings=None), plain)
+    own = StoppingCriteriaList([StopStringCriteria(tiny_tokenizer, ["never to be said"])])
+    options = {"input_ids": PROMPT, "max_new_tokens": 20, "stopping_criteria": own, "tokenizer": tiny_tokenizer}
+    assert torch.equal(generate(model, drafter=folder, **options), plain)
+    with pytest.raises(ValueError, match=r"the model's generation config has stop_strings \[.*give generate the tokenizer"):
+        generate(model, drafter=folder, input_ids=PROMPT, max_new_tokens=20)
+
+
+def test_the_distribution_that_is_sampled_is_transformers_own(model):
+    """Its processors in their order, among them the top_k of 50 that it has by default."""
+    seen = {}
+
+    def spy(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+        seen["rule"] = rule_of(generation_config, logits_processor)
+        return input_ids
+
+    model.generate(input_ids=PROMPT, max_new_tokens=2, do_sample=True, temperature=0.5, top_p=0.8, custom_generate=spy)
+    sampling = seen["rule"].sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.5, 50, 0.8)
+
+
+def rule_for(model: PreTrainedModel, *warpers: LogitsProcessor, **options: Any) -> Any:
+    """The rule that these make, before transformers' own."""
+    seen = {}
+
+    def spy(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+        seen["rule"] = rule_of(generation_config, logits_processor)
+        return input_ids
+
+    given = {"logits_processor": LogitsProcessorList(warpers), "custom_generate": spy, "max_new_tokens": 2, **options}
+    model.generate(input_ids=PROMPT, **given)
+    return seen["rule"]
+
+
+@pytest.mark.parametrize(
+    ("warper", "name"),
+    [
+        (TopKLogitsWarper(5, filter_value=-3.0), r"TopKLogitsWarper\(filter_value=-3.0\)"),
+        (TopPLogitsWarper(0.5, filter_value=-3.0), r"TopPLogitsWarper\(filter_value=-3.0\)"),
+        (TopPLogitsWarper(0.5, min_tokens_to_keep=2), r"TopPLogitsWarper\(min_tokens_to_keep=2\)"),
+    ],
+)
+def test_a_warper_that_does_more_than_its_number_says_is_refused(model, warper, name):
+    with pytest.raises(ValueError, match=f"can't honour {name}"):
+        rule_for(model, warper, do_sample=True)
+
+
+def test_a_warper_of_the_callers_is_as_good_as_the_option(model):
+    """`min_tokens_to_keep` of top-k included, which is the greater number there."""
+    assert rule_for(model, TopKLogitsWarper(5, min_tokens_to_keep=9), do_sample=True, top_k=0).sampling.top_k == 9
+    assert rule_for(model, TopPLogitsWarper(0.5), do_sample=True, top_k=0).sampling.top_p == 0.5
+    with pytest.raises(ValueError, match="TopKLogitsWarper.*each once, in that order"):  # there both would act
+        rule_for(model, TopKLogitsWarper(5), do_sample=True)
+
+
+def test_warpers_change_no_greedy_text(model, folder):
+    options = {"input_ids": PROMPT, "max_new_tokens": 10, "do_sample": False}
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(0.5), TopKLogitsWarper(3)])
+    plain = model.generate(**options, logits_processor=warpers)
+    assert torch.equal(generate(model, drafter=folder, **options, logits_processor=warpers), plain)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_beams": 4}, "num_beams=4"),
+        ({"repetition_penalty": 1.2}, r"RepetitionPenaltyLogitsProcessor.*repetition_penalty=1.0"),
+        ({"min_new_tokens": 3}, "MinLengthLogitsProcessor"),
+        ({"do_sample": True, "min_p": 0.1}, "MinPLogitsWarper"),
+        ({"output_scores": True, "return_dict_in_generate": True}, "output_scores=True"),
+        ({"prompt_lookup_num_tokens": 3}, "options of assisted generation"),
+        ({"cache_implementation": "static"}, "cache_implementation='static'"),
+        ({"cache_implementation": "paged"}, "cache_implementation='paged'"),
+        (
+            {"generation_config": GenerationConfig(max_new_tokens=5, cache_implementation="paged")},
+            "cache_implementation='paged'",
+        ),
+        ({"position_ids": torch.arange(3, 8)[None]}, "can't honour position_ids"),
+        ({"synced_gpus": True}, "can't honour synced_gpus=True"),
+        ({"tokenizer": "gpt2"}, "tokenizer is 'gpt2'; give the model's tokenizer"),
+        ({"input_ids": BATCH.flip(1), "attention_mask": MASK.flip(1)}, "pad on the left"),
+        ({"drafter_options": {"num_layers": 5}}, "num_layers can't be changed"),
+        ({"stop_strings": ["a"]}, "give generate the tokenizer"),
+    ],
+)
+def test_what_cant_be_honoured_is_refused_by_name(model, folder, options, message):
+    with pytest.raises(ValueError, match=message):
+        generate(model, **{"drafter": folder, "input_ids": PROMPT, "max_new_tokens": 5, "eos_token_id": 299, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"drafter": 3}, "drafter is 3; give a folder or a name"),
+        ({"drafter_options": "3"}, "drafter_options is '3'; give a dictionary"),
+        ({"drafter_options": []}, r"drafter_options is \[\]; give a dictionary"),
+        ({"drafter_options": {3: 4}}, r"drafter_options is \{3: 4\}; give a dictionary"),
+        ({"seed": "3"}, "seed is '3'; give an integer from 0"),
+        ({"seed": []}, r"seed is \[\]; give an integer from 0"),
+        ({"seed": -1}, "seed is -1; give an integer from 0"),
+        ({"seed": True}, "seed is True; give an integer from 0"),
+        ({"seed": 2**70}, "seed is 1180591620717411303424; give an integer from 0"),
+        ({"generator": 3}, "generator is 3; give a torch.Generator"),
+        ({"pack_weights": "no"}, "pack_weights is 'no'; give True or False"),
+    ],
+)
+def test_odd_values_of_its_own_arguments_are_refused_with_value_and_remedy(options, message):
+    values = {"drafter": None, "drafter_options": None, "seed": None, "generator": None, "pack_weights": False}
+    require_own_arguments(**values)
+    with pytest.raises(ValueError, match=message):
+        require_own_arguments(**{**values, **options})
+
+
+@pytest.mark.parametrize("options", [{"cache_implementation": "dynamic"}, {"use_cache": False}, {"logits_to_keep": 1}])
+def test_what_changes_no_answer_is_taken(model, folder, options):
+    plain = model.generate(input_ids=PROMPT, max_new_tokens=8)
+    assert torch.equal(generate(model, drafter=folder, input_ids=PROMPT, max_new_tokens=8, **options), plain)
+
+
+def test_a_misspelt_option_is_refused(model, folder):
+    with pytest.raises(ValueError, match="max_new_token"):
+        generate(model, drafter=folder, input_ids=PROMPT, max_new_token=5)
+
+
+@pytest.mark.parametrize("kind", ["filled", "empty", "static"])
+def test_a_cache_of_the_callers_is_refused_and_not_left_as_it_was(model, folder, kind):
+    caches = {
+        "filled": lambda: model(PROMPT, use_cache=True).past_key_values,
+        "empty": lambda: DynamicCache(config=model.config),
+        "static": lambda: StaticCache(config=model.config, max_cache_len=64),
+    }
+    with pytest.raises(ValueError, match="can't honour past_key_values"):
+        generate(model, drafter=folder, input_ids=PROMPT, past_key_values=caches[kind](), max_new_tokens=3)
