@@ -172,6 +172,30 @@ def test_what_the_engines_have_no_place_for_is_refused_with_the_remedy(
     assert not (tmp_path / "a").exists()
 
 
+def test_a_bias_of_zeros_needs_no_place_and_comes_back(llama, make_drafter, tmp_path):
+    """Drafters whose layer starts as the target's have one, and it may stay zero; without `outrider.json` there is none."""
+    drafter = make_drafter("eagle", llama)
+    drafter.fc.bias.zero_()
+    write_folder(eagle1.VLLM, drafter, tmp_path / "a", llama)
+    _, tensors = written(tmp_path / "a")
+    assert {name: tuple(each.shape) for name, each in tensors.items()} == VLLM_EAGLE1
+    again = import_drafter(tmp_path / "a", llama)
+    assert again.config == drafter.config
+    assert again.state_dict().keys() == drafter.state_dict().keys()
+    assert all(torch.equal(each, again.state_dict()[name]) for name, each in drafter.state_dict().items())
+    (tmp_path / "a" / "outrider.json").unlink()
+    assert not import_drafter(tmp_path / "a", llama).config.bias
+
+
+def test_a_bias_that_is_missing_where_the_format_has_one_is_not_taken_for_zeros(llama, make_drafter, tmp_path):
+    write_folder(eagle1.SGLANG, make_drafter("eagle", llama), tmp_path / "a", llama)
+    _, tensors = written(tmp_path / "a")
+    del tensors["fc.bias"]
+    safetensors.torch.save_file(tensors, tmp_path / "a" / "model.safetensors")
+    with pytest.raises(ValueError, match="missing fc.bias"):
+        import_drafter(tmp_path / "a", llama)
+
+
 def test_an_untrained_vocabulary_is_not_written(llama, tmp_path):
     with pytest.raises(ValueError, match="vocabulary hasn't been chosen yet"):
         write_folder(eagle3.FORMAT, build_drafter({"kind": "eagle3", "draft_vocab_size": 9}, llama), tmp_path / "a", llama)
