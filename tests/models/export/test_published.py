@@ -189,6 +189,12 @@ def test_eagle3_with_the_keys_that_others_write_is_read(name, llama, tmp_path):
     assert all(torch.equal(found[ours], tensors[key]) for key, ours in named.items())
 
 
+def test_usual_numbers_that_mean_the_layers_after_them_may_be_said_so(llama, tmp_path):
+    """SGLang adds 1 to what a configuration names, vLLM doesn't: nothing in the file tells for which it was written."""
+    publish(tmp_path / "a", EAGLE3["kimi_k2"], is_eagle3=True, prefix="midlayer", safe=True)
+    assert import_drafter(tmp_path / "a", llama, options={"feature_layers": [3, 4, 5]}).feature_layers == (3, 4, 5)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
