@@ -82,22 +82,17 @@ def load(path: Path) -> Any:
 
     SGLang passes over what it doesn't know and leaves what is missing as it was: here either is an error.
     """
+    from engine_models import fill_with_nan, own_modules, require_taken
     from safetensors.torch import load_file
-    from sglang_models import models
     from transformers import LlamaConfig
 
+    classes = {each.__name__: each for module in own_modules("sglang.srt.models") for each in module.EntryClass}
     config = LlamaConfig.from_pretrained(path)
-    model = models()[config.architectures[0]](config)
-    for parameter in model.parameters():
-        parameter.data.fill_(torch.nan)
+    model = classes[config.architectures[0]](config)
+    fill_with_nan(model)
     weights = load_file(path / "model.safetensors")
     model.load_weights(weights.items())
-    shared = ("model.embed_tokens.weight",) + (() if "lm_head.weight" in weights else ("lm_head.weight",))
-    left = [name for name, each in model.named_parameters() if each.isnan().any() and name not in shared]
-    taken = sum(each.numel() for name, each in model.named_parameters() if name not in shared)
-    given = sum(each.numel() for name, each in weights.items() if name not in ("d2t", "t2d"))
-    assert not left, f"{path} left {left} without numbers"
-    assert taken == given, f"{path} has {given} numbers, and SGLang took {taken}"
+    require_taken(model, weights, shared=["model.embed_tokens.weight"] + ["lm_head.weight"] * ("lm_head.weight" not in weights))
     return model.eval()
 
 
@@ -127,7 +122,8 @@ def compare_exports(directory: Path) -> bool:
     for name in EAGLE3:
         said = torch.load(directory / name / SAID_FILE, weights_only=True)
         model = load(directory / name)
-        assert model.get_hot_token_id().tolist() == said["drafted"].tolist()
+        drafted = torch.arange(VOCAB) if model.get_hot_token_id() is None else model.get_hot_token_id()
+        assert drafted.tolist() == said["drafted"].tolist()
         model.model.embed_tokens.weight.data = said["embeddings"]  # as SGLang shares the target's
         alike &= compare(name, their_logits(model, said["features"], make_tokens()), said["logits"])
     return alike

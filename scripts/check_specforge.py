@@ -88,7 +88,8 @@ def load(path: Path, target: Path) -> Any:
 
     model = AutoDraftModel.from_config(AutoDraftModelConfig.from_file(str(path / "config.json")), torch_dtype=torch.float32)
     missing, unknown = model.load_state_dict(load_file(path / "model.safetensors"), strict=False)
-    assert (set(missing) | {"embed_tokens.weight"}, unknown) == ({"embed_tokens.weight"}, []), (missing, unknown)
+    assert set(missing) <= {"embed_tokens.weight", "d2t", "t2d"}, missing  # of the whole vocabulary the maps are left out
+    assert not unknown, unknown
     model.load_embedding(str(target))
     return model.eval()
 

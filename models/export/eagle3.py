@@ -5,7 +5,7 @@
     midlayer.self_attn.{q,k,v}_proj.weight [., 2H], o_proj.weight            layer.self_attn.*
     midlayer.mlp.{gate,up,down}_proj.weight                                  layer.mlp.*
     norm.weight, lm_head.weight [draft, H]                                   the same
-    d2t [draft] int64: token of output o is o + d2t[o]; t2d [V] bool         draft_tokens
+    d2t [draft] int64: token of output o is o + d2t[o]; t2d [V] bool         draft_tokens, of a reduced vocabulary only
     embed_tokens.weight                                                      the target's own, where it is there
 
 The names are those of vllm/model_executor/models/llama_eagle3.py and python/sglang/srt/models/llama_eagle3.py. Both read the
@@ -66,10 +66,10 @@ def names_of(prefix: str) -> dict[str, str]:
 
 
 def write_vocabulary(drafter: Eagle3) -> Tensors:
-    """The two maps between the target's tokens and the head's outputs: for the whole vocabulary, each token to itself."""
-    num_outputs = drafter.lm_head.out_features
-    outputs = torch.arange(num_outputs)
-    tokens = outputs if drafter.vocabulary.tokens is None else drafter.vocabulary.tokens.cpu()
+    """The two maps between the target's tokens and the outputs of a head that has less of them."""
+    outputs, tokens = torch.arange(drafter.lm_head.out_features), drafter.vocabulary.tokens
+    assert tokens is not None
+    tokens = tokens.cpu()
     if (tokens < 0).any():
         raise ValueError("the drafter's vocabulary hasn't been chosen yet: it is not trained; export it after training")
     drafted = torch.zeros(drafter.vocab_size, dtype=torch.bool)
@@ -95,12 +95,14 @@ def write(drafter: Eagle3, target: HFTarget) -> Layout:
     raise_refusal(problems, FORMAT.name)
     names = names_of("midlayer")
     tensors = {names[name]: tensor for name, tensor in drafter.state_dict().items() if name != "draft_tokens"}
+    if drafter.lm_head.out_features != drafter.vocab_size:  # vLLM has no place for maps of the whole vocabulary
+        tensors |= write_vocabulary(drafter)
     config = {
         "architectures": [ARCHITECTURE],
         **write_config(drafter, target),
         "draft_vocab_size": drafter.lm_head.out_features,
     }
-    return Layout(config=config, tensors=tensors | write_vocabulary(drafter))
+    return Layout(config=config, tensors=tensors)
 
 
 def read(folder: Folder, target: HFTarget) -> Reading:

@@ -120,6 +120,24 @@ def test_names_shapes_and_keys_are_those_that_the_engines_read(
     assert all(torch.equal(each, again.state_dict()[name]) for name, each in drafter.state_dict().items())
 
 
+def test_a_drafter_of_the_whole_vocabulary_has_no_maps(llama, make_drafter, tmp_path):
+    """vLLM makes no place for `d2t` where the head has all tokens, and its loader ends at a tensor without one."""
+    drafter = make_drafter("eagle3", llama)
+    write_folder(eagle3.FORMAT, drafter, tmp_path / "a", llama)
+    config, tensors = written(tmp_path / "a")
+    assert config["draft_vocab_size"] == config["vocab_size"] == V
+    assert tensors.keys() == EAGLE3.keys() - {"d2t", "t2d"}
+    again = read_folder(eagle3.FORMAT, tmp_path / "a", llama)
+    assert again.config == drafter.config
+    assert all(torch.equal(each, again.state_dict()[name]) for name, each in drafter.state_dict().items())
+    whole = {
+        "d2t": torch.zeros(V, dtype=torch.long),
+        "t2d": torch.ones(V, dtype=torch.bool),
+    }  # as others write them all the same
+    safetensors.torch.save_file(tensors | whole, tmp_path / "a" / "model.safetensors")
+    assert import_drafter(tmp_path / "a", llama).config == drafter.config
+
+
 def test_scaled_rotary_embeddings_are_told_as_the_engines_read_them(make_target, make_drafter, tmp_path):
     rope = {
         "rope_type": "llama3",
