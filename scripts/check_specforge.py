@@ -24,6 +24,7 @@ from engine_targets import (
     DEPTHS,
     HIDDEN,
     NUM_TOKENS,
+    SCALED_ROPE,
     VOCAB,
     compare,
     load_target,
@@ -36,14 +37,6 @@ from engine_targets import (
     unrolled_logits,
 )
 
-ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 50000.0,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
 OURS: dict[str, dict[str, Any]] = {
     "whole_vocabulary": {},
     "reduced_vocabulary": {"draft_vocab_size": 50},
@@ -69,7 +62,7 @@ def make(directory: Path) -> bool:
     from outrider.models.export.eagle3 import FORMAT
     from outrider.models.export.formats import write_folder
 
-    target, tokens = make_target(directory / "target", ROPE), make_tokens()
+    target, tokens = make_target(directory / "target", SCALED_ROPE), make_tokens()
     for name, options in OURS.items():
         drafter = make_drafter(target, kind="eagle3", **options)
         write_folder(FORMAT, drafter, directory / name, target)

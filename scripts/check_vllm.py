@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from engine_targets import (
     NUM_TOKENS,
+    SCALED_ROPE,
     VOCAB,
     chained_logits,
     compare,
@@ -30,14 +31,6 @@ from engine_targets import (
     run,
 )
 
-ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 50000.0,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
 OWN_LAYER = {
     "model_type": "llama",
     "num_attention_heads": 2,
@@ -63,7 +56,7 @@ def make(directory: Path) -> bool:
     from outrider.models.export import eagle1, eagle3
     from outrider.models.export.formats import write_folder
 
-    target, tokens = make_target(directory / "target", ROPE), make_tokens()
+    target, tokens = make_target(directory / "target", SCALED_ROPE), make_tokens()
     for name, options in CASES.items():
         drafter = make_drafter(target, **options)
         write_folder(eagle3.FORMAT if options["kind"] == "eagle3" else eagle1.VLLM, drafter, directory / name, target)

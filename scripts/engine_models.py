@@ -41,7 +41,7 @@ class Linear(nn.Module):
             parameter.weight_loader = self.load  # type: ignore[attr-defined]
 
     def load(self, parameter: nn.Parameter, weight: torch.Tensor, part: Any = None) -> None:
-        put(parameter, weight, self.rows[part])
+        put(parameter, weight, self.rows[getattr(weight, "shard_id", part)])  # vLLM's loader writes the part onto the tensor
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
         return F.linear(x, self.weight, self.bias), None

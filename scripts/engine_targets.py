@@ -16,6 +16,14 @@ import torch
 HIDDEN, VOCAB, NUM_TOKENS, DEPTHS = 32, 120, 128, 3
 TOLERANCE = 1e-5
 """Of the largest logit, in float32: two programs add in different orders."""
+SCALED_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 50000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 
 
 def make_target(directory: Path, rope: dict[str, Any]) -> Any:

@@ -120,24 +120,6 @@ def test_names_shapes_and_keys_are_those_that_the_engines_read(
     assert all(torch.equal(each, again.state_dict()[name]) for name, each in drafter.state_dict().items())
 
 
-def test_a_drafter_of_the_whole_vocabulary_has_no_maps(llama, make_drafter, tmp_path):
-    """vLLM makes no place for `d2t` where the head has all tokens, and its loader ends at a tensor without one."""
-    drafter = make_drafter("eagle3", llama)
-    write_folder(eagle3.FORMAT, drafter, tmp_path / "a", llama)
-    config, tensors = written(tmp_path / "a")
-    assert config["draft_vocab_size"] == config["vocab_size"] == V
-    assert tensors.keys() == EAGLE3.keys() - {"d2t", "t2d"}
-    again = read_folder(eagle3.FORMAT, tmp_path / "a", llama)
-    assert again.config == drafter.config
-    assert all(torch.equal(each, again.state_dict()[name]) for name, each in drafter.state_dict().items())
-    whole = {
-        "d2t": torch.zeros(V, dtype=torch.long),
-        "t2d": torch.ones(V, dtype=torch.bool),
-    }  # as others write them all the same
-    safetensors.torch.save_file(tensors | whole, tmp_path / "a" / "model.safetensors")
-    assert import_drafter(tmp_path / "a", llama).config == drafter.config
-
-
 def test_scaled_rotary_embeddings_are_told_as_the_engines_read_them(make_target, make_drafter, tmp_path):
     rope = {
         "rope_type": "llama3",
@@ -188,30 +170,6 @@ def test_what_the_engines_have_no_place_for_is_refused_with_the_remedy(
     with pytest.raises(ValueError, match=message):
         write_folder(format, drafter, tmp_path / "a", target)
     assert not (tmp_path / "a").exists()
-
-
-def test_a_bias_of_zeros_needs_no_place_and_comes_back(llama, make_drafter, tmp_path):
-    """Drafters whose layer starts as the target's have one, and it may stay zero; without `outrider.json` there is none."""
-    drafter = make_drafter("eagle", llama)
-    drafter.fc.bias.zero_()
-    write_folder(eagle1.VLLM, drafter, tmp_path / "a", llama)
-    _, tensors = written(tmp_path / "a")
-    assert {name: tuple(each.shape) for name, each in tensors.items()} == VLLM_EAGLE1
-    again = import_drafter(tmp_path / "a", llama)
-    assert again.config == drafter.config
-    assert again.state_dict().keys() == drafter.state_dict().keys()
-    assert all(torch.equal(each, again.state_dict()[name]) for name, each in drafter.state_dict().items())
-    (tmp_path / "a" / "outrider.json").unlink()
-    assert not import_drafter(tmp_path / "a", llama).config.bias
-
-
-def test_a_bias_that_is_missing_where_the_format_has_one_is_not_taken_for_zeros(llama, make_drafter, tmp_path):
-    write_folder(eagle1.SGLANG, make_drafter("eagle", llama), tmp_path / "a", llama)
-    _, tensors = written(tmp_path / "a")
-    del tensors["fc.bias"]
-    safetensors.torch.save_file(tensors, tmp_path / "a" / "model.safetensors")
-    with pytest.raises(ValueError, match="missing fc.bias"):
-        import_drafter(tmp_path / "a", llama)
 
 
 def test_an_untrained_vocabulary_is_not_written(llama, tmp_path):
