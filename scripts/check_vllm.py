@@ -14,6 +14,7 @@ wants other versions than outrider does.
 Prints the largest difference of the logits at each depth, and exits with 1 where one is above rounding.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,8 @@ CASES: dict[str, dict[str, Any]] = {
     "eagle3": {"kind": "eagle3"},
     "eagle3_reduced_vocabulary": {"kind": "eagle3", "draft_vocab_size": 50},
     "eagle3_layer_of_its_own": {"kind": "eagle3", "init": "random", "layer": OWN_LAYER},
+    "speculators": {"kind": "eagle3"},
+    "speculators_reduced_vocabulary": {"kind": "eagle3", "draft_vocab_size": 50},
     "eagle1": {"kind": "eagle", "bias": False},
     "eagle1_layer_of_its_own": {"kind": "eagle", "bias": False, "init": "random", "layer": OWN_LAYER},
 }
@@ -53,13 +56,14 @@ SAID_FILE, TARGET_LAYERS = "said.pt", 8
 
 def make(directory: Path) -> bool:
     """The target, and a folder for each case with its export and what outrider says."""
-    from outrider.models.export import eagle1, eagle3
+    from outrider.models.export import eagle1, eagle3, speculators
     from outrider.models.export.formats import write_folder
 
+    formats = {"eagle1": eagle1.VLLM, "eagle3": eagle3.FORMAT, "speculators": speculators.FORMAT}
     target, tokens = make_target(directory / "target", SCALED_ROPE), make_tokens()
     for name, options in CASES.items():
         drafter = make_drafter(target, **options)
-        write_folder(eagle3.FORMAT if options["kind"] == "eagle3" else eagle1.VLLM, drafter, directory / name, target)
+        write_folder(formats[name.partition("_")[0]], drafter, directory / name, target)
         said = {"features": read_features(drafter, target, tokens), "logits": chained_logits(drafter, target, tokens)}
         said |= {"embeddings": target.embed_tokens.weight.clone(), "head": target.head.weight.clone()}
         drafted = None if options["kind"] == "eagle" else drafter.vocabulary.tokens
@@ -69,13 +73,25 @@ def make(directory: Path) -> bool:
     return True
 
 
+def read_config(path: Path) -> Any:
+    """A drafter's configuration; of a folder of speculators, what vLLM makes of it (transformers_utils/configs/speculators)."""
+    from transformers import LlamaConfig
+
+    said = json.loads((path / "config.json").read_text())
+    if "transformer_layer_config" not in said:
+        return LlamaConfig.from_pretrained(path)
+    config: Any = LlamaConfig(**said["transformer_layer_config"])
+    for name in ("draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
+        setattr(config, name, said[name])
+    return config
+
+
 def load(path: Path, kind: str) -> Any:
     """vLLM's model of an export, of its configuration and by its own loader."""
     from engine_models import VllmConfig, fill_with_nan, own_modules, require_taken
     from safetensors.torch import load_file
-    from transformers import LlamaConfig
 
-    made = VllmConfig.of(LlamaConfig.from_pretrained(path), target_layers=TARGET_LAYERS, vocab_size=VOCAB)
+    made = VllmConfig.of(read_config(path), target_layers=TARGET_LAYERS, vocab_size=VOCAB)
     (kind_of_model,) = (
         vars(each)[CLASSES[kind]] for each in own_modules("vllm.model_executor.models") if CLASSES[kind] in vars(each)
     )
@@ -83,7 +99,7 @@ def load(path: Path, kind: str) -> Any:
     fill_with_nan(model)
     weights = load_file(path / "model.safetensors")
     model.load_weights(weights.items())
-    require_taken(model, weights, shared=["model.embed_tokens.weight"])
+    require_taken(model, weights, shared=["model.embed_tokens.weight"] * ("embed_tokens.weight" not in weights))
     return model.eval()
 
 
