@@ -11,6 +11,7 @@ There is no norm before the attention and none at the end, and no head: the targ
 qwen2_eagle.py) always has one, so that zeros are written where the drafter has none. The release's may have one.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from .llama import (
 ROTARY = "layers.0.self_attn.rotary_emb.inv_freq"
 """Old releases hold it, though it follows from the configuration."""
 PREFIX = "layers.0."
+LAYER_TENSORS = (*LAYER_WEIGHTS, *QKV_BIASES)
 
 
 def _tensors(drafter: Eagle) -> Tensors:
@@ -49,10 +51,11 @@ def _their_name(ours: str) -> str:
 
 
 def write_vllm(drafter: Eagle, target: HFTarget) -> Layout:
-    """vLLM's variant. Raises ValueError for a drafter with a bias at `fc`, or another kind of layer."""
+    """vLLM's variant. Raises ValueError for a drafter with a bias at `fc` that isn't zero, or another kind of layer."""
     problems = layer_problems(drafter, place="vLLM's EAGLE", allowed=frozenset(), kinds=("llama", "mistral"))
     tensors = _tensors(drafter)
-    if "fc.bias" in tensors:
+    bias = tensors.pop("fc.bias", None)
+    if bias is not None and bias.any():
         problems.append("its fc has a bias, and vLLM's has none (train with drafter.bias=false)")
     raise_refusal(problems, VLLM.name)
     return Layout(config={"architectures": ["LlamaForCausalLM"], **write_config(drafter, target)}, tensors=tensors)
@@ -71,6 +74,20 @@ def write_sglang(drafter: Eagle, target: HFTarget) -> Layout:
         config |= {"architectures": ["Qwen2ForCausalLMEagle"], "model_type": "qwen2"}
         del config["attention_bias"], config["mlp_bias"]  # Qwen2's layers have the biases of q, k and v, and no others
     return Layout(config=config, tensors=tensors)
+
+
+def read_vllm(folder: Folder, target: HFTarget) -> Reading:
+    """As `read`. Where the file has no bias and the drafter that it was made of had one, that was zero."""
+    reading = read(folder, target)
+    if "fc.bias" in folder.shapes:
+        return reading
+
+    def convert(tensors: Tensors, config: EagleConfig) -> Tensors:
+        zeros = {"fc.bias": torch.zeros_like(tensors["fc.weight"][:, 0])} if config.bias else {}
+        return reading.convert(tensors, config) | zeros
+
+    names = {ours: theirs for ours, theirs in _names().items() if ours != "fc.bias"}
+    return replace(reading, names=lambda config: names, convert=convert)
 
 
 def read(folder: Folder, target: HFTarget) -> Reading:
@@ -99,21 +116,22 @@ def read(folder: Folder, target: HFTarget) -> Reading:
     return Reading(
         kind="eagle",
         options={"bias": "fc.bias" in folder.shapes, "init": "random", "layer": layer},
-        names=lambda config: {name: _their_name(name) for name in _our_names()},
+        names=lambda config: _names(),
         may=may,
         convert=convert,
     )
 
 
-def _our_names() -> list[str]:
-    return ["fc.weight", "fc.bias", *(f"layer.{name}" for name in (*LAYER_WEIGHTS, *QKV_BIASES))]
+def _names() -> dict[str, str]:
+    """Their name of each tensor that a drafter may have."""
+    return {name: _their_name(name) for name in ("fc.weight", "fc.bias", *(f"layer.{each}" for each in LAYER_TENSORS))}
 
 
 def _with_kind(folder: Folder) -> dict[str, Any]:
     """The configuration, its kind of layer told by the tensors: the release calls all of them Llamas."""
-    biased = PREFIX + QKV_BIASES[0] in folder.shapes
-    kind = "qwen2" if biased else "llama"
-    return {**folder.config, "model_type": kind}
+    if PREFIX + QKV_BIASES[0] not in folder.shapes:
+        return {**folder.config, "model_type": "llama"}
+    return {name: value for name, value in folder.config.items() if name != "attention_bias"} | {"model_type": "qwen2"}
 
 
 def is_of(folder: Folder) -> bool:
@@ -122,5 +140,5 @@ def is_of(folder: Folder) -> bool:
     return {"fc.weight", PREFIX + LAYER_WEIGHTS[0]} <= names and PREFIX + "input_layernorm.weight" not in names
 
 
-VLLM = Format(name="eagle1-vllm", kind="eagle", write=write_vllm, read=read, is_of=is_of)
+VLLM = Format(name="eagle1-vllm", kind="eagle", write=write_vllm, read=read_vllm, is_of=is_of)
 SGLANG = Format(name="eagle1-sglang", kind="eagle", write=write_sglang, read=read, is_of=is_of)

@@ -5,7 +5,7 @@
     midlayer.self_attn.{q,k,v}_proj.weight [., 2H], o_proj.weight            layer.self_attn.*
     midlayer.mlp.{gate,up,down}_proj.weight                                  layer.mlp.*
     norm.weight, lm_head.weight [draft, H]                                   the same
-    d2t [draft] int64: token of output o is o + d2t[o]; t2d [V] bool         draft_tokens
+    d2t [draft] int64: token of output o is o + d2t[o]; t2d [V] bool         draft_tokens, of a reduced vocabulary only
     embed_tokens.weight                                                      the target's own, where it is there
 
 The names are those of vllm/model_executor/models/llama_eagle3.py and python/sglang/srt/models/llama_eagle3.py. Both read the
@@ -36,8 +36,20 @@ KEYS = frozenset(
         "target_model_type",
     }
 )
-NESTED_KEYS = frozenset({"eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state"})
+NESTED_MUST_BE: dict[str, tuple[Any, ...]] = {
+    "next_layer_regular": (None, True),
+    "parallel_draft_step": (None, 1),
+    "use_input_layernorm_in_first_layer": (None, True),
+    "use_last_layernorm": (None, True),
+    "use_mtp_layernorm": (None, False),
+}
+"""Keys of `eagle_config` whose other values would make another drafter: NVIDIA's Model Optimizer writes them."""
+NESTED_KEYS = frozenset(
+    {"eagle_aux_hidden_state_layer_ids", "parallel_draft_heads_num_layers", "use_aux_hidden_state", *NESTED_MUST_BE}
+)
 """Of `eagle_config`."""
+PREFIXES = ("midlayer", "layers.0")
+"""How names of the layer's tensors begin: the release's and SpecForge's, and the Model Optimizer's. Both engines read both."""
 NUM_FEATURES = 3
 
 
@@ -54,10 +66,10 @@ def names_of(prefix: str) -> dict[str, str]:
 
 
 def write_vocabulary(drafter: Eagle3) -> Tensors:
-    """The two maps between the target's tokens and the head's outputs: for the whole vocabulary, each token to itself."""
-    num_outputs = drafter.lm_head.out_features
-    outputs = torch.arange(num_outputs)
-    tokens = outputs if drafter.vocabulary.tokens is None else drafter.vocabulary.tokens.cpu()
+    """The two maps between the target's tokens and the outputs of a head that has less of them."""
+    outputs, tokens = torch.arange(drafter.lm_head.out_features), drafter.vocabulary.tokens
+    assert tokens is not None
+    tokens = tokens.cpu()
     if (tokens < 0).any():
         raise ValueError("the drafter's vocabulary hasn't been chosen yet: it is not trained; export it after training")
     drafted = torch.zeros(drafter.vocab_size, dtype=torch.bool)
@@ -83,12 +95,14 @@ def write(drafter: Eagle3, target: HFTarget) -> Layout:
     raise_refusal(problems, FORMAT.name)
     names = names_of("midlayer")
     tensors = {names[name]: tensor for name, tensor in drafter.state_dict().items() if name != "draft_tokens"}
+    if drafter.lm_head.out_features != drafter.vocab_size:  # vLLM has no place for maps of the whole vocabulary
+        tensors |= write_vocabulary(drafter)
     config = {
         "architectures": [ARCHITECTURE],
         **write_config(drafter, target),
         "draft_vocab_size": drafter.lm_head.out_features,
     }
-    return Layout(config=config, tensors=tensors | write_vocabulary(drafter))
+    return Layout(config=config, tensors=tensors)
 
 
 def read(folder: Folder, target: HFTarget) -> Reading:
@@ -104,7 +118,7 @@ def read(folder: Folder, target: HFTarget) -> Reading:
         target,
         options={"layer": layer, "feature_layers": list(_feature_layers(folder, num_layers))},
         num_outputs=config.get("draft_vocab_size") or target.vocab_size,
-        prefix="midlayer",
+        prefix=_prefix(folder) or PREFIXES[0],
     )
 
 
@@ -154,6 +168,8 @@ def _feature_layers(folder: Folder, num_layers: int) -> tuple[int, ...]:
     nested = config.get("eagle_config") or {}
     if not isinstance(nested, dict) or nested.keys() - NESTED_KEYS:
         raise ValueError(f"{folder.path} has eagle_config {nested!r}, which no drafter here can have")
+    if strange := [name for name, right in NESTED_MUST_BE.items() if nested.get(name) not in right]:
+        raise ValueError(f"{folder.path} has {strange[0]} {nested[strange[0]]!r}, which no drafter here can have")
     told = config.get("eagle_aux_hidden_state_layer_ids") or nested.get("eagle_aux_hidden_state_layer_ids")
     usual = usual_layers(num_layers)
     if told is not None and not (isinstance(told, list) and all(type(layer) is int for layer in told)):
@@ -168,9 +184,13 @@ def _feature_layers(folder: Folder, num_layers: int) -> tuple[int, ...]:
     )
 
 
+def _prefix(folder: Folder) -> str | None:
+    return next((prefix for prefix in PREFIXES if f"{prefix}.hidden_norm.weight" in folder.shapes), None)
+
+
 def is_of(folder: Folder) -> bool:
-    """Told by the name of its layer."""
-    return "midlayer.hidden_norm.weight" in folder.shapes
+    """Told by the norm that its layer alone has."""
+    return _prefix(folder) is not None
 
 
 FORMAT = Format(name="eagle3", kind="eagle3", write=write, read=read, is_of=is_of)

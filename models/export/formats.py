@@ -193,14 +193,14 @@ def read_folder(
     for name in format.measured:
         kept = note is not None and name in note.measured
         weights[name] = torch.tensor(note.measured[name]) if note is not None and kept else drafter.get_buffer(name)
-    _adopt(drafter, weights)
+    _adopt(drafter, weights, folder.path / (CONFIG_FILE if note is None else NOTE_FILE))
     if note is not None:
         _require_told_alike(format, drafter, target, folder, told)
     return drafter.eval().requires_grad_(False)
 
 
-def _adopt(drafter: TrainableDrafter, weights: Tensors) -> None:
-    """Load weights in their own type, where all have one."""
+def _adopt(drafter: TrainableDrafter, weights: Tensors, describing: Path) -> None:
+    """Load weights in their own type, where all have one. `describing` is the file that says which there are."""
     dtypes = {weights[name].dtype for name, _ in drafter.named_parameters() if name in weights}
     if len(dtypes) == 1:
         (dtype,) = dtypes
@@ -208,8 +208,8 @@ def _adopt(drafter: TrainableDrafter, weights: Tensors) -> None:
             parameter.data = parameter.data.to(dtype)
     try:
         drafter.load_state_dict(weights)
-    except RuntimeError as error:  # only what the note holds hasn't been looked at yet
-        raise ValueError(f"{NOTE_FILE} doesn't belong to this drafter ({error}); export it again") from error
+    except RuntimeError as error:  # only what the format has no tensor for hasn't been looked at yet
+        raise ValueError(f"{describing} tells of another drafter than the weights are ({error}); export it again") from error
     drafter.check_weights()
 
 

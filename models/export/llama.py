@@ -43,6 +43,7 @@ GENERAL_KEYS = frozenset(
         "eos_token_id",
         "initializer_range",
         "max_position_embeddings",
+        "max_sequence_length",
         "max_window_layers",
         "model_type",
         "pad_token_id",
@@ -56,7 +57,8 @@ GENERAL_KEYS = frozenset(
 """Of a configuration: what says nothing about the weights or how they are used, beyond what is checked by name."""
 MUST_BE: dict[str, tuple[Any, ...]] = {
     "num_hidden_layers": (1,),
-    "mlp_bias": (False,),
+    "attention_bias": (None, False),
+    "mlp_bias": (None, False),
     "sliding_window": (None,),
     "use_sliding_window": (False,),
     "layer_types": (None, ["full_attention"]),
@@ -138,6 +140,8 @@ def read_config(config: Mapping[str, Any], folder: Folder, target: HFTarget, *, 
     `more` are keys that the caller looks after. Raises ValueError for unknown keys, for the sizes of another target, and for a
     layer that no drafter here has.
     """
+    if config.get("use_sliding_window") is False:  # then the window's size says nothing
+        config = {name: value for name, value in config.items() if name != "sliding_window"}
     unknown = config.keys() - GENERAL_KEYS - MUST_BE.keys() - SIZES - more
     problems = [f"an unknown key {name}" for name in sorted(unknown)]
     problems += [f"no {name}" for name in ("hidden_size", "num_attention_heads", "intermediate_size") if name not in config]

@@ -5,17 +5,20 @@ and a generation configuration with as many draft tokens as the drafter drafts, 
 as it goes). Any folder of a causal model of transformers with the target's tokenizer is read back, not only what was exported.
 """
 
+import inspect
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedConfig
 
 from ...data.files import write_json
 from ..config import TargetConfig
 from ..digests import tokenizer_digest
 from ..drafters.draft_model import DraftModel, tied_parameters
+from ..drafters.files import CONFIG_FILE
 from ..drafters.small_models import NOT_ARCHITECTURE, architecture_of, build_model
 from ..hf_target import HFTarget
 from ..target import load_tokenizer
@@ -25,6 +28,21 @@ from .llama import SAME_NUMBER
 
 PREFIX = "model."
 """Our names of the model's tensors begin so."""
+FORMER_KEYS = frozenset(
+    {
+        "finetuning_task",
+        "gradient_checkpointing",
+        "max_sequence_length",
+        "n_ctx",
+        "prefix",
+        "pretraining_tp",
+        "task_specific_params",
+        "tf_legacy_loss",
+        "torchscript",
+        "use_bfloat16",
+    }
+)
+"""Keys of configurations that older versions of transformers wrote. None of them says what a model computes."""
 
 
 def write(drafter: DraftModel, target: HFTarget) -> Layout:
@@ -64,6 +82,7 @@ def read(folder: Folder, target: HFTarget) -> Reading:
     named = {key: value for key, value in folder.config.items() if key not in (*NOT_ARCHITECTURE, "torch_dtype")}
     with torch.device("meta"):
         model = build_model(named, target)
+    _require_known_keys(named, model.config, folder.path / CONFIG_FILE)
     tied = tied_parameters(model)
 
     def convert(tensors: Tensors, config: Any) -> Tensors:
@@ -80,6 +99,23 @@ def read(folder: Folder, target: HFTarget) -> Reading:
         may={name: shapes[name] for name in tied},
         convert=convert,
     )
+
+
+def _require_known_keys(given: Mapping[str, Any], config: PreTrainedConfig, path: Path) -> None:
+    """Raise ValueError where a key says something that this kind of model doesn't know, but for switches that are off.
+
+    What a configuration doesn't know, it keeps all the same; what it knows under an older name, as `rope_theta`, it doesn't.
+    """
+    kind = type(config)
+    known = FORMER_KEYS.union(
+        inspect.signature(kind).parameters, kind.attribute_map, PreTrainedConfig().to_dict(), ["model_type"]
+    )
+    on = {name for name, value in given.items() if value not in (None, False) and hasattr(config, name)}
+    if unknown := sorted(on - known):
+        raise ValueError(
+            f"{path} has {', '.join(unknown)}, which transformers' {kind.__name__} doesn't know, so the model here may be "
+            "another than the one that was trained; take out what says nothing of what the model computes"
+        )
 
 
 def is_of(folder: Folder) -> bool:

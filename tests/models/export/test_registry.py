@@ -189,12 +189,12 @@ def test_nothing_is_written_over_but_an_export_of_the_same_format(llama, make_dr
 
 
 def test_numbers_may_be_narrowed_and_keep_their_type_on_the_way_back(llama, make_drafter, tmp_path):
-    save_drafter(make_drafter("eagle3", llama), tmp_path / "ours", llama.identity)
+    save_drafter(make_drafter("eagle3", llama, draft_vocab_size=40), tmp_path / "ours", llama.identity)
     export_drafter(tmp_path / "ours", llama, "eagle3", tmp_path / "theirs", torch.bfloat16)
     assert json.loads((tmp_path / "theirs" / "config.json").read_text())["torch_dtype"] == "bfloat16"
     save_drafter(import_drafter(tmp_path / "theirs", llama), tmp_path / "again", llama.identity)
     again = safetensors.torch.load_file(tmp_path / "again" / "model.safetensors")
-    assert {each.dtype for each in again.values()} == {torch.bfloat16}
+    assert {each.dtype for name, each in again.items() if name != "draft_tokens"} == {torch.bfloat16}
     theirs = safetensors.torch.load_file(tmp_path / "theirs" / "model.safetensors")
     assert torch.equal(theirs["midlayer.mlp.up_proj.weight"], again["layer.mlp.up_proj.weight"])
     assert theirs["d2t"].dtype == torch.int64

@@ -74,6 +74,22 @@ def test_models_of_other_tokens_are_refused(llama, tmp_path):
         import_drafter(tmp_path / "b", llama)
 
 
+def test_a_key_that_its_kind_of_model_does_not_know_is_named(llama, tmp_path):
+    """Later code may compute with it. Switches that are off, as Qwen2.5's `use_mrope`, and keys of older versions pass."""
+    other_model().save_pretrained(tmp_path / "a")
+    llama.tokenizer.save_pretrained(tmp_path / "a")
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    older = {"rope_theta": config.pop("rope_parameters")["rope_theta"], "rope_scaling": None, "torch_dtype": "float32"}
+    older |= {"use_mrope": False, "n_ctx": 64, "max_length": 20}
+    (tmp_path / "a" / "config.json").write_text(json.dumps({**config, **older}))
+    import_drafter(tmp_path / "a", llama)
+    (tmp_path / "a" / "config.json").write_text(json.dumps({**config, "logit_scale": 0.5, "use_mrope": True}))
+    with pytest.raises(
+        ValueError, match=r"config.json has logit_scale, use_mrope, which transformers' LlamaConfig doesn't know"
+    ):
+        import_drafter(tmp_path / "a", llama)
+
+
 def test_models_that_transformers_does_not_have_are_refused(llama, tmp_path):
     other_model().save_pretrained(tmp_path / "a")
     llama.tokenizer.save_pretrained(tmp_path / "a")

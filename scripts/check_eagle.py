@@ -1,0 +1,166 @@
+"""Does EAGLE's own code say of an EAGLE-1 drafter what outrider says, whichever of the two wrote it?
+
+Its package on PyPI, eagle-llm 1.2.1 (github.com/SafeAILab/EAGLE), wants older versions of other packages, so this runs in
+turns: outrider's Python makes a target, drafters, their exports and what they say; a Python that has EAGLE loads the
+exports with its own `EaModel.from_pretrained` and compares, and then writes checkpoints as its training does; outrider's
+Python imports those and compares.
+
+    python3 -m venv eagle-env                                               # torch's CPU build
+    eagle-env/bin/pip install torch==2.13.0 'transformers==4.36.2' 'accelerate==0.21.0' 'numpy<2' safetensors
+    eagle-env/bin/pip install --no-deps eagle-llm==1.2.1
+    .venv/bin/python scripts/check_eagle.py make /tmp/eagle
+    eagle-env/bin/python scripts/check_eagle.py compare /tmp/eagle
+    .venv/bin/python scripts/check_eagle.py import /tmp/eagle
+
+Prints the largest difference of the logits at each depth, and exits with 1 where one is above rounding.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine_targets import (
+    HIDDEN,
+    NUM_TOKENS,
+    VOCAB,
+    chained_logits,
+    compare,
+    load_target,
+    make_drafter,
+    make_target,
+    make_tokens,
+    randomise,
+    run,
+)
+
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+"""This version of EAGLE knows no other base: it doesn't read `rope_theta`."""
+OURS: dict[str, dict[str, Any]] = {
+    "eagle1-sglang": {"bias": True},
+    "eagle1-vllm": {"bias": False},
+}
+"""Options of the drafter, by the format."""
+THEIRS: dict[str, dict[str, Any]] = {"as_vicunas": {}, "grouped_heads_without_bias": {"num_key_value_heads": 2, "bias": False}}
+"""What EAGLE's configurations for training say besides."""
+SAID_FILE = "said.pt"
+
+
+def make(directory: Path) -> bool:
+    """The target, and a folder for each case with its export and what outrider says."""
+    from outrider.models.export.eagle1 import SGLANG, VLLM
+    from outrider.models.export.formats import write_folder
+
+    target, tokens = make_target(directory / "target", ROPE), make_tokens()
+    for format in (SGLANG, VLLM):
+        drafter = make_drafter(target, kind="eagle", **OURS[format.name])
+        write_folder(format, drafter, directory / format.name, target)
+        torch.save(chained_logits(drafter, target, tokens), directory / format.name / SAID_FILE)
+    print(f"{len(OURS)} exports are in {directory}")
+    return True
+
+
+def as_released(export: Path, target: Path) -> Path:
+    """A copy of an export as this version of EAGLE reads one: it wants pickled weights, the target's embeddings among them, and
+    the key `bias` where there is none. (Later versions read safetensors, and take the embeddings from the target.)"""
+    from safetensors.torch import load_file
+
+    released = export.with_name(f"{export.name}-released")
+    shutil.copytree(export, released, dirs_exist_ok=True)
+    weights = load_file(released / "model.safetensors")
+    config = json.loads((released / "config.json").read_text()) | {"bias": "fc.bias" in weights}
+    (released / "config.json").write_text(json.dumps(config))
+    index = json.loads((target / "model.safetensors.index.json").read_text())["weight_map"]
+    name = "model.embed_tokens.weight"
+    weights["embed_tokens.weight"] = load_file(target / index[name])[name]
+    torch.save(weights, released / "pytorch_model.bin")
+    return released
+
+
+@torch.no_grad()
+def their_logits(model: Any, tokens: torch.Tensor) -> list[torch.Tensor]:
+    """As `chained_logits`, by EAGLE's own target and layer."""
+    text, head, layer = tokens[:, : NUM_TOKENS + 1], model.base_model.lm_head, model.ea_layer
+    features = model.base_model.model(text)[0][:, :-1]
+    hidden, cache = layer(features, input_ids=text[:, 1:], use_cache=True)
+    logits = [head(hidden)]
+    for token in tokens[:, NUM_TOKENS + 1 :].split(1, dim=1):
+        hidden, cache = layer(hidden[:, -1:], input_ids=token, past_key_values=cache, use_cache=True)
+        logits.append(head(hidden))
+    return logits
+
+
+def compare_and_write(directory: Path) -> bool:
+    """EAGLE's Python: load each export and compare; then write checkpoints of its own."""
+    from eagle.model.ea_model import EaModel
+
+    alike, tokens, target = True, make_tokens(), directory / "target"
+    for name in OURS:
+        model = EaModel.from_pretrained(
+            base_model_path=str(target), ea_model_path=str(as_released(directory / name, target))
+        ).eval()
+        expected = torch.load(directory / name / SAID_FILE, weights_only=True)
+        alike &= compare(name, their_logits(model, tokens), expected)
+    for name, options in THEIRS.items():
+        write(directory / name, options, target)
+        model = EaModel.from_pretrained(base_model_path=str(target), ea_model_path=str(directory / name)).eval()
+        torch.save(their_logits(model, tokens), directory / name / SAID_FILE)
+    return alike
+
+
+def write(path: Path, options: dict[str, Any], target: Path) -> None:
+    """A checkpoint as EAGLE's training (eagle/train/main.py) writes one, beside a configuration with the keys of its own for
+    Vicuna (train/vicuna_7B_config.json)."""
+    from accelerate import Accelerator
+    from eagle.model.cnets import Model
+    from eagle.model.configs import EConfig
+
+    path.mkdir(exist_ok=True)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "hidden_size": HIDDEN,
+        "initializer_range": 0.02,
+        "intermediate_size": 40,
+        "max_position_embeddings": 2048,
+        "model_type": "llama",
+        "num_attention_heads": 4,
+        "num_hidden_layers": 1,
+        "pad_token_id": 0,
+        "rms_norm_eps": 1e-06,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float16",
+        "transformers_version": "4.28.1",
+        "use_cache": True,
+        "vocab_size": VOCAB,
+        **options,
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    torch.manual_seed(3)
+    read = EConfig.from_pretrained(path / "config.json")
+    model = Model(read, load_emb=True, path=str(target), bias=options.get("bias", True))
+    embeddings = model.embed_tokens.weight.clone()
+    randomise(model)
+    model.embed_tokens.weight.data = embeddings
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(model)
+    accelerator.save_state(str(path))
+
+
+def import_theirs(directory: Path) -> bool:
+    """outrider's Python: import each checkpoint that EAGLE wrote, and compare."""
+    from outrider.models.export.registry import format_of, import_drafter
+
+    alike, tokens, target = True, make_tokens(), load_target(directory / "target")
+    for name in THEIRS:
+        assert format_of(directory / name).kind == "eagle"
+        expected = torch.load(directory / name / SAID_FILE, weights_only=True)
+        alike &= compare(name, chained_logits(import_drafter(directory / name, target), target, tokens), expected)
+    return alike
+
+
+if __name__ == "__main__":
+    run(__doc__, {"make": make, "compare": compare_and_write, "import": import_theirs})

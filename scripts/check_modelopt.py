@@ -1,0 +1,117 @@
+"""Does outrider say of an EAGLE-3 drafter of NVIDIA's Model Optimizer what the Model Optimizer says?
+
+Its drafters are published for vLLM, SGLang and TensorRT-LLM. It reads none that others wrote, so this goes one way: outrider's
+Python makes a target; a Python that has the Model Optimizer makes drafters for it and writes them with its own exporter;
+outrider's Python imports those and compares.
+
+    python3 -m venv modelopt-env                                            # torch's CPU build
+    modelopt-env/bin/pip install torch==2.13.0 transformers==5.8.1 nvidia-modelopt==0.47.0 accelerate datasets peft requests
+    .venv/bin/python scripts/check_modelopt.py make /tmp/modelopt
+    modelopt-env/bin/python scripts/check_modelopt.py write /tmp/modelopt
+    .venv/bin/python scripts/check_modelopt.py import /tmp/modelopt
+
+Prints the largest difference of the logits at each depth, and exits with 1 where one is above rounding.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine_targets import (
+    NUM_TOKENS,
+    VOCAB,
+    chained_logits,
+    compare,
+    load_target,
+    make_target,
+    make_tokens,
+    randomise,
+    run,
+)
+
+ROPE = {"rope_type": "default", "rope_theta": 50000.0}
+LAYER = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 40}
+YARN = {"rope_type": "yarn", "rope_theta": 20000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+THEIRS: dict[str, dict[str, Any]] = {
+    "whole_vocabulary": {"has_lm_head": True},
+    "targets_head": {},
+    "reduced_vocabulary": {"draft_vocab_size": 50},
+    "longer_context": {"draft_vocab_size": 50, "rope_scaling": YARN},
+}
+"""Options of the drafter's architecture."""
+SAID_FILE = "said.pt"
+
+
+def make(directory: Path) -> bool:
+    """The target."""
+    make_target(directory / "target", ROPE)
+    print(f"the target is in {directory / 'target'}")
+    return True
+
+
+def write(directory: Path) -> bool:
+    """The Model Optimizer's Python: make drafters, and write each with what it says."""
+    import modelopt.torch.speculative as speculative
+    from modelopt.torch.export import export_speculative_decoding
+    from modelopt.torch.speculative.config import eagle3_default_config
+    from transformers import AutoModelForCausalLM
+
+    for name, options in THEIRS.items():
+        model: Any = AutoModelForCausalLM.from_pretrained(directory / "target", dtype=torch.float32)
+        settings = {
+            "eagle_architecture_config": {**eagle3_default_config, **LAYER, **options},
+            "eagle_decoder_type": "llama",
+            "eagle_use_torch_compile": False,
+            # Otherwise drafters trained without scaled rotary embeddings are written as if they had them.
+            "eagle_export_rope_scaling": {},
+        }
+        speculative.convert(model, [("eagle", settings)])
+        torch.manual_seed(5)
+        randomise(model.eagle_module)
+        # Its layer normalises the features by this norm first, and then by `hidden_norm`; engines, by the second alone. The two
+        # are the same where all numbers of the first are.
+        model.eagle_module.layers[0].input_layernorm.weight.data.fill_(1.3)
+        if (num_outputs := options.get("draft_vocab_size", VOCAB)) < VOCAB:
+            drafted = torch.randperm(VOCAB)[:num_outputs].sort().values
+            model.eagle_module.d2t.copy_(drafted - torch.arange(num_outputs))
+        export_speculative_decoding(model.eval(), export_dir=directory / name)
+        torch.save(their_logits(model, make_tokens()), directory / name / SAID_FILE)
+    return True
+
+
+@torch.no_grad()
+def their_logits(model: Any, tokens: torch.Tensor) -> list[torch.Tensor]:
+    """As `chained_logits`, by the Model Optimizer's hooks on the target, and its drafter."""
+    from transformers.cache_utils import DynamicCache
+
+    drafter, embed = model.eagle_module, model.get_input_embeddings()
+    head = getattr(drafter, "lm_head", model.lm_head)
+    model.model(tokens[:, :NUM_TOKENS])
+    hidden = drafter.fc(model.pop_and_gather_aux_hiddens())
+    if not hasattr(drafter, "rotary_emb"):
+        drafter._maybe_init_rope(hidden.device)
+    cache = DynamicCache()
+    causal = torch.ones(NUM_TOKENS, NUM_TOKENS, dtype=torch.bool).tril()[None, None]
+    given, logits, places = tokens[:, 1 : NUM_TOKENS + 1], [], torch.arange(NUM_TOKENS)[None]
+    mask: torch.Tensor | None = causal
+    for token in (*tokens[:, NUM_TOKENS + 1 :].split(1, dim=1), None):
+        outputs, hidden, cache = drafter(hidden, embed(given), mask, position_ids=places, past_key_values=cache, use_cache=True)
+        logits.append(head(outputs))
+        given, hidden, mask, places = token, hidden[:, -1:], None, places[:, -1:] + 1
+    return logits
+
+
+def import_theirs(directory: Path) -> bool:
+    """outrider's Python: import each drafter, and compare."""
+    from outrider.models.export.registry import format_of, import_drafter
+
+    alike, tokens, target = True, make_tokens(), load_target(directory / "target")
+    for name in THEIRS:
+        assert format_of(directory / name).name == "eagle3"
+        expected = torch.load(directory / name / SAID_FILE, weights_only=True)
+        alike &= compare(name, chained_logits(import_drafter(directory / name, target), target, tokens), expected)
+    return alike
+
+
+if __name__ == "__main__":
+    run(__doc__, {"make": make, "write": write, "import": import_theirs})

@@ -1,0 +1,61 @@
+"""What the EAGLE formats leave out though the drafter has it comes back all the same, and nothing else that is missing does."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from outrider.models.export import eagle1, eagle3
+from outrider.models.export.formats import read_folder, write_folder
+from outrider.models.export.registry import import_drafter
+
+V = 300
+
+
+def written(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    return json.loads((path / "config.json").read_text()), safetensors.torch.load_file(path / "model.safetensors")
+
+
+def test_a_drafter_of_the_whole_vocabulary_has_no_maps(llama, make_drafter, tmp_path):
+    """vLLM makes no place for `d2t` where the head has all tokens, and its loader ends at a tensor without one."""
+    drafter = make_drafter("eagle3", llama)
+    write_folder(eagle3.FORMAT, drafter, tmp_path / "a", llama)
+    config, tensors = written(tmp_path / "a")
+    assert config["draft_vocab_size"] == config["vocab_size"] == V
+    assert tensors.keys().isdisjoint({"d2t", "t2d"})
+    again = read_folder(eagle3.FORMAT, tmp_path / "a", llama)
+    assert again.config == drafter.config
+    assert all(torch.equal(each, again.state_dict()[name]) for name, each in drafter.state_dict().items())
+    whole = {
+        "d2t": torch.zeros(V, dtype=torch.long),
+        "t2d": torch.ones(V, dtype=torch.bool),
+    }  # as others write them all the same
+    safetensors.torch.save_file(tensors | whole, tmp_path / "a" / "model.safetensors")
+    assert import_drafter(tmp_path / "a", llama).config == drafter.config
+
+
+def test_a_bias_of_zeros_needs_no_place_and_comes_back(llama, make_drafter, tmp_path):
+    """Drafters whose layer starts as the target's have one, and it may stay zero; without `outrider.json` there is none."""
+    drafter = make_drafter("eagle", llama)
+    drafter.fc.bias.zero_()
+    write_folder(eagle1.VLLM, drafter, tmp_path / "a", llama)
+    _, tensors = written(tmp_path / "a")
+    assert "fc.bias" not in tensors
+    again = import_drafter(tmp_path / "a", llama)
+    assert again.config == drafter.config
+    assert again.state_dict().keys() == drafter.state_dict().keys()
+    assert all(torch.equal(each, again.state_dict()[name]) for name, each in drafter.state_dict().items())
+    (tmp_path / "a" / "outrider.json").unlink()
+    assert not import_drafter(tmp_path / "a", llama).config.bias
+
+
+def test_a_bias_that_is_missing_where_the_format_has_one_is_not_taken_for_zeros(llama, make_drafter, tmp_path):
+    write_folder(eagle1.SGLANG, make_drafter("eagle", llama), tmp_path / "a", llama)
+    _, tensors = written(tmp_path / "a")
+    del tensors["fc.bias"]
+    safetensors.torch.save_file(tensors, tmp_path / "a" / "model.safetensors")
+    with pytest.raises(ValueError, match="missing fc.bias"):
+        import_drafter(tmp_path / "a", llama)
