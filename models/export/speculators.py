@@ -3,7 +3,7 @@
 The tensors are those of `eagle3` with `layers.0` in place of `midlayer`; a reduced vocabulary alone has `d2t` and `t2d`.
 The target's `embed_tokens.weight` is there too: where it isn't, the library (0.9.0, transformers 5.19) draws random numbers.
 `config.json` names the target and the layers that are read, in vLLM's way: the inputs of these layers. Layer and form are read
-by `Eagle3SpeculatorConfig` and `Eagle3DraftModel` (src/speculators/models/eagle3/), which scripts/check_speculators.py runs.
+by `Eagle3SpeculatorConfig` and `Eagle3DraftModel` (src/speculators/models/eagle3/): scripts/engines/check_speculators.py.
 """
 
 from typing import Any

@@ -42,7 +42,7 @@ def test_a_drafter_goes_out_and_comes_back(drafter, tiny_target_dir, tmp_path):
     said = call("export", drafter, "--target", tiny_target_dir, "--to", "medusa", "--output", tmp_path / "theirs")
     assert "as medusa" in said
     said = call("import", tmp_path / "theirs", "--target", tiny_target_dir, "--output", tmp_path / "again")
-    assert "a drafter of the kind medusa with 21,312 parameters" in said
+    assert "read as medusa, is in" in said
     assert f"outrider eval --target {tiny_target_dir} --drafter {tmp_path / 'again'}" in said
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "again" / name).read_bytes() == (drafter / name).read_bytes()

@@ -88,7 +88,7 @@ def written(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     [
         ("llama", eagle1.VLLM, {"bias": False}, {**LLAMA, "architectures": ["LlamaForCausalLM"]}, VLLM_EAGLE1),
         ("llama", eagle1.SGLANG, {"bias": False}, {**LLAMA, "architectures": ["LlamaForCausalLMEagle"]}, SGLANG_EAGLE1),
-        ("qwen2", eagle1.SGLANG, {}, {**QWEN2, "architectures": ["Qwen2ForCausalLMEagle"]}, SGLANG_QWEN2),
+        ("qwen2", eagle1.SGLANG, {"bias": True}, {**QWEN2, "architectures": ["Qwen2ForCausalLMEagle"]}, SGLANG_QWEN2),
         (
             "llama",
             eagle3.FORMAT,
@@ -113,7 +113,7 @@ def test_names_shapes_and_keys_are_those_that_the_engines_read(
         tokens = torch.arange(DRAFT) + tensors["d2t"]
         assert tokens.tolist() == drafter.draft_tokens.tolist() == tensors["t2d"].nonzero()[:, 0].tolist()
         assert tensors["d2t"].any()
-    elif not options.get("bias", True) and "fc.bias" in tensors:
+    elif not options.get("bias", False) and "fc.bias" in tensors:
         assert not tensors["fc.bias"].any()
     again = read_folder(format, tmp_path / "a", target)
     assert again.config == drafter.config
@@ -141,7 +141,7 @@ def test_scaled_rotary_embeddings_are_told_as_the_engines_read_them(make_target,
 @pytest.mark.parametrize(
     ("family", "format", "options", "message"),
     [
-        ("llama", eagle1.VLLM, {}, r"its fc has a bias, and vLLM's has none \(train with drafter.bias=false\)"),
+        ("llama", eagle1.VLLM, {"bias": True}, r"its fc has a bias, and vLLM's has none \(train with drafter.bias=false\)"),
         ("qwen2", eagle1.VLLM, {"bias": False}, r"its layer is qwen2's.*train with 'drafter.layer={model_type: llama}'"),
         ("qwen3", eagle1.SGLANG, {}, r"its layer is qwen3's.*train with 'drafter.layer={model_type: llama}'"),
         ("qwen3", eagle3.FORMAT, {}, r"its layer is qwen3's.*train with 'drafter.layer={model_type: llama}'"),

@@ -38,8 +38,8 @@ def test_a_drafter_of_the_whole_vocabulary_has_no_maps(llama, make_drafter, tmp_
 
 
 def test_a_bias_of_zeros_needs_no_place_and_comes_back(llama, make_drafter, tmp_path):
-    """Drafters whose layer starts as the target's have one, and it may stay zero; without `outrider.json` there is none."""
-    drafter = make_drafter("eagle", llama)
+    """A drafter may have one that training left at zero; without `outrider.json` it has none."""
+    drafter = make_drafter("eagle", llama, bias=True)
     drafter.fc.bias.zero_()
     write_folder(eagle1.VLLM, drafter, tmp_path / "a", llama)
     _, tensors = written(tmp_path / "a")
@@ -53,7 +53,7 @@ def test_a_bias_of_zeros_needs_no_place_and_comes_back(llama, make_drafter, tmp_
 
 
 def test_a_bias_that_is_missing_where_the_format_has_one_is_not_taken_for_zeros(llama, make_drafter, tmp_path):
-    write_folder(eagle1.SGLANG, make_drafter("eagle", llama), tmp_path / "a", llama)
+    write_folder(eagle1.SGLANG, make_drafter("eagle", llama, bias=True), tmp_path / "a", llama)
     _, tensors = written(tmp_path / "a")
     del tensors["fc.bias"]
     safetensors.torch.save_file(tensors, tmp_path / "a" / "model.safetensors")

@@ -6,9 +6,9 @@ outrider's Python imports those and compares.
 
     python3 -m venv modelopt-env                                            # torch's CPU build
     modelopt-env/bin/pip install torch==2.13.0 transformers==5.8.1 nvidia-modelopt==0.47.0 accelerate datasets peft requests
-    .venv/bin/python scripts/check_modelopt.py make /tmp/modelopt
-    modelopt-env/bin/python scripts/check_modelopt.py write /tmp/modelopt
-    .venv/bin/python scripts/check_modelopt.py import /tmp/modelopt
+    .venv/bin/python scripts/engines/check_modelopt.py make /tmp/modelopt
+    modelopt-env/bin/python scripts/engines/check_modelopt.py write /tmp/modelopt
+    .venv/bin/python scripts/engines/check_modelopt.py import /tmp/modelopt
 
 Prints the largest difference of the logits at each depth, and exits with 1 where one is above rounding.
 """

@@ -8,9 +8,9 @@ outrider's Python imports those and compares.
     python3 -m venv specforge-env                                           # torch's CPU build
     specforge-env/bin/pip install torch==2.13.0 transformers==5.8.1 numpy safetensors
     specforge-env/bin/pip install --no-deps specforge==0.2.0
-    .venv/bin/python scripts/check_specforge.py make /tmp/specforge
-    specforge-env/bin/python scripts/check_specforge.py compare /tmp/specforge
-    .venv/bin/python scripts/check_specforge.py import /tmp/specforge
+    .venv/bin/python scripts/engines/check_specforge.py make /tmp/specforge
+    specforge-env/bin/python scripts/engines/check_specforge.py compare /tmp/specforge
+    .venv/bin/python scripts/engines/check_specforge.py import /tmp/specforge
 
 Prints the largest difference of the logits at each depth, and exits with 1 where one is above rounding.
 """

@@ -7,8 +7,8 @@ everything between the layers, is SGLang's. It runs in turns, as SGLang wants ot
     python3 -m venv sglang-env                                              # torch's CPU build
     sglang-env/bin/pip install torch==2.13.0 transformers==5.8.1 safetensors
     sglang-env/bin/pip install --no-deps sglang==0.5.23
-    .venv/bin/python scripts/check_sglang.py make /tmp/sglang
-    sglang-env/bin/python scripts/check_sglang.py compare /tmp/sglang
+    .venv/bin/python scripts/engines/check_sglang.py make /tmp/sglang
+    sglang-env/bin/python scripts/engines/check_sglang.py compare /tmp/sglang
 
 Prints the largest difference of the logits at each depth, and exits with 1 where one is above rounding.
 """

@@ -8,9 +8,9 @@ Python imports those and compares.
     python3 -m venv medusa-env                                              # torch's CPU build
     medusa-env/bin/pip install torch==2.13.0 'transformers==4.36.2' 'accelerate==0.21.0' 'numpy<2' safetensors
     medusa-env/bin/pip install --no-deps medusa-llm==0.1
-    .venv/bin/python scripts/check_medusa.py make /tmp/medusa
-    medusa-env/bin/python scripts/check_medusa.py compare /tmp/medusa
-    .venv/bin/python scripts/check_medusa.py import /tmp/medusa
+    .venv/bin/python scripts/engines/check_medusa.py make /tmp/medusa
+    medusa-env/bin/python scripts/engines/check_medusa.py compare /tmp/medusa
+    .venv/bin/python scripts/engines/check_medusa.py import /tmp/medusa
 
 Prints the largest difference of each head's logits, and exits with 1 where one is above rounding.
 """

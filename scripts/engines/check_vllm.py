@@ -8,8 +8,8 @@ wants other versions than outrider does.
     python3 -m venv vllm-env                                                # torch's CPU build
     vllm-env/bin/pip install torch==2.13.0 transformers==5.8.1 safetensors regex
     pip download --no-deps vllm-tpu==0.32.0 && tar xzf vllm_tpu-0.32.0.tar.gz
-    .venv/bin/python scripts/check_vllm.py make /tmp/vllm
-    PYTHONPATH=vllm_tpu-0.32.0 vllm-env/bin/python scripts/check_vllm.py compare /tmp/vllm
+    .venv/bin/python scripts/engines/check_vllm.py make /tmp/vllm
+    PYTHONPATH=vllm_tpu-0.32.0 vllm-env/bin/python scripts/engines/check_vllm.py compare /tmp/vllm
 
 Prints the largest difference of the logits at each depth, and exits with 1 where one is above rounding.
 """

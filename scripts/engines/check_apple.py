@@ -8,9 +8,9 @@ outrider's Python imports those and compares.
     python3 -m venv apple-env                                               # torch's CPU build
     apple-env/bin/pip install torch==2.13.0 'transformers==4.36.2' 'numpy<2' safetensors
     git clone https://github.com/apple/ml-recurrent-drafter && git -C ml-recurrent-drafter checkout d4f4a72
-    .venv/bin/python scripts/check_apple.py make /tmp/apple
-    PYTHONPATH=ml-recurrent-drafter apple-env/bin/python scripts/check_apple.py compare /tmp/apple
-    .venv/bin/python scripts/check_apple.py import /tmp/apple
+    .venv/bin/python scripts/engines/check_apple.py make /tmp/apple
+    PYTHONPATH=ml-recurrent-drafter apple-env/bin/python scripts/engines/check_apple.py compare /tmp/apple
+    .venv/bin/python scripts/engines/check_apple.py import /tmp/apple
 
 Prints the largest difference of the log-probabilities at each depth, and exits with 1 where one is above rounding.
 """

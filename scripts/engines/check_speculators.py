@@ -8,8 +8,8 @@ and compares.
     speculators-env/bin/pip install torch==2.13.0 'transformers<=5.19.0' safetensors pydantic pydantic-settings loguru openai \
         datasets psutil aiohttp
     speculators-env/bin/pip install --no-deps speculators==0.9.0 hs-connectors==0.9.0
-    .venv/bin/python scripts/check_speculators.py make /tmp/export
-    speculators-env/bin/python scripts/check_speculators.py compare /tmp/export
+    .venv/bin/python scripts/engines/check_speculators.py make /tmp/export
+    speculators-env/bin/python scripts/engines/check_speculators.py compare /tmp/export
 
 Prints the largest difference of the logits at each depth, and exits with 1 where one is above TOLERANCE.
 """

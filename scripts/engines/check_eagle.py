@@ -8,9 +8,9 @@ Python imports those and compares.
     python3 -m venv eagle-env                                               # torch's CPU build
     eagle-env/bin/pip install torch==2.13.0 'transformers==4.36.2' 'accelerate==0.21.0' 'numpy<2' safetensors
     eagle-env/bin/pip install --no-deps eagle-llm==1.2.1
-    .venv/bin/python scripts/check_eagle.py make /tmp/eagle
-    eagle-env/bin/python scripts/check_eagle.py compare /tmp/eagle
-    .venv/bin/python scripts/check_eagle.py import /tmp/eagle
+    .venv/bin/python scripts/engines/check_eagle.py make /tmp/eagle
+    eagle-env/bin/python scripts/engines/check_eagle.py compare /tmp/eagle
+    .venv/bin/python scripts/engines/check_eagle.py import /tmp/eagle
 
 Prints the largest difference of the logits at each depth, and exits with 1 where one is above rounding.
 """
