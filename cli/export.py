@@ -1,5 +1,6 @@
 """`outrider export` and `outrider import`: drafters in the formats of other programs."""
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,12 +12,14 @@ if TYPE_CHECKING:
     from ..models.hf_target import HFTarget
 
 DTYPES = ("float32", "float16", "bfloat16")
-WANTED = ["*.json", "*.safetensors", "*.bin", "*.pt", "*.model", "*.jinja"]
+WANTED = ["*.json", "*.safetensors", "*.bin", "*.pt", "*.model", "*.jinja", "merges.txt", "vocab.txt"]
 """Files of a Hub repository that are downloaded: nothing that could be run."""
+UNWANTED = ["*/*", "optimizer*", "rng_state*", "scaler*", "scheduler*", "train*_state*", "training_args*"]
+"""Of these, states of a training, which may be much larger, and whatever lies deeper."""
 
 
 def export_command(
-    drafter: Annotated[Path, typer.Argument(help="A drafter's directory.")],
+    drafter: Annotated[str, typer.Argument(help="A drafter's directory, or its name on the Hub.")],
     target: Annotated[str, typer.Option(help="The target that it was trained for: a directory or a Hub id.")],
     to: Annotated[
         str,
@@ -35,12 +38,16 @@ def export_command(
     """
     import torch  # it, and all that uses it, loads too slowly for --help
 
+    from ..models.drafters.files import read_drafter_config
+    from ..models.drafters.hub import resolve_drafter
     from ..models.export.registry import export_drafter, find_format
 
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"--dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
     find_format(to)  # before the target is loaded, which may take long
-    export_drafter(drafter, _load(target, revision), to, output, None if dtype is None else getattr(torch, dtype))
+    directory = resolve_drafter(drafter)
+    read_drafter_config(directory)
+    export_drafter(directory, _load(target, revision), to, output, None if dtype is None else getattr(torch, dtype))
     typer.echo(f"{drafter} is in {output} as {to}")
 
 
@@ -69,18 +76,18 @@ def import_command(
     options = {} if setting is None else parse_setting(setting)
     if source is not None:
         find_format(source)
-    directory = resolve_folder(folder, WANTED, folder_revision)
+    directory = resolve_folder(folder, WANTED, folder_revision, ignore_patterns=UNWANTED)
     if not directory.is_dir():
         raise ValueError(f"{folder} is neither a folder here nor a name on the Hub; give a directory, or user/name")
-    source = source or format_of(directory).name
+    if source is None:
+        format_of(directory)  # before the target is loaded, which may take long
     loaded = _load(target, revision)
     drafter = import_drafter(directory, loaded, name=source, options=options)
     save_drafter(drafter, output, loaded.identity)
     num_parameters = sum(parameter.numel() for parameter in drafter.parameters())
-    typer.echo(
-        f"{folder}, read as {source}, is in {output}: a drafter of the kind {kind_of(drafter)}, {num_parameters:,} parameters\n"
-        f"Measure it: outrider eval --target {target} --drafter {output} --suite mt_bench"
-    )
+    typer.echo(f"{folder} is in {output}: a drafter of the kind {kind_of(drafter)} with {num_parameters:,} parameters")
+    command = ["outrider", "eval", "--target", target, *(["--revision", revision] if revision else [])]
+    typer.echo(f"Measure it: {shlex.join([*command, '--drafter', str(output), '--suite', 'mt_bench'])}")
 
 
 def _load(target: str, revision: str | None) -> "HFTarget":

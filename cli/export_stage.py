@@ -29,10 +29,12 @@ PACKAGE_FOLDER, FORMATS_FOLDER = "package", "export"
 def require_exportable(config: ExportConfig, drafter: TrainableDrafter, target: HFTarget) -> None:
     """Raise ValueError before any long work where such a drafter, once it is trained, couldn't be written as is wanted.
 
-    A reduced vocabulary is chosen on the way: it is a drafter to throw away.
+    It is a drafter to throw away: its vocabulary is chosen on the way, and no number of it stays the zero that it begins with.
     """
     if drafter.wants_token_counts:
         drafter.choose_draft_vocabulary(torch.arange(target.vocab_size))
+    for parameter in drafter.parameters():
+        parameter.data.fill_(1.0)
     for name in config.formats:
         if FORMATS[name].kind == kind_of(drafter):
             try:
@@ -42,17 +44,13 @@ def require_exportable(config: ExportConfig, drafter: TrainableDrafter, target: 
 
 
 def export(config: ExportConfig, drafters: Sequence[DrafterRun], target: HFTarget, folder: Path) -> None:
-    """Write each drafter's formats, and its folder for the Hub beside it; then push that, where it is wanted.
+    """Make each drafter's folder for the Hub, and its formats beside it; then push the folder, where it is wanted.
 
     A folder for the Hub that holds something else than would be made now is left as it is, unless it may be overwritten.
     Raises ValueError where a drafter can't be written or pushed; what was written before is kept.
     """
     for drafter in drafters:
         directory, home = drafter.drafter_dir, drafter.drafter_dir.parent
-        kind = read_drafter_config(directory).kind
-        for name in (each for each in config.formats if FORMATS[each].kind == kind):
-            export_drafter(directory, target, name, home / FORMATS_FOLDER / name, config.torch_dtype)
-            log.info("%s holds it as %s", home / FORMATS_FOLDER / name, name)
         evaluation = folder / "eval"
         rows = rows_of(evaluation, directory) if (evaluation / SUMMARY_FILE).is_file() else []
         options = CardOptions(
@@ -64,6 +62,10 @@ def export(config: ExportConfig, drafters: Sequence[DrafterRun], target: HFTarge
             repo=config.repo,
         )
         is_current = _package(directory, home / PACKAGE_FOLDER, options, overwrite=config.overwrite)
+        kind = read_drafter_config(directory).kind
+        for name in (each for each in config.formats if FORMATS[each].kind == kind):
+            export_drafter(directory, target, name, home / FORMATS_FOLDER / name, config.torch_dtype)
+            log.info("%s holds it as %s", home / FORMATS_FOLDER / name, name)
         if config.push and config.repo is not None:
             if any(map(is_broken, rows)):
                 raise ValueError(f"{home / PACKAGE_FOLDER} isn't pushed: its drafter isn't lossless (see {evaluation})")

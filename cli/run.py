@@ -32,7 +32,7 @@ from ..eval.tables import print_table
 from ..models.drafters import build_drafter
 from ..models.drafters.files import read_drafter_config
 from ..models.drafters.registry import require_horizon
-from ..models.export.package import read_certificate
+from ..models.export.certificate import read_certificate
 from ..models.hf_target import HFTarget
 from ..models.target import load_target
 from ..models.tensor_parallel import Worker

@@ -111,7 +111,7 @@ def read_json(path: Path) -> Any:
         raise ValueError(
             f"{path} does not exist; expected a JSON file. Check the path, or run the stage that writes it"
         ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # malformed, not UTF-8, or nested without end
         raise ValueError(
             f"{path} is not a JSON file ({error}). It was altered or cut: restore it, or run the stage that writes it"
         ) from error

@@ -4,6 +4,7 @@ Every figure comes from a file of the run that made it, and only from runs with 
 out, or said to be unknown.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,8 @@ from ..data.files import read_json, sha256_file
 from ..data.manifest import MANIFEST_FILE, load_manifest
 from ..models.drafters.files import WEIGHTS_FILE, DrafterFile, read_drafter_config, read_training_facts
 from ..models.drafters.hub import HUB_ID
-from ..models.export.package import UNNAMED, UNNAMED_TARGET, read_certificate, require_whole
+from ..models.export.certificate import read_certificate
+from ..models.export.package import UNNAMED, UNNAMED_TARGET, require_whole
 from .names import BASELINE
 from .report_runs import Run, cell_of, read_run
 from .rows import Row, decoding_name, is_broken
@@ -29,6 +31,8 @@ TITLES = {
     "medusa": "Medusa",
     "redrafter": "ReDrafter",
 }
+LICENCE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
+DATA_SUFFIXES = frozenset({".csv", ".gz", ".json", ".jsonl", ".parquet", ".txt", ".zst"})
 TAGS = ("custom_generate", "speculative-decoding", "outrider")
 
 
@@ -48,6 +52,13 @@ class CardOptions:
     """Hub id of the target; None is the name that it was trained with, where that is one."""
     repo: str | None = None
     """Hub id of the drafter."""
+
+    def __post_init__(self) -> None:
+        for option, name in (("base model", self.base_model), ("repository", self.repo)):
+            if name is not None and (HUB_ID.fullmatch(name) is None or "@" in name):
+                raise ValueError(f"the {option} is {name!r}; give a name on the Hub, user/name")
+        if self.licence is not None and LICENCE.fullmatch(self.licence) is None:
+            raise ValueError(f"the licence is {self.licence!r}; give the Hub's name of it, such as apache-2.0")
 
 
 def model_card(drafter: Path, options: CardOptions) -> str:
@@ -271,11 +282,9 @@ def _data(run: Path, saved: DrafterFile, weights: str) -> list[str]:
     home = next((home for home, path in made.items() if sha256_file(path) == weights), None)
     if home is None:
         raise ValueError(f"the drafter of {run} has other weights than this one; give the run that made it")
-    config = yaml.safe_load(config_path.read_text(encoding="utf-8"))
-    data = config["data"]
-    drafter = {**config["drafter"], **(config["variants"][home.name].get("drafter", {}) if home != run else {})}
+    data, drafter = _run_sections(config_path, "" if home == run else home.name)
     # A path of somebody's machine tells readers nothing; a data set of the Hub does.
-    source = _public(data["path"])
+    source = _public(data["path"], run)
     form = {"stdlib": "modules of Python's standard library"}.get(data["source"], f"texts in the form `{data['source']}`")
     lines = [f"- Data: {source or form}, cut at {data['max_length']} tokens"]
     if (run / "distill" / MANIFEST_FILE).is_file():
@@ -290,10 +299,31 @@ def _data(run: Path, saved: DrafterFile, weights: str) -> list[str]:
         seconds = read_json(stats).get("process_seconds")
         lines += [f"- Labelling: {seconds:,.0f} s, summed over processes"] if seconds else []
     if (start := drafter.get("start_from") or drafter.get("path")) is not None:
-        lines.append(f"- Started from: the weights of {_public(start) or 'a trained model'}, not from fresh ones")
+        lines.append(f"- Started from: the weights of {_public(start, run) or 'a trained model'}, not from fresh ones")
     return lines
 
 
-def _public(name: str | None) -> str | None:
-    """A name on the Hub; None for a path of somebody's machine."""
-    return name if name and HUB_ID.fullmatch(name) and not Path(name).exists() else None
+def _run_sections(path: Path, variant: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The data and the drafter of a run's configuration, or of one of its variants."""
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+        changes = config["variants"][variant].get("drafter", {}) if variant else {}
+        data, drafter = dict(config["data"]), {**config["drafter"], **changes}
+        if (
+            not isinstance(data["path"], str | None)
+            or not isinstance(data["source"], str)
+            or type(data["max_length"]) is not int
+        ):
+            raise TypeError("its section data isn't one")
+        if not all(isinstance(drafter.get(name), str | None) for name in ("start_from", "path")):
+            raise TypeError("its section drafter isn't one")
+    except (yaml.YAMLError, RecursionError, UnicodeDecodeError, LookupError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{path} is no configuration of a run ({type(error).__name__}: {error}); restore it") from error
+    return data, drafter
+
+
+def _public(name: str | None, run: Path) -> str | None:
+    """A name on the Hub; None for a path of somebody's machine, told to the run in one of the folders that it lies in."""
+    if not name or HUB_ID.fullmatch(name) is None or Path(name).suffix in DATA_SUFFIXES:
+        return None
+    return None if any((folder / name).exists() for folder in (Path.cwd(), *run.resolve().parents)) else name

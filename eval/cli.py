@@ -159,7 +159,7 @@ def parse_setting(text: str) -> dict[str, Any]:
         setting = yaml.safe_load(text)
     except yaml.YAMLError:
         setting = None
-    if not isinstance(setting, dict):
+    if not isinstance(setting, dict) or not all(isinstance(name, str) for name in setting):
         raise ValueError(f"--setting is {text!r}; give options as in a configuration: '{{depth: 5, top_k: 8}}'")
     if joined := [key for key in setting if ":" in str(key)]:
         raise ValueError(f"--setting is {text!r}, which has the one word {joined[0]!r}; YAML needs a space after the colon")

@@ -232,6 +232,15 @@ def test_what_cant_be_exported_is_told_before_any_work(overrides: list[str], tmp
     assert not (tmp_path / "new" / "distill").exists()
 
 
+def test_what_training_alone_would_bring_to_light_is_told_before_it(overrides: list[str], tmp_path: Path) -> None:
+    """A fresh bias is zero, which the format could leave out."""
+    others = [each for each in overrides[1:] if not each.startswith(("drafter=", "eval.settings="))]
+    eagle = ["drafter=eagle", "drafter.bias=true", "export.formats=[eagle1-vllm]"]
+    with pytest.raises(ValueError, match="export.formats has eagle1-vllm, and .* its fc has a bias"):
+        run_here("conf=demo", *others, *eagle, f"output_dir={tmp_path / 'new'}")
+    assert not (tmp_path / "new" / "distill").exists()
+
+
 @pytest.mark.parametrize("change", ["train.learning_rate=0.5", "eval.max_new_tokens=5"])
 def test_a_refused_run_changes_nothing_in_the_folder(finished: tuple[Path, str], overrides: list[str], change: str) -> None:
     folder, _ = finished

@@ -75,17 +75,26 @@ def telling_hub_errors(repo: str, revision: str | None = None) -> Iterator[None]
         raise ValueError(f"{repo} has no branch, tag or commit {revision}; check the name of the revision") from error
     except HfHubHTTPError as error:
         status = error.response.status_code
-        remedy = REMEDIES.get(status, f"the Hub answers: {_first_line(error)}")
-        raise ValueError(f"{at}: HTTP {status}: {remedy}") from error
+        said = f"the Hub answers: {_without_secrets(error.server_message or _first_line(error))}"
+        raise ValueError(f"{at}: HTTP {status}: {REMEDIES.get(status, said)}") from error
     except UnicodeEncodeError:  # not its cause: that holds the token
         raise ValueError(
             f"{at}: the token has characters that no token has: copy it again (HF_TOKEN, or `hf auth login`)"
         ) from None
     except (httpx.TransportError, ConnectionError, TimeoutError) as error:
+        # What uploads large files (hf_xet) has no other errors, and tells the status in words.
+        if (found := re.search(r"\b[45]\d\d\b", str(error))) and not isinstance(error, httpx.TransportError):
+            remedy = REMEDIES.get(int(found[0]), f"the Hub answers: {_without_secrets(_first_line(error))}")
+            raise ValueError(f"{at}: HTTP {found[0]}: {remedy}") from None
         raise ValueError(
             f"{at}: the connection to the Hub broke ({type(error).__name__}): check the network (and HF_ENDPOINT), and run the "
             "command again; nothing was changed, or the next run tells what was"
         ) from error
+
+
+def _without_secrets(text: str) -> str:
+    """Without tokens, and without what follows a URL's path: it may hold a signature."""
+    return re.sub(r"hf_\w+|Bearer \S+|\?\S+", "...", text)
 
 
 def _first_line(error: Exception) -> str:

@@ -107,9 +107,10 @@ def _state(model: PreTrainedModel, folder: Path) -> tuple[Any, ...]:
         (path := folder / name).is_file() and (path.stat().st_mtime_ns, path.stat().st_size)
         for name in (CONFIG_FILE, WEIGHTS_FILE)
     )
-    # Drafters hold the model's embeddings and head themselves.
-    ends = model.get_input_embeddings(), model.get_output_embeddings()
-    return (files, *map(id, ends), model.device, model.dtype, model.config.get_text_config()._attn_implementation)
+    # Drafters hold the model's embeddings and head themselves, whose size may change, too (resize_token_embeddings).
+    ends: Any = model.get_input_embeddings(), model.get_output_embeddings()
+    sizes = [tuple(end.weight.shape) for end in ends]
+    return (files, *map(id, ends), *sizes, model.device, model.dtype, model.config.get_text_config()._attn_implementation)
 
 
 def _load(model: PreTrainedModel, folder: Path, options: dict[str, Any], state: tuple[Any, ...]) -> Bound:

@@ -88,9 +88,11 @@ def write(drafter: Eagle3, target: HFTarget) -> Layout:
     problems = layer_refusals(drafter, "the engines' EAGLE-3", ("llama", "mistral"))
     usual = usual_layers(len(decoder_layers(target.model)))
     if drafter.feature_layers != usual:
+        is_deep = list(usual) == sorted(set(usual)) and usual[0] >= 0
+        remedy = f"export it as speculators, for vLLM, or train with drafter.feature_layers={list(usual)}"
         problems.append(
             f"it reads the inputs of the target's layers {list(drafter.feature_layers)}, and the two engines agree on "
-            f"{list(usual)} only (export it as speculators, for vLLM, or train with drafter.feature_layers={list(usual)})"
+            f"{list(usual)} only ({remedy if is_deep else 'this target has too few layers for that'})"
         )
     raise_refusal(problems, FORMAT.name)
     names = names_of("midlayer")

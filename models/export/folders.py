@@ -20,7 +20,10 @@ from ..drafters.files import CONFIG_FILE, MOST_PROBLEMS, WEIGHTS_FILE
 
 logger = logging.getLogger(__name__)
 
-COUNTS = ("medusa_num_heads", "medusa_num_layers", "num_draft_layers", "num_hidden_layers", "num_medusa_heads")
+COUNTS = (
+    *("medusa_num_heads", "medusa_num_layers", "num_draft_layers", "num_hidden_layers", "num_medusa_heads"),
+    *("n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"),
+)
 """Keys that count what has a tensor each at least."""
 READING_ERRORS = (
     *(pickle.UnpicklingError, zipfile.BadZipFile, struct.error, RuntimeError, EOFError, LookupError, AttributeError, TypeError),
@@ -123,17 +126,18 @@ def _read(path: Path, device: str) -> dict[str, torch.Tensor]:
 
 
 def _read_pickled(path: Path, device: str) -> dict[str, torch.Tensor]:
-    """Its storages are read even for shapes alone: so it mustn't hold more than its size says."""
+    """Its storages are read even for shapes alone: so it mustn't hold more than its size says, as compressed files and those of
+    torch before 1.6 may."""
     try:
-        if zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as archive:
-                if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
-                    raise ValueError("it is compressed, which torch's own files never are")
+        with zipfile.ZipFile(path) as archive:
+            if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
+                raise ValueError("it is compressed, which torch's own files never are")
         found = torch.load(path, map_location=device, weights_only=True)
     except READING_ERRORS as error:
         raise ValueError(
-            f"{path} is not a plain file of tensors, and nothing else is read, since reading it would run its code "
-            f"({str(error).partition(chr(10))[0]}); convert it to safetensors where you trust it, or download it again"
+            f"{path} is not a plain file of tensors as torch writes them since 1.6, and nothing else is read, since reading it "
+            f"could run its code ({str(error).partition(chr(10))[0]}); convert it to safetensors where you trust it, or "
+            "download it again"
         ) from error
     if not isinstance(found, dict) or not all(isinstance(each, torch.Tensor) for each in found.values()):
         raise ValueError(f"{path} holds something else than named tensors; save the state_dict alone")

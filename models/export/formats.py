@@ -105,8 +105,9 @@ def write_folder(
         name: each.detach().cpu().to(dtype if dtype and each.is_floating_point() else each.dtype).contiguous()
         for name, each in layout.tensors.items()
     }
-    if too_large := [name for name, each in tensors.items() if not each.isfinite().all()]:
-        raise ValueError(f"{', '.join(too_large)} of the drafter doesn't fit into {dtype}; write it in bfloat16, or as it is")
+    if strange := [name for name, each in tensors.items() if not each.isfinite().all()]:
+        remedy = f"doesn't fit into {dtype}; write it in bfloat16, or as it is" if dtype else "holds numbers that aren't finite"
+        raise ValueError(f"{', '.join(strange)} of the drafter {remedy}")
     note = Note(
         format=format.name,
         kind=format.kind,
@@ -115,9 +116,11 @@ def write_folder(
         measured={name: drafter.get_buffer(name).tolist() for name in sorted(format.measured)},
     )
     directory.mkdir(parents=True, exist_ok=True)
+    # The note says whose folder it is, so that an interrupted export can be made again; the configuration, that it is whole.
+    (directory / CONFIG_FILE).unlink(missing_ok=True)
+    write_json(directory / NOTE_FILE, asdict(note))
     atomic_write_bytes(directory / layout.file, _packed(tensors, layout.file))
     layout.write_more(directory)
-    write_json(directory / NOTE_FILE, asdict(note))
     write_json(directory / CONFIG_FILE, {**layout.config, "torch_dtype": _dtype_name(tensors)})
 
 
@@ -171,10 +174,17 @@ def read_folder(
     shape.
     """
     folder = open_folder(Path(directory), format.weight_files)
-    reading = format.read(folder, target)
+    try:
+        reading = format.read(folder, target)
+    except ValueError:
+        raise
+    except Exception as error:  # transformers' own classes and a stranger's values: any of theirs
+        raise ValueError(
+            f"{folder.path / CONFIG_FILE} describes nothing that can be made ({type(error).__name__}: {error})"
+        ) from error
     note = read_note(folder.path)
     if note is not None:
-        _require_note_of(note, reading, folder, target)
+        _require_note_of(note, format, reading, folder, target)
     given = dict(options or {})
     said = {name: given.pop(name) for name in sorted(reading.untold & given.keys())} if note is None else {}
     told = {"kind": reading.kind, **reading.options, **said, **(note.drafter if note else {})}
@@ -191,12 +201,26 @@ def read_folder(
     weights = {ours: tensors[theirs] for ours, theirs in names.items()} | reading.convert(tensors, config)
     drafter = DRAFTERS[kind].for_target(config, target).cpu()
     for name in format.measured:
-        kept = note is not None and name in note.measured
-        weights[name] = torch.tensor(note.measured[name]) if note is not None and kept else drafter.get_buffer(name)
+        weights[name] = _measured(name, drafter.get_buffer(name), note, folder.path)
     _adopt(drafter, weights, folder.path / (CONFIG_FILE if note is None else NOTE_FILE))
     if note is not None:
         _require_told_alike(format, drafter, target, folder, told)
     return drafter.eval().requires_grad_(False)
+
+
+def _measured(name: str, default: torch.Tensor, note: Note | None, directory: Path) -> torch.Tensor:
+    """What was measured of a drafter, as its note tells it. Raises ValueError where that can't be."""
+    if note is None or name not in note.measured:
+        return default
+    try:
+        found = torch.tensor(note.measured[name], dtype=default.dtype)
+    except (ValueError, TypeError, RuntimeError, OverflowError):  # rows of unequal lengths, say
+        found = torch.empty(0)
+    if found.shape != default.shape or not found.isfinite().all():
+        raise ValueError(
+            f"{directory / NOTE_FILE} has measured.{name} that isn't {tuple(default.shape)} finite numbers; export it again"
+        )
+    return found
 
 
 def _adopt(drafter: TrainableDrafter, weights: Tensors, describing: Path) -> None:
@@ -213,13 +237,15 @@ def _adopt(drafter: TrainableDrafter, weights: Tensors, describing: Path) -> Non
     drafter.check_weights()
 
 
-def _require_note_of(note: Note, reading: Reading, folder: Folder, target: HFTarget) -> None:
+def _require_note_of(note: Note, format: Format, reading: Reading, folder: Folder, target: HFTarget) -> None:
     """Raise ValueError where the note is another drafter's or target's."""
     if note.kind != reading.kind:
         raise ValueError(
             f"{folder.path / NOTE_FILE} says that the drafter is of the kind {note.kind}, and {CONFIG_FILE} {reading.kind}; "
             "export it again"
         )
+    if strange := sorted(note.measured.keys() - format.measured):
+        raise ValueError(f"{folder.path / NOTE_FILE} has unknown measurements, {', '.join(strange)}; export it again")
     known = {each.name for each in fields(DRAFTERS[note.kind].Config)}
     if unknown := sorted(note.drafter.keys() - known):  # none of the registry's own, which could name other folders
         raise ValueError(f"{folder.path / NOTE_FILE} has unknown options of the drafter, {', '.join(unknown)}; export it again")
@@ -232,7 +258,11 @@ def _require_told_alike(
     """Raise ValueError where `config.json` isn't what the drafter of the note would have in it."""
     chosen = drafter.config
     _, drafter.config = parse_drafter_config(told)
-    expected, found = (_without_names(to_json(each)) for each in (format.write(drafter, target).config, folder.config))
+    try:
+        layout = format.write(drafter, target)
+    except ValueError as error:  # its target has other layers, say
+        raise ValueError(f"{folder.path} can't have been made of a drafter for {target.identity.name}: {error}") from error
+    expected, found = (_without_names(to_json(each)) for each in (layout.config, folder.config))
     drafter.config = chosen
     found.pop("torch_dtype", None)
     if differing := sorted(key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key)):

@@ -1,6 +1,5 @@
 """What the EAGLE formats share: one decoder layer, described as a Llama of one layer is."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ from ..drafters.decoder_layer import FORMS, form_config
 from ..drafters.feature_drafter import FeatureDrafter
 from ..hf_target import HFTarget
 from .folders import Folder
+from .rope import is_positive, rope_problems
 
 LAYER_WEIGHTS = (
     "self_attn.q_proj.weight",
@@ -144,18 +144,18 @@ def read_config(config: Mapping[str, Any], folder: Folder, target: HFTarget, *, 
         config = {name: value for name, value in config.items() if name != "sliding_window"}
     unknown = config.keys() - GENERAL_KEYS - MUST_BE.keys() - SIZES - more
     problems = [f"an unknown key {name}" for name in sorted(unknown)]
-    problems += [f"no {name}" for name in ("hidden_size", "num_attention_heads", "intermediate_size") if name not in config]
+    needed = ("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
+    problems += [f"no {name}" for name in needed if config.get(name) is None]
     problems += [f"{name} {config[name]!r}" for name, right in MUST_BE.items() if name in config and config[name] not in right]
     problems += [
         f"{name} {config[name]!r}" for name in SIZES_OF_LAYER if config.get(name) is not None and not _is_size(config[name])
     ]
-    rope = config.get("rope_parameters") if isinstance(config.get("rope_parameters"), dict) else {}
-    reals = {"rope_theta": config.get("rope_theta"), "rms_norm_eps": config.get("rms_norm_eps")}
-    reals["rope_parameters.rope_theta"] = (rope or {}).get("rope_theta")
-    problems += [f"{name} {value!r}" for name, value in reals.items() if value is not None and not _is_positive(value)]
-    if config.get("hidden_act", "silu") not in ACT2FN:
-        problems.append(f"hidden_act {config['hidden_act']!r}")
-    problems += [f"model_type {config['model_type']!r}"] if config.get("model_type", "llama") not in FORMS else []
+    if (epsilon := config.get("rms_norm_eps")) is not None and not is_positive(epsilon):
+        problems.append(f"rms_norm_eps {epsilon!r}")
+    problems += rope_problems(config)
+    for name, usual, known in (("hidden_act", "silu", ACT2FN.keys()), ("model_type", "llama", FORMS.keys())):
+        if not isinstance(config.get(name, usual), str) or config.get(name, usual) not in known:
+            problems.append(f"{name} {config[name]!r}")
     if problems:
         raise ValueError(f"{folder.path / 'config.json'} describes no such drafter: it has {', '.join(problems)}")
     require_sizes(config, folder, target)
@@ -173,10 +173,6 @@ def read_config(config: Mapping[str, Any], folder: Folder, target: HFTarget, *, 
 
 def _is_size(value: Any) -> bool:
     return type(value) is int and 0 < value < 2**31
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _parse(config: Mapping[str, Any], folder: Folder, target: HFTarget) -> Any:

@@ -1,4 +1,4 @@
-"""Medusa as github.com/FasterDecoding/Medusa and TensorRT-LLM read it.
+"""Medusa as github.com/FasterDecoding/Medusa and TensorRT-LLM read it, and as vLLM did.
 
     {i}.{j}.linear.{weight,bias}      block j of head i     blocks.{i}.{j}.linear.{weight,bias}
     {i}.{num_layers}.weight [V, H]    head i's own head     lm_heads.{i}.weight
@@ -7,18 +7,20 @@ Both read `config.json` and these names: the reference (medusa/model/medusa_mode
 examples/medusa/convert_checkpoint.py from that or from `medusa_lm_head.safetensors` (tensorrt_llm/models/llama/convert.py,
 `load_medusa_hf`), which renames them to `medusa_heads.{i}.medusa_layers.{j}.linear.*` and `medusa_heads.{i}.lm_head.weight` in
 the checkpoint that it makes of them and the target. The reference makes all blocks of a head one module (it repeats a list of
-one), so it holds heads of one block only. Heads that share the target's own output layer are blocks alone, with `version` "2".
+one), so it holds heads of one block only. Those names, and vLLM's `blocks.{i}.layers.{j}.*` and `lm_heads.{i}.weight`, are read
+too. Heads that share the target's own output layer are blocks alone, with `version` "2".
 """
 
 import logging
 import re
+from dataclasses import dataclass
 from typing import Any
 
 from ..drafters.medusa import Medusa, MedusaConfig
 from ..hf_target import HFTarget
 from .folders import Folder
 from .formats import Format, Layout, Reading
-from .llama import GENERAL_KEYS, raise_refusal
+from .llama import GENERAL_KEYS, raise_refusal, require_sizes
 
 logger = logging.getLogger(__name__)
 
@@ -27,9 +29,38 @@ SHARED_HEAD_VERSION = "2"
 NUM_HEADS, NUM_LAYERS, TARGET = "medusa_num_heads", "medusa_num_layers", "base_model_name_or_path"
 TENSORRT_NUM_HEADS = "num_medusa_heads"
 KEYS = frozenset({NUM_HEADS, NUM_LAYERS, TARGET, TENSORRT_NUM_HEADS, "hidden_size", "vocab_size", "version"})
-BLOCK = re.compile(r"^(\d+)\.(\d+)\.linear\.(?:weight|bias)$")
-PREFIXES = ("medusa_head.", "medusa_heads.")
-"""Names that some publish begin so."""
+VLLM_NUM_HEADS, VLLM_NUM_LAYERS = "num_heads", "num_hidden_layers"
+VLLM_BIAS, VLLM_VOCAB = "medusa_fc_bias", "truncated_vocab_size"
+VLLM_KEYS = frozenset({VLLM_NUM_HEADS, VLLM_NUM_LAYERS, VLLM_BIAS, VLLM_VOCAB, "max_paths", "topk"})
+"""Those of vLLM's own configuration, which read Medusa until mid-2026."""
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """How a layout calls the tensors of block `block`, and the head, of head `head`, which has `layers` blocks."""
+
+    block: str
+    head: str
+
+    def pattern(self) -> re.Pattern[str]:
+        """Of a block's tensor."""
+        text = re.escape(self.block.format(head="HEAD", block="BLOCK", kind="KIND"))
+        for name, pattern in (("HEAD", r"(\d{1,4})"), ("BLOCK", r"(\d{1,4})"), ("KIND", "(?:weight|bias)")):
+            text = text.replace(name, pattern)
+        return re.compile(text)
+
+
+REFERENCES_NAMES = Names("{head}.{block}.linear.{kind}", "{head}.{layers}.weight")
+LAYOUTS = (
+    REFERENCES_NAMES,
+    *(
+        Names(f"{prefix}.{REFERENCES_NAMES.block}", f"{prefix}.{REFERENCES_NAMES.head}")
+        for prefix in ("medusa_head", "medusa_heads")
+    ),
+    Names("medusa_heads.{head}.medusa_layers.{block}.linear.{kind}", "medusa_heads.{head}.lm_head.weight"),  # TensorRT-LLM's
+    Names("blocks.{head}.layers.{block}.{kind}", "lm_heads.{head}.weight"),  # vLLM's
+)
+"""Those that are read. The reference's is written; some publish it with a prefix."""
 
 
 def write_reference(drafter: Medusa, target: HFTarget) -> Layout:
@@ -83,28 +114,33 @@ def _layout(drafter: Medusa, target: HFTarget, file: str) -> Layout:
     return Layout(config=described, tensors=tensors, file=file)
 
 
-def _names(config: MedusaConfig, prefix: str = "") -> dict[str, str]:
+def _names(config: MedusaConfig, layout: Names = REFERENCES_NAMES) -> dict[str, str]:
     names = {}
     for head in range(config.num_heads):
-        names[f"lm_heads.{head}.weight"] = f"{prefix}{head}.{config.num_layers}.weight"
+        names[f"lm_heads.{head}.weight"] = layout.head.format(head=head, layers=config.num_layers)
         for block in range(config.num_layers):
             for kind in ("weight", "bias"):
-                names[f"blocks.{head}.{block}.linear.{kind}"] = f"{prefix}{head}.{block}.linear.{kind}"
+                names[f"blocks.{head}.{block}.linear.{kind}"] = layout.block.format(head=head, block=block, kind=kind)
     return names
 
 
 def read(folder: Folder, target: HFTarget) -> Reading:
-    """The heads of a folder in either layout, as many as its tensors make: published configurations count them wrong."""
+    """The heads of a folder in any layout, as many as its tensors make: published configurations count them wrong."""
     config = folder.config
-    problems = [f"an unknown key {name}" for name in sorted(config.keys() - KEYS - GENERAL_KEYS)]
+    problems = [f"an unknown key {name}" for name in sorted(config.keys() - KEYS - VLLM_KEYS - GENERAL_KEYS)]
     problems += [
         f"{name} {config[name]!r}"
-        for name in (NUM_HEADS, TENSORRT_NUM_HEADS, NUM_LAYERS)
+        for name in (NUM_HEADS, TENSORRT_NUM_HEADS, NUM_LAYERS, VLLM_NUM_HEADS, VLLM_NUM_LAYERS)
         if name in config and (type(config[name]) is not int or config[name] < 1)
     ]
+    if config.get(VLLM_BIAS, True) is not True:
+        problems.append(f"{VLLM_BIAS} {config[VLLM_BIAS]!r}, and blocks here have a bias")
+    if config.get(VLLM_VOCAB) not in (None, target.vocab_size):
+        problems.append(f"{VLLM_VOCAB} {config[VLLM_VOCAB]!r}, and heads here have the target's whole vocabulary")
     if problems:
         raise ValueError(f"{folder.path / 'config.json'} is none of Medusa's: it has {', '.join(problems)}")
-    prefix, blocks = _blocks(folder)
+    require_sizes(config, folder, target)
+    layout, blocks = _blocks(folder)
     num_heads, num_layers = (1 + max((block[place] for block in blocks), default=-1) for place in (0, 1))
     if num_heads * num_layers > len(folder.shapes):
         raise ValueError(
@@ -112,23 +148,26 @@ def read(folder: Folder, target: HFTarget) -> Reading:
         )
     if not blocks:
         raise ValueError(f"{folder.path} holds no heads: there is no 0.0.linear.weight; complete the download")
-    if config.get(NUM_LAYERS, num_layers) != num_layers:
-        raise ValueError(f"{folder.path} has {num_layers} blocks in a head, and its config.json says {config[NUM_LAYERS]}")
-    for name in (NUM_HEADS, TENSORRT_NUM_HEADS):
+    for name in (NUM_LAYERS, VLLM_NUM_LAYERS):
+        if config.get(name, num_layers) != num_layers:
+            raise ValueError(f"{folder.path} has {num_layers} blocks in a head, and its config.json says {name} {config[name]}")
+    for name in (NUM_HEADS, TENSORRT_NUM_HEADS, VLLM_NUM_HEADS):
         if config.get(name, num_heads) != num_heads:
             logger.warning("%s has %d heads, though its config.json says %s %d", folder.path, num_heads, name, config[name])
-    options: dict[str, Any] = {"num_heads": num_heads, "num_layers": num_layers, "heads": "residual"}
-    options["share_head"] = str(config.get("version", "1")) == SHARED_HEAD_VERSION or not any(
-        f"{prefix}{head}.{num_layers}.weight" in folder.shapes for head in range(num_heads)
-    )
-    return Reading(kind="medusa", options=options, names=lambda config: _names(config, prefix))
+    heads = [layout.head.format(head=head, layers=num_layers) for head in range(num_heads)]
+    shares = str(config.get("version", "1")) == SHARED_HEAD_VERSION or not any(name in folder.shapes for name in heads)
+    options: dict[str, Any] = {"num_heads": num_heads, "num_layers": num_layers, "heads": "residual", "share_head": shares}
+    return Reading(kind="medusa", options=options, names=lambda config: _names(config, layout))
 
 
-def _blocks(folder: Folder) -> tuple[str, list[tuple[int, int]]]:
-    """How the names begin, and the (head, block) that they name."""
-    prefix = next((each for each in PREFIXES if any(name.startswith(each) for name in folder.shapes)), "")
-    matches = [BLOCK.match(name.removeprefix(prefix)) for name in folder.shapes if name.startswith(prefix)]
-    return prefix, [(int(match[1]), int(match[2])) for match in matches if match]
+def _blocks(folder: Folder) -> tuple[Names, list[tuple[int, int]]]:
+    """The layout, and the (head, block) that its names tell."""
+    for layout in LAYOUTS:
+        pattern = layout.pattern()
+        matches = [match for name in folder.shapes if (match := pattern.fullmatch(name))]
+        if matches:
+            return layout, [(int(match[1]), int(match[2])) for match in matches]
+    return REFERENCES_NAMES, []
 
 
 def is_of(folder: Folder) -> bool:

@@ -15,13 +15,13 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from ...data.files import atomic_write_bytes, atomic_write_text, read_json, write_json
+from ...data.files import atomic_write_bytes, atomic_write_text, write_json
 from ..drafters.files import CONFIG_FILE, TRAINING_FILE, WEIGHTS_FILE, read_drafter_config, read_training_facts
 from .bundle import FOLDER, LICENCE_FILE, REQUIREMENTS_FILE, START_FILE, custom_generate_files
+from .certificate import read_certificate
 from .folders import NOTE_FILE
 
 README_FILE, GENERATION_FILE, CERTIFICATE_FILE = "README.md", "generation_config.json", "certificate.json"
@@ -153,11 +153,3 @@ def require_whole(path: Path, called: str = "") -> None:
             file.keys()
     except SafetensorError as error:
         raise ValueError(f"{called} is damaged ({error}); copy or export the drafter again") from error
-
-
-def read_certificate(path: Path) -> dict[str, Any]:
-    """What `outrider certify` wrote. Raises ValueError for another file."""
-    found = read_json(path)
-    if not isinstance(found, dict) or not {"passed", "false_alarm_rate", "lines", "environment"} <= found.keys():
-        raise ValueError(f"{path} is no certificate; give the file that `outrider certify --output` wrote")
-    return found

@@ -12,7 +12,7 @@ from ..drafters.registry import drafter_of_weights, parse_drafter_config
 from ..hf_target import HFTarget
 from ..interfaces import TrainableDrafter
 from . import apple, eagle1, eagle3, medusa, speculators, transformers_model
-from .folders import open_folder
+from .folders import WEIGHT_FILES, open_folder
 from .formats import Format, read_folder, read_note, write_folder
 
 FORMATS: dict[str, Format] = {
@@ -39,7 +39,8 @@ def format_of(directory: Path) -> Format:
     note = read_note(directory)
     if note is not None and note.format in FORMATS:
         return FORMATS[note.format]
-    weight_files = tuple(dict.fromkeys(name for format in FORMATS.values() for name in format.weight_files))
+    names = dict.fromkeys(name for format in FORMATS.values() for name in format.weight_files)
+    weight_files = tuple(sorted(names, key=lambda name: name in WEIGHT_FILES))  # what one format alone has says more
     folder = open_folder(directory, weight_files)
     for format in FORMATS.values():
         if format.is_of(folder):

@@ -37,6 +37,8 @@ KEYS = frozenset(
 
 PROPOSED_KEYS = frozenset({"algorithm", "default_proposal_method", "proposal_methods", "verifier"})
 """Of `speculators_config`."""
+METHOD_KEYS = frozenset({"accept_tolerance", "proposal_type", "speculative_tokens", "verifier_accept_k"})
+VERIFIER_KEYS = frozenset({"architectures", "name_or_path"})
 
 
 def write(drafter: Eagle3, target: HFTarget) -> Layout:
@@ -96,7 +98,7 @@ def read(folder: Folder, target: HFTarget) -> Reading:
     if not isinstance(proposed, dict):
         problems.append(f"speculators_config {proposed!r}")
     else:
-        problems += [f"an unknown key speculators_config.{name}" for name in sorted(proposed.keys() - PROPOSED_KEYS)]
+        problems += _proposal_problems(proposed)
     if problems:
         raise ValueError(f"{folder.path / 'config.json'} describes no such drafter: it has {', '.join(problems)}")
     assert isinstance(layer, dict)
@@ -113,6 +115,25 @@ def read(folder: Folder, target: HFTarget) -> Reading:
         num_outputs=config.get("draft_vocab_size") or target.vocab_size,
         prefix="layers.0",
     )
+
+
+def _proposal_problems(proposed: dict[str, Any]) -> list[str]:
+    """What of `speculators_config` is unknown, or of another algorithm."""
+    problems = [f"an unknown key speculators_config.{name}" for name in sorted(proposed.keys() - PROPOSED_KEYS)]
+    if proposed.get("algorithm", "eagle3") != "eagle3":
+        problems.append(f"speculators_config.algorithm {proposed['algorithm']!r}, and eagle3 alone is read")
+    methods, verifier = proposed.get("proposal_methods") or [], proposed.get("verifier") or {}
+    places = [("verifier", verifier, VERIFIER_KEYS)]
+    if isinstance(methods, list):
+        places += [(f"proposal_methods[{index}]", method, METHOD_KEYS) for index, method in enumerate(methods)]
+    else:
+        problems.append(f"speculators_config.proposal_methods {methods!r}")
+    for place, value, known in places:
+        if not isinstance(value, dict):
+            problems.append(f"speculators_config.{place} {value!r}")
+        else:
+            problems += [f"an unknown key speculators_config.{place}.{name}" for name in sorted(value.keys() - known)]
+    return problems
 
 
 def _speculative_tokens(config: dict[str, Any]) -> Any:

@@ -10,7 +10,7 @@ import typer
 import typer.testing
 from safetensors.torch import load_file, save_file
 
-from outrider.cli.export import WANTED, export_command, import_command
+from outrider.cli.export import UNWANTED, WANTED, export_command, import_command
 from outrider.cli.hub import push_command
 from outrider.models.drafters import build_drafter, load_drafter, save_drafter
 from outrider.models.target import load_target
@@ -42,7 +42,7 @@ def test_a_drafter_goes_out_and_comes_back(drafter, tiny_target_dir, tmp_path):
     said = call("export", drafter, "--target", tiny_target_dir, "--to", "medusa", "--output", tmp_path / "theirs")
     assert "as medusa" in said
     said = call("import", tmp_path / "theirs", "--target", tiny_target_dir, "--output", tmp_path / "again")
-    assert "read as medusa, is in" in said
+    assert "a drafter of the kind medusa with 21,312 parameters" in said
     assert f"outrider eval --target {tiny_target_dir} --drafter {tmp_path / 'again'}" in said
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "again" / name).read_bytes() == (drafter / name).read_bytes()
@@ -104,6 +104,6 @@ def test_nothing_that_could_be_run_is_downloaded(drafter, tiny_target_dir, tmp_p
     call("export", drafter, "--target", tiny_target_dir, "--to", "medusa", "--output", tmp_path / "theirs")
     monkeypatch.setattr("outrider.models.drafters.hub.snapshot_download", download)
     call("import", "org/heads", "--target", tiny_target_dir, "--output", tmp_path / "again", "--folder-revision", "abc")
-    assert asked == {"name": "org/heads", "revision": "abc", "allow_patterns": WANTED}
+    assert asked == {"name": "org/heads", "revision": "abc", "allow_patterns": WANTED, "ignore_patterns": UNWANTED}
     assert not any(pattern.endswith((".py", "*")) for pattern in WANTED)
     assert json.loads((tmp_path / "again" / "config.json").read_text())["kind"] == "medusa"

@@ -136,8 +136,27 @@ def test_a_certificate_of_another_target_or_drafter_is_refused(tiny_drafter_dir,
         model_card(tiny_drafter_dir, CardOptions(certificate=path))
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lines": []}, "is no certificate"),
+        ({"lines": [{"subject": "x"}]}, "is no certificate"),
+        ({"lines": "x"}, "is no certificate"),
+        ({"passed": "yes"}, "is no certificate"),
+        ({"false_alarm_rate": "1"}, "is no certificate"),
+        ({"drafters": ["redrafter"]}, "is no certificate, by what it says of drafters"),
+        ({"passed": False}, "its verdict isn't that of its lines"),
+    ],
+)
+def test_a_certificate_that_says_nothing_or_was_altered_is_refused(tiny_drafter_dir, tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        model_card(tiny_drafter_dir, CardOptions(certificate=write_certificate(tmp_path / "c.json", **changes)))
+
+
 def test_a_failed_certificate_is_not_told_as_a_good_one(tiny_drafter_dir: Path, tmp_path: Path) -> None:
-    card = model_card(tiny_drafter_dir, CardOptions(certificate=write_certificate(tmp_path / "c.json", passed=False)))
+    failed = [{"subject": "redrafter", "method": "tokens", "num_cases": 3, "result": "1 differs", "passed": False}]
+    path = write_certificate(tmp_path / "c.json", passed=False, lines=failed)
+    card = model_card(tiny_drafter_dir, CardOptions(certificate=path))
     assert "**NOT LOSSLESS.**" in card
     assert "doesn't say which drafter's weights" in card
 
@@ -174,6 +193,32 @@ def test_the_weights_that_training_started_from_are_told(tiny_drafter_dir, tmp_p
     card = model_card(tiny_drafter_dir, CardOptions(run=tmp_path))
     lines = [line for line in card.splitlines() if line.startswith("- Started")]
     assert lines == ([f"- Started from: the weights of {name}, not from fresh ones"] if name else [])
+
+
+def test_a_path_that_looks_like_a_name_of_the_hub_is_not_told(tiny_drafter_dir, tmp_path, monkeypatch):
+    """A run's paths are relative to where it was started, which is seldom where it is packaged."""
+    run = tmp_path / "outputs" / "demo"
+    shutil.copytree(tiny_drafter_dir, run / "drafter")
+    (tmp_path / "private" / "old").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    data = {"source": "sharegpt", "path": "private/chats.jsonl", "max_length": 512}
+    (run / "config.yaml").write_text(yaml.safe_dump({"data": data, "drafter": {"start_from": "private/old"}}))
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert "private" not in model_card(tiny_drafter_dir, CardOptions(run=run))
+
+
+@pytest.mark.parametrize("text", ["a: [", "- x", "data: 3", "data: {path: 3, source: x, max_length: 1}\ndrafter: {}", "\x00"])
+def test_a_run_whose_configuration_is_none_is_told(tiny_drafter_dir, tmp_path, text):
+    shutil.copytree(tiny_drafter_dir, tmp_path / "drafter")
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ValueError, match=r"config\.yaml is no configuration of a run"):
+        model_card(tiny_drafter_dir, CardOptions(run=tmp_path))
+
+
+@pytest.mark.parametrize("options", [{"repo": 'x"); evil("'}, {"base_model": "a/b\n# Mine"}, {"licence": "mit\nmine: 1"}])
+def test_what_would_write_into_the_card_what_it_isnt_is_refused(options):
+    with pytest.raises(ValueError, match="give"):
+        CardOptions(**options)
 
 
 def test_what_training_took_is_told(tiny_drafter_dir: Path, tmp_path: Path) -> None:

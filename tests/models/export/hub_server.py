@@ -40,6 +40,8 @@ class Hub:
     requests: list[str] = field(default_factory=list)
     refused: dict[str, int] = field(default_factory=dict)
     """Status by a part of the path."""
+    message: str = "no"
+    """What is said to those."""
     ignored: set[str] = field(default_factory=set)
     """Files that a repository's .gitignore names."""
     url: str = ""
@@ -99,7 +101,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             for part, status in self.hub.refused.items():
                 if part in path:
-                    raise RefusalError(status)
+                    raise RefusalError(status, message=self.hub.message)
             for pattern, handle in ROUTES:
                 if match := re.fullmatch(pattern, path):
                     value, headers = handle(self, *map(unquote, match.groups()), body=body)

@@ -235,3 +235,13 @@ def test_attention_without_masks_is_refused(package_dirs, model):
     model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(ValueError, match="attn_implementation='sdpa'"):
         generate(model, drafter=str(package_dirs["redrafter"]), input_ids=PROMPT, max_new_tokens=5)
+
+
+def test_a_vocabulary_that_has_grown_since_is_another(model, package_dirs):
+    """transformers keeps the embeddings' module, and changes its weight."""
+    folder = package_dirs["redrafter"]
+    bound_drafter(model, folder)
+    grown = model.config.vocab_size + 8
+    model.resize_token_embeddings(grown, mean_resizing=False)
+    with pytest.raises(ValueError, match=f"vocab_size: .* {grown} for this target"):
+        bound_drafter(model, folder)

@@ -198,6 +198,31 @@ def test_a_refusal_on_the_way_is_told_and_nothing_is_half_there(hub, folder, par
     assert repository is None or set(repository.commits[repository.branches["main"]]) == {".gitattributes"}
 
 
+def test_what_the_hub_says_of_an_error_that_nobody_expects_is_told(hub, folder):
+    hub.refused["/preupload/"] = 402
+    hub.message = "storage limit reached; see https://hub/settings?token=secret"
+    with pytest.raises(ValueError, match="HTTP 402: the Hub answers: storage limit reached") as error:
+        push(folder, REPO)
+    assert "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ("request error: status 403 Forbidden for https://cas/x?signature=secret", "HTTP 403: your token may not do this"),
+        ("no route to host", "the connection to the Hub broke .ConnectionError"),
+    ],
+)
+def test_a_refusal_of_what_uploads_large_files_is_told_by_its_status(hub, folder, monkeypatch, said, message):
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise ConnectionError(said)
+
+    monkeypatch.setattr("huggingface_hub.HfApi.create_commit", refuse)
+    with pytest.raises(ValueError, match=message) as error:
+        push(folder, REPO)
+    assert "secret" not in str(error.value)
+
+
 def test_a_hub_that_isnt_there_is_told(hub, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(ValueError, match="the connection to the Hub broke .*check the network"):

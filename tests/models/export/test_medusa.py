@@ -112,6 +112,56 @@ def test_medusa_of_the_release_becomes_a_drafter(prefix, file, llama, tmp_path):
     assert_same_logits(drafter, heads)
 
 
+VLLM = {"model_type": "medusa", "num_heads": 3, "num_hidden_layers": 2, "medusa_fc_bias": True, "truncated_vocab_size": V}
+
+
+@pytest.mark.parametrize(
+    ("names", "config"),
+    [
+        ("medusa_heads.{head}.medusa_layers.{block}.linear.{kind} medusa_heads.{head}.lm_head.weight", {"num_medusa_heads": 3}),
+        ("blocks.{head}.layers.{block}.{kind} lm_heads.{head}.weight", VLLM),
+    ],
+)
+def test_tensorrts_and_vllms_names_are_read(names, config, llama, tmp_path):
+    heads, tensors = reference(3, 2), {}
+    for head, layers in enumerate(heads):
+        for block in range(2):
+            for kind in ("weight", "bias"):
+                name = names.split()[0].format(head=head, block=block, kind=kind)
+                tensors[name] = getattr(layers[block].linear, kind).detach()
+        tensors[names.split()[1].format(head=head)] = layers[2].weight.detach()
+    (tmp_path / "a").mkdir()
+    safetensors.torch.save_file(tensors, tmp_path / "a" / "model.safetensors")
+    (tmp_path / "a" / "config.json").write_text(json.dumps({**config, "hidden_size": H, "vocab_size": V}))
+    assert format_of(tmp_path / "a").name == "medusa"
+    assert_same_logits(import_drafter(tmp_path / "a", llama), heads)
+    (tmp_path / "a" / "config.json").write_text(json.dumps({**config, "hidden_size": 2 * H}))
+    with pytest.raises(ValueError, match="hidden_size is 64, the target's 32"):
+        import_drafter(tmp_path / "a", llama)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"medusa_fc_bias": False}, "medusa_fc_bias False, and blocks here have a bias"),
+        ({"truncated_vocab_size": 40}, "truncated_vocab_size 40"),
+        ({"num_hidden_layers": 1}, "has 2 blocks in a head, and its config.json says num_hidden_layers 1"),
+    ],
+)
+def test_what_vllms_configuration_says_is_held_against_the_heads(config, message, llama, tmp_path):
+    release(tmp_path / "a", reference(3, 2), **{**VLLM, **config})
+    with pytest.raises(ValueError, match=message):
+        import_drafter(tmp_path / "a", llama)
+
+
+def test_heads_beside_weights_of_something_else_are_read(llama, tmp_path):
+    heads = reference(2, 1)
+    release(tmp_path / "a", heads, medusa_num_heads=2, medusa_num_layers=1)
+    safetensors.torch.save_file({"x": torch.ones(1)}, tmp_path / "a" / "model.safetensors")
+    assert format_of(tmp_path / "a").name == "medusa"
+    assert_same_logits(import_drafter(tmp_path / "a", llama), heads)
+
+
 def test_heads_that_a_published_configuration_miscounts_are_all_read(llama, tmp_path, caplog):
     heads = reference(5, 1)
     release(tmp_path / "a", heads, medusa_num_heads=2, medusa_num_layers=1)
@@ -132,7 +182,7 @@ def test_the_later_layout_without_heads_shares_the_targets(llama, tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"medusa_num_layers": 2}, "has 1 blocks in a head, and its config.json says 2"),
+        ({"medusa_num_layers": 2}, "has 1 blocks in a head, and its config.json says medusa_num_layers 2"),
         ({"medusa_num_heads": "4"}, "it has medusa_num_heads '4'"),
         ({"version": "2"}, "unknown 0.1.weight"),
     ],

@@ -168,6 +168,59 @@ def test_a_note_that_is_another_drafters_or_another_targets_is_refused(name, lla
         import_drafter(path, llama)
 
 
+@pytest.mark.parametrize(
+    ("measured", "message"),
+    [
+        ({"accuracies": [[float("nan")] * 5] * 3}, r"has measured.accuracies that isn't \(\d+, \d+\) finite numbers"),
+        ({"accuracies": [[0.5], [0.5, 0.5]]}, r"has measured.accuracies that isn't"),
+        ({"accuracies": [[0.5]]}, r"has measured.accuracies that isn't"),
+        ({"speed": [[1.0]]}, "has unknown measurements, speed"),
+    ],
+)
+def test_measurements_that_cant_be_the_drafters_are_refused(measured, message, llama, make_drafter, tmp_path):
+    path = exported("medusa", llama, make_drafter, tmp_path)
+    edit(path / "outrider.json", measured=measured)
+    with pytest.raises(ValueError, match=message):
+        import_drafter(path, llama)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_an_export_that_was_interrupted_is_no_drafter_and_can_be_made_again(again, llama, make_drafter, tmp_path, monkeypatch):
+    """Over an earlier export, one drafter's configuration must not lie beside another's weights."""
+    path = exported("eagle3", llama, make_drafter, tmp_path) if again else tmp_path / "theirs"
+    save_drafter(make_drafter("eagle3", llama), tmp_path / "ours", llama.identity)
+
+    def full(path: Path, content: bytes) -> None:
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("outrider.models.export.formats.atomic_write_bytes", full)
+        with pytest.raises(OSError, match="no space left"):
+            export_drafter(tmp_path / "ours", llama, "eagle3", path)
+    with pytest.raises(ValueError, match=r"holds no drafter: it has no config\.json"):
+        import_drafter(path, llama, name="eagle3")
+    export_drafter(tmp_path / "ours", llama, "eagle3", path)
+    import_drafter(path, llama)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"algorithm": "mtp"}, "speculators_config.algorithm 'mtp'"),
+        ({"proposal_methods": [{"surprise": 1}]}, r"an unknown key speculators_config.proposal_methods\[0\].surprise"),
+        ({"proposal_methods": [3]}, r"speculators_config.proposal_methods\[0\] 3"),
+        ({"proposal_methods": "x"}, "speculators_config.proposal_methods 'x'"),
+        ({"verifier": {"surprise": 1}}, "an unknown key speculators_config.verifier.surprise"),
+    ],
+)
+def test_what_speculators_is_told_of_proposals_is_read_strictly(changes, message, llama, make_drafter, tmp_path):
+    path = exported("speculators", llama, make_drafter, tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    edit(path / "config.json", speculators_config={**config["speculators_config"], **changes})
+    with pytest.raises(ValueError, match=message):
+        import_drafter(path, llama)
+
+
 def test_a_configuration_changed_by_hand_is_not_overruled_by_the_note(llama, make_drafter, tmp_path):
     path = exported("eagle3", llama, make_drafter, tmp_path)
     edit(path / "config.json", rope_theta=123.0)

@@ -90,6 +90,26 @@ def test_a_key_that_its_kind_of_model_does_not_know_is_named(llama, tmp_path):
         import_drafter(tmp_path / "a", llama)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hidden_size": "x"},
+        {"num_attention_heads": 0},
+        {"model_type": ["llama"]},
+        {"pad_token_id": 999999},
+        {"hidden_size": 2**40},
+        {"model_type": "gpt2", "n_layer": 10**7},
+    ],
+)
+def test_whatever_transformers_says_of_a_hostile_configuration_is_told_in_one_message(llama, tmp_path, changes):
+    other_model().save_pretrained(tmp_path / "a")
+    llama.tokenizer.save_pretrained(tmp_path / "a")
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    (tmp_path / "a" / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(ValueError, match=str(tmp_path / "a")):
+        import_drafter(tmp_path / "a", llama, name="transformers")
+
+
 def test_models_that_transformers_does_not_have_are_refused(llama, tmp_path):
     other_model().save_pretrained(tmp_path / "a")
     llama.tokenizer.save_pretrained(tmp_path / "a")
