@@ -8,11 +8,13 @@ from pathlib import Path
 
 import torch
 
+from ..data.files import sha256_file
 from ..eval.card import CardOptions, model_card, rows_of
 from ..eval.names import SUMMARY_FILE
 from ..eval.rows import is_broken
-from ..models.drafters.files import read_drafter_config
+from ..models.drafters.files import WEIGHTS_FILE, read_drafter_config
 from ..models.drafters.registry import kind_of
+from ..models.export.certificate import read_certificate
 from ..models.export.config import ExportConfig
 from ..models.export.hub import push
 from ..models.export.package import UNNAMED, UNNAMED_TARGET, make_package
@@ -43,6 +45,19 @@ def require_exportable(config: ExportConfig, drafter: TrainableDrafter, target: 
                 raise ValueError(f"export.formats has {name}, and {error}") from error
 
 
+def require_fitting_certificate(config: ExportConfig, drafters: Sequence[DrafterRun]) -> None:
+    """Raise ValueError before any long work for a certificate that is none, or of other drafters than those that are there."""
+    if config.certificate is None:
+        return
+    named = read_certificate(Path(config.certificate)).get("drafters", {})
+    for path in (drafter.drafter_dir / WEIGHTS_FILE for drafter in drafters):
+        if named and (not path.is_file() or sha256_file(path) not in named.values()):
+            raise ValueError(
+                f"export.certificate is {config.certificate}, which is of other drafters ({', '.join(named)}) than "
+                f"{path.parent}: train first, certify that drafter, and then run stages=[export] with its certificate"
+            )
+
+
 def export(config: ExportConfig, drafters: Sequence[DrafterRun], target: HFTarget, folder: Path) -> None:
     """Make each drafter's folder for the Hub, and its formats beside it; then push the folder, where it is wanted.
 
@@ -67,8 +82,10 @@ def export(config: ExportConfig, drafters: Sequence[DrafterRun], target: HFTarge
             export_drafter(directory, target, name, home / FORMATS_FOLDER / name, config.torch_dtype)
             log.info("%s holds it as %s", home / FORMATS_FOLDER / name, name)
         if config.push and config.repo is not None:
-            if any(map(is_broken, rows)):
-                raise ValueError(f"{home / PACKAGE_FOLDER} isn't pushed: its drafter isn't lossless (see {evaluation})")
+            failed = options.certificate is not None and not read_certificate(options.certificate)["passed"]
+            if failed or any(map(is_broken, rows)):
+                seen = options.certificate if failed else evaluation
+                raise ValueError(f"{home / PACKAGE_FOLDER} isn't pushed: its drafter isn't lossless (see {seen})")
             _push(home / PACKAGE_FOLDER, config.repo, is_current)
 
 

@@ -52,12 +52,17 @@ def push_command(
 
     The token is that of `hf auth login`, or HF_TOKEN.
     """
+    from huggingface_hub.utils import validate_repo_id
+
     from ..models.drafters.files import read_drafter_config
-    from ..models.drafters.hub import HUB_ID, READ_FILES
-    from ..models.export.package import README_FILE, is_package, package_files
+    from ..models.drafters.hub import HUB_ID, READ_FILES, telling_hub_errors
+    from ..models.export.certificate import read_certificate
+    from ..models.export.package import CERTIFICATE_FILE, README_FILE, is_package, package_files
 
     if HUB_ID.fullmatch(repo) is None or "@" in repo:
         raise ValueError(f"{repo!r} is no name of a repository; give user/name")
+    with telling_hub_errors(repo):
+        validate_repo_id(repo)
     with tempfile.TemporaryDirectory() as temporary:
         package = folder
         if not is_package(folder):
@@ -77,6 +82,8 @@ def push_command(
         card = files.get(README_FILE)
         if card is not None:
             _tell_names_left_open(card.read_text(encoding="utf-8"))
+        if CERTIFICATE_FILE in files and not read_certificate(files[CERTIFICATE_FILE])["passed"]:
+            typer.echo(f"{CERTIFICATE_FILE} says that decoding with this drafter is NOT LOSSLESS")
         visibility = "public" if public else "private"
         if dry_run:
             typer.echo(f"dry run: nothing was uploaded to {repo} ({visibility} if it is made, branch {revision or 'main'})")
@@ -84,14 +91,13 @@ def push_command(
         from ..models.export.hub import push
 
         pushed = push(package, repo, public=public, revision=revision, overwrite=overwrite, message=message)
+    told = "private" if pushed.private else "public"
     if not pushed.added and not pushed.deleted:
-        told = "private" if pushed.private else "public"
         typer.echo(f"{pushed.url} ({told}) holds all of it already, at commit {pushed.commit}")
-        return
-    deleted = f", {len(pushed.deleted)} deleted" if pushed.deleted else ""
-    typer.echo(f"{len(pushed.added)} files uploaded{deleted}: {pushed.url}, commit {pushed.commit}")
-    if pushed.private == public:
-        told = "private" if pushed.private else "public"
+    else:
+        deleted = f", {len(pushed.deleted)} deleted" if pushed.deleted else ""
+        typer.echo(f"{len(pushed.added)} files uploaded{deleted}: {pushed.url}, commit {pushed.commit}")
+    if public and pushed.private:
         typer.echo(f"the repository was there before, and stays {told}: change that in its settings on the Hub")
 
 

@@ -32,7 +32,6 @@ from ..eval.tables import print_table
 from ..models.drafters import build_drafter
 from ..models.drafters.files import read_drafter_config
 from ..models.drafters.registry import require_horizon
-from ..models.export.certificate import read_certificate
 from ..models.hf_target import HFTarget
 from ..models.target import load_target
 from ..models.tensor_parallel import Worker
@@ -42,7 +41,7 @@ from ..train.run import train
 from ..train.tracking import require_tracker
 from .config import RunConfig, register, to_run_config
 from .errors import user_errors
-from .export_stage import export, require_exportable
+from .export_stage import export, require_exportable, require_fitting_certificate
 
 log = logging.getLogger(__name__)
 register()
@@ -224,8 +223,7 @@ def _check_inputs(config: RunConfig) -> None:
         settings = {drafter.drafter_dir: drafter.settings for drafter in config.drafter_runs()}
         check_inputs(config.eval, [] if "train" in config.stages else list(settings), settings)
     if "export" in config.stages:
-        if config.export.certificate is not None:
-            read_certificate(Path(config.export.certificate))
+        require_fitting_certificate(config.export, config.drafter_runs())
         for drafter in config.drafter_runs() if "train" not in config.stages else ():
             read_drafter_config(drafter.drafter_dir)
 

@@ -31,6 +31,8 @@ TITLES = {
     "medusa": "Medusa",
     "redrafter": "ReDrafter",
 }
+PLAIN_NAME = re.compile(r"[\w][\w .@/+-]*")
+"""Of a target that isn't on the Hub."""
 LICENCE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
 DATA_SUFFIXES = frozenset({".csv", ".gz", ".json", ".jsonl", ".parquet", ".txt", ".zst"})
 TAGS = ("custom_generate", "speculative-decoding", "outrider")
@@ -71,6 +73,9 @@ def model_card(drafter: Path, options: CardOptions) -> str:
     weights = sha256_file(drafter / WEIGHTS_FILE)
     named = saved.target.name if HUB_ID.fullmatch(saved.target.name) else None
     base_model = options.base_model or named
+    target = base_model or (saved.target.name if PLAIN_NAME.fullmatch(saved.target.name) else "its target")
+    failed = options.certificate is not None and not read_certificate(options.certificate)["passed"]
+    promise = "" if failed else " The text stays the target's own, decoded greedily or sampled; it comes in fewer passes."
     data = ModelCardData(
         base_model=base_model,
         license=options.licence,
@@ -78,11 +83,12 @@ def model_card(drafter: Path, options: CardOptions) -> str:
         pipeline_tag="text-generation",
         tags=[*TAGS, saved.kind.replace("_", "-")],
     )
-    runs = [read_run(path, path.name) for path in options.evaluations]
-    title = f"{TITLES.get(saved.kind, saved.kind)} for {base_model or saved.target.name}"
+    folders = {path.resolve(): path for path in options.evaluations}  # each once
+    runs = [read_run(path, path.name) for path in folders.values()]
+    title = f"{TITLES.get(saved.kind, saved.kind)} for {target}"
     about = (
-        f"A drafter for speculative decoding: a small model that proposes tokens which **{base_model or saved.target.name}** "
-        "checks several at a time. The text stays the target's own, decoded greedily or sampled; it comes in fewer passes. "
+        f"A drafter for speculative decoding: a small model that proposes tokens which **{target}** "
+        f"checks several at a time.{promise} "
         f"It does nothing without its target.{'' if read_training_facts(drafter) is None else ' Trained with outrider.'}"
     )
     drafters_licence = options.licence or "not stated"
@@ -268,7 +274,7 @@ def _training(directory: Path, run: Path | None, saved: DrafterFile, weights: st
         labels = {None: "", "distilled": " on the target's own continuations", "text": " on the texts as they are"}
         lines.append(
             f"- Training: {facts.steps:,} steps{labels.get(facts.labels, '')}, {facts.tokens_seen:,} tokens seen, "
-            f"{facts.positions_seen:,} positions trained, {facts.seconds:,.0f} s"
+            f"{facts.positions_seen:,} positions trained, {facts.seconds:,.0f} s on {facts.hardware or 'unknown hardware'}"
         )
     return "## Data and cost\n\n" + "\n".join(lines)
 

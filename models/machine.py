@@ -13,6 +13,12 @@ def device_name(device: torch.device) -> str:
     return cpu_model() if device.type == "cpu" else str(device)
 
 
+def hardware(device: torch.device, num_processes: int) -> str:
+    """What so many processes compute on, if each has such a device."""
+    each = f"{device_name(device)}, {torch.get_num_threads()} threads" if device.type == "cpu" else device_name(device)
+    return each if num_processes == 1 else f"{num_processes} x {each}"
+
+
 def cpu_model() -> str:
     """The processor's name, as far as the system tells."""
     cpuinfo = Path("/proc/cpuinfo")

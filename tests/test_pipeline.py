@@ -215,6 +215,30 @@ def test_a_finished_drafter_is_pushed_where_that_is_wanted(
 
 
 @pytest.mark.parametrize(
+    ("drafters", "stages", "message"),
+    [
+        (
+            {"redrafter": "0" * 64},
+            "stages=[distill,train,eval,export]",
+            "is of other drafters .redrafter. than .*: train first",
+        ),
+        ({}, "stages=[export]", "isn't pushed: its drafter isn't lossless"),
+    ],
+)
+def test_a_certificate_of_other_weights_or_a_failed_one_is_told(finished, overrides, tmp_path, drafters, stages, message):
+    copy = Path(shutil.copytree(finished[0], tmp_path / "run", ignore=shutil.ignore_patterns("package")))
+    failed = {"subject": "x", "method": "tokens", "num_cases": 1, "result": "1 differs", "passed": False}
+    certificate = {"passed": False, "false_alarm_rate": 0.0, "environment": {}, "lines": [failed], "drafters": drafters}
+    (tmp_path / "certificate.json").write_text(json.dumps(certificate))
+    options = [f"export.certificate={tmp_path / 'certificate.json'}", "export.push=true", "export.repo=me/drafter"]
+    with pytest.raises(ValueError, match=message):
+        run_here("conf=demo", *overrides[1:], f"output_dir={copy}", stages, *options)
+    assert (copy / "package").exists() == (stages == "stages=[export]")
+    if (copy / "package").exists():
+        assert "The text stays the target's own" not in (copy / "package/README.md").read_text()
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ("export.formats=[vllm]", "the format is 'vllm'; there are: .*eagle1-vllm"),

@@ -102,6 +102,7 @@ def save_results(
     target: TargetIdentity,
     run: Mapping[str, Any],
     seconds: float,
+    hardware: str,
     config: TrainConfig,
     best: Best,
 ) -> None:
@@ -140,6 +141,7 @@ def save_results(
         parameters=sum(parameter.numel() for parameter in drafter.parameters()),
         tokens_per_step_estimate=metrics["tokens_per_step_estimate"],
         labels=config.labels,
+        hardware=hardware,
     )
     write_json(partial / TRAINING_FILE, asdict(facts))
     drafter_dir.mkdir(parents=True, exist_ok=True)

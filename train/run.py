@@ -19,6 +19,7 @@ from ..models.drafters import build_drafter
 from ..models.drafters.objective import Objective
 from ..models.hf_target import HFTarget
 from ..models.interfaces import Loss, TrainableDrafter
+from ..models.machine import hardware
 from ..models.text_states import require_packing
 from .best import Best
 from .checkpoint import Checkpoints
@@ -84,6 +85,7 @@ def train(
                 target=target.identity,
                 run=run,
                 seconds=training.meter.seconds,
+                hardware=hardware(accelerator.device, accelerator.num_processes),
                 config=config,
                 best=training.best,
             )

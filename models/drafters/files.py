@@ -67,9 +67,12 @@ class TrainingFacts:
     labels: str | None = None
     """What it learned, `distilled` or `text` (see TrainConfig); None where it was trained before that was written down."""
 
+    hardware: str | None = None
+    """Where it ended: how many processes on which devices; None where it was trained before that was written down."""
+
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if name != "labels" and not 0 <= value < math.inf:
+            if name not in ("labels", "hardware") and not 0 <= value < math.inf:
                 raise ValueError(f"{name} is {value}; it must be a finite number and not negative")
 
 

@@ -20,7 +20,7 @@ from .files import CONFIG_FILE, TRAINING_FILE, WEIGHTS_FILE
 
 READ_FILES = (CONFIG_FILE, WEIGHTS_FILE, TRAINING_FILE)
 """What loading a drafter downloads: JSON and safetensors, no code."""
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", re.ASCII)
 
 REMEDIES = {
     401: "the Hub doesn't know who you are: log in with `hf auth login`, or set HF_TOKEN to a token that is still valid",

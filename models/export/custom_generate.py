@@ -42,6 +42,7 @@ HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "re
 
 def generate(
     model: PreTrainedModel,
+    inputs: torch.Tensor | None = None,
     *,
     drafter: str | Path | None = None,
     drafter_options: Mapping[str, Any] | None = None,
@@ -61,6 +62,7 @@ def generate(
     Raises ValueError for a drafter of another model's sizes or tokenizer, and for options that can't be honoured; RuntimeError
     where the model is decoding with a drafter already.
     """
+    kwargs |= {} if inputs is None else {"inputs": inputs}
     require_own_arguments(drafter, drafter_options, seed, generator, pack_weights)
     require_honoured(kwargs)
     hub_options = {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
@@ -140,7 +142,9 @@ def find_folder(drafter: str | Path | None, hub_options: dict[str, Any]) -> Path
     """Where the drafter lies: where it is said to, else where the running code came from, at the same revision."""
     source, options = drafter or _source_of_call(), dict(hub_options)
     commit = Path(__file__).parents[1].name
-    if drafter is None and not Path(source).is_dir() and re.fullmatch("[0-9a-f]{40}", commit):
+    if drafter is not None:
+        options.pop("revision", None)  # that of this code; a drafter's follows its name, user/name@revision
+    elif not Path(source).is_dir() and re.fullmatch("[0-9a-f]{40}", commit):
         options["revision"] = commit  # transformers keeps code from the Hub in a folder of its commit's name
     return resolve_drafter(source, **{name: value for name, value in options.items() if name != "proxies"})
 

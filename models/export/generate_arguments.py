@@ -35,7 +35,7 @@ GIVEN_KWARGS = ("cache_position", "past_key_values", "position_ids")
 
 def require_own_arguments(drafter: Any, drafter_options: Any, seed: Any, generator: Any, pack_weights: Any) -> None:
     """Raise ValueError for values that the arguments of this `generate`, and not of transformers', don't take."""
-    if drafter is not None and not isinstance(drafter, str | os.PathLike):
+    if drafter is not None and (not isinstance(drafter, str | os.PathLike) or not os.fspath(drafter)):
         raise ValueError(f"drafter is {drafter!r}; give a folder or a name on the Hub, or leave it out")
     if drafter_options is not None and not (
         isinstance(drafter_options, Mapping) and all(isinstance(name, str) for name in drafter_options)

@@ -7,13 +7,14 @@ on top of the very commit that was looked at, or not at all.
 import hashlib
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, snapshot_download
-from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils import httpx
 
 from ...data.files import sha256_file
 from ..drafters.hub import telling_hub_errors
@@ -55,9 +56,10 @@ def push(
             api.model_info(repo)
         except RepositoryNotFoundError:  # what it says of one that we may not see, too: then making it is refused
             api.create_repo(repo, private=not public, exist_ok=True)
-        fresh = False
         try:
             info = api.model_info(repo, revision=branch)
+            # A branch that says nothing but what main says, as one whose push was interrupted, has nothing to lose.
+            fresh = branch != MAIN and info.sha == api.model_info(repo, revision=MAIN).sha
         except RevisionNotFoundError:
             api.create_branch(repo, branch=branch)
             info, fresh = api.model_info(repo, revision=branch), True
@@ -84,7 +86,8 @@ def push(
                 )
             except BaseException:
                 if fresh:  # with the files of main it would be in the way of the next try
-                    api.delete_branch(repo, branch=branch)
+                    with suppress(HfHubHTTPError, httpx.TransportError):  # what the commit met with is the news
+                        api.delete_branch(repo, branch=branch)
                 raise
             commit = made.oid
             _require_there(api, repo, commit, files)

@@ -10,9 +10,10 @@ Nothing else is in such a folder, and nothing else is ever uploaded.
 """
 
 import os
+import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -115,7 +116,23 @@ def package_files(folder: Path, called: str = "") -> dict[str, Path]:
     for name, path in files.items():
         if name.endswith(".safetensors"):
             require_whole(path, f"{called}: {name}")
+    if f"{FOLDER}/{START_FILE}" in files:
+        _require_own(folder, files, called)
     return files
+
+
+def _require_own(folder: Path, files: Collection[str], called: str) -> None:
+    """Raise ValueError where a folder of our own format holds no drafter of ours, other weights, or code that none of its own
+    names."""
+    try:
+        read_drafter_config(folder)
+    except ValueError as error:
+        raise ValueError(f"{called} holds no drafter that could be read: {str(error).replace(str(folder), called)}") from error
+    start = (folder / FOLDER / START_FILE).read_text(encoding="utf-8", errors="replace")
+    code = {START_FILE, *(f"{name}.py" for name in re.findall(r"^\s*from \.(\w+) import", start, re.MULTILINE))}
+    known = {WEIGHTS_FILE, *(f"{FOLDER}/{name}" for name in code)}
+    if unknown := [name for name in files if name.endswith((".py", ".safetensors")) and name not in known]:
+        raise ValueError(f"{called} holds what is no part of its drafter: {', '.join(unknown[:MOST_PROBLEMS])}. Move it out")
 
 
 def _problem(path: Path, name: str) -> str | None:
@@ -131,7 +148,7 @@ def _problem(path: Path, name: str) -> str | None:
         return "no plain file"
     if parents == [FOLDER]:
         return None if last in (LICENCE_FILE, REQUIREMENTS_FILE) or path.suffix == ".py" else "no code"
-    if any(word in last for word in NOT_WEIGHTS):
+    if any(word in last.lower() for word in NOT_WEIGHTS):
         return "a state of training"
     if path.suffix in (".bin", ".pt", ".pth", ".pkl", ".ckpt"):
         return "a pickle, which runs code when it is read"

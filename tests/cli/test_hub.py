@@ -97,11 +97,14 @@ def test_names_that_a_card_leaves_open_are_told(drafter: Path, tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("no_network")
-@pytest.mark.parametrize("repo", ["drafter", "me/drafter/more", "me/drafter@v1", "https://huggingface.co/me/drafter"])
+@pytest.mark.parametrize(
+    "repo",
+    ["drafter", "me/drafter/more", "me/drafter@v1", "https://huggingface.co/me/drafter", "me/-x", "me/x..y", "m\u00e9/x"],
+)
 def test_a_name_that_is_none_is_refused_before_anything_is_done(drafter: Path, repo: str) -> None:
     result = CliRunner().invoke(app, ["push", str(drafter), repo])
     assert isinstance(result.exception, ValueError)
-    assert "give user/name" in str(result.exception)
+    assert "no name of a repository; give user/name" in str(result.exception)
 
 
 @pytest.mark.usefixtures("no_network")

@@ -223,8 +223,15 @@ def test_what_would_write_into_the_card_what_it_isnt_is_refused(options):
 
 def test_what_training_took_is_told(tiny_drafter_dir: Path, tmp_path: Path) -> None:
     drafter = Path(shutil.copytree(tiny_drafter_dir, tmp_path / "drafter"))
-    facts = {"steps": 500, "seconds": 1234.5, "positions_seen": 10, "tokens_seen": 20000, "parameters": 1000}
+    facts = {
+        "steps": 500,
+        "seconds": 1234.5,
+        "positions_seen": 10,
+        "tokens_seen": 20000,
+        "parameters": 1000,
+        "hardware": "8 x H",
+    }
     (drafter / "training.json").write_text(json.dumps({**facts, "tokens_per_step_estimate": 2.0, "labels": "distilled"}))
     card = model_card(drafter, CardOptions())
-    assert "500 steps on the target's own continuations, 20,000 tokens seen, 10 positions trained, 1,234 s" in card
+    assert "500 steps on the target's own continuations, 20,000 tokens seen, 10 positions trained, 1,234 s on 8 x H" in card
     assert "1,000 parameters" in card

@@ -100,7 +100,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         try:
             for part, status in self.hub.refused.items():
-                if part in path:
+                if part in f"{method} {path}":
                     raise RefusalError(status, message=self.hub.message)
             for pattern, handle in ROUTES:
                 if match := re.fullmatch(pattern, path):

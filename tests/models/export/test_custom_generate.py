@@ -14,7 +14,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from outrider.models.export.bound_drafters import ATTRIBUTE
-from outrider.models.export.custom_generate import generate
+from outrider.models.export.custom_generate import find_folder, generate
 
 PROMPT = torch.tensor([[1, 70, 71, 72, 2]])
 BATCH = torch.tensor([[0, 0, 9, 8, 7], [40, 41, 42, 43, 44], [0, 0, 0, 0, 70]])
@@ -227,3 +227,21 @@ def test_code_that_cant_tell_where_its_drafter_lies_asks(model):
 def test_packed_weights_change_no_token_here(model, folder):
     tokens = generate(model, drafter=folder, input_ids=PROMPT, max_new_tokens=20, pack_weights=True)
     assert torch.equal(tokens, model.generate(input_ids=PROMPT, max_new_tokens=20))
+
+
+def test_the_prompt_may_come_by_its_place_as_in_generate_itself(model, folder):
+    prompt = torch.tensor([[1, 70, 71, 72, 2]])
+    expected = model.generate(prompt, max_new_tokens=5, do_sample=False)
+    assert torch.equal(generate(model, prompt, drafter=folder, max_new_tokens=5, do_sample=False), expected)
+
+
+def test_a_revision_is_that_of_the_code_and_not_of_another_drafter(monkeypatch):
+    asked: dict[str, object] = {}
+
+    def resolve(name: str, **options: object) -> Path:
+        asked.update(options)
+        return Path(name)
+
+    monkeypatch.setattr("outrider.models.export.custom_generate.resolve_drafter", resolve)
+    find_folder("user/drafter", {"revision": "v2", "token": "x"})
+    assert asked == {"token": "x"}

@@ -147,6 +147,18 @@ def test_a_file_that_the_hub_leaves_out_is_told(hub: Hub, folder: Path) -> None:
         push(folder, REPO)
 
 
+def test_a_branch_that_a_broken_push_has_left_is_taken_by_the_next(hub: Hub, folder: Path) -> None:
+    """The way there broke: neither could the commit be made nor the branch be removed."""
+    hub.make(REPO, {"README.md": b"theirs"})
+    hub.refused |= {"/commit/": 403, "DELETE": 503}
+    with pytest.raises(ValueError, match="HTTP 403"):
+        push(folder, REPO, revision="v2")
+    assert hub.repositories[REPO].branches.keys() == {"main", "v2"}
+    hub.refused.clear()
+    pushed = push(folder, REPO, revision="v2")
+    assert hub.repositories[REPO].commits[pushed.commit].keys() - {".gitattributes"} == content(folder).keys()
+
+
 def test_a_commit_in_between_is_not_overwritten(hub: Hub, folder: Path) -> None:
     """Somebody commits after the branch was looked at."""
     repository = hub.make(REPO)

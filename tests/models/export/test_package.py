@@ -46,6 +46,7 @@ def test_no_path_of_the_machine_is_in_it(folder, drafter_dirs):
     ("name", "why"),
     [
         ("optimizer.safetensors", "a state of training"),
+        ("Optimizer_State.safetensors", "a state of training"),
         ("trainer_state.json", "a state of training"),
         ("pytorch_model.bin", "a pickle"),
         ("optimizer.pt", "a state of training"),
@@ -61,6 +62,21 @@ def test_what_isnt_to_be_shared_is_refused_by_name(folder, name, why):
     (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).write_bytes(b"secret")
     with pytest.raises(ValueError, match=f"isn't to be shared: .*{why}.*Move it out"):
+        package_files(folder)
+
+
+@pytest.mark.parametrize("name", ["model2.safetensors", "custom_generate/mine.py"])
+def test_weights_and_code_that_are_no_part_of_the_drafter_are_refused(folder, name):
+    other = folder / ("model.safetensors" if name.endswith(".safetensors") else "custom_generate/absent.py")
+    shutil.copyfile(other, folder / name)
+    with pytest.raises(ValueError, match=f"holds what is no part of its drafter: {name}. Move it out"):
+        package_files(folder)
+
+
+@pytest.mark.parametrize(("text", "why"), [("[]", "config.json"), ("{}", "format_version"), ("[" * 200_000, "not a JSON file")])
+def test_a_drafter_that_could_not_be_read_is_not_shared(folder, text, why):
+    (folder / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=f"holds no drafter that could be read: .*{why}"):
         package_files(folder)
 
 
