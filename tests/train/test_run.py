@@ -23,8 +23,8 @@ from outrider.models.drafters.files import read_training_facts
 from outrider.models.drafters.objective import Objective
 from outrider.models.drafters.redrafter import Redrafter
 from outrider.models.hf_target import HFTarget
-from outrider.models.machine import hardware
 from outrider.models.interfaces import Loss
+from outrider.models.machine import hardware
 from outrider.train import run as run_module
 from outrider.train.checkpoint import complete_checkpoints
 from outrider.train.config import TrainConfig
