@@ -33,16 +33,16 @@ def require_exportable(config: ExportConfig, drafter: TrainableDrafter, target: 
 
     It is a drafter to throw away: its vocabulary is chosen on the way, and no number of it stays the zero that it begins with.
     """
-    if drafter.wants_token_counts:
+    formats = [name for name in config.formats if FORMATS[name].kind == kind_of(drafter)]
+    if formats and drafter.wants_token_counts:
         drafter.choose_draft_vocabulary(torch.arange(target.vocab_size))
-    for parameter in drafter.parameters():
-        parameter.data.fill_(1.0)
-    for name in config.formats:
-        if FORMATS[name].kind == kind_of(drafter):
-            try:
-                FORMATS[name].write(drafter, target)
-            except ValueError as error:
-                raise ValueError(f"export.formats has {name}, and {error}") from error
+    for parameter in drafter.parameters() if formats else ():
+        parameter.data = torch.ones_like(parameter.data)  # in no memory that somebody else reads
+    for name in formats:
+        try:
+            FORMATS[name].write(drafter, target)
+        except ValueError as error:
+            raise ValueError(f"export.formats has {name}, and {error}") from error
 
 
 def require_fitting_certificate(config: ExportConfig, drafters: Sequence[DrafterRun]) -> None:

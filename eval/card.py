@@ -18,7 +18,7 @@ from ..data.manifest import MANIFEST_FILE, load_manifest
 from ..models.drafters.files import WEIGHTS_FILE, DrafterFile, read_drafter_config, read_training_facts
 from ..models.drafters.hub import HUB_ID
 from ..models.export.certificate import read_certificate
-from ..models.export.package import UNNAMED, UNNAMED_TARGET, require_whole
+from ..models.export.package import UNNAMED, UNNAMED_TARGET, require_names, require_whole
 from .names import BASELINE
 from .report_runs import Run, cell_of, read_run
 from .rows import Row, decoding_name, is_broken
@@ -33,7 +33,6 @@ TITLES = {
 }
 PLAIN_NAME = re.compile(r"[\w][\w .@/+-]*")
 """Of a target that isn't on the Hub."""
-LICENCE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
 DATA_SUFFIXES = frozenset({".csv", ".gz", ".json", ".jsonl", ".parquet", ".txt", ".zst"})
 TAGS = ("custom_generate", "speculative-decoding", "outrider")
 
@@ -56,11 +55,7 @@ class CardOptions:
     """Hub id of the drafter."""
 
     def __post_init__(self) -> None:
-        for option, name in (("base model", self.base_model), ("repository", self.repo)):
-            if name is not None and (HUB_ID.fullmatch(name) is None or "@" in name):
-                raise ValueError(f"the {option} is {name!r}; give a name on the Hub, user/name")
-        if self.licence is not None and LICENCE.fullmatch(self.licence) is None:
-            raise ValueError(f"the licence is {self.licence!r}; give the Hub's name of it, such as apache-2.0")
+        require_names(base_model=self.base_model, repo=self.repo, licence=self.licence)
 
 
 def model_card(drafter: Path, options: CardOptions) -> str:
@@ -74,8 +69,12 @@ def model_card(drafter: Path, options: CardOptions) -> str:
     named = saved.target.name if HUB_ID.fullmatch(saved.target.name) else None
     base_model = options.base_model or named
     target = base_model or (saved.target.name if PLAIN_NAME.fullmatch(saved.target.name) else "its target")
-    failed = options.certificate is not None and not read_certificate(options.certificate)["passed"]
+    folders = {path.resolve(): path for path in options.evaluations}  # each once
+    runs = [read_run(path, path.name) for path in folders.values()]
+    failed = any(is_broken(row) for run in runs for row in _rows_of(run, weights))
+    failed |= options.certificate is not None and not read_certificate(options.certificate)["passed"]
     promise = "" if failed else " The text stays the target's own, decoded greedily or sampled; it comes in fewer passes."
+    trained = "" if read_training_facts(drafter) is None else " Trained with outrider."
     data = ModelCardData(
         base_model=base_model,
         license=options.licence,
@@ -83,13 +82,10 @@ def model_card(drafter: Path, options: CardOptions) -> str:
         pipeline_tag="text-generation",
         tags=[*TAGS, saved.kind.replace("_", "-")],
     )
-    folders = {path.resolve(): path for path in options.evaluations}  # each once
-    runs = [read_run(path, path.name) for path in folders.values()]
     title = f"{TITLES.get(saved.kind, saved.kind)} for {target}"
     about = (
-        f"A drafter for speculative decoding: a small model that proposes tokens which **{target}** "
-        f"checks several at a time.{promise} "
-        f"It does nothing without its target.{'' if read_training_facts(drafter) is None else ' Trained with outrider.'}"
+        f"A drafter for speculative decoding: a small model that proposes tokens which **{target}** checks several at a "
+        f"time.{promise} It does nothing without its target.{trained}"
     )
     drafters_licence = options.licence or "not stated"
     sections = [

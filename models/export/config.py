@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..drafters.hub import HUB_ID
+from .package import require_names
 from .registry import find_format
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -39,9 +39,10 @@ class ExportConfig:
             raise ValueError(f"export.formats is {self.formats}; name each once")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ValueError(f"export.dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}, or null")
-        for option, value in (("repo", self.repo), ("base_model", self.base_model)):
-            if value is not None and (HUB_ID.fullmatch(value) is None or "@" in value):
-                raise ValueError(f"export.{option} is {value!r}; give a name on the Hub, user/name, or null")
+        try:
+            require_names(base_model=self.base_model, repo=self.repo, licence=self.licence)
+        except ValueError as error:
+            raise ValueError(f"export.{error}") from error
         if self.push and self.repo is None:
             raise ValueError("export.push is on and export.repo is null; say where to: export.repo=user/name")
 

@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 from ...data.files import atomic_write_bytes, atomic_write_text, write_json
 from ..drafters.files import CONFIG_FILE, TRAINING_FILE, WEIGHTS_FILE, read_drafter_config, read_training_facts
+from ..drafters.hub import HUB_ID
 from .bundle import FOLDER, LICENCE_FILE, REQUIREMENTS_FILE, START_FILE, custom_generate_files
 from .certificate import read_certificate
 from .folders import NOTE_FILE
@@ -44,6 +45,7 @@ ALLOWED = frozenset(
 """Beside safetensors: what a drafter's folder, or one in another program's format, may hold."""
 UNNAMED, UNNAMED_TARGET = "FOLDER", "TARGET"
 """What the commands of a card call a drafter, and a target, that has no name on the Hub."""
+LICENCE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
 NOT_WEIGHTS = ("optimizer", "scheduler", "trainer_state", "rng_state")
 MOST_PROBLEMS = 10
 """Named in one message."""
@@ -72,6 +74,15 @@ def make_package(drafter: Path, output: Path, readme: str, certificate: Path | N
         for name, text in custom_generate_files().items():
             atomic_write_text(folder / FOLDER / name, text)
         package_files(folder)
+
+
+def require_names(*, base_model: str | None, repo: str | None, licence: str | None) -> None:
+    """Raise ValueError for what can't be a name on the Hub: a card repeats them, and its commands run with them."""
+    for option, name in (("base_model", base_model), ("repo", repo)):
+        if name is not None and (HUB_ID.fullmatch(name) is None or "@" in name):
+            raise ValueError(f"{option} is {name!r}; give a name on the Hub, user/name")
+    if licence is not None and LICENCE.fullmatch(licence) is None:
+        raise ValueError(f"licence is {licence!r}; give the Hub's name of it, such as apache-2.0")
 
 
 @contextmanager

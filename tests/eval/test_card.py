@@ -90,6 +90,8 @@ def test_a_drafter_that_isnt_lossless_has_no_speedup(tiny_drafter_dir: Path, eva
     card = model_card(tiny_drafter_dir, CardOptions(evaluations=[broken]))
     assert "| none: not lossless |" in card
     assert "| NO: 1 of 2 |" in card
+    assert "The text stays the target's own" not in card
+    assert "The text stays the target's own" in model_card(tiny_drafter_dir, CardOptions(evaluations=[evaluation]))
 
 
 def test_what_is_unknown_is_said_to_be_and_left_out_of_the_front_matter(tiny_drafter_dir: Path) -> None:
