@@ -1,10 +1,13 @@
 """How the library may import itself. The layers are kept by import-linter (`make lint`)."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
 PACKAGES = {"cli", "conf", "data", "distill", "eval", "models", "train"}
+LIBRARY = sorted(path for folder in PACKAGES for path in (REPOSITORY / folder).rglob("*.py"))
 
 
 def absolute_imports(path: Path) -> list[str]:
@@ -41,3 +44,20 @@ def test_the_walk_sees_a_bare_import(tmp_path: Path) -> None:
     path = tmp_path / "bad.py"
     path.write_text("def late():\n    from data.types import Turn\n    import models.decoding\n")
     assert absolute_imports(path) == ["data", "models"]
+
+
+def test_each_module_can_be_imported_first() -> None:
+    """Which one is, is up to the user: a module that is only found once others have been loaded hides a circle."""
+    script = """
+import sys
+from importlib import import_module
+for name in sys.argv[1:]:
+    for loaded in [each for each in sys.modules if each.partition(".")[0] == "outrider"]:
+        del sys.modules[loaded]
+    import_module(name)
+"""
+    modules = ["outrider." + ".".join(path.relative_to(REPOSITORY).with_suffix("").parts) for path in LIBRARY]
+    names = [name.removesuffix(".__init__") for name in modules]
+    assert len(names) > 150
+    result = subprocess.run([sys.executable, "-c", script, *names], capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr

@@ -444,7 +444,7 @@ def test_what_is_known_of_a_drafters_training_is_told(
     assert (unknown["parameters"], unknown["training"]) == (parameters, None)
     (directory / "training.json").write_text(json.dumps({**facts, "tokens_per_step_estimate": 1.2}))
     plain, known = evaluate_here()
-    assert known["training"] == {**facts, "tokens_per_step_estimate": 1.2, "labels": None}
+    assert known["training"] == {**facts, "tokens_per_step_estimate": 1.2, "labels": None, "hardware": None}
     assert (plain["parameters"], plain["training"]) == (None, None)
     for text, message in (("{", "not a JSON file"), (json.dumps(facts), "missing keys tokens_per_step_estimate")):
         (directory / "training.json").write_text(text)
