@@ -83,9 +83,10 @@ def telling_hub_errors(repo: str, revision: str | None = None) -> Iterator[None]
         ) from None
     except (httpx.TransportError, ConnectionError, TimeoutError) as error:
         # What uploads large files (hf_xet) has no other errors, and tells the status in words.
-        if (found := re.search(r"\b[45]\d\d\b", str(error))) and not isinstance(error, httpx.TransportError):
-            remedy = REMEDIES.get(int(found[0]), f"the Hub answers: {_without_secrets(_first_line(error))}")
-            raise ValueError(f"{at}: HTTP {found[0]}: {remedy}") from None
+        found = re.search(r"status\D{0,30}\b([45]\d\d)\b", str(error))
+        if found and not isinstance(error, httpx.TransportError):
+            remedy = REMEDIES.get(int(found[1]), f"the Hub answers: {_without_secrets(_first_line(error))}")
+            raise ValueError(f"{at}: HTTP {found[1]}: {remedy}") from None
         raise ValueError(
             f"{at}: the connection to the Hub broke ({type(error).__name__}): check the network (and HF_ENDPOINT), and run the "
             "command again; nothing was changed, or the next run tells what was"

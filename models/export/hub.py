@@ -5,9 +5,10 @@ on top of the very commit that was looked at, or not at all.
 """
 
 import hashlib
+import logging
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from ...data.files import sha256_file
 from ..drafters.hub import telling_hub_errors
 from .bundle import FOLDER, LICENCE_FILE, REQUIREMENTS_FILE
 from .package import ALLOWED, building, package_files
+
+logger = logging.getLogger(__name__)
 
 KEPT_FILES = frozenset({".gitattributes"})
 """The Hub's own, in every repository."""
@@ -56,10 +59,9 @@ def push(
             api.model_info(repo)
         except RepositoryNotFoundError:  # what it says of one that we may not see, too: then making it is refused
             api.create_repo(repo, private=not public, exist_ok=True)
+        fresh = False
         try:
             info = api.model_info(repo, revision=branch)
-            # A branch that says nothing but what main says, as one whose push was interrupted, has nothing to lose.
-            fresh = branch != MAIN and info.sha == api.model_info(repo, revision=MAIN).sha
         except RevisionNotFoundError:
             api.create_branch(repo, branch=branch)
             info, fresh = api.model_info(repo, revision=branch), True
@@ -86,8 +88,7 @@ def push(
                 )
             except BaseException:
                 if fresh:  # with the files of main it would be in the way of the next try
-                    with suppress(HfHubHTTPError, httpx.TransportError):  # what the commit met with is the news
-                        api.delete_branch(repo, branch=branch)
+                    _remove(api, repo, branch)
                 raise
             commit = made.oid
             _require_there(api, repo, commit, files)
@@ -109,6 +110,17 @@ def pull(repo: str, output: Path, revision: str | None = None) -> str:
         shutil.rmtree(folder / ".cache", ignore_errors=True)  # huggingface_hub's notes of the download
         package_files(folder, called=f"{repo} at commit {commit}")
     return commit
+
+
+def _remove(api: HfApi, repo: str, branch: str) -> None:
+    """Take away a branch that a push has made, as far as that can be done: the news is why the push failed."""
+    try:
+        api.delete_branch(repo, branch=branch)
+    except (HfHubHTTPError, httpx.TransportError):
+        logger.warning(
+            "the branch %s of %s, made for this push, couldn't be removed, and holds what %s does: push there with --overwrite",
+            *(branch, repo, MAIN),
+        )
 
 
 def _files_of(api: HfApi, repo: str, commit: str) -> dict[str, RepoFile]:

@@ -147,15 +147,26 @@ def test_a_file_that_the_hub_leaves_out_is_told(hub: Hub, folder: Path) -> None:
         push(folder, REPO)
 
 
-def test_a_branch_that_a_broken_push_has_left_is_taken_by_the_next(hub: Hub, folder: Path) -> None:
-    """The way there broke: neither could the commit be made nor the branch be removed."""
+def test_a_branch_that_a_broken_push_has_left_is_told_and_that_of_somebody_else_never_taken(
+    hub: Hub, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The way there broke: neither could the commit be made nor the branch be removed. It looks like one that somebody has made
+    of main, which holds what nobody asked to replace."""
     hub.make(REPO, {"README.md": b"theirs"})
     hub.refused |= {"/commit/": 403, "DELETE": 503}
     with pytest.raises(ValueError, match="HTTP 403"):
         push(folder, REPO, revision="v2")
-    assert hub.repositories[REPO].branches.keys() == {"main", "v2"}
+    assert "the branch v2 of user/drafter, made for this push, couldn't be removed" in caplog.text
     hub.refused.clear()
-    pushed = push(folder, REPO, revision="v2")
+    before = dict(hub.repositories[REPO].branches)
+    with pytest.raises(ValueError, match="holds other files"):
+        push(folder, REPO, revision="v2")
+    hub.refused["/commit/"] = 403
+    with pytest.raises(ValueError, match="HTTP 403"):
+        push(folder, REPO, revision="v2", overwrite=True)
+    assert hub.repositories[REPO].branches == before, "a branch that was there is not removed"
+    hub.refused.clear()
+    pushed = push(folder, REPO, revision="v2", overwrite=True)
     assert hub.repositories[REPO].commits[pushed.commit].keys() - {".gitattributes"} == content(folder).keys()
 
 
@@ -221,8 +232,9 @@ def test_what_the_hub_says_of_an_error_that_nobody_expects_is_told(hub, folder):
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ("request error: status 403 Forbidden for https://cas/x?signature=secret", "HTTP 403: your token may not do this"),
-        ("no route to host", "the connection to the Hub broke .ConnectionError"),
+        ("HTTP status client error (403 Forbidden), domain: https://x/y?signature=secret", "HTTP 403: your token may not do"),
+        ("HTTP status server error (503 Unavailable)", "HTTP 503: the Hub answers: HTTP status server error"),
+        ("no route to host cas.xet:443", "the connection to the Hub broke .ConnectionError"),
     ],
 )
 def test_a_refusal_of_what_uploads_large_files_is_told_by_its_status(hub, folder, monkeypatch, said, message):
