@@ -11,7 +11,6 @@ from ..eval.cli import parse_setting
 if TYPE_CHECKING:
     from ..models.hf_target import HFTarget
 
-DTYPES = ("float32", "float16", "bfloat16")
 WANTED = ["*.json", "*.safetensors", "*.bin", "*.pt", "*.model", "*.jinja", "merges.txt", "vocab.txt"]
 """Files of a Hub repository that are downloaded: nothing that could be run."""
 UNWANTED = ["*/*", "optimizer*", "rng_state*", "scaler*", "scheduler*", "train*_state*", "training_args*"]
@@ -40,6 +39,7 @@ def export_command(
 
     from ..models.drafters.files import read_drafter_config
     from ..models.drafters.hub import resolve_drafter
+    from ..models.export.config import DTYPES
     from ..models.export.registry import export_drafter, find_format
 
     if dtype is not None and dtype not in DTYPES:

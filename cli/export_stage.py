@@ -17,7 +17,7 @@ from ..models.drafters.registry import kind_of
 from ..models.export.certificate import read_certificate
 from ..models.export.config import ExportConfig
 from ..models.export.hub import push
-from ..models.export.package import UNNAMED, UNNAMED_TARGET, make_package
+from ..models.export.package import make_package, names_left_open
 from ..models.export.registry import FORMATS, export_drafter
 from ..models.hf_target import HFTarget
 from ..models.interfaces import TrainableDrafter
@@ -106,9 +106,8 @@ def _package(drafter: Path, package: Path, options: CardOptions, *, overwrite: b
         if not package.exists():
             new.rename(package)
     log.info("%s is the folder for the Hub", package)
-    for name, what, option in ((UNNAMED, "the drafter", "repo"), (UNNAMED_TARGET, "the target", "base_model")):
-        if f'"{name}"' in card:
-            log.info("the card's commands say %s for %s: export.%s=user/name writes its name", name, what, option)
+    for name, what, option in names_left_open(card):
+        log.info("the card's commands say %s for %s: export.%s=user/name writes its name", name, what, option)
     return True
 
 

@@ -125,12 +125,11 @@ def _packaged(drafter: Path, output: Path, repo: str) -> Path:
 
 
 def _tell_names_left_open(card: str) -> None:
-    """What readers of the card couldn't run as it stands there."""
-    from ..models.export.package import UNNAMED, UNNAMED_TARGET
+    from ..models.export.package import names_left_open
 
-    for name, what, option in ((UNNAMED, "this drafter", "--repo"), (UNNAMED_TARGET, "its target", "--base-model")):
-        if f'"{name}"' in card:
-            typer.echo(f"the card's commands say {name} for {what}: `outrider package {option} user/name` writes its name")
+    for name, what, option in names_left_open(card):
+        flag = f"--{option.replace('_', '-')}"
+        typer.echo(f"the card's commands say {name} for {what}: `outrider package {flag} user/name` writes its name")
 
 
 def _print_files(files: dict[str, Path]) -> None:

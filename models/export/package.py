@@ -85,6 +85,12 @@ def require_names(*, base_model: str | None, repo: str | None, licence: str | No
         raise ValueError(f"licence is {licence!r}; give the Hub's name of it, such as apache-2.0")
 
 
+def names_left_open(card: str) -> list[tuple[str, str, str]]:
+    """What readers of a card couldn't run as it stands: the placeholder, what it stands for, and the option that names it."""
+    places = ((UNNAMED, "the drafter", "repo"), (UNNAMED_TARGET, "its target", "base_model"))
+    return [place for place in places if f'"{place[0]}"' in card]
+
+
 @contextmanager
 def building(output: Path) -> Iterator[Path]:
     """A new folder beside `output`, which takes its place when the block ends without an error, and is removed elsewise."""

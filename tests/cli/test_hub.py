@@ -90,7 +90,7 @@ def test_what_a_bare_drafters_folder_holds_besides_is_told_to_stay_here(drafter:
 def test_names_that_a_card_leaves_open_are_told(drafter: Path, tmp_path: Path) -> None:
     make = ["package", str(drafter), "--output"]
     said = CliRunner().invoke(app, [*make, str(tmp_path / "a")]).output
-    assert "say FOLDER for this drafter" in said
+    assert "say FOLDER for the drafter: `outrider package --repo user/name`" in said
     assert "say TARGET for its target: `outrider package --base-model user/name`" in said
     named = ["--repo", "me/drafter", "--base-model", "some/target"]
     assert "commands say" not in CliRunner().invoke(app, [*make, str(tmp_path / "b"), *named]).output
