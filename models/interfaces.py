@@ -37,6 +37,10 @@ class Target(Protocol):
         """Tokens, prompt and answer together, that the target can hold."""
 
     @property
+    def has_fixed_shapes(self) -> bool:
+        """Whether each new shape of a pass is compiled or recorded first, so that few batch sizes are worth some padding."""
+
+    @property
     def num_prefills(self) -> int:
         """How often it has started anew. There is one KV cache, so only the last start can go on."""
 
@@ -60,7 +64,7 @@ class Target(Protocol):
         """
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows of the batch only: the others' answers have ended."""
+        """Keep these rows of the batch only. They ascend; the last one may be named again, to fill the batch up."""
 
 
 @runtime_checkable
@@ -75,7 +79,8 @@ class Drafter(Protocol[State]):
     def feature_layers(self) -> tuple[int, ...]:
         """Layers of the target whose inputs it reads besides the last hidden states."""
 
-    def init_state(self, prompts: Prompts, prefill: TargetOutput) -> State: ...
+    def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> State:
+        """Return the state behind the prompts, with room for `max_new_tokens` behind each."""
 
     def propose(self, state: State, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None) -> DraftTree: ...
 

@@ -198,7 +198,9 @@ class Medusa(TrainableDrafter):
     def max_nodes(self) -> int:
         return len(self.node_tokens)
 
-    def init_state(self, prompts: Prompts, prefill: TargetOutput) -> Float[torch.Tensor, "batch hidden"]:
+    def init_state(
+        self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int
+    ) -> Float[torch.Tensor, "batch hidden"]:
         return prompts.last(prefill.hidden_states)
 
     def propose(

@@ -185,7 +185,9 @@ class Redrafter(TrainableDrafter):
 
     # --- decoding
 
-    def init_state(self, prompts: Prompts, prefill: TargetOutput) -> Float[torch.Tensor, "batch hidden"]:
+    def init_state(
+        self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int
+    ) -> Float[torch.Tensor, "batch hidden"]:
         return prompts.last(prefill.hidden_states)
 
     def propose(

@@ -289,7 +289,7 @@ def test_training_overfits_to_near_perfect_acceptance_and_decoding_accepts(train
 def first_draft(target: HFTarget, drafter: Any) -> DraftTree:
     prompts = Prompts.of([torch.tensor(prompt) for prompt in PROMPTS])
     prefill = target.prefill(prompts, max_new_tokens=4, max_nodes=drafter.max_nodes, feature_layers=drafter.feature_layers)
-    state = drafter.init_state(prompts, prefill)
+    state = drafter.init_state(prompts, prefill, max_new_tokens=8)
     return drafter.propose(state, prefill.logits[:, -1].argmax(-1), generator=torch.Generator().manual_seed(0))
 
 

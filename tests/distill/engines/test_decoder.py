@@ -88,7 +88,7 @@ def test_requests_that_may_outgrow_the_drafters_window_are_decoded_without_it(
     read: list[int] = []
 
     class Recorder(NullDrafter):
-        def init_state(self, prompts, prefill):  # type: ignore[no-untyped-def]
+        def init_state(self, prompts, prefill, *, max_new_tokens):  # type: ignore[no-untyped-def]
             read.extend(prompts.lengths)
 
     engine = DecoderEngine(target, Recorder(), sampling=GREEDY, limits=limits, batch_size=3, drafter_context=40)
