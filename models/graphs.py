@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
+from jaxtyping import Int
 
 from .decoding.sampling import Randomness
 from .decoding.tree import DraftTree
@@ -17,8 +18,9 @@ from .interfaces import Drafter
 Output = TypeVar("Output")
 
 MAX_RECORDINGS = 128
-"""Recordings kept; beyond them the one is dropped that was used longest ago. Batch sizes, tree sizes and lengths make as many
-shapes: 5 x 4 x 4 for batches of up to 16, trees in four buckets, and texts of 2,048 tokens."""
+"""Recordings kept; beyond them the one is dropped that was used longest ago. Batch sizes, tree
+sizes and lengths make as many shapes: 5 x 4 x 4 for batches of up to 16, trees in four buckets, and
+texts of 2,048 tokens."""
 
 WARM_UP_CALLS = 3
 """Calls before the recording, in which libraries set themselves up; what PyTorch's documentation advises."""
@@ -29,7 +31,8 @@ class Recorder(Protocol):
     """Records functions, so that they can be run again without Python."""
 
     def __call__(self, function: Callable[[], Output]) -> tuple[Callable[[], Any], Output]:
-        """Run a function once, recording. Return what runs it again, and its output, which each replay overwrites."""
+        """Run a function once, recording. Return what runs it again, and its output, which each
+        replay overwrites."""
 
     def forget(self) -> None:
         """Take note that all recordings are gone."""
@@ -103,13 +106,14 @@ class CudaGraphRecorder:
     def forget(self) -> None:
         """Take a new pool for later recordings.
 
-        A pool without graphs is closed. PyTorch asserts against another recording in it while a tensor of it is alive, and the
-        last output of a dropped recording may well be.
+        A pool without graphs is closed. PyTorch asserts against another recording in it while a
+        tensor of it is alive, and the last output of a dropped recording may well be.
         """
         self._pool = None
 
     def _leave_capture(self, stream: Any) -> None:
-        """Go back to `stream`: where a capture fails, `torch.cuda.graph` raises before it leaves the stream that it captured."""
+        """Go back to `stream`: where a capture fails, `torch.cuda.graph` raises before it leaves
+        the stream that it captured."""
         torch.cuda.set_stream(stream)
         self.forget()  # what the capture has allocated stays in its pool
 
@@ -117,32 +121,46 @@ class CudaGraphRecorder:
 class SharedBuffer:
     """Memory that the outputs of many recordings share, since only the latest of them is looked at.
 
-    Without it each recording would keep an output of its own: the logits of 16 rows and 61 entries over 128,000 tokens take 250
-    MB in 16 bits.
+    Without it each recording would keep an output of its own: the logits of 16 rows and 61 entries
+    over 128,000 tokens take 250 MB in 16 bits.
     """
 
     def __init__(self) -> None:
         self._memory: torch.Tensor | None = None
 
     def hold(self, values: torch.Tensor) -> torch.Tensor:
-        """Copy `values` here. Where they don't fit, new memory is taken; what was recorded with the old keeps that."""
+        """Copy `values` here. Where they don't fit, new memory is taken; what was recorded with the
+        old keeps that."""
         if self._memory is None or self._memory.dtype != values.dtype or len(self._memory) < values.numel():
             with torch.inference_mode(False):  # written in whatever mode
                 self._memory = torch.empty(values.numel(), dtype=values.dtype, device=values.device)
         return self._memory[: values.numel()].view(values.shape).copy_(values)
 
 
+@runtime_checkable
+class RecordableDrafter(Drafter[torch.Tensor], Protocol):
+    """A drafter whose `propose` is `trim` of `draft`, and whose `draft` can be recorded.
+
+    `draft` reads nothing but its arguments, samples nothing, and returns a tree whose size does not
+    depend on their values. `trim` may read values, to cut padding.
+    """
+
+    def draft(self, state: torch.Tensor, last_token: Int[torch.Tensor, " batch"]) -> DraftTree: ...
+
+    def trim(self, tree: DraftTree) -> DraftTree: ...
+
+
 class GraphedDrafter:
-    """A drafter replayed as a CUDA graph: one whose `propose` reads only its arguments and draws nothing at random (ReDrafter).
+    """A drafter replayed as a CUDA graph: one that is `recordable`, such as ReDrafter.
 
     The tree that it proposes is overwritten by its next one. Its settings must stay as they are.
     """
 
-    def __init__(self, drafter: Drafter[torch.Tensor], recorder: Recorder | None = None) -> None:
+    def __init__(self, drafter: RecordableDrafter, recorder: Recorder | None = None) -> None:
         self.drafter = drafter
         self.max_nodes, self.feature_layers = drafter.max_nodes, drafter.feature_layers
         self.init_state, self.advance, self.select = drafter.init_state, drafter.advance, drafter.select
-        self._propose = GraphedFunction(drafter.propose, recorder)
+        self._draft = GraphedFunction(drafter.draft, recorder)
 
     def propose(self, state: torch.Tensor, last_token: torch.Tensor, *, generator: Randomness = None) -> DraftTree:
-        return self._propose(state, last_token)
+        return self.drafter.trim(self._draft(state, last_token))

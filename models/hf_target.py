@@ -83,7 +83,8 @@ class HFTarget:
 
     @property
     def has_fixed_shapes(self) -> bool:
-        """Whether each new shape of a pass is compiled or recorded first, so that few shapes are worth some padding."""
+        """Whether each new shape of a pass is compiled or recorded first, so that few shapes are
+        worth some padding."""
         return self.compiled or self.cuda_graphs
 
     @property
@@ -235,12 +236,14 @@ class HFTarget:
         return self._graphs(last_token, tree.tokens, tree.lineage, key=key)
 
     def _needs_mask(self, num_nodes: int) -> bool:
-        """Whether a pass needs a mask. Plain decoding of rows of one length doesn't: kernels without a mask are faster."""
+        """Whether a pass needs a mask. Plain decoding of rows of one length doesn't: kernels
+        without a mask are faster."""
         cache = self._require_cache()
         return num_nodes > 0 or not cache.is_even or cache.is_fixed
 
     def _read_tree_for_replay(self, *inputs: torch.Tensor) -> TargetOutput:
-        """Read a tree; the logits lie in memory that all recordings share, since those of a batch's trees are large."""
+        """Read a tree; the logits lie in memory that all recordings share, since those of a batch's
+        trees are large."""
         output = self._read_tree(*inputs)
         return replace(output, logits=self._logits.hold(output.logits))
 

@@ -38,7 +38,8 @@ class Target(Protocol):
 
     @property
     def has_fixed_shapes(self) -> bool:
-        """Whether each new shape of a pass is compiled or recorded first, so that few batch sizes are worth some padding."""
+        """Whether each new shape of a pass is compiled or recorded first, so that few batch sizes
+        are worth some padding."""
 
     @property
     def num_prefills(self) -> int:
@@ -64,7 +65,8 @@ class Target(Protocol):
         """
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows of the batch only. They ascend; the last one may be named again, to fill the batch up."""
+        """Keep these rows of the batch only. They ascend; the last one may be named again, to fill
+        the batch up."""
 
 
 @runtime_checkable
@@ -126,7 +128,7 @@ class TrainableDrafter(nn.Module, ABC):
     Config: ClassVar[type[Any]]
     """Dataclass of this kind's options; its RUNTIME_FIELDS may be changed when trained weights are loaded."""
     recordable: ClassVar[bool] = True
-    """Whether `propose` reads nothing but its arguments, all of them tensors, so that a CUDA graph can replay it."""
+    """Whether a CUDA graph can replay its drafting (see `RecordableDrafter`)."""
     config: Any
 
     @classmethod

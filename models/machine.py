@@ -17,10 +17,12 @@ def device_name(device: torch.device) -> str:
 
 
 def turn_off_cudnn_attention(device: torch.device) -> None:
-    """Take cuDNN's kernel out of PyTorch's choice of attention kernels, in the whole process, if `device` is a GPU of NVIDIA's.
+    """Take cuDNN's kernel out of PyTorch's choice of attention kernels, in the whole process, if
+    `device` is a GPU of NVIDIA's.
 
-    PyTorch prefers it on an H100. It plans anew for every shape and stride of keys, queries and masks, for tens of
-    milliseconds, and in decoding each step has another shape. The flash and the memory-efficient kernel plan nothing.
+    PyTorch prefers it on an H100. It plans anew for every shape and stride of keys, queries and
+    masks, for tens of milliseconds, and in decoding each step has another shape. The flash and the
+    memory-efficient kernel plan nothing.
     """
     if device.type == "cuda" and torch.backends.cuda.cudnn_sdp_enabled():
         torch.backends.cuda.enable_cudnn_sdp(False)

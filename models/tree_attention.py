@@ -102,8 +102,9 @@ def tree_attention_mask(
     positions back. Additive rather than boolean: the one form that both the sdpa and the eager attention of transformers take
     as it is.
 
-    Of the last committed token and the nodes, only the `queries` get a row. The mask is new memory and no slice of a larger one:
-    kernels on a GPU read masks in words of several bytes, which must begin at such an address.
+    Of the last committed token and the nodes, only the `queries` get a row. The mask is new memory
+    and no slice of a larger one: kernels on a GPU read masks in words of several bytes, which must
+    begin at such an address.
     """
     batch, num_nodes, _ = lineage.shape
     hidden = hidden_score(dtype)
@@ -125,8 +126,9 @@ def tree_attention_mask(
 def hidden_score(dtype: torch.dtype) -> float:
     """Return what an additive mask adds to the score of a key that a query must not see.
 
-    Half of the smallest number: kernels multiply the masked score by log2(e), and the smallest number itself would become minus
-    infinity. A block of keys that are all hidden (a sliding window has them) would then give NaN.
+    Half of the smallest number: kernels multiply the masked score by log2(e), and the smallest
+    number itself would become minus infinity. A block of keys that are all hidden (a sliding window
+    has them) would then give NaN.
     """
     return torch.finfo(dtype).min / 2
 
@@ -186,10 +188,12 @@ def _grouped_heads_forward(
 
 
 def has_grouped_kernel(device: torch.device) -> bool:
-    """Whether the device has a kernel that takes a mask and grouped heads, and is fast for few queries.
+    """Whether the device has a kernel that takes a mask and grouped heads, and is fast for few
+    queries.
 
-    The CPU has. On CUDA cuDNN's kernel takes both, but plans anew for every shape (see `turn_off_cudnn_attention`). Folding also
-    fills a GPU's tiles better: the queries of a group's heads together are one matrix product.
+    The CPU has. On CUDA cuDNN's kernel takes both, but plans anew for every shape (see
+    `turn_off_cudnn_attention`). Folding also fills a GPU's tiles better: the queries of a group's
+    heads together are one matrix product.
     """
     return device.type == "cpu"
 
@@ -197,9 +201,11 @@ def has_grouped_kernel(device: torch.device) -> bool:
 def attend_grouped(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
-    """Attend with keys and values that have fewer heads than the queries, by a kernel that knows groups.
+    """Attend with keys and values that have fewer heads than the queries, by a kernel that knows
+    groups.
 
-    From [batch, head, query, head_dim] and [batch, kv_head, key, head_dim] to [batch, query, head, head_dim].
+    From [batch, head, query, head_dim] and [batch, kv_head, key, head_dim] to [batch, query, head,
+    head_dim].
     """
     return scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=True).transpose(1, 2).contiguous()
 
@@ -209,14 +215,16 @@ def attend_folded(
 ) -> torch.Tensor:
     """Do the same by a kernel that knows no groups.
 
-    The heads of a group read the same keys, so their queries can as well be further queries of one head.
+    The heads of a group read the same keys, so their queries can as well be further queries of one
+    head.
     """
     batch, num_heads, num_queries, _ = query.shape
     num_groups = num_heads // key.shape[1]
     folded = query.reshape(batch, key.shape[1], num_groups * num_queries, -1)
     output = scaled_dot_product_attention(folded, key, value, mask.repeat(1, 1, num_groups, 1), scale=scale)
-    # The layout of a kernel's output is its own affair: CUDA's memory-efficient one returns [batch, query, head] transposed. So
-    # only dimensions are split and moved here, never viewed as others, and one copy puts them in order.
+    # The layout of a kernel's output is its own affair: CUDA's memory-efficient one returns [batch,
+    # query, head] transposed. So only dimensions are split and moved here, never viewed as others,
+    # and one copy puts them in order.
     output = output.unflatten(2, (num_groups, num_queries)).permute(0, 3, 1, 2, 4)
     return output.reshape(batch, num_queries, num_heads, -1)
 

@@ -14,17 +14,19 @@ import torch
 from jaxtyping import Int
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-
 EXTENT_STEP = 256
-"""Columns by which the part of a cache grows that passes see, where each new length of it is compiled or recorded."""
+"""Columns by which the part of a cache grows that passes see, where each new length of it is
+compiled or recorded."""
 
 ACCELERATOR_EXTENT_STEP = 512
-"""The same on an accelerator, in every form. A thousand columns more cost hundredths of a millisecond there, a recording
-tenths of a second; and kernels copy a mask whose rows don't begin at multiples of 16 bytes."""
+"""The same on an accelerator, in every form. A thousand columns more cost hundredths of a
+millisecond there, a recording tenths of a second; and kernels copy a mask whose rows don't begin at
+multiples of 16 bytes."""
 
 
 def extent_step(device: torch.device, *, is_fixed: bool) -> int:
-    """Return the columns by which the part of a cache grows that masked passes see; 1 on a CPU unless shapes are fixed."""
+    """Return the columns by which the part of a cache grows that masked passes see; 1 on a CPU
+    unless shapes are fixed."""
     if device.type != "cpu":
         return ACCELERATOR_EXTENT_STEP
     return EXTENT_STEP if is_fixed else 1
@@ -72,8 +74,9 @@ class TreeCache(Cache):
     """The layers of a model. All tensors of one shape lie in one buffer, [slot, batch, head, capacity, head_dim], so that
     committing is one gather for all layers.
 
-    Passes under a mask see a multiple of `extent_step` columns. With `is_fixed`, every pass over as many tokens reads and writes
-    the same memory with the same shapes, whatever the rows' lengths: what compiled code and CUDA graphs need.
+    Passes under a mask see a multiple of `extent_step` columns. With `is_fixed`, every pass over as
+    many tokens reads and writes the same memory with the same shapes, whatever the rows' lengths:
+    what compiled code and CUDA graphs need.
     """
 
     def __init__(
@@ -154,10 +157,11 @@ class TreeCache(Cache):
         self._columns = slice(0, num_entries)
 
     def begin_pass(self, num_entries: int, *, offset: int = 0, is_masked: bool = True) -> bool:
-        """Prepare a pass over `num_entries` tokens per row, behind `offset` entries of earlier passes that aren't committed.
+        """Prepare a pass over `num_entries` tokens per row, behind `offset` entries of earlier
+        passes that aren't committed.
 
-        Without a mask the pass sees exactly the columns that are written. Returns whether the cache was too small: it then has
-        doubled, and moved.
+        Without a mask the pass sees exactly the columns that are written. Returns whether the cache
+        was too small: it then has doubled, and moved.
         """
         self.num_written, self._offset = num_entries, offset
         end = max(self.host_lengths) + offset + num_entries
@@ -200,8 +204,8 @@ class TreeCache(Cache):
         self.host_lengths = [length + count for length, count in zip(self.host_lengths, counts, strict=True)]
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows of the batch only. They ascend, so none is overwritten before it has moved; the last one may be named
-        again."""
+        """Keep these rows of the batch only. They ascend, so none is overwritten before it has
+        moved; the last one may be named again."""
         for place, row in enumerate(rows):
             if place != row:
                 self._lengths[place] = self._lengths[row]
@@ -215,7 +219,8 @@ class TreeCache(Cache):
         texts = [buffer[:, row, :, :length] for buffer in self._buffers]
         if self._lengths.device.type == "cpu":
             return [text.clone() for text in texts]
-        # Into pinned memory, all copies under way at once: into ordinary memory each would be staged, and waited for.
+        # Into pinned memory, all copies under way at once: into ordinary memory each would be
+        # staged, and waited for.
         copies = [torch.empty(text.shape, dtype=text.dtype, pin_memory=True).copy_(text, non_blocking=True) for text in texts]
         torch.accelerator.current_stream(self._lengths.device).synchronize()
         return copies

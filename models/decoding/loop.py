@@ -99,9 +99,9 @@ def generate(
 def kept_places(places: Sequence[int], batch: int, *, few_sizes: bool) -> list[int]:
     """Return which rows of a batch stay in it, given the `places` of those whose answers go on.
 
-    With `few_sizes` the size falls from one power of two to the next, since each other size would be compiled or recorded first.
-    The last row is repeated to fill it: its copies decode the same text, need no more room than the row itself, and are not
-    looked at.
+    With `few_sizes` the size falls from one power of two to the next, since each other size would
+    be compiled or recorded first. The last row is repeated to fill it: its copies decode the same
+    text, need no more room than the row itself, and are not looked at.
 
         5 of 8 go on   0 2 3 6 7   ->   0 2 3 6 7 7 7 7        4 of 8 go on   0 2 3 6   ->   0 2 3 6
     """

@@ -48,7 +48,8 @@ class ReplayingRecorder(TorchDispatchMode):
 
 
 class PoolRecorder(ReplayingRecorder):
-    """Fails where PyTorch's allocator would: at a recording into a pool that has no graph left, but tensors in use.
+    """Fails where PyTorch's allocator would: at a recording into a pool that has no graph left, but
+    tensors in use.
 
     (`create_or_incref_pool` asserts that such a pool is still used.)
     """

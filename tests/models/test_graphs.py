@@ -147,7 +147,8 @@ def test_no_more_recordings_are_kept_than_allowed(monkeypatch):
 
 
 def test_of_many_recordings_the_one_used_longest_ago_goes_first(monkeypatch):
-    """Dropped in the order of their making, recordings used in turns were all made anew at each turn."""
+    """Dropped in the order of their making, recordings used in turns were all made anew at each
+    turn."""
     monkeypatch.setattr(graphs, "MAX_RECORDINGS", 2)
     lengths = []
     double = GraphedFunction(lambda x: lengths.append(len(x)) or 2 * x, ReplayingRecorder())
