@@ -5,7 +5,7 @@ replayed.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, runtime_checkable
@@ -123,6 +123,20 @@ class TrainableDrafter(nn.Module, ABC):
     recordable: ClassVar[bool] = True
     """Whether `propose` reads nothing but its arguments, all of them tensors, so that a CUDA graph can replay it."""
     config: Any
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "TrainableDrafter":
+        """Move and cast as every module does, but let buffers keep their type, whoever casts (`.bfloat16()`, DeepSpeed).
+
+        Rounded to bf16, the frequencies of rotary embeddings would turn a token at position 2,000 by wrong angles, and training
+        and decoding would disagree.
+        """
+        before = dict(self.named_buffers(remove_duplicate=False))
+        super()._apply(fn, recurse)
+        for name, buffer in self.named_buffers(remove_duplicate=False):
+            if buffer.dtype != before[name].dtype:
+                owner, _, leaf = name.rpartition(".")
+                setattr(self.get_submodule(owner), leaf, before[name].to(buffer.device))
+        return self
 
     @classmethod
     @abstractmethod
