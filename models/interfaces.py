@@ -201,6 +201,13 @@ class TrainableDrafter(nn.Module, ABC):
         bits in less memory. By default nothing: a drafter without such layers has little to spare, as its loss is computed in
         chunks anyway."""
 
+    def has_unused_parameters(self, horizon: int) -> bool:
+        """Whether labels of `horizon` tokens leave some parameters without a gradient. By default they leave none.
+
+        Data parallelism exchanges gradients faster where none is ever missing. A batch without labels must give zeros.
+        """
+        return False
+
     @abstractmethod
     def loss(self, batch: DrafterBatch, objective: "Objective") -> Loss:
         """What `objective` says of one batch. Raises ValueError where the batch lacks what this drafter needs."""

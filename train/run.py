@@ -219,6 +219,7 @@ def _set_up(
         optimizer,
         batch_size=config.batch_size,
         max_grad_norm=config.max_grad_norm,
+        unused_parameters=drafter.has_unused_parameters(manifest.horizon),
     )
     return Training(
         config=config,
