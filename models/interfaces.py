@@ -197,9 +197,9 @@ class TrainableDrafter(nn.Module, ABC):
         """Raise ValueError where loaded weights have the right shapes, but values that can't be."""
 
     def checkpoint_activations(self) -> None:
-        """In training, keep of decoder layers only what goes into them, and compute the rest anew for the gradient: the same
-        bits in less memory. By default nothing: a drafter without such layers has little to spare, as its loss is computed in
-        chunks anyway."""
+        """In training, keep of decoder layers only what goes into them, and recompute the rest for the gradient: the
+        same gradient (on a CPU the same bits) in less memory. By default nothing: a drafter without such layers has little to
+        spare, as its loss is computed in chunks anyway."""
 
     def has_unused_parameters(self, horizon: int) -> bool:
         """Whether labels of `horizon` tokens leave some parameters without a gradient. By default they leave none.

@@ -1,4 +1,4 @@
-"""What a process must remember of a training to go on with the same bits: copies of tensors on the host, and random numbers."""
+"""What a process must remember of a training to resume it exactly: copies of tensors on the host, and random numbers."""
 
 import random
 from collections.abc import Mapping
