@@ -11,8 +11,9 @@ from outrider.train.tracking import read_records
 
 TIMING = frozenset({"seconds", "positions_per_second", "tokens_per_second"})
 """Fields of a record that a clock decides."""
-GPU_TOLERANCE = 1e-3
-"""Relative. The backward of attention and `index_add` add by atomic operations there, and Adam carries their rounding on."""
+LOSS_TOLERANCE, WEIGHT_TOLERANCE = 1e-3, 1e-2
+"""Relative, on a GPU: of each loss, and of each tensor of weights as a whole. The backward of attention and `index_add` add by
+atomic operations there, and Adam makes whole steps of the rounding of a gradient near zero."""
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
@@ -30,7 +31,7 @@ def assert_same_records(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]
         assert [line.get(name) for line in ours] == [line.get(name) for line in theirs]
     for name in ("loss", "grad_norm", "learning_rate"):
         expected = [line[name] for line in theirs if name in line]
-        assert [line[name] for line in ours if name in line] == pytest.approx(expected, rel=GPU_TOLERANCE)
+        assert [line[name] for line in ours if name in line] == pytest.approx(expected, rel=LOSS_TOLERANCE)
 
 
 def assert_same_weights(ours: Path, theirs: Path, device: torch.device) -> None:
@@ -39,5 +40,7 @@ def assert_same_weights(ours: Path, theirs: Path, device: torch.device) -> None:
         assert ours.read_bytes() == theirs.read_bytes(), ours
         return
     expected = load_file(theirs)
-    for name, weight in load_file(ours).items():
-        torch.testing.assert_close(weight, expected[name], rtol=GPU_TOLERANCE, atol=GPU_TOLERANCE * float(expected[name].std()))
+    found = load_file(ours)
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert (found[name].float() - weight.float()).norm() <= WEIGHT_TOLERANCE * weight.float().norm(), name
