@@ -416,9 +416,10 @@ class HFTarget:
     ) -> tuple[Float[torch.Tensor, "batch seq hidden"], Float[torch.Tensor, "batch seq feature"] | None]:
         """Last hidden states, after the final norm, of right-padded texts, and the inputs of `feature_layers`, side by side.
 
-        Neither head nor gradients are computed.
+        Neither head nor gradients are computed. States on padding mean nothing, so the model gets no mask: under causal
+        attention no token sees the padding on its right.
         """
-        return self.read_texts(feature_layers, input_ids=input_ids, attention_mask=attention_mask)
+        return self.read_texts(feature_layers, input_ids=input_ids)
 
     @torch.no_grad()
     def layer_inputs(self, feature_layers: tuple[int, ...], **inputs: Any) -> Float[torch.Tensor, "batch seq feature"]:

@@ -5,7 +5,7 @@ replayed.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, runtime_checkable
@@ -131,6 +131,20 @@ class TrainableDrafter(nn.Module, ABC):
     """Whether a CUDA graph can replay its drafting (see `RecordableDrafter`)."""
     config: Any
 
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "TrainableDrafter":
+        """Move and cast as every module does, but let buffers keep their type, whoever casts (`.bfloat16()`, DeepSpeed).
+
+        Rounded to bf16, the frequencies of rotary embeddings would turn a token at position 2,000 by wrong angles, and training
+        and decoding would disagree.
+        """
+        before = dict(self.named_buffers(remove_duplicate=False))
+        super()._apply(fn, recurse)
+        for name, buffer in self.named_buffers(remove_duplicate=False):
+            if buffer.dtype != before[name].dtype:
+                owner, _, leaf = name.rpartition(".")
+                setattr(self.get_submodule(owner), leaf, before[name].to(buffer.device))
+        return self
+
     @classmethod
     @abstractmethod
     def for_target(cls, config: Any, target: "HFTarget") -> "TrainableDrafter":
@@ -190,9 +204,16 @@ class TrainableDrafter(nn.Module, ABC):
         """Raise ValueError where loaded weights have the right shapes, but values that can't be."""
 
     def checkpoint_activations(self) -> None:
-        """In training, keep of decoder layers only what goes into them, and compute the rest anew for the gradient: the same
-        bits in less memory. By default nothing: a drafter without such layers has little to spare, as its loss is computed in
-        chunks anyway."""
+        """In training, keep of decoder layers only what goes into them, and recompute the rest for the gradient: the
+        same gradient (on a CPU the same bits) in less memory. By default nothing: a drafter without such layers has little to
+        spare, as its loss is computed in chunks anyway."""
+
+    def has_unused_parameters(self, horizon: int) -> bool:
+        """Whether labels of `horizon` tokens leave some parameters without a gradient. By default they leave none.
+
+        Data parallelism exchanges gradients faster where none is ever missing. A batch without labels must give zeros.
+        """
+        return False
 
     @abstractmethod
     def loss(self, batch: DrafterBatch, objective: "Objective") -> Loss:

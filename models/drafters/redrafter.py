@@ -305,6 +305,10 @@ class Redrafter(TrainableDrafter):
         inputs = hidden[labels.known], torch.stack(states, dim=1)[labels.known]
         return score(self.logits, inputs, labels, batch, objective, vocabulary=self.vocabulary)
 
+    def has_unused_parameters(self, horizon: int) -> bool:
+        """Labels of two tokens train the first depth alone, which the recurrence hasn't reached."""
+        return self.config.rnn and horizon == 2
+
     @property
     def vocabulary(self) -> DraftVocabulary:
         """The tokens that the head's outputs stand for."""

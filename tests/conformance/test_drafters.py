@@ -319,6 +319,22 @@ def test_every_objective_has_a_finite_gradient(kind, target, batch, loss, weight
     assert any(gradient.any() for gradient in gradients.values())
 
 
+@pytest.mark.parametrize("with_labels", [True, False])
+@pytest.mark.parametrize("horizon", [2, 3, HORIZON])
+def test_a_drafter_announces_parameters_without_a_gradient(kind, target, batch, horizon, with_labels):
+    """DDP, which looks for them only then, would wait for ever for one that is missing in some processes."""
+    drafter, batch = make(kind, target, batch)
+    try:
+        drafter.require_horizon(drafter.config, horizon)
+    except ValueError:
+        pytest.skip("this kind can't be trained on such labels")
+    positions = batch.positions if with_labels else torch.zeros_like(batch.positions)
+    batch = replace(batch, positions=positions, continuations=batch.continuations[:, :, :horizon])
+    drafter.loss(batch, Objective(loss="kl", head=target.head)).sums.sum().backward()
+    missing = [name for name, each in drafter.named_parameters() if each.requires_grad and each.grad is None]
+    assert bool(missing) == drafter.has_unused_parameters(horizon), missing
+
+
 def test_texts_without_a_label_teach_nothing_and_break_nothing(kind, target, batch):
     drafter, batch = make(kind, target, batch)
     result = drafter.loss(replace(batch, positions=torch.zeros_like(batch.positions)), Objective())
