@@ -13,6 +13,7 @@ from ..models.decoding.sampling import RowSeeds
 from ..models.decoding.tree import tree_tokens
 from ..models.decoding.types import PhaseSeconds, Step
 from ..models.interfaces import AcceptanceRule, Drafter, Target
+from ..models.machine import synchronize
 from .records import TreeTokens
 
 
@@ -92,18 +93,13 @@ def time_generation(
     `timed` takes the phases too, which slows an accelerator down.
     """
     device = prompts[0].device
-    _synchronize(device)
+    synchronize(device)
     start = time.perf_counter()
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stop_ids": stop_ids, "timed": timed}
     stream = generate(target, drafter, rule, prompts, generator=RowSeeds(seeds), **options)
     first_step = next(stream)  # its tokens have been read by the host, so an accelerator has finished
     first_token = time.perf_counter()
     steps = [first_step, *stream]
-    _synchronize(device)
+    synchronize(device)
     end = time.perf_counter()
     return Generation(steps=steps, prefill_seconds=first_token - start, decode_seconds=end - first_token)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

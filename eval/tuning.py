@@ -28,6 +28,7 @@ from ..models.drafters.tuned import Choice
 from ..models.graphs import GraphedDrafter
 from ..models.hf_target import HFTarget
 from ..models.interfaces import AcceptanceRule, Drafter, Target
+from ..models.machine import synchronize
 from ..models.packing import packed_linears
 from .replay import Answered, ReplayTarget
 from .step_times import StepTimes
@@ -167,8 +168,7 @@ def run(
     device = answered[0].prompt.device
     started = time.perf_counter()
     steps = list(stream)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     return Run(
         seconds=time.perf_counter() - started,
         num_tokens=sum(len(tokens) for step in steps for tokens in step.tokens),
