@@ -19,8 +19,8 @@ FEW_UNITS = 8
 """A bootstrap over fewer prompts, or batches, hardly knows how far they spread."""
 METHOD_WIDTH = 14
 """Characters for the name of a method on the narrowest terminal."""
-BUFFER = "that size, at most 1 GiB"
-"""What bandwidth is measured on (`roofline.MAX_BUFFER_BYTES`), in words."""
+BUFFER = "that size, at most 1 GiB (4 GiB on an accelerator)"
+"""What bandwidth is measured on (`roofline.measure_bandwidth`), in words."""
 TOKENS_NOTE = (
     "Tok/step: tokens emitted per target step, bonus included, prefill excluded. Tok/s and speedup: whole generations, prefill "
     "included; the interval is a bootstrap over prompts."
