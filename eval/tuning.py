@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import Any, cast
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -25,11 +25,11 @@ from ..models.drafters import NullDrafter, load_drafter
 from ..models.drafters.checkpoint import read_drafter_config
 from ..models.drafters.registry import parse_runtime_config
 from ..models.drafters.tuned import Choice
-from ..models.graphs import GraphedDrafter
 from ..models.hf_target import HFTarget
 from ..models.interfaces import AcceptanceRule, Drafter, Target
 from ..models.machine import synchronize
 from ..models.packing import packed_linears
+from .methods import proposer
 from .replay import Answered, ReplayTarget
 from .step_times import StepTimes
 
@@ -209,9 +209,7 @@ class Trial:
             return
         drafter = load_drafter(self.directory, self.target, **setting)
         with packed_linears(*([drafter] if self.pack else [])):
-            # A TrainableDrafter is an nn.Module first, so that its type doesn't say that it drafts.
-            proposer = cast("Drafter[Any]", drafter)
-            yield GraphedDrafter(proposer) if self.target.cuda_graphs and drafter.recordable else proposer
+            yield proposer(drafter, self.target)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
