@@ -62,7 +62,7 @@ class Row(TypedDict):
     """What the drafter's training took (TrainingFacts)."""
     time_split: dict[str, float] | None
     tree_tokens: dict[str, list[float]] | None
-    """Draft tokens a step before and after shared prefixes are merged (`stats.tree_tokens`)."""
+    """Draft tokens a step before and after shared prefixes are merged, and those read (`stats.tree_tokens`)."""
     roofline: dict[str, Any]
     roofline_fraction: float | None
     """Decode tokens per second over the roofline of plain decoding, which reads the weights once for a token of every row that

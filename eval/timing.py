@@ -62,18 +62,19 @@ class Answer:
     token_ids: list[int]
     accepted_histogram: list[int]
     num_draft_tokens: int
-    """That the target read for this row."""
+    """That the target read for this row, padding included."""
     drawn: bool
     tree_tokens: TreeTokens
     """Of each verify step, where phases were timed."""
 
 
 def _tree_tokens(own: Sequence[tuple[Step, int]]) -> TreeTokens:
-    """What merging shared prefixes saved a row, whose steps and place in them these are."""
-    counts = [(tree_tokens(*step.links), place) for step, place in own if step.links is not None]
+    """What merging shared prefixes saved a row, and padding cost it, whose steps and place in them these are."""
+    counts = [(tree_tokens(*step.links), place, step.num_nodes) for step, place in own if step.links is not None]
     return TreeTokens(
-        shared=[int(shared[place]) for (shared, _), place in counts],
-        separate=[int(separate[place]) for (_, separate), place in counts],
+        shared=[int(shared[place]) for (shared, _), place, _ in counts],
+        separate=[int(separate[place]) for (_, separate), place, _ in counts],
+        read=[num_read for _, _, num_read in counts],
     )
 
 

@@ -15,7 +15,7 @@ import torch
 
 from outrider.data.chat import encode_prompt
 from outrider.data.types import Turn
-from outrider.eval import measure, run
+from outrider.eval import measure, methods, run
 from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.measure import Generation, answer_seed, evenly_spaced
 from outrider.eval.records import EvalRecord, RecordFile
@@ -132,7 +132,38 @@ def test_profiled_answers_count_what_shared_prefixes_save_and_beams_read_in_full
     assert {shared for _, shared in counted["redrafter"]} <= {4, 5, 6}
     assert set(counted["redrafter share_prefixes=False"]) == {(6, 6)}
     assert [row["tree_tokens"] is None for row in rows] == [True, False, False]
-    assert rows[2]["tree_tokens"] == {"separate": [6.0] * 3, "shared": [6.0] * 3}
+    assert rows[2]["tree_tokens"] == {"separate": [6.0] * 3, "shared": [6.0] * 3, "read": [6.0] * 3}
+
+
+class Padded:
+    """Pads every tree to eight nodes, as drafters do where trees have one shape for all steps."""
+
+    max_nodes = 8
+
+    def __init__(self, drafter: Any, target: HFTarget) -> None:
+        self.drafter, self.feature_layers = drafter, drafter.feature_layers
+        self.init_state, self.advance, self.select = drafter.init_state, drafter.advance, drafter.select
+
+    def propose(self, state: Any, last_token: torch.Tensor, *, generator: Randomness = None) -> DraftTree:
+        tree = self.drafter.propose(state, last_token)
+        padding = (0, self.max_nodes - tree.num_nodes)
+        tokens, parents = (torch.nn.functional.pad(nodes, padding, value=-1) for nodes in (tree.tokens, tree.parents))
+        return DraftTree(tokens=tokens, parents=parents, max_depth=tree.max_depth)
+
+
+def test_records_hold_the_padding_that_the_target_reads(
+    run_tiny: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(methods, "proposer", Padded)
+    rows = run_tiny(tmp_path, settings=[{}])
+    assert rows[1]["lossless"] is True
+    assert rows[1]["draft_tokens_per_step"] == 8.0
+    profiled = [record for record in read(tmp_path) if record.profiled and record.method == "redrafter"]
+    assert len(profiled) == NUM_PROFILED
+    for record in profiled:
+        assert record.tree_tokens is not None
+        assert record.tree_tokens.read == [8] * record.num_steps
+        assert set(record.tree_tokens.shared) <= {4, 5, 6}, "its own nodes"
 
 
 def test_the_second_turn_holds_the_baselines_answer_for_every_method(
