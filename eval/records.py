@@ -23,6 +23,8 @@ RecordKey = tuple[str, str, int, float, str, int, bool, int]
 """Suite, prompt id, turn, temperature, method, repeat, profiled, batch size: one answer of a run."""
 BatchKey = tuple[str, str | int, int, float, str, int, bool, int]
 """The same with the batch in the prompt's place: what was decoded together."""
+Cell = tuple[str, float, int, str]
+"""Suite, temperature, batch size and method: what a row of the table is about."""
 GroupKey = tuple[str, float, int]
 """Suite, temperature, batch size: methods are held against each other within these."""
 
@@ -167,6 +169,10 @@ class EvalRecord:
     @property
     def group_key(self) -> GroupKey:
         return (self.suite, self.temperature, self.batch_size)
+
+    @property
+    def cell(self) -> Cell:
+        return (*self.group_key, self.method)
 
     @property
     def is_reference(self) -> bool:

@@ -4,6 +4,7 @@ from collections import defaultdict
 from typing import Any
 
 from .report_runs import Entry, Group, decoding
+from .report_sections import NO_MEMORY
 from .report_tables import Column, Line, Section, Table, Value, column, number, table
 from .rows import is_wrong
 
@@ -99,8 +100,10 @@ def _speeds(group: Group) -> list[Table]:
 def _speed(entries: dict[tuple[int, int, bool], Entry], batch: int, width: int, shared: bool) -> Value:
     """Tokens/s of the whole batch; with tree attention also by what it is faster."""
     entry, other = entries[batch, width, shared], entries[batch, width, not shared]
-    speed = entry.row["tokens_per_second"]
+    speed, other_speed = entry.row["tokens_per_second"], other.row["tokens_per_second"]
+    if speed is None:
+        return NO_MEMORY
     if is_wrong(entry.row):
         return Value(text=f"{speed:.1f}", number=speed, note="not lossless", tone="bad")
-    ratio = f"{speed / other.row['tokens_per_second']:.2f}x" if shared and not is_wrong(other.row) else ""
+    ratio = f"{speed / other_speed:.2f}x" if shared and other_speed is not None and not is_wrong(other.row) else ""
     return Value(text=f"{speed:.1f}", number=speed, note=ratio)

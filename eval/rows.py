@@ -10,7 +10,7 @@ from .config import EvalConfig
 from .lossless import Mismatch, judge
 from .outliers import find_outliers
 from .records import BASELINE, EvalRecord, GroupKey
-from .run_files import DrafterFacts, Roofline
+from .run_files import DrafterFacts, OutOfMemory, Roofline
 
 
 class Row(TypedDict):
@@ -44,7 +44,7 @@ class Row(TypedDict):
     mean_accepted: float | None
     accepted_histogram: list[int]
     draft_tokens_per_step: float | None
-    tokens_per_second: float
+    tokens_per_second: float | None
     """Of the whole batch."""
     answer_tokens_per_second: float | None
     """Of one answer in its batch (`stats.answer_tokens_per_second`)."""
@@ -77,6 +77,8 @@ class Row(TypedDict):
     outliers: list[dict[str, Any]]
     """Answers that took far longer per step than the method's others (Outlier); they are in every figure."""
     by_category: dict[str, dict[str, Any]]
+    out_of_memory: bool
+    """Whether the method, or plain decoding, ran out of memory here: then there are no figures."""
 
 
 def build_rows(
@@ -88,13 +90,15 @@ def build_rows(
     roofline: Roofline,
     num_skipped: Mapping[GroupKey, int],
     drafters: Mapping[str, DrafterFacts],
+    out_of_memory: Sequence[OutOfMemory] = (),
 ) -> list[Row]:
-    """One row per suite, temperature, batch size and method, in the order of the records, the baseline first in each group.
+    """One row per suite, temperature, batch size and method, in the order of the records, the baseline first in each group, and
+    last what ran out of memory.
 
     `drafters` is by method.
     """
     rows = []
-    suites = dict.fromkeys(record.suite for record in records)
+    suites = dict.fromkeys([*(record.suite for record in records), *(each.suite for each in out_of_memory)])
     for group_key in product(suites, config.temperatures, config.batch_sizes):
         group = [record for record in records if record.group_key == group_key]
         names = dict.fromkeys(record.method for record in group)
@@ -109,6 +113,10 @@ def build_rows(
         if any(is_broken(row) and row["method"] == BASELINE for row in of_group):
             for row in of_group:
                 _withdraw(row)
+        empty = sorted(
+            (each for each in out_of_memory if each.group_key == group_key), key=lambda each: each.method != BASELINE
+        )
+        rows += [_row_without_figures(each, config, dtype, roofline, drafters.get(each.method)) for each in empty]
     return rows
 
 
@@ -129,7 +137,7 @@ def decoding_name(row: Row) -> str:
 
 def is_broken(row: Row) -> bool:
     """Whether a method that claims to be lossless gave an answer that neither the target nor its noise explains."""
-    return row["speedup"] is None
+    return row["speedup"] is None and not row["out_of_memory"]
 
 
 def is_wrong(row: Mapping[str, Any]) -> bool:
@@ -203,6 +211,56 @@ def _row(
         first_mismatch=lossless.first,
         outliers=[asdict(outlier) for outlier in find_outliers(own)],
         by_category=categories,
+        out_of_memory=False,
+    )
+
+
+def _row_without_figures(
+    place: OutOfMemory, config: EvalConfig, dtype: str, roofline: Roofline, drafter: DrafterFacts | None
+) -> Row:
+    """The row of a method that ran out of memory: what was asked for, and nothing that was measured."""
+    return Row(
+        method=place.method,
+        suite=place.suite,
+        prompt_set_revision=place.prompt_set_revision,
+        prompt_set_source=place.prompt_set_source,
+        dtype=dtype,
+        temperature=place.temperature,
+        batch_size=place.batch_size,
+        max_new_tokens=config.max_new_tokens,
+        num_prompts=0,
+        num_turns=0,
+        num_repeats=config.repeats,
+        num_batches=0,
+        num_skipped=0,
+        num_truncated=0,
+        num_tokens=0,
+        tokens_per_step=None,
+        mean_accepted=None,
+        accepted_histogram=[],
+        draft_tokens_per_step=None,
+        tokens_per_second=None,
+        answer_tokens_per_second=None,
+        decode_tokens_per_second=None,
+        speedup=None,
+        speedup_ci95=None,
+        rho=None,
+        ceiling=None,
+        draft_seconds_per_step=None,
+        parameters=drafter.parameters if drafter else None,
+        training=drafter.training if drafter else None,
+        time_split=None,
+        tree_tokens=None,
+        roofline=roofline.to_json(),
+        roofline_fraction=None,
+        lossless=None,
+        lossless_label="-",
+        num_mismatched_prompts=0,
+        num_within_noise=0,
+        first_mismatch=None,
+        outliers=[],
+        by_category={},
+        out_of_memory=True,
     )
 
 

@@ -84,6 +84,11 @@ class HFTarget:
         return " ".join(name for name in ("compiled", "cuda_graphs") if getattr(self, name)) or "eager"
 
     @property
+    def extent_step(self) -> int:
+        """Columns by which the part of the KV cache grows that a pass over a draft tree reads."""
+        return EXTENT_STEP if self.compiled or self.cuda_graphs else 1
+
+    @property
     def embed_tokens(self) -> nn.Embedding:
         """The input embeddings, frozen."""
         embeddings = self.model.get_input_embeddings()
@@ -206,8 +211,8 @@ class HFTarget:
         else:
             self._cache = None  # before the next takes its memory
             self._forget_graphs()
-            num_layers, step = self._text_config.num_hidden_layers, EXTENT_STEP if self.compiled or self.cuda_graphs else 1
-            self._cache = TreeCache(num_layers, batch, capacity, self.device, extent_step=step)
+            num_layers = self._text_config.num_hidden_layers
+            self._cache = TreeCache(num_layers, batch, capacity, self.device, extent_step=self.extent_step)
         return self._cache
 
     def verify(self, last_token: Int[torch.Tensor, " batch"], tree: DraftTree, *, num_read: int = 0) -> TargetOutput:
