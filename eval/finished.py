@@ -51,7 +51,7 @@ class Finished:
 
 def complete(records: Iterable[EvalRecord], out_of_memory: Iterable[OutOfMemory]) -> list[EvalRecord]:
     """The records without those of methods that ran out of memory where they were made, and so lack answers."""
-    left_out = {each.cell for each in out_of_memory}
+    left_out = {missing.cell for missing in out_of_memory}
     return [record for record in records if record.cell not in left_out]
 
 

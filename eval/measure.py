@@ -265,7 +265,7 @@ class Bench:
 
     def _fits(self, suite: PromptSet, temperature: float, batch_size: int, method: str) -> bool:
         """Whether a method hasn't run out of memory there."""
-        return (suite.name, temperature, batch_size, method) not in {each.cell for each in self.out_of_memory}
+        return (suite.name, temperature, batch_size, method) not in {missing.cell for missing in self.out_of_memory}
 
     def _within_memory(self, batch: TurnBatch, method: Method, work: Callable[[], T]) -> T | None:
         """What `work` returns for a batch; None where it runs out of memory, and the method is left out there from then on, or
@@ -279,17 +279,18 @@ class Bench:
         return result
 
     def _leave_out(self, turn: PromptTurn, method: Method) -> None:
-        place = f"{turn.suite.name} (temperature {turn.temperature:g}, batch size {turn.batch_size})"
+        """Note what ran out of memory, and with plain decoding all that would be held against it."""
+        where = f"{turn.suite.name} (temperature {turn.temperature:g}, batch size {turn.batch_size})"
         left_out = [method]
         if method.name == BASELINE:
             left_out = [*self.methods[turn.temperature, turn.batch_size]]
             logger.warning(
                 "plain decoding ran out of memory on %s: no method has a speedup there, so none is measured; for figures lower "
                 "the batch size or max_new_tokens",
-                place,
+                where,
             )
         else:
-            logger.warning("%s ran out of memory on %s: the table says %s there", method.name, place, OOM)
+            logger.warning("%s ran out of memory on %s: its row in the table is %s", method.name, where, OOM)
         self.out_of_memory.extend(
             OutOfMemory(
                 suite=turn.suite.name,
@@ -297,10 +298,10 @@ class Bench:
                 prompt_set_source=turn.suite.source,
                 temperature=turn.temperature,
                 batch_size=turn.batch_size,
-                method=each.name,
+                method=lost.name,
             )
-            for each in left_out
-            if self._fits(turn.suite, turn.temperature, turn.batch_size, each.name)
+            for lost in left_out
+            if self._fits(turn.suite, turn.temperature, turn.batch_size, lost.name)
         )
 
     def _time(self, batch: TurnBatch, method: Method, max_new_tokens: int, timed: bool = False) -> Generation:

@@ -98,7 +98,7 @@ def build_rows(
     `drafters` is by method.
     """
     rows = []
-    suites = dict.fromkeys([*(record.suite for record in records), *(each.suite for each in out_of_memory)])
+    suites = dict.fromkeys([*(record.suite for record in records), *(missing.suite for missing in out_of_memory)])
     for group_key in product(suites, config.temperatures, config.batch_sizes):
         group = [record for record in records if record.group_key == group_key]
         names = dict.fromkeys(record.method for record in group)
@@ -114,9 +114,10 @@ def build_rows(
             for row in of_group:
                 _withdraw(row)
         empty = sorted(
-            (each for each in out_of_memory if each.group_key == group_key), key=lambda each: each.method != BASELINE
+            (missing for missing in out_of_memory if missing.group_key == group_key),
+            key=lambda missing: missing.method != BASELINE,
         )
-        rows += [_row_without_figures(each, config, dtype, roofline, drafters.get(each.method)) for each in empty]
+        rows += [_row_without_figures(missing, config, dtype, roofline, drafters.get(missing.method)) for missing in empty]
     return rows
 
 
@@ -216,17 +217,17 @@ def _row(
 
 
 def _row_without_figures(
-    place: OutOfMemory, config: EvalConfig, dtype: str, roofline: Roofline, drafter: DrafterFacts | None
+    missing: OutOfMemory, config: EvalConfig, dtype: str, roofline: Roofline, drafter: DrafterFacts | None
 ) -> Row:
-    """The row of a method that ran out of memory: what was asked for, and nothing that was measured."""
+    """The row of a method that ran out of memory: what was wanted, and nothing that was measured."""
     return Row(
-        method=place.method,
-        suite=place.suite,
-        prompt_set_revision=place.prompt_set_revision,
-        prompt_set_source=place.prompt_set_source,
+        method=missing.method,
+        suite=missing.suite,
+        prompt_set_revision=missing.prompt_set_revision,
+        prompt_set_source=missing.prompt_set_source,
         dtype=dtype,
-        temperature=place.temperature,
-        batch_size=place.batch_size,
+        temperature=missing.temperature,
+        batch_size=missing.batch_size,
         max_new_tokens=config.max_new_tokens,
         num_prompts=0,
         num_turns=0,

@@ -199,7 +199,7 @@ def check_prompts(records: Iterable[EvalRecord], suites: Sequence[PromptSet], pa
 def check_measured(bench: Bench, records: Sequence[EvalRecord], suites: Sequence[PromptSet]) -> None:
     """Warn of a suite that has no room for any of its prompts. Raises ValueError where none has, and where nothing fits into
     memory."""
-    measured = {record.suite for record in records} | {each.suite for each in bench.out_of_memory}
+    measured = {record.suite for record in records} | {missing.suite for missing in bench.out_of_memory}
     if bench.out_of_memory and not records:
         raise ValueError(
             f"plain decoding ran out of memory on every suite ({', '.join(sorted(measured))}), at every temperature and batch "

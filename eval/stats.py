@@ -117,13 +117,13 @@ def tree_tokens(profiled: Sequence[EvalRecord]) -> dict[str, list[float]] | None
     None where nothing was counted or nothing is drafted."""
     counts = [record.tree_tokens for record in profiled if record.tree_tokens is not None]
     sides = {
-        "separate": [count for each in counts for count in each.separate],
-        "shared": [count for each in counts for count in each.shared],
+        "separate": [count for tree in counts for count in tree.separate],
+        "shared": [count for tree in counts for count in tree.shared],
     }
     if not any(sides["shared"]):
         return None
-    if all(each.read is not None for each in counts):
-        sides["read"] = [count for each in counts for count in each.read or ()]
+    if all(tree.read is not None for tree in counts):
+        sides["read"] = [count for tree in counts for count in tree.read or ()]
     return {name: [float(value) for value in np.percentile(side, TREE_PERCENTILES)] for name, side in sides.items()}
 
 
