@@ -111,16 +111,19 @@ class Bench:
         warm_length = 0  # of the longest texts that everything is warm for
         with tqdm(total=num_answers, desc="eval", unit="answer") as progress:
             for batch, method, repeat, profiled in self._plan(passes):
-                if any(_key(turn, method.name, repeat, profiled) not in self.file.records for turn in batch.turns):
-                    length = max(map(len, batch.input_ids)) + self.config.max_new_tokens
-                    if length > warm_length:
-                        warm_length = self._prepare(suites, batch.turns[0].suite, length)
-                    answer = partial(self._records, batch, method, repeat, profiled)
-                    if (records := self._within_memory(batch, method, answer)) is None:
-                        warm_length = 0  # all caches were given back
-                    else:
-                        self.file.append(*records)
                 progress.update(len(batch.turns))
+                if all(_key(turn, method.name, repeat, profiled) in self.file.records for turn in batch.turns):
+                    continue
+                length = max(map(len, batch.input_ids)) + self.config.max_new_tokens
+                if length > warm_length:
+                    warm_length = self._prepare(suites, batch.turns[0].suite, length)
+                    if not self._fits(batch.turns[0], method):
+                        continue
+                answer = partial(self._records, batch, method, repeat, profiled)
+                if (records := self._within_memory(batch, method, answer)) is None:
+                    warm_length = 0  # all caches were given back
+                else:
+                    self.file.append(*records)
             progress.total = progress.n  # the others were too long, or too large
 
     def _passes(self, suites: Sequence[PromptSet]) -> list[Pass]:
@@ -151,9 +154,9 @@ class Bench:
                     methods = self.methods[temperature, size]
                     first = (index + repeat) % len(methods)
                     batches = self._batches(suite, group, index, temperature, size)
-                    while self._fits(suite, temperature, size, BASELINE) and (batch := next(batches, None)) is not None:
+                    while self._fits_at(suite, temperature, size, BASELINE) and (batch := next(batches, None)) is not None:
                         for method in (*methods[first:], *methods[:first]):
-                            if self._fits(suite, temperature, size, method.name):
+                            if self._fits_at(suite, temperature, size, method.name):
                                 yield batch, method, repeat, profiled
 
     def _groups(self, suite: PromptSet, prompts: Iterable[Prompt], size: int) -> Iterator[list[Prompt]]:
@@ -240,21 +243,19 @@ class Bench:
                     first_turns = next(self._batches(suite, group, index, temperature, size))
                     for method in self.methods[temperature, size]:
                         answer = partial(self._time, first_turns, method, num_tokens)
-                        if self._fits(suite, temperature, size, method.name) and (
-                            self._within_memory(first_turns, method, answer) is None
-                        ):
+                        fits = self._fits(first_turns.turns[0], method)
+                        if fits and self._within_memory(first_turns, method, answer) is None:
                             return False
         return True
 
     def _visit_shapes(self, suites: Sequence[PromptSet], length: int) -> int:
         """Let every method take a step of each shape that its answers may come to, in texts of `length` tokens and in all that
         can be foreseen. Returns the length of the longest."""
-        rows = [
-            (method.drafter, size)
-            for (temperature, size), methods in self.methods.items()
-            for method in methods
-            if any(self._fits(suite, temperature, size, method.name) for suite in suites)
-        ]
+        rows: dict[Drafter[Any], int] = {}
+        for (temperature, size), methods in self.methods.items():
+            for method in methods:
+                if any(self._fits_at(suite, temperature, size, method.name) for suite in suites):
+                    rows[method.drafter] = max(size, rows.get(method.drafter, 0))
         limits = {"max_new_tokens": self.config.max_new_tokens, "context_length": self.context_length}
         foreseen = text_lengths(suites, self.tokenizer, **limits)
         lengths = replace(foreseen, longest=max(foreseen.longest, length))
@@ -263,19 +264,18 @@ class Bench:
         visit(shapes, text.to(self.target.device), self.target, next(iter(self.rules.values())))
         return lengths.longest
 
-    def _fits(self, suite: PromptSet, temperature: float, batch_size: int, method: str) -> bool:
+    def _fits(self, turn: PromptTurn, method: Method) -> bool:
+        return self._fits_at(turn.suite, turn.temperature, turn.batch_size, method.name)
+
+    def _fits_at(self, suite: PromptSet, temperature: float, batch_size: int, method: str) -> bool:
         """Whether a method hasn't run out of memory there."""
         return (suite.name, temperature, batch_size, method) not in {missing.cell for missing in self.out_of_memory}
 
     def _within_memory(self, batch: TurnBatch, method: Method, work: Callable[[], T]) -> T | None:
-        """What `work` returns for a batch; None where it runs out of memory, and the method is left out there from then on, or
-        was (by the warm-up) before."""
-        turn = batch.turns[0]
-        if not self._fits(turn.suite, turn.temperature, turn.batch_size, method.name):
-            return None
+        """What `work` returns for a batch; None where it runs out of memory, and the method is left out there from then on."""
         result = within_memory(work, self.target)
         if result is None:
-            self._leave_out(turn, method)
+            self._leave_out(batch.turns[0], method)
         return result
 
     def _leave_out(self, turn: PromptTurn, method: Method) -> None:
@@ -301,7 +301,7 @@ class Bench:
                 method=lost.name,
             )
             for lost in left_out
-            if self._fits(turn.suite, turn.temperature, turn.batch_size, lost.name)
+            if self._fits(turn, lost)
         )
 
     def _time(self, batch: TurnBatch, method: Method, max_new_tokens: int, timed: bool = False) -> Generation:

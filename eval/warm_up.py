@@ -1,6 +1,6 @@
 """What a warm-up must visit so that nothing is compiled or recorded while an answer is being measured."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -65,17 +65,15 @@ def text_lengths(
     return Lengths(shortest=shortest, longest=longest)
 
 
-def shapes_of(
-    rows: Sequence[tuple[Drafter[Any], int]], lengths: Lengths, *, extent_step: int, context_length: int
-) -> list[Shape]:
+def shapes_of(rows: Mapping[Drafter[Any], int], lengths: Lengths, *, extent_step: int, context_length: int) -> list[Shape]:
     """The shapes of the steps that these drafters take in batches of up to so many rows, which leave one by one.
 
     One for each extent of the KV cache that a step behind such texts reads. The largest come first, so that caches get their
     size at once: one that grows drops what was recorded.
     """
     shapes = []
-    last = _rounded_up(lengths.longest + 1 + max((drafter.max_nodes for drafter, _ in rows), default=0), extent_step)
-    for drafter, num_rows in rows:
+    last = _rounded_up(lengths.longest + 1 + max((drafter.max_nodes for drafter in rows), default=0), extent_step)
+    for drafter, num_rows in rows.items():
         num_read = 1 + drafter.max_nodes  # behind the text: the token that the target has chosen, and the tree
         for extent in range(_rounded_up(lengths.shortest + num_read, extent_step), last + 1, extent_step):
             length = min(extent - num_read, context_length - NEW_TOKENS)

@@ -119,7 +119,7 @@ class Nodes(NullDrafter):
 
 def test_every_extent_and_number_of_rows_is_a_shape_and_the_largest_comes_first() -> None:
     plain, tree = Nodes(0), Nodes(5)
-    shapes = shapes_of([(plain, 1), (tree, 2)], Lengths(shortest=3, longest=20), extent_step=8, context_length=100)
+    shapes = shapes_of({plain: 1, tree: 2}, Lengths(shortest=3, longest=20), extent_step=8, context_length=100)
     found = {(shape.drafter, shape.num_rows): [] for shape in shapes}
     for shape in shapes:
         extent = shape.length + 1 + shape.drafter.max_nodes
@@ -128,7 +128,7 @@ def test_every_extent_and_number_of_rows_is_a_shape_and_the_largest_comes_first(
     # Behind 3 tokens a plain step reads 4 columns, and one with a tree 9; behind 20 it is up to 26.
     assert found == {(tree, 2): [32, 24, 16], (tree, 1): [32, 24, 16], (plain, 1): [32, 24, 16, 8]}
     assert (shapes[0].drafter, shapes[0].num_rows) == (tree, 2)
-    small = shapes_of([(tree, 1)], Lengths(shortest=3, longest=20), extent_step=8, context_length=20)
+    small = shapes_of({tree: 1}, Lengths(shortest=3, longest=20), extent_step=8, context_length=20)
     assert max(shape.length for shape in small) == 18, "the prompt leaves room for two tokens"
 
 
