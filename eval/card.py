@@ -141,6 +141,10 @@ def _measured(run: Run, saved: DrafterFile, weights: str) -> str:
     if run.config is None or run.environment is None:
         raise ValueError(f"{run.directory} has no run.json, so nobody knows which drafter it measured, or where; leave it out")
     rows = _rows_of(run, weights)
+    if not rows and weights in (method["weights"] for method in run.config["methods"].values()):
+        raise ValueError(
+            f"this drafter ran out of memory everywhere in {run.directory}, so it has no figures there; leave it out"
+        )
     if not rows:
         raise ValueError(
             f"{run.directory} has measured other weights ({', '.join(run.config['methods']) or 'no drafter'}); give an "
@@ -158,8 +162,9 @@ def rows_of(evaluation: Path, drafter: Path) -> list[Row]:
 
 
 def _rows_of(run: Run, weights: str) -> list[Row]:
+    """Rows with figures of these weights; where memory ran out there is nothing to tell."""
     methods = {} if run.config is None else run.config["methods"]
-    return [row for row in run.rows if methods.get(row["method"], {}).get("weights") == weights]
+    return [row for row in run.rows if methods.get(row["method"], {}).get("weights") == weights and not row["out_of_memory"]]
 
 
 def _line(row: Row, run: Run, saved: DrafterFile) -> tuple[str, ...]:

@@ -149,7 +149,7 @@ def certify_decoding(
         raise ValueError(f"no prompt fits the target's context window of {target.context_length} tokens; lower max_new_tokens")
     jobs: list[Callable[[], Line]] = [partial(_certify_oracle, target, prompts, max_new_tokens)]
     for name, drafter in drafters.items():
-        label = f"{name}, {str(target.dtype).removeprefix('torch.')}"
+        label = f"{name}, {_decoded_in(target)}"
         jobs += [
             partial(_certify_greedy, label, target, drafter, prompts, max_new_tokens, batch_size)
             for batch_size in (1, BATCH_SIZE)
@@ -182,8 +182,7 @@ def _certify_oracle(target: HFTarget, prompts: Sequence[torch.Tensor], max_new_t
         steps = list(_greedy(target, oracle, batch, max_new_tokens))
         num_accepted += sum(sum(step.num_accepted) for step in steps)
         answers += _answers(steps, len(batch))
-    dtype = str(target.dtype).removeprefix("torch.")
-    label = f"a drafter that knows the answers, {dtype}, greedy, {BATCH_SIZE} prompts at a time"
+    label = f"a drafter that knows the answers, {_decoded_in(target)}, greedy, {BATCH_SIZE} prompts at a time"
     return _compare(label, target, prompts, answers, num_accepted, max_new_tokens)
 
 
@@ -271,6 +270,12 @@ def certificate_table(lines: Sequence[Line]) -> Table:
     for line in lines:
         table.add_row(line.subject, line.method, str(line.num_cases), line.result, verdicts[line.passed])
     return table
+
+
+def _decoded_in(target: HFTarget) -> str:
+    """The target's type, and its form where it isn't the plain one."""
+    dtype = str(target.dtype).removeprefix("torch.")
+    return dtype if target.form == "eager" else f"{dtype} {target.form}"
 
 
 def _rule(sampling: Sampling) -> AcceptanceRule:

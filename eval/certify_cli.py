@@ -19,6 +19,10 @@ def certify_command(
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per answer, at most.")] = 64,
     dtype: Annotated[str, typer.Option(help="float32 compares tokens; bfloat16 and float16 audit margins.")] = "float32",
     device: Annotated[str | None, typer.Option(help="Unless given, the first accelerator, else cpu.")] = None,
+    compiled: Annotated[bool, typer.Option(help="Run the target through torch.compile, as eval --compiled does.")] = False,
+    cuda_graphs: Annotated[
+        bool, typer.Option(help="Replay target and drafters as CUDA graphs, as eval --cuda-graphs does.")
+    ] = False,
     rules: Annotated[bool, typer.Option(help="Certify the acceptance rules too (a few minutes).")] = True,
     output: Annotated[Path, typer.Option(help="Where the certificate goes.")] = Path("certificate.json"),
 ) -> None:
@@ -30,6 +34,8 @@ def certify_command(
         raise ValueError("nothing to certify: give --target and --drafter, or leave --no-rules out")
     if (target is None) != (not drafter):
         raise ValueError("--target and --drafter go together; give both, or neither to certify the rules alone")
+    if target is None and (compiled or cuda_graphs):
+        raise ValueError("--compiled and --cuda-graphs are forms of a target, and there is none; give --target and --drafter")
     import torch  # it, and all that uses it, loads too slowly for --help
 
     from ..data.files import sha256_file
@@ -40,7 +46,7 @@ def certify_command(
     from ..models.target import load_target
     from .certify import certificate_table, certify_decoding, certify_rules, false_alarm_rate, passes, write_certificate
     from .environment import describe_environment
-    from .methods import method_specs
+    from .methods import method_specs, proposer
     from .run import check_inputs, load_suites
 
     config = EvalConfig(suites=[SuiteConfig(name=suite, path=suite_path, limit=limit)], max_new_tokens=max_new_tokens)
@@ -50,13 +56,16 @@ def certify_command(
     if target is not None and drafter:
         drafter = [resolve_drafter(each) for each in drafter]
         check_inputs(config, drafter)
-        loaded = load_target(TargetConfig(name_or_path=target, dtype=dtype, device=device))
+        loaded = load_target(
+            TargetConfig(name_or_path=target, dtype=dtype, device=device, compiled=compiled, cuda_graphs=cuda_graphs)
+        )
         place = loaded.device
         folders = {name: spec.path for name, spec in method_specs(config, drafter).items()}
-        drafters = {name: load_drafter(path, loaded) for name, path in folders.items()}
+        drafters = {name: proposer(load_drafter(path, loaded), loaded) for name, path in folders.items()}
         suites = load_suites(config)
-        lines += certify_decoding(loaded, drafters, loaded.tokenizer, suites, max_new_tokens=max_new_tokens)  # type: ignore[arg-type]
+        lines += certify_decoding(loaded, drafters, loaded.tokenizer, suites, max_new_tokens=max_new_tokens)
         subject |= {"target": loaded.identity.name, "weights_sha256": loaded.identity.weights_sha256, "suite": suite}
+        subject |= {"dtype": str(loaded.dtype).removeprefix("torch."), "form": loaded.form}
         subject["drafters"] = {name: sha256_file(path / WEIGHTS_FILE) for name, path in folders.items()}
     if rules:
         lines += certify_rules()

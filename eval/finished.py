@@ -14,7 +14,7 @@ from .lossless import judged
 from .names import FACTS_FILE, RECORDS_FILE, RUN_FILE, SUMMARY_FILE
 from .records import EvalRecord, GroupKey, read_records
 from .rows import Row, build_rows
-from .run_files import Facts, RunInfo, read_info
+from .run_files import Facts, OutOfMemory, RunInfo, read_info
 
 ADDED_LATER = {
     "draft_seconds_per_step": None,
@@ -23,6 +23,7 @@ ADDED_LATER = {
     "tree_tokens": None,
     "num_batches": None,
     "answer_tokens_per_second": None,
+    "out_of_memory": False,
 }
 """Keys that the summaries of earlier versions lack, and what stands for them."""
 NEEDED = {
@@ -43,9 +44,15 @@ class Finished:
 
     rows: list[Row]
     records: list[EvalRecord]
-    """Empty where the rows are the summary's."""
+    """Those that the rows are made of; empty where these are the summary's."""
     lacks: str
     """The file for want of which they are; empty where they are made of records."""
+
+
+def complete(records: Iterable[EvalRecord], out_of_memory: Iterable[OutOfMemory]) -> list[EvalRecord]:
+    """The records without those of methods that ran out of memory where they were made, and so lack answers."""
+    left_out = {missing.cell for missing in out_of_memory}
+    return [record for record in records if record.cell not in left_out]
 
 
 def rows_of(records: Iterable[EvalRecord], info: RunInfo, facts: Facts) -> list[Row]:
@@ -57,7 +64,7 @@ def rows_of(records: Iterable[EvalRecord], info: RunInfo, facts: Facts) -> list[
     order = list(config["suites"])
     if missing := sorted(config["suites"].keys() - facts.num_turns.keys()):
         raise ValueError(f"the evaluation of {', '.join(missing)} isn't finished; finish it with the command that began it")
-    records = sorted(records, key=lambda record: order.index(record.suite))
+    records = sorted(complete(records, facts.out_of_memory), key=lambda record: order.index(record.suite))
     names = ("max_new_tokens", "temperatures", "batch_sizes", "repeats", "seed")
     return build_rows(
         records,
@@ -67,6 +74,7 @@ def rows_of(records: Iterable[EvalRecord], info: RunInfo, facts: Facts) -> list[
         roofline=info.roofline,
         num_skipped=_num_skipped(records, facts.num_turns),
         drafters=facts.drafters,
+        out_of_memory=facts.out_of_memory,
     )
 
 
@@ -95,7 +103,7 @@ def read_finished(directory: Path) -> Finished:
         raise ValueError(f"{directory}: {error}") from error
     if summary.is_file():
         _check_summary(rows, _read_summary(summary), summary)
-    return Finished(rows=rows, records=records, lacks="")
+    return Finished(rows=rows, records=complete(records, facts.out_of_memory), lacks="")
 
 
 def _read_summary(path: Path) -> list[Row]:

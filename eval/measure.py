@@ -1,9 +1,11 @@
 """Timing of plain decoding and of drafters, interleaved, through the same loop, alone or in batches."""
 
 import hashlib
+import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import islice, zip_longest
 from typing import Any, TypeVar
 
@@ -19,9 +21,14 @@ from ..models.hf_target import HFTarget
 from ..models.interfaces import AcceptanceRule, Drafter
 from .config import EvalConfig
 from .digests import differences, digest_of
+from .memory import within_memory
+from .names import OOM
 from .records import BASELINE, EvalRecord, RecordFile, RecordKey
-from .run_files import Environment, Place
+from .run_files import Environment, OutOfMemory, Place
 from .timing import Generation, time_generation
+from .warm_up import reachable_sizes, shapes_of, text_lengths, visit
+
+logger = logging.getLogger(__name__)
 
 WARMUP_NEW_TOKENS = 32
 
@@ -88,9 +95,12 @@ class Bench:
     environment: Environment
     recorded_environment: Environment
     """Where the run was begun; new records are made nowhere else."""
+    out_of_memory: list[OutOfMemory] = field(default_factory=list)
+    """What didn't fit, and isn't tried again by this run. Where plain decoding doesn't fit, there is nothing to hold the others
+    against, so all of them are here."""
 
     def measure(self, suites: Sequence[PromptSet]) -> None:
-        """Measure whatever the records lack."""
+        """Measure whatever the records lack, but for what doesn't fit into memory."""
         passes = self._passes(suites)
         num_answers = sum(
             len(prompt.turns) * len(self.methods[temperature, size])
@@ -98,14 +108,23 @@ class Bench:
             for prompt in prompts
             for temperature in self.rules
         )
-        warm = False
+        warm_length = 0  # of the longest texts that everything is warm for
         with tqdm(total=num_answers, desc="eval", unit="answer") as progress:
             for batch, method, repeat, profiled in self._plan(passes):
-                if any(_key(turn, method.name, repeat, profiled) not in self.file.records for turn in batch.turns):
-                    warm = warm or self._prepare(batch.turns[0].suite)
-                    self.file.append(*self._records(batch, method, repeat, profiled))
                 progress.update(len(batch.turns))
-            progress.total = progress.n  # the others were too long
+                if all(_key(turn, method.name, repeat, profiled) in self.file.records for turn in batch.turns):
+                    continue
+                length = max(map(len, batch.input_ids)) + self.config.max_new_tokens
+                if length > warm_length:
+                    warm_length = self._prepare(suites, batch.turns[0].suite, length)
+                    if not self._fits(batch.turns[0], method):
+                        continue
+                answer = partial(self._records, batch, method, repeat, profiled)
+                if (records := self._within_memory(batch, method, answer)) is None:
+                    warm_length = 0  # all caches were given back
+                else:
+                    self.file.append(*records)
+            progress.total = progress.n  # the others were too long, or too large
 
     def _passes(self, suites: Sequence[PromptSet]) -> list[Pass]:
         """All that is to be measured. What is profiled are whole batches, since a smaller one takes another time."""
@@ -126,16 +145,19 @@ class Bench:
         """Every batch at every temperature with every method, interleaved; the order of the methods moves on by one from group
         to group.
 
-        Lazy: a second turn is built when the baseline has answered the first.
+        Lazy: a second turn is built when the baseline has answered the first; and what runs out of memory is left out of what
+        comes after.
         """
         for suite, prompts, size, repeat, profiled in passes:
             for index, group in enumerate(self._groups(suite, prompts, size)):
                 for temperature in self.rules:
                     methods = self.methods[temperature, size]
                     first = (index + repeat) % len(methods)
-                    for batch in self._batches(suite, group, index, temperature, size):
+                    batches = self._batches(suite, group, index, temperature, size)
+                    while self._fits_at(suite, temperature, size, BASELINE) and (batch := next(batches, None)) is not None:
                         for method in (*methods[first:], *methods[:first]):
-                            yield batch, method, repeat, profiled
+                            if self._fits_at(suite, temperature, size, method.name):
+                                yield batch, method, repeat, profiled
 
     def _groups(self, suite: PromptSet, prompts: Iterable[Prompt], size: int) -> Iterator[list[Prompt]]:
         """The prompts that have room for an answer, in groups of `size`; the last one may be smaller."""
@@ -195,17 +217,24 @@ class Bench:
             )
         return fits
 
-    def _prepare(self, suite: PromptSet) -> bool:
-        """Before the first measurement: check the place, and let every method answer the first prompts, in batches of every
-        size.
+    def _prepare(self, suites: Sequence[PromptSet], suite: PromptSet, length: int) -> int:
+        """Before a measurement of texts of up to `length` tokens: check the place, and let every method decode all that costs
+        more the first time. Returns the length of texts that everything is warm for.
 
-        So no measurement pays for first-use costs. Returns True.
+        What runs out of memory is left out, and leaves everything cold, so that it begins again without that.
         """
         if changes := differences(asdict(self.recorded_environment), asdict(self.environment)):
             raise ValueError(
                 f"{self.file.path} was begun in another environment, which differs in {'; '.join(changes)}. Times of both "
                 "can't be compared: finish the run where it was begun, or give another output directory"
             )
+        while True:
+            warm_length = self.context_length if self.target.form == "eager" else self._visit_shapes(suites, length)
+            if self._answer_briefly(suite):
+                return warm_length
+
+    def _answer_briefly(self, suite: PromptSet) -> bool:
+        """Let every method answer the first prompts, in batches of every size; False where one ran out of memory."""
         num_tokens = min(self.config.max_new_tokens, WARMUP_NEW_TOKENS)
         for size in self.config.batch_sizes:
             num_groups = math.ceil(self.config.warmup_prompts / size)
@@ -213,8 +242,68 @@ class Bench:
                 for temperature in self.rules:
                     first_turns = next(self._batches(suite, group, index, temperature, size))
                     for method in self.methods[temperature, size]:
-                        self._time(first_turns, method, num_tokens)
+                        answer = partial(self._time, first_turns, method, num_tokens)
+                        fits = self._fits(first_turns.turns[0], method)
+                        if fits and self._within_memory(first_turns, method, answer) is None:
+                            return False
         return True
+
+    def _visit_shapes(self, suites: Sequence[PromptSet], length: int) -> int:
+        """Let every method take a step of each shape that its answers may come to, in texts of `length` tokens and in all that
+        can be foreseen. Returns the length of the longest."""
+        rows: dict[Drafter[Any], set[int]] = {}
+        for (temperature, size), methods in self.methods.items():
+            for method in methods:
+                for suite in suites:
+                    if self._fits_at(suite, temperature, size, method.name):
+                        rows.setdefault(method.drafter, set()).update(reachable_sizes(size, len(suite.prompts)))
+        limits = {"max_new_tokens": self.config.max_new_tokens, "context_length": self.context_length}
+        foreseen = text_lengths(suites, self.tokenizer, **limits)
+        lengths = replace(foreseen, longest=max(foreseen.longest, length))
+        shapes = shapes_of(rows, lengths, extent_step=self.target.extent_step, context_length=self.context_length)
+        text = encode_prompt([Turn(role="user", content=suites[0].prompts[0].turns[0])], self.tokenizer)[0]
+        visit(shapes, text.to(self.target.device), self.target, next(iter(self.rules.values())))
+        return lengths.longest
+
+    def _fits(self, turn: PromptTurn, method: Method) -> bool:
+        return self._fits_at(turn.suite, turn.temperature, turn.batch_size, method.name)
+
+    def _fits_at(self, suite: PromptSet, temperature: float, batch_size: int, method: str) -> bool:
+        """Whether a method hasn't run out of memory there."""
+        return (suite.name, temperature, batch_size, method) not in {missing.cell for missing in self.out_of_memory}
+
+    def _within_memory(self, batch: TurnBatch, method: Method, work: Callable[[], T]) -> T | None:
+        """What `work` returns for a batch; None where it runs out of memory, and the method is left out there from then on."""
+        result = within_memory(work, self.target)
+        if result is None:
+            self._leave_out(batch.turns[0], method)
+        return result
+
+    def _leave_out(self, turn: PromptTurn, method: Method) -> None:
+        """Note what ran out of memory, and with plain decoding all that would be held against it."""
+        where = f"{turn.suite.name} (temperature {turn.temperature:g}, batch size {turn.batch_size})"
+        left_out = [method]
+        if method.name == BASELINE:
+            left_out = [*self.methods[turn.temperature, turn.batch_size]]
+            logger.warning(
+                "plain decoding ran out of memory on %s: no method has a speedup there, so none is measured; for figures lower "
+                "the batch size or max_new_tokens",
+                where,
+            )
+        else:
+            logger.warning("%s ran out of memory on %s: its row in the table is %s", method.name, where, OOM)
+        self.out_of_memory.extend(
+            OutOfMemory(
+                suite=turn.suite.name,
+                prompt_set_revision=turn.suite.revision,
+                prompt_set_source=turn.suite.source,
+                temperature=turn.temperature,
+                batch_size=turn.batch_size,
+                method=lost.name,
+            )
+            for lost in left_out
+            if self._fits(turn, lost)
+        )
 
     def _time(self, batch: TurnBatch, method: Method, max_new_tokens: int, timed: bool = False) -> Generation:
         return time_generation(

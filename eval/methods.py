@@ -11,7 +11,7 @@ from ..data.files import sha256_file
 from ..models.drafters import NullDrafter, load_drafter
 from ..models.drafters.checkpoint import WEIGHTS_FILE, read_drafter_config
 from ..models.drafters.registry import parse_drafter_config
-from ..models.graphs import GraphedDrafter
+from ..models.graphs import GraphedDrafter, RecordableDrafter
 from ..models.hf_target import HFTarget
 from ..models.interfaces import Drafter, TrainableDrafter
 from .config import EvalConfig
@@ -107,14 +107,19 @@ def load_drafters(specs: Mapping[str, MethodSpec], target: HFTarget) -> dict[str
     return {name: load_drafter(spec.path, target, **spec.setting) for name, spec in specs.items() if spec.setting is not None}
 
 
+def proposer(drafter: TrainableDrafter, target: HFTarget) -> Drafter[Any]:
+    """The drafter as it decodes beside this target: replayed as a CUDA graph where the target is, if it can be recorded."""
+    # A TrainableDrafter is an nn.Module first, so that its type doesn't say that it drafts.
+    if target.cuda_graphs and drafter.recordable:
+        return GraphedDrafter(cast("RecordableDrafter", drafter))
+    return cast("Drafter[Any]", drafter)
+
+
 def methods_by_place(
     config: EvalConfig, specs: Mapping[str, MethodSpec], drafters: Mapping[str, TrainableDrafter], target: HFTarget
 ) -> dict[Place, list[Method]]:
     """The methods that take turns at each temperature and batch size, plain decoding first."""
-    # A TrainableDrafter is an nn.Module first, so that its type doesn't say that it drafts.
-    proposers = {name: cast("Drafter[Any]", drafter) for name, drafter in drafters.items()}
-    if target.cuda_graphs:
-        proposers |= {name: GraphedDrafter(proposers[name]) for name, drafter in drafters.items() if drafter.recordable}
+    proposers = {name: proposer(drafter, target) for name, drafter in drafters.items()}
     methods = {name: Method(name=name, drafter=proposers.get(name) or NullDrafter()) for name in specs}
     baseline = Method(name=BASELINE, drafter=NullDrafter())
     return {

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..data.files import replacing
-from .records import BASELINE
+from .names import BASELINE, OOM
 from .rows import Row, decoding_name, is_broken, is_lossy
 
 COLORS = ("#1b6ca8", "#d1603d", "#3b8f5a", "#8e5ea2", "#b8860b", "#5f6a72")
@@ -28,16 +28,17 @@ def plot_suite(rows: Sequence[Row], path: Path) -> None:
     """Write a PNG of the rows of one suite, temperature and batch size: a bar per category and method, labelled with its
     number; whiskers are 95 % intervals.
 
-    "-" stands for a number that doesn't exist or must not be shown (see `Row`). Nothing is written where only the baseline was
-    measured.
+    "-" stands for a number that doesn't exist or must not be shown (see `Row`), OOM for those of a method that ran out of
+    memory. Nothing is written where only the baseline was measured.
     """
     rows = [row for row in rows if row["method"] != BASELINE]
-    if not rows:
+    measured = [row for row in rows if not row["out_of_memory"]]
+    if not measured:
         return
     import matplotlib as mpl  # heavy, and only plots need it
     from matplotlib.figure import Figure
 
-    categories = [*_sorted_categories(rows[0]), OVERALL]
+    categories = [*_sorted_categories(measured[0]), OVERALL]
     height = ROW_INCHES * (len(categories) + 0.4) * max(1.0, 0.62 * len(rows)) + 1.2
     with mpl.rc_context({**PLAIN_TEXT, "font.size": 9, "axes.titlesize": 10}):
         figure = Figure(figsize=(9, height), layout="constrained")
@@ -46,7 +47,7 @@ def plot_suite(rows: Sequence[Row], path: Path) -> None:
         _bars(right, rows, categories, lambda values: (values["speedup"], values["speedup_ci95"]), "{:.2f}x")
         left.set_title("Tokens per step", loc="left", fontweight="bold")
         right.set_title(_speedup_title(rows[0]), loc="left", fontweight="bold")
-        left.set_yticks(range(len(categories)), [_category_label(rows[0], name) for name in categories])
+        left.set_yticks(range(len(categories)), [_category_label(measured[0], name) for name in categories])
         left.get_yticklabels()[-1].set_fontweight("bold")
         left.set_ylim(len(categories) - 0.4, -0.6)  # the first category at the top
         right.axvline(1.0, zorder=3, **PARITY_LINE)
@@ -72,7 +73,7 @@ def plot_comparison(rows: Sequence[Row], path: Path) -> None:
         key=lambda row: row["tokens_per_step"] or 0.0,
         reverse=True,
     )
-    if len(first) < 2:
+    if len(first) < 2 or all(row["out_of_memory"] for row in first):
         return
     import matplotlib as mpl  # heavy, and only plots need it
     from matplotlib.figure import Figure
@@ -118,8 +119,8 @@ def _dots(left: Any, right: Any, row: Row, place: float, color: str) -> None:
             axes.plot(value, place, "o", color=color, markersize=5, fillstyle="none" if is_lossy(row) else "full")
             text = spec.format(value) + (NOT_LOSSLESS if axes is right and is_lossy(row) else "")
             axes.annotate(text, (value, place), (0, 4.5), **style)
-    if is_broken(row):
-        right.annotate("not lossless", (1.0, place), (0, -3), color=color, **style)
+    if is_broken(row) or row["out_of_memory"]:
+        right.annotate(OOM if row["out_of_memory"] else "not lossless", (1.0, place), (0, -3), color=color, **style)
         return
     if row["speedup_ci95"]:
         right.plot(row["speedup_ci95"], [place] * 2, color=color, linewidth=1.2, solid_capstyle="butt")
@@ -166,6 +167,11 @@ def _bars(
     for index, row in enumerate(rows):
         color = COLORS[index % len(COLORS)]
         offset = (index - (len(rows) - 1) / 2) * thickness
+        if row["out_of_memory"]:
+            last = len(categories) - 1 + offset
+            axes.barh(last, 0.0, color=color, label=row["method"])  # for the legend
+            axes.annotate(OOM, (0, last), (4, 0), textcoords="offset points", va="center", fontsize=8)
+            continue
         for place, category in enumerate(categories):
             value, interval = value_of(row if category == OVERALL else row["by_category"][category])
             if value is None:

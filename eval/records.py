@@ -23,18 +23,23 @@ RecordKey = tuple[str, str, int, float, str, int, bool, int]
 """Suite, prompt id, turn, temperature, method, repeat, profiled, batch size: one answer of a run."""
 BatchKey = tuple[str, str | int, int, float, str, int, bool, int]
 """The same with the batch in the prompt's place: what was decoded together."""
+Cell = tuple[str, float, int, str]
+"""Suite, temperature, batch size and method: what a row of the table is about."""
 GroupKey = tuple[str, float, int]
 """Suite, temperature, batch size: methods are held against each other within these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeTokens:
-    """Draft tokens of each verify step, padding left out: what merging shared prefixes saves (see `tree_tokens`)."""
+    """Draft tokens of each verify step: what merging shared prefixes saves (see `tree_tokens`), and what padding costs."""
 
     separate: list[int]
-    """Were every path of the tree read by itself."""
+    """Were every path of the tree read by itself, without padding."""
     shared: list[int]
-    """As the tree has them."""
+    """As the tree has them, without padding."""
+    read: list[int] | None = None
+    """What the target read for this row, padding included: a row is padded to the largest tree of its batch, and where trees
+    have one shape for all steps to that. None in records made before it was counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +84,7 @@ class EvalRecord:
     accepted_histogram: list[int]
     num_verify_tokens: int
     num_draft_tokens: int
-    """Draft tokens that the target read, over all steps."""
+    """Draft tokens that the target read for this row, padding included, over all steps."""
     drawn: bool
     """Whether the drafter drew them at random."""
     lossless_rule: bool
@@ -115,8 +120,17 @@ class EvalRecord:
             raise ValueError("phase_seconds must be there exactly when profiled")
         if self.batch < 0 or not 1 <= self.num_rows <= self.batch_size:
             raise ValueError(f"{self.num_rows} rows of batch {self.batch}; a batch has from 1 to {self.batch_size} rows")
-        if self.tree_tokens is not None and {len(self.tree_tokens.separate), len(self.tree_tokens.shared)} != {self.num_steps}:
+        if self.tree_tokens is not None:
+            self._check_tree_tokens(self.tree_tokens)
+
+    def _check_tree_tokens(self, counts: TreeTokens) -> None:
+        read = counts.shared if counts.read is None else counts.read
+        if {len(counts.separate), len(counts.shared), len(read)} != {self.num_steps}:
             raise ValueError(f"tree_tokens must have an entry for each of the {self.num_steps} verify steps")
+        if any(num_real > num_read for num_real, num_read in zip(counts.shared, read, strict=True)):
+            raise ValueError("tree_tokens has a step that read fewer draft tokens than its tree has")
+        if counts.read is not None and sum(read) != self.num_draft_tokens:
+            raise ValueError(f"tree_tokens read {sum(read)} draft tokens, and num_draft_tokens is {self.num_draft_tokens}")
 
     @property
     def key(self) -> RecordKey:
@@ -155,6 +169,10 @@ class EvalRecord:
     @property
     def group_key(self) -> GroupKey:
         return (self.suite, self.temperature, self.batch_size)
+
+    @property
+    def cell(self) -> Cell:
+        return (*self.group_key, self.method)
 
     @property
     def is_reference(self) -> bool:

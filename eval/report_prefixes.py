@@ -4,11 +4,15 @@ from collections import defaultdict
 from typing import Any
 
 from .report_runs import Entry, Group, decoding
+from .report_sections import NO_MEMORY
 from .report_tables import Column, Line, Section, Table, Value, column, number, table
 from .rows import is_wrong
 
 VARIED = ("beam_width", "share_prefixes")
 """Options in which the settings of one table differ."""
+SIDES = {"separate": "Tokens before merging", "shared": "Tokens after", "read": "Tokens read"}
+"""Columns by their names in `stats.tree_tokens`."""
+NOT_COUNTED = "Where no tokens read are shown, padding was not counted, and what is saved is that of a tree without padding."
 
 
 def prefixes(group: Group) -> Section | None:
@@ -22,8 +26,9 @@ def prefixes(group: Group) -> Section | None:
         id="prefixes",
         title="Shared prefixes",
         intro="Draft tokens that the target reads a step, were every path of the tree (every beam) read by itself, and as a "
-        "tree that has each shared prefix once; the line goes from the 1st to the 99th percentile of the steps, the bar to the "
-        "50th. With tree attention and without it are two settings of one drafter (share_prefixes). The paper's figure 6.",
+        "tree that has each shared prefix once; and what was read, which is the tree and its padding. The line goes from the "
+        "1st to the 99th percentile of the steps, the bar to the 50th. What is saved is what wasn't read. With tree attention "
+        "and without it are two settings of one drafter (share_prefixes). The paper's figure 6.",
         tables=tables,
     )
 
@@ -31,27 +36,28 @@ def prefixes(group: Group) -> Section | None:
 def _sizes(group: Group) -> list[Table]:
     tables = []
     for caption, entries in group.settings():
-        counted = [(entry, entry.row["tree_tokens"]) for entry in entries if entry.options.get("share_prefixes", True)]
-        sides = {
-            name: [_percentiles(counts[name]) if counts else None for _, counts in counted] for name in ("separate", "shared")
-        }
+        counted = [
+            (entry, counts)
+            for entry in entries
+            if entry.options.get("share_prefixes", True) and (counts := entry.row["tree_tokens"]) is not None
+        ]
+        if not counted:
+            continue
         lines = []
-        for (entry, counts), separate, shared in zip(counted, sides["separate"], sides["shared"], strict=True):
-            if counts is None or separate is None or shared is None:
-                continue
-            before, after = counts["separate"][1], counts["shared"][1]
-            values = [separate, shared, Value(text=f"{1 - after / before:.0%}" if before else "-")]
-            lines.append(Line(label=entry.label, detail=entry.detail, values=values))
-        if lines:
-            shown = [value for side in sides.values() for value in side if value is not None]
-            top = column("", "bar", shown).top
-            columns = [
-                Column(name="Tokens before merging", kind="bar", top=top),
-                Column(name="Tokens after", kind="bar", top=top),
-                Column(name="Saved (median)"),
-            ]
-            tables.append(table(f"{caption}: draft tokens a step", "Method", columns, lines))
+        for entry, counts in counted:
+            sides = [_percentiles(counts[name]) if name in counts else Value(text="-") for name in SIDES]
+            lines.append(Line(label=entry.label, detail=entry.detail, values=[*sides, _saved(counts)]))
+        top = column("", "bar", [value for line in lines for value in line.values[: len(SIDES)]]).top
+        columns = [*(Column(name=name, kind="bar", top=top) for name in SIDES.values()), Column(name="Saved (median)")]
+        notes = [] if all("read" in counts for _, counts in counted) else [NOT_COUNTED]
+        tables.append(table(f"{caption}: draft tokens a step", "Method", columns, lines, notes))
     return tables
+
+
+def _saved(counts: dict[str, list[float]]) -> Value:
+    """The share of the tokens before merging that the target didn't read: padding, which it reads, saves nothing."""
+    before, read = counts["separate"][1], counts.get("read", counts["shared"])[1]
+    return Value(text=f"{1 - read / before:.0%}" if before else "-")
 
 
 def _percentiles(values: list[float]) -> Value:
@@ -94,8 +100,10 @@ def _speeds(group: Group) -> list[Table]:
 def _speed(entries: dict[tuple[int, int, bool], Entry], batch: int, width: int, shared: bool) -> Value:
     """Tokens/s of the whole batch; with tree attention also by what it is faster."""
     entry, other = entries[batch, width, shared], entries[batch, width, not shared]
-    speed = entry.row["tokens_per_second"]
+    speed, other_speed = entry.row["tokens_per_second"], other.row["tokens_per_second"]
+    if speed is None:
+        return NO_MEMORY
     if is_wrong(entry.row):
         return Value(text=f"{speed:.1f}", number=speed, note="not lossless", tone="bad")
-    ratio = f"{speed / other.row['tokens_per_second']:.2f}x" if shared and not is_wrong(other.row) else ""
+    ratio = f"{speed / other_speed:.2f}x" if shared and other_speed is not None and not is_wrong(other.row) else ""
     return Value(text=f"{speed:.1f}", number=speed, note=ratio)

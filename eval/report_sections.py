@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from .names import BASELINE
+from .names import BASELINE, OOM
 from .report_runs import Entry, Group
 from .report_tables import Column, Line, Section, Table, Value, column, number, table
 from .rows import is_broken, is_lossy, is_wrong
@@ -14,12 +14,15 @@ from .tables import BUFFER, BY_RULE_NOTE, FEW_UNITS, too_few
 PHASES = ("draft", "verify", "accept", "rest")
 MAX_HISTOGRAM = 12
 """Accepted lengths shown one by one; longer ones are added up in the last."""
+NO_MEMORY = Value(text=OOM, tone="bad")
 
 
 def speedup(entry: Entry) -> Value:
     """Over plain decoding, as the evaluation's table has it: where answers aren't the target's own by mistake, a refusal in
     its place, and a mark where a lossy rule makes them. (Samples that can't be compared are lossless by their rule.)"""
     row = entry.row
+    if row["out_of_memory"]:
+        return NO_MEMORY
     if is_broken(row):
         return Value(text="not lossless", note=row["lossless_label"], tone="bad")
     value = number(row["speedup"], ".2f", "x", row["speedup_ci95"])
@@ -43,12 +46,7 @@ def results(group: Group) -> Section | None:
             _line(entry, [step, ratio, speed, Value(text=entry.row["lossless_label"])])
             for entry, step, ratio, speed in zip(entries, steps, ratios, speeds, strict=True)
         ]
-        first = entries[0].row
-        notes = [f"{first['num_prompts']} prompts, up to {first['max_new_tokens']} new tokens.{_interval_note(entries)}"]
-        notes += [BY_RULE_NOTE] if any(entry.row["lossless"] is None for entry in entries) else []
-        if len({entry.run for entry in entries}) > 1:
-            notes.append("From several folders: each speedup is over the plain decoding of its own.")
-        tables.append(table(caption, "Method", columns, lines, notes))
+        tables.append(table(caption, "Method", columns, lines, _notes(entries)))
     return Section(
         id="speedup",
         title="Speedup and tokens per step",
@@ -57,6 +55,20 @@ def results(group: Group) -> Section | None:
         "interval, and the dashed one plain decoding. The paper's table 1.",
         tables=tables,
     )
+
+
+def _notes(entries: Sequence[Entry]) -> list[str]:
+    """What a reader of the results must know to judge them."""
+    notes = []
+    if measured := [entry for entry in entries if not entry.row["out_of_memory"]]:
+        first = measured[0].row
+        notes.append(f"{first['num_prompts']} prompts, up to {first['max_new_tokens']} new tokens.{_interval_note(measured)}")
+    if len(measured) < len(entries):
+        notes.append(f"{OOM}: memory ran out, so that there are no figures; of no method where plain decoding ran out of it.")
+    notes += [BY_RULE_NOTE] if any(entry.row["lossless"] is None for entry in measured) else []
+    if len({entry.run for entry in entries}) > 1:
+        notes.append("From several folders: each speedup is over the plain decoding of its own.")
+    return notes
 
 
 def _interval_note(entries: Sequence[Entry]) -> str:
@@ -89,7 +101,10 @@ def _overviews(group: Group) -> list[Table]:
                 value = speedup(entry)
                 steps = number(entry.row["tokens_per_step"]).text
                 methods[entry.label, entry.detail][caption] = Value(
-                    text=value.text, number=value.number, note=f"{steps} a step", tone=value.tone
+                    text=value.text,
+                    number=value.number,
+                    note="" if entry.row["out_of_memory"] else f"{steps} a step",
+                    tone=value.tone,
                 )
         suites = [group.suite_name(entries[0]) for entries in by_caption.values()]
         shown = [value for values in methods.values() for value in values.values()]
@@ -231,6 +246,8 @@ def _heat_map(
 def _speed(entry: Entry | None, speed_of: Callable[[Entry], float | None]) -> Value:
     if entry is None:
         return Value(text="-")
+    if entry.row["out_of_memory"]:
+        return NO_MEMORY
     value = number(speed_of(entry), ".1f")
     # A speed stays a speed, but who reads it must know.
     return value if not is_wrong(entry.row) else Value(text=value.text, number=value.number, note="not lossless", tone="bad")

@@ -10,7 +10,7 @@ from .config import EvalConfig
 from .lossless import Mismatch, judge
 from .outliers import find_outliers
 from .records import BASELINE, EvalRecord, GroupKey
-from .run_files import DrafterFacts, Roofline
+from .run_files import DrafterFacts, OutOfMemory, Roofline
 
 
 class Row(TypedDict):
@@ -44,7 +44,7 @@ class Row(TypedDict):
     mean_accepted: float | None
     accepted_histogram: list[int]
     draft_tokens_per_step: float | None
-    tokens_per_second: float
+    tokens_per_second: float | None
     """Of the whole batch."""
     answer_tokens_per_second: float | None
     """Of one answer in its batch (`stats.answer_tokens_per_second`)."""
@@ -62,7 +62,7 @@ class Row(TypedDict):
     """What the drafter's training took (TrainingFacts)."""
     time_split: dict[str, float] | None
     tree_tokens: dict[str, list[float]] | None
-    """Draft tokens a step before and after shared prefixes are merged (`stats.tree_tokens`)."""
+    """Draft tokens a step before and after shared prefixes are merged, and those read (`stats.tree_tokens`)."""
     roofline: dict[str, Any]
     roofline_fraction: float | None
     """Decode tokens per second over the roofline of plain decoding, which reads the weights once for a token of every row that
@@ -77,6 +77,8 @@ class Row(TypedDict):
     outliers: list[dict[str, Any]]
     """Answers that took far longer per step than the method's others (Outlier); they are in every figure."""
     by_category: dict[str, dict[str, Any]]
+    out_of_memory: bool
+    """Whether the method, or plain decoding, ran out of memory here: then there are no figures."""
 
 
 def build_rows(
@@ -88,13 +90,15 @@ def build_rows(
     roofline: Roofline,
     num_skipped: Mapping[GroupKey, int],
     drafters: Mapping[str, DrafterFacts],
+    out_of_memory: Sequence[OutOfMemory] = (),
 ) -> list[Row]:
-    """One row per suite, temperature, batch size and method, in the order of the records, the baseline first in each group.
+    """One row per suite, temperature, batch size and method, in the order of the records, the baseline first in each group, and
+    last what ran out of memory.
 
     `drafters` is by method.
     """
     rows = []
-    suites = dict.fromkeys(record.suite for record in records)
+    suites = dict.fromkeys([*(record.suite for record in records), *(missing.suite for missing in out_of_memory)])
     for group_key in product(suites, config.temperatures, config.batch_sizes):
         group = [record for record in records if record.group_key == group_key]
         names = dict.fromkeys(record.method for record in group)
@@ -109,6 +113,11 @@ def build_rows(
         if any(is_broken(row) and row["method"] == BASELINE for row in of_group):
             for row in of_group:
                 _withdraw(row)
+        empty = sorted(
+            (missing for missing in out_of_memory if missing.group_key == group_key),
+            key=lambda missing: missing.method != BASELINE,
+        )
+        rows += [_row_without_figures(missing, config, dtype, roofline, drafters.get(missing.method)) for missing in empty]
     return rows
 
 
@@ -129,7 +138,7 @@ def decoding_name(row: Row) -> str:
 
 def is_broken(row: Row) -> bool:
     """Whether a method that claims to be lossless gave an answer that neither the target nor its noise explains."""
-    return row["speedup"] is None
+    return row["speedup"] is None and not row["out_of_memory"]
 
 
 def is_wrong(row: Mapping[str, Any]) -> bool:
@@ -203,6 +212,56 @@ def _row(
         first_mismatch=lossless.first,
         outliers=[asdict(outlier) for outlier in find_outliers(own)],
         by_category=categories,
+        out_of_memory=False,
+    )
+
+
+def _row_without_figures(
+    missing: OutOfMemory, config: EvalConfig, dtype: str, roofline: Roofline, drafter: DrafterFacts | None
+) -> Row:
+    """The row of a method that ran out of memory: what was wanted, and nothing that was measured."""
+    return Row(
+        method=missing.method,
+        suite=missing.suite,
+        prompt_set_revision=missing.prompt_set_revision,
+        prompt_set_source=missing.prompt_set_source,
+        dtype=dtype,
+        temperature=missing.temperature,
+        batch_size=missing.batch_size,
+        max_new_tokens=config.max_new_tokens,
+        num_prompts=0,
+        num_turns=0,
+        num_repeats=config.repeats,
+        num_batches=0,
+        num_skipped=0,
+        num_truncated=0,
+        num_tokens=0,
+        tokens_per_step=None,
+        mean_accepted=None,
+        accepted_histogram=[],
+        draft_tokens_per_step=None,
+        tokens_per_second=None,
+        answer_tokens_per_second=None,
+        decode_tokens_per_second=None,
+        speedup=None,
+        speedup_ci95=None,
+        rho=None,
+        ceiling=None,
+        draft_seconds_per_step=None,
+        parameters=drafter.parameters if drafter else None,
+        training=drafter.training if drafter else None,
+        time_split=None,
+        tree_tokens=None,
+        roofline=roofline.to_json(),
+        roofline_fraction=None,
+        lossless=None,
+        lossless_label="-",
+        num_mismatched_prompts=0,
+        num_within_noise=0,
+        first_mismatch=None,
+        outliers=[],
+        by_category={},
+        out_of_memory=True,
     )
 
 

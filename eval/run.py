@@ -24,7 +24,7 @@ from .checks import check_records, foreign
 from .config import EvalConfig
 from .digests import differences, digest_of
 from .environment import describe_environment
-from .finished import rows_of
+from .finished import complete, rows_of
 from .lossless import Audit, find_mismatches, to_audit
 from .measure import Bench, answer_seed
 from .methods import MethodSpec, Settings, TunedSettings, load_drafters, method_specs, methods_by_place, recorded_methods
@@ -84,16 +84,18 @@ def evaluate(
             recorded_environment=info.environment,
         )
         bench.measure(suites)
-        check_measured(bench, suites)
+        records = complete(file.records.values(), bench.out_of_memory)
+        check_measured(bench, records, suites)
         facts = Facts(
             drafters={name: drafter_facts(drafter, specs[name].path) for name, drafter in drafters.items()},
             num_turns={suite.name: sum(len(prompt.turns) for prompt in suite.prompts) for suite in suites},
-            audits=audit_answers(bench, suites),
+            audits=audit_answers(bench, records, suites),
+            out_of_memory=bench.out_of_memory,
         )
     write_sealed(output_dir / FACTS_FILE, facts)
-    rows = rows_of(file.records.values(), info, facts)
+    rows = rows_of(records, info, facts)
     write_results(rows, output_dir)
-    write_answers(file.records.values(), suites, tokenizer, output_dir / ANSWERS_DIR, file.path.stat().st_mtime)
+    write_answers(records, suites, tokenizer, output_dir / ANSWERS_DIR, file.path.stat().st_mtime)
     return rows
 
 
@@ -194,9 +196,16 @@ def check_prompts(records: Iterable[EvalRecord], suites: Sequence[PromptSet], pa
             raise foreign(path, record, f"has the category {record.category!r}, and the suite says {prompt.category!r}")
 
 
-def check_measured(bench: Bench, suites: Sequence[PromptSet]) -> None:
-    """Warn of a suite that has no room for any of its prompts. Raises ValueError where none has."""
-    measured = {record.suite for record in bench.file.records.values()}
+def check_measured(bench: Bench, records: Sequence[EvalRecord], suites: Sequence[PromptSet]) -> None:
+    """Warn of a suite that has no room for any of its prompts. Raises ValueError where none has, and where nothing fits into
+    memory."""
+    measured = {record.suite for record in records} | {missing.suite for missing in bench.out_of_memory}
+    if bench.out_of_memory and not records:
+        raise ValueError(
+            f"plain decoding ran out of memory on every suite ({', '.join(sorted(measured))}), at every temperature and batch "
+            f"size ({', '.join(map(str, bench.config.batch_sizes))}), so nothing was measured; lower the batch size or "
+            "max_new_tokens, or load the target in a narrower type (dtype, target.quantization) or on a larger device"
+        )
     if not measured:
         raise ValueError(
             f"no prompt of {', '.join(suite.name for suite in suites)} fits the context window of "
@@ -207,10 +216,9 @@ def check_measured(bench: Bench, suites: Sequence[PromptSet]) -> None:
             logger.warning("no prompt of %s fits the context window: the table has no row for it", suite.name)
 
 
-def audit_answers(bench: Bench, suites: Sequence[PromptSet]) -> dict[str, Audit]:
-    """The audits of all answers that need one (see `to_audit`), by `EvalRecord.answer_digest`."""
+def audit_answers(bench: Bench, records: Sequence[EvalRecord], suites: Sequence[PromptSet]) -> dict[str, Audit]:
+    """The audits of those answers that need one (see `to_audit`), by `EvalRecord.answer_digest`."""
     prompts = {(suite.name, prompt.id): (suite, prompt) for suite in suites for prompt in suite.prompts}
-    records = list(bench.file.records.values())
     audits = {}
     for record in to_audit(records, find_mismatches(records), str(bench.target.dtype)):
         turns = bench.prompt_turns(*prompts[record.suite, record.prompt_id], record.temperature, record.batch_size)

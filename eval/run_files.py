@@ -4,13 +4,14 @@ With the records these make every figure (`finished.rows_of`), so that who reads
 """
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..data.files import parse_dataclass, read_json
 from .digests import digest_of
 from .lossless import Audit
+from .records import Cell, GroupKey
 
 Place = tuple[float, int]
 """Temperature and batch size."""
@@ -136,6 +137,29 @@ class DrafterFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OutOfMemory:
+    """A method that ran out of memory on a suite at a temperature and a batch size, and so has no figures there.
+
+    What it had answered until then stays among the records, where a run that is taken up again goes on.
+    """
+
+    suite: str
+    prompt_set_revision: str
+    prompt_set_source: str | None
+    temperature: float
+    batch_size: int
+    method: str
+
+    @property
+    def group_key(self) -> GroupKey:
+        return self.suite, self.temperature, self.batch_size
+
+    @property
+    def cell(self) -> Cell:
+        return (*self.group_key, self.method)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """`facts.json`: what only the run could find out, since it takes the target, the drafters or the prompts."""
 
@@ -145,6 +169,8 @@ class Facts:
     """Of each suite, those included that were left out as too long."""
     audits: dict[str, Audit]
     """Of the answers that noise may explain, by `EvalRecord.answer_digest`."""
+    out_of_memory: list[OutOfMemory] = field(default_factory=list)
+    """In the order in which it happened."""
 
 
 def read_info(path: Path) -> RunInfo:

@@ -29,7 +29,7 @@ def tokens_per_step(records: Sequence[EvalRecord]) -> float | None:
 
 
 def draft_tokens_per_step(records: Sequence[EvalRecord]) -> float | None:
-    """Draft tokens that the target read per verify step of each answer; None where there was none."""
+    """Draft tokens that the target read per verify step of each answer, padding included; None where there was none."""
     num_steps = sum(record.num_steps for record in records)
     return sum(record.num_draft_tokens for record in records) / num_steps if num_steps else None
 
@@ -112,14 +112,18 @@ def time_split(profiled: Sequence[EvalRecord]) -> dict[str, float] | None:
 
 def tree_tokens(profiled: Sequence[EvalRecord]) -> dict[str, list[float]] | None:
     """TREE_PERCENTILES, over the verify steps of profiled records, of the draft tokens before (`separate`) and after (`shared`)
-    shared prefixes are merged; None where they weren't counted or nothing is drafted."""
+    shared prefixes are merged, and of those `read`, padding included, where all records have them.
+
+    None where nothing was counted or nothing is drafted."""
     counts = [record.tree_tokens for record in profiled if record.tree_tokens is not None]
     sides = {
-        "separate": [count for each in counts for count in each.separate],
-        "shared": [count for each in counts for count in each.shared],
+        "separate": [count for tree in counts for count in tree.separate],
+        "shared": [count for tree in counts for count in tree.shared],
     }
     if not any(sides["shared"]):
         return None
+    if all(tree.read is not None for tree in counts):
+        sides["read"] = [count for tree in counts for count in tree.read or ()]
     return {name: [float(value) for value in np.percentile(side, TREE_PERCENTILES)] for name, side in sides.items()}
 
 

@@ -3,7 +3,9 @@
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -15,6 +17,7 @@ from ..models.decoding.prompts import Prompts
 from ..models.decoding.tree import DraftTree, empty_tree
 from ..models.decoding.types import NO_NODE, Acceptance
 from ..models.hf_target import HFTarget
+from .memory import within_memory
 
 DEPTH = 5
 """Of the trees that are verified: the cost is in their nodes, and hardly in their form."""
@@ -24,18 +27,21 @@ NUM_ACCEPTED = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """Seconds of a verify step and its commit: `seconds[b][n]` at `batch_sizes[b]` and `node_counts[n]`, both ascending."""
+    """Seconds of a verify step and its commit: `seconds[b][n]` at `batch_sizes[b]` and `node_counts[n]`, both ascending; None
+    where memory ran out."""
 
     batch_sizes: tuple[int, ...]
     node_counts: tuple[int, ...]
-    seconds: tuple[tuple[float, ...], ...]
+    seconds: tuple[tuple[float | None, ...], ...]
 
-    def __call__(self, batch: int, nodes: int) -> float:
-        """Seconds for any batch and tree: linear between the measured ones, and beyond them as between the last two."""
+    def __call__(self, batch: int, nodes: int) -> float | None:
+        """Seconds for any batch and tree: linear between the measured ones, and beyond them as between the last two; None where
+        one of these didn't fit into memory."""
         b, along_batch = _place(self.batch_sizes, batch)
         n, along_nodes = _place(self.node_counts, nodes)
         at = [_mix(row[n : n + 2], along_nodes) for row in self.seconds[b : b + 2]]
-        return max(_mix(at, along_batch), min(map(min, self.seconds)))
+        mixed = _mix(at, along_batch)
+        return None if mixed is None else max(mixed, min(value for row in self.seconds for value in row if value is not None))
 
 
 def _place(points: Sequence[int], value: int) -> tuple[int, float]:
@@ -46,8 +52,12 @@ def _place(points: Sequence[int], value: int) -> tuple[int, float]:
     return index, (value - points[index]) / (points[index + 1] - points[index])
 
 
-def _mix(ends: Sequence[float], along: float) -> float:
-    return ends[0] if len(ends) == 1 else ends[0] + along * (ends[1] - ends[0])
+def _mix(ends: Sequence[float | None], along: float) -> float | None:
+    """What lies between two ends, or beyond them; None where an end that it depends on is."""
+    first, last = ends[0], ends[-1]
+    if first is None or along == 0:
+        return first
+    return None if last is None else first + along * (last - first)
 
 
 @torch.inference_mode()
@@ -61,29 +71,48 @@ def measure_step_times(
     repeats: int = 20,
 ) -> StepTimes:
     """Medians of `repeats` steps behind `texts`, the tree sizes in turns. A batch takes texts again where there are too few.
+    The largest trees are left out where they don't fit into memory.
 
     Before a step with a tree the weights of a `drafter` are read, as drafting it would: a small target finds less of its own in
     the processor's cache then.
     """
-    seconds = []
+    seconds: list[tuple[float | None, ...]] = []
     sizes, counts = sorted(set(batch_sizes)), sorted(set(node_counts))
     with tqdm(total=len(sizes) * (repeats + 1), desc="target", unit="round") as progress:
         for size in sizes:
             batch = [texts[index % len(texts)] for index in range(size)]
-            room = (repeats + 1) * len(counts) * (NUM_ACCEPTED + 1)
-            room = min(room, target.context_length - max(map(len, batch)) - 1)
-            target.prefill(Prompts.of(batch), max_new_tokens=room, max_nodes=max(counts))
-            last_token = torch.stack([text[-1] for text in batch])
-            taken: dict[int, list[float]] = {count: [] for count in counts}
-            for _ in range(repeats + 1):  # the first round warms up
-                for count in counts:
-                    for weights in drafter.parameters() if drafter and count else ():
-                        weights.sum()
-                    taken[count].append(_time_step(target, last_token, count))
-                progress.update()
-            seconds.append(tuple(median(taken[count][1:]) for count in counts))
+            fitting, medians = counts, None
+            while fitting and medians is None:
+                progress.n = (repeats + 1) * len(seconds)
+                time_them = partial(_time_steps, target, batch, fitting, drafter, repeats, progress)
+                medians = within_memory(time_them, target)
+                fitting = fitting if medians is not None else fitting[:-1]
+            seconds.append((*(medians or ()), *[None] * (len(counts) - len(fitting))))
     target.release_cache()
     return StepTimes(batch_sizes=tuple(sizes), node_counts=tuple(counts), seconds=tuple(seconds))
+
+
+def _time_steps(
+    target: HFTarget,
+    batch: Sequence[Int[torch.Tensor, " _"]],
+    counts: Sequence[int],
+    drafter: nn.Module | None,
+    repeats: int,
+    progress: Any,
+) -> tuple[float, ...]:
+    """The medians for one batch."""
+    room = (repeats + 1) * len(counts) * (NUM_ACCEPTED + 1)
+    room = min(room, target.context_length - max(map(len, batch)) - 1)
+    target.prefill(Prompts.of(batch), max_new_tokens=room, max_nodes=max(counts))
+    last_token = torch.stack([text[-1] for text in batch])
+    taken: dict[int, list[float]] = {count: [] for count in counts}
+    for _ in range(repeats + 1):  # the first round warms up
+        for count in counts:
+            for weights in drafter.parameters() if drafter and count else ():
+                weights.sum()
+            taken[count].append(_time_step(target, last_token, count))
+        progress.update()
+    return tuple(median(taken[count][1:]) for count in counts)
 
 
 def _time_step(target: HFTarget, last_token: Int[torch.Tensor, " batch"], num_nodes: int) -> float:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from io import StringIO
 from typing import Any
 
+from .names import OOM
 from .rows import Row
 from .tables import RESULT_COLUMNS, cells, footnotes
 
@@ -108,6 +109,7 @@ def _spread(row: Row) -> dict[str, Any]:
         "speedup_ci95_low": low,
         "speedup_ci95_high": high,
         **{f"time_{phase}": split.get(phase) for phase in ("draft", "verify", "accept", "rest")},
+        "out_of_memory": OOM if row["out_of_memory"] else None,
         "training_seconds": training.get("seconds"),
         "num_outliers": len(row["outliers"]),
     }

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .lossless import LOSSY
+from .names import BASELINE, OOM
 from .rows import Row, decoding_name, is_broken
 
 RESULT_COLUMNS = ("Tok/step", "Tok/s", "Speedup [95 %]", "Ceiling*", "Lossless")
@@ -19,8 +20,8 @@ FEW_UNITS = 8
 """A bootstrap over fewer prompts, or batches, hardly knows how far they spread."""
 METHOD_WIDTH = 14
 """Characters for the name of a method on the narrowest terminal."""
-BUFFER = "that size, at most 1 GiB"
-"""What bandwidth is measured on (`roofline.MAX_BUFFER_BYTES`), in words."""
+BUFFER = "that size, at most 1 GiB (4 GiB on an accelerator)"
+"""What bandwidth is measured on (`roofline.measure_bandwidth`), in words."""
 TOKENS_NOTE = (
     "Tok/step: tokens emitted per target step, bonus included, prefill excluded. Tok/s and speedup: whole generations, prefill "
     "included; the interval is a bootstrap over prompts."
@@ -55,6 +56,8 @@ def cells(row: Row) -> dict[str, str]:
     """A row's texts by column; "-" where there is no number."""
     interval, split, training = row["speedup_ci95"], row["time_split"] or {}, row["training"]
     draft_seconds = row["draft_seconds_per_step"]
+    if row["out_of_memory"]:
+        return {**dict.fromkeys((*RESULT_COLUMNS, *COST_COLUMNS), "-"), "Tok/s": OOM, "Speedup [95 %]": OOM}
     texts = {
         "Tok/step": _number(row["tokens_per_step"], ".2f"),
         "Tok/s": _number(row["tokens_per_second"], ".1f"),
@@ -81,6 +84,8 @@ def footnotes(rows: Sequence[Row]) -> list[str]:
         _roofline_note(first),
         f"Decoding in {first['dtype']}, batch size {_sizes(rows)}, up to {first['max_new_tokens']} new tokens.",
     ]
+    left_out, rows = [row for row in rows if row["out_of_memory"]], [row for row in rows if not row["out_of_memory"]]
+    notes += [_memory_note(left_out)] if left_out else []
     notes += [BATCHES_NOTE] if any(row["batch_size"] > 1 for row in rows) else []
     notes += [SAMPLING_NOTE] if any(row["temperature"] > 0 for row in rows) else []
     notes += [BY_RULE_NOTE] if any(row["lossless"] is None for row in rows) else []
@@ -149,6 +154,15 @@ def _groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
     for row in rows:
         groups.setdefault(f"{row['suite']}, {decoding_name(row)}", []).append(row)
     return groups
+
+
+def _memory_note(rows: Sequence[Row]) -> str:
+    """Where there are no figures, and for what reason."""
+    named = "; ".join(f"{group}: {', '.join(row['method'] for row in of_group)}" for group, of_group in _groups(rows).items())
+    note = f"{OOM}: memory ran out, so that there are no figures ({named})."
+    if any(row["method"] == BASELINE for row in rows):
+        note += f" Where {BASELINE} ran out of it, the others have nothing to be held against."
+    return note
 
 
 def _in_batches(row: Row) -> str:

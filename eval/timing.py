@@ -13,6 +13,7 @@ from ..models.decoding.sampling import RowSeeds
 from ..models.decoding.tree import tree_tokens
 from ..models.decoding.types import PhaseSeconds, Step
 from ..models.interfaces import AcceptanceRule, Drafter, Target
+from ..models.machine import synchronize
 from .records import TreeTokens
 
 
@@ -61,18 +62,19 @@ class Answer:
     token_ids: list[int]
     accepted_histogram: list[int]
     num_draft_tokens: int
-    """That the target read for this row."""
+    """That the target read for this row, padding included."""
     drawn: bool
     tree_tokens: TreeTokens
     """Of each verify step, where phases were timed."""
 
 
 def _tree_tokens(own: Sequence[tuple[Step, int]]) -> TreeTokens:
-    """What merging shared prefixes saved a row, whose steps and place in them these are."""
-    counts = [(tree_tokens(*step.links), place) for step, place in own if step.links is not None]
+    """What merging shared prefixes saved a row, and padding cost it, whose steps and place in them these are."""
+    counts = [(tree_tokens(*step.links), place, step.num_nodes) for step, place in own if step.links is not None]
     return TreeTokens(
-        shared=[int(shared[place]) for (shared, _), place in counts],
-        separate=[int(separate[place]) for (_, separate), place in counts],
+        shared=[int(shared[place]) for (shared, _), place, _ in counts],
+        separate=[int(separate[place]) for (_, separate), place, _ in counts],
+        read=[num_read for _, _, num_read in counts],
     )
 
 
@@ -92,18 +94,13 @@ def time_generation(
     `timed` takes the phases too, which slows an accelerator down.
     """
     device = prompts[0].device
-    _synchronize(device)
+    synchronize(device)
     start = time.perf_counter()
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "stop_ids": stop_ids, "timed": timed}
     stream = generate(target, drafter, rule, prompts, generator=RowSeeds(seeds), **options)
     first_step = next(stream)  # its tokens have been read by the host, so an accelerator has finished
     first_token = time.perf_counter()
     steps = [first_step, *stream]
-    _synchronize(device)
+    synchronize(device)
     end = time.perf_counter()
     return Generation(steps=steps, prefill_seconds=first_token - start, decode_seconds=end - first_token)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

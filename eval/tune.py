@@ -1,9 +1,10 @@
 """Tuning a drafter to a machine: answers, times, predictions, the choice, and on request what it is worth."""
 
 import json
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,16 +21,17 @@ from ..models.interfaces import TrainableDrafter
 from ..models.packing import packed_linears
 from .config import EvalConfig
 from .environment import describe_environment
+from .grids import Grid, candidates, extended, grid_of
 from .methods import TunedSettings
 from .replay import Answered, answer_prompts
 from .run import acceptance_rule, cpu_threads, load_suites
 from .step_times import StepTimes, measure_step_times
 from .tuning import (
     Prediction,
+    Replay,
     Setting,
     Speed,
     Trial,
-    candidates,
     choose,
     finalists,
     measure_all,
@@ -38,7 +40,21 @@ from .tuning import (
     replay_all,
 )
 
+logger = logging.getLogger(__name__)
+
 TUNING_FILE = "tuning.json"
+
+
+MAX_EXTENSIONS = 4
+"""Times that a grid grows at its edges: an option comes up to 16 times as far as it is tried at first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """A setting that ran out of memory in batches of a size; None is plain decoding."""
+
+    setting: Setting
+    batch_size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +73,8 @@ class Tuning:
     predicted_regrets: dict[int, float]
     """The same of the setting that was predicted to be the fastest."""
     step_times: StepTimes
+    left_out: list[LeftOut] = field(default_factory=list)
+    """What ran out of memory. A batch size has no choice where plain decoding did."""
 
     def errors(self, batch_size: int) -> list[float]:
         """By how much the predicted speedups exceed the checked ones, as a share of these, for batches of this size."""
@@ -84,11 +102,14 @@ def tune(
     """Choose the drafter's setting for each batch size, among `settings` or its kind's grid, for the first temperature of
     `config`. Everything found goes to `output_dir`, the choice beside the drafter's weights.
 
-    Raises ValueError where no prompt fits, and for a drafter that draws its drafts at random, whose steps can't be replayed.
+    The grid grows while the setting that is predicted to be the fastest lies at its edge (`extended`). Raises ValueError where
+    no prompt fits, where nothing fits into memory, and for a drafter that draws its drafts at random, whose steps can't be
+    replayed.
     """
     read_tuned(drafter_dir)  # what it can't be written into shows now
     temperature = config.temperatures[0]
-    settings = candidates(drafter_dir) if settings is None else list(settings)
+    grid = grid_of(drafter_dir) if settings is None else None
+    settings = candidates(drafter_dir, grid) if grid is not None else list(settings or ())
     with ExitStack() as stack:
         stack.enter_context(cpu_threads(config.num_threads))
         _require_trees_of_the_text(drafter_dir, settings)
@@ -103,7 +124,7 @@ def tune(
             answered=_answers(config, target, longest, drafter.feature_layers, max(batch_sizes)),
             pack=config.pack_weights,
         )
-        tuning = _tune(trial, drafter, [None, *settings], batch_sizes, check=check)
+        tuning = _tune(trial, drafter, Tried(settings=[None, *settings], grid=grid), batch_sizes, check=check)
         place, environment = describe_place(target, drafter_dir, temperature), describe_environment(target.device)
     found = asdict(tuning) | {
         "place": asdict(place),
@@ -128,32 +149,122 @@ def _require_trees_of_the_text(drafter_dir: Path, settings: Sequence[dict[str, A
             )
 
 
-def _tune(
-    trial: Trial, drafter: TrainableDrafter, settings: Sequence[Setting], batch_sizes: Sequence[int], *, check: bool
-) -> Tuning:
-    replays = replay_all(trial, settings, batch_sizes)
-    # Where answers are half written: what a step reads grows with the text.
-    texts = [each.text[: len(each.prompt) + len(each.answer) // 2] for each in trial.answered]
-    largest = max(each.nodes for replay in replays for each in replay.run.passes)
-    rows, nodes = _powers(max(batch_sizes), *batch_sizes), [0, *_powers(largest, largest)]
-    times = measure_step_times(trial.target, texts, rows, nodes, drafter=drafter)
-    predictions = [predict(replay, times) for replay in replays]
+@dataclass(slots=True, kw_only=True)
+class Tried:
+    """The settings tried so far, and the grid that they are from; None where somebody named them."""
+
+    settings: list[Setting]
+    grid: Grid | None
+
+    def extend(self, directory: Path, predictions: Sequence[Prediction], batch_sizes: Sequence[int]) -> list[Setting]:
+        """Let the grid grow where the fastest setting for a batch size lies at its edge. Returns the settings that it adds."""
+        if self.grid is None:
+            return []
+        grid = self.grid
+        for size in batch_sizes:
+            drafting = [speed for speed in predictions if speed.batch_size == size and speed.setting is not None]
+            best = max(drafting, key=lambda speed: speed.tokens_per_second, default=None)
+            grid = grid if best is None or best.setting is None else extended(grid, best.setting)
+        added: list[Setting] = [setting for setting in candidates(directory, grid) if setting not in self.settings]
+        for name, values in grid.items():
+            if further := values[len(self.grid[name]) :]:
+                logger.info("the fastest settings have %s at the edge of what was tried: trying %s, too", name, further)
+        self.grid = grid
+        self.settings += added
+        return added
+
+
+def _tune(trial: Trial, drafter: TrainableDrafter, tried: Tried, batch_sizes: Sequence[int], *, check: bool) -> Tuning:
+    times, predictions = _predict_all(trial, drafter, tried, batch_sizes)
     finals: list[Speed] = []
     checked: list[Speed] = []
-    for size in batch_sizes:
+    for size in _sizes_with(None, predictions, batch_sizes):
         finals += measure_all(trial, finalists(predictions, size), size)
-        checked += measure_all(trial, settings, size) if check else []
-    choices = {size: choose(finals, size) for size in batch_sizes}
-    guesses = {size: choose(predictions, size) for size in batch_sizes}
+        fitting = [speed.setting for speed in predictions if speed.batch_size == size]
+        checked += measure_all(trial, fitting, size) if check else []
+    sizes = _sizes_with(None, finals, batch_sizes)
+    if not sizes:
+        raise ValueError(
+            f"plain decoding ran out of memory in batches of {', '.join(map(str, batch_sizes))}, so there is nothing to hold a "
+            "setting against; lower --batch-size or --max-new-tokens"
+        )
+    choices = {size: choose(finals, size) for size in sizes}
+    guesses = {size: choose(predictions, size) for size in sizes}
     return Tuning(
         choices=choices,
         predictions=predictions,
         finals=finals,
         checked=checked,
-        regrets={size: regret(choices[size].setting, checked, size) for size in batch_sizes if checked},
-        predicted_regrets={size: regret(guesses[size].setting, checked, size) for size in batch_sizes if checked},
+        regrets=_regrets(choices, checked),
+        predicted_regrets=_regrets(guesses, checked),
         step_times=times,
+        left_out=_left_out(tried, predictions, finals, batch_sizes),
     )
+
+
+def _predict_all(
+    trial: Trial, drafter: TrainableDrafter, tried: Tried, batch_sizes: Sequence[int]
+) -> tuple[StepTimes, list[Prediction]]:
+    """The predictions of all settings, and of those that their grid grows by."""
+    replays = replay_all(trial, tried.settings, batch_sizes)
+    times = _step_times(trial, drafter, replays, batch_sizes)
+    predictions = _predictions(replays, times)
+    for _ in range(MAX_EXTENSIONS):
+        added = tried.extend(trial.directory, predictions, batch_sizes)
+        if not added:
+            break
+        replays += replay_all(trial, added, batch_sizes)
+        if _largest(replays) > max(times.node_counts):
+            times = _step_times(trial, drafter, replays, batch_sizes)
+        predictions = _predictions(replays, times)
+    return times, predictions
+
+
+def _step_times(trial: Trial, drafter: TrainableDrafter, replays: Sequence[Replay], batch_sizes: Sequence[int]) -> StepTimes:
+    """The target's, for all trees of these replays."""
+    # Where answers are half written: what a step reads grows with the text.
+    texts = [each.text[: len(each.prompt) + len(each.answer) // 2] for each in trial.answered]
+    largest = _largest(replays)
+    rows, nodes = _powers(max(batch_sizes), *batch_sizes), [0, *_powers(largest, largest)]
+    return measure_step_times(trial.target, texts, rows, nodes, drafter=drafter)
+
+
+def _largest(replays: Sequence[Replay]) -> int:
+    return max((step.nodes for replay in replays for step in replay.run.passes), default=0)
+
+
+def _predictions(replays: Sequence[Replay], times: StepTimes) -> list[Prediction]:
+    predicted = (predict(replay, times) for replay in replays)
+    return [prediction for prediction in predicted if prediction is not None]
+
+
+def _sizes_with(setting: Setting, speeds: Sequence[Speed], batch_sizes: Sequence[int]) -> list[int]:
+    """The batch sizes at which a setting has a speed."""
+    known = {speed.batch_size for speed in speeds if speed.setting == setting}
+    return [size for size in batch_sizes if size in known]
+
+
+def _regrets(choices: Mapping[int, Choice], checked: Sequence[Speed]) -> dict[int, float]:
+    """By batch size, where the chosen setting and plain decoding were checked: all settings share the memory there, so that it
+    may run out."""
+    return {
+        size: regret(choice.setting, checked, size)
+        for size, choice in choices.items()
+        if all(_sizes_with(setting, checked, [size]) for setting in (None, choice.setting))
+    }
+
+
+def _left_out(
+    tried: Tried, predictions: Sequence[Prediction], finals: Sequence[Speed], batch_sizes: Sequence[int]
+) -> list[LeftOut]:
+    """The settings without a prediction, and the finalists without a speed."""
+    lost = []
+    for setting, size in product(tried.settings, batch_sizes):
+        is_predicted, is_measured = (bool(_sizes_with(setting, speeds, [size])) for speeds in (predictions, finals))
+        if not is_predicted or (not is_measured and setting in finalists(predictions, size)):
+            lost.append(LeftOut(setting=setting, batch_size=size))
+            logger.warning("%s ran out of memory in batches of %d and is left out", setting or "plain decoding", size)
+    return lost
 
 
 def tuned_settings(config: EvalConfig, target: HFTarget, drafter_dirs: Sequence[Path]) -> TunedSettings:

@@ -100,9 +100,12 @@ def tune_command(
     settings = config.settings if setting else None
     tuning = tune(config, loaded, drafter, output, settings=settings, batch_sizes=sizes, check=check, write=write)
     console = Console()
-    for size in sizes:
+    for size in tuning.choices:
         console.print(tuning_table(tuning, size))
         console.print(escape(verdict(tuning, size)))
+    if tuning.left_out:
+        names = ", ".join(f"{_name(each.setting)} (batches of {each.batch_size})" for each in tuning.left_out)
+        console.print(escape(f"Left out, since memory ran out: {names}"), soft_wrap=True)
     written = f"; the choice to {drafter / 'tuned.json'}" if write else ""
     console.print(escape(f"All predictions were written to {output / 'tuning.json'}{written}"), soft_wrap=True)
 
@@ -137,12 +140,15 @@ def verdict(tuning: "Tuning", batch_size: int) -> str:
     choice = tuning.choices[batch_size]
     if choice.setting is None:
         tried = [each for each in tuning.finals if each.batch_size == batch_size and each.setting is not None]
-        best = max(tried, key=lambda each: each.tokens_per_second)
-        loss = 1 - best.tokens_per_second / choice.plain_tokens_per_second
-        told = f"speculation is off: the best setting ({_name(best.setting)}) loses {100 * loss:.0f} %"
+        best = max(tried, key=lambda each: each.tokens_per_second, default=None)
+        reason = "no setting fits into memory"
+        if best is not None:
+            loss = 1 - best.tokens_per_second / choice.plain_tokens_per_second
+            reason = f"the best setting ({_name(best.setting)}) loses {100 * loss:.0f} %"
+        told = f"speculation is off: {reason}"
     else:
         told = f"{_name(choice.setting)}, {choice.speedup:.2f}x of plain decoding (prompts' reading left out)"
-    if batch_size in tuning.regrets:
+    if batch_size in tuning.regrets and batch_size in tuning.predicted_regrets:
         wrong = sorted(map(abs, tuning.errors(batch_size)))
         told += (
             f". Checked: {100 * tuning.regrets[batch_size]:.1f} % slower than the best setting (what was predicted to be best: "

@@ -8,13 +8,13 @@ what drafter and target cost each other, such as the other's place in a cache, s
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from itertools import product
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, cast
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -22,25 +22,15 @@ from tqdm import tqdm
 from ..models.decoding.loop import generate
 from ..models.decoding.sampling import RowSeeds
 from ..models.drafters import NullDrafter, load_drafter
-from ..models.drafters.checkpoint import read_drafter_config
-from ..models.drafters.registry import parse_runtime_config
 from ..models.drafters.tuned import Choice
-from ..models.graphs import GraphedDrafter
 from ..models.hf_target import HFTarget
 from ..models.interfaces import AcceptanceRule, Drafter, Target
+from ..models.machine import synchronize
 from ..models.packing import packed_linears
+from .memory import within_memory
+from .methods import proposer
 from .replay import Answered, ReplayTarget
 from .step_times import StepTimes
-
-GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
-    "draft_model": {"length": (2, 3, 4, 6), "top_k": (1, 2, 4), "tree_nodes": (4, 8, 16, 32)},
-    "eagle": {"depth": (2, 3, 4, 5, 7), "top_k": (1, 2, 4, 8), "tree_nodes": (2, 4, 8, 16, 32, 60)},
-    "eagle3": {"depth": (2, 3, 4, 5, 7), "top_k": (1, 2, 4, 8), "tree_nodes": (2, 4, 8, 16, 32, 60)},
-    "medusa": {"tree_nodes": (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)},
-    "redrafter": {"beam_width": (1, 2, 4, 8, 16), "beam_length": (2, 3, 4, 5), "tree_nodes": (None, 4, 8, 16, 32)},
-}
-"""What is tried of each kind, every combination that makes sense."""
-
 
 Setting = dict[str, Any] | None
 """Run-time options of a drafter; None is plain decoding."""
@@ -69,43 +59,6 @@ class Prediction(Speed):
     """Of drafter, rule and loop, per step: what isn't the target's."""
     num_nodes: float
     """Mean per step."""
-
-
-def candidates(directory: Path) -> list[dict[str, Any]]:
-    """Settings of the drafter in a directory that are worth trying: its own first. Raises ValueError for an unknown kind."""
-    saved = read_drafter_config(directory)
-    config = {"kind": saved.kind, **saved.drafter}
-    _, own = parse_runtime_config(config, {})
-    grid = GRIDS[saved.kind]
-    found = [{name: getattr(own, name) for name in grid}]
-    # A tree that is written down would overrule the number of its nodes.
-    chosen: dict[str, Any] = {} if getattr(own, "tree_paths", None) is None else {"tree_paths": None}
-    for values in product(*grid.values()):
-        setting = {**dict(zip(grid, values, strict=True)), **chosen}
-        if setting not in found and _makes_sense(setting) and _is_possible(config, setting):
-            found.append(setting)
-    return found
-
-
-def _is_possible(config: dict[str, Any], setting: Mapping[str, Any]) -> bool:
-    """Whether the drafter takes it beside its other options: a tree's nodes are chosen among shared prefixes only."""
-    try:
-        parse_runtime_config(config, setting)
-    except ValueError:
-        return False
-    return True
-
-
-def _makes_sense(setting: Mapping[str, Any]) -> bool:
-    """Whether no smaller setting drafts the same: a chain has no more nodes than tokens, and a tree more than a chain."""
-    length = next((setting[name] for name in ("beam_length", "depth", "length") if name in setting), None)
-    width = next((setting[name] for name in ("beam_width", "top_k") if name in setting), None)
-    nodes = setting.get("tree_nodes")
-    if length is None or width is None:
-        return True
-    if width == 1:
-        return nodes is None or nodes == min((each for each in (2, 4, 8) if each >= length), default=length)
-    return nodes is None or length <= nodes <= length * width * (width if "top_k" in setting else 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,8 +120,7 @@ def run(
     device = answered[0].prompt.device
     started = time.perf_counter()
     steps = list(stream)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     return Run(
         seconds=time.perf_counter() - started,
         num_tokens=sum(len(tokens) for step in steps for tokens in step.tokens),
@@ -209,9 +161,7 @@ class Trial:
             return
         drafter = load_drafter(self.directory, self.target, **setting)
         with packed_linears(*([drafter] if self.pack else [])):
-            # A TrainableDrafter is an nn.Module first, so that its type doesn't say that it drafts.
-            proposer = cast("Drafter[Any]", drafter)
-            yield GraphedDrafter(proposer) if self.target.cuda_graphs and drafter.recordable else proposer
+            yield proposer(drafter, self.target)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,25 +174,32 @@ class Replay:
 
 
 def replay_all(trial: Trial, settings: Sequence[Setting], batch_sizes: Sequence[int]) -> list[Replay]:
-    """Replays of the answers with every setting, for every batch size."""
-    found = []
-    vocab_size = trial.target.vocab_size
+    """Replays of the answers with every setting, for every batch size; those that don't fit into memory are left out."""
+    replays = []
     with tqdm(total=len(settings) * len(batch_sizes), desc="settings", unit="setting") as progress:
         for setting in settings:
             with trial.drafter(setting) as drafter:
                 for size in batch_sizes:
-                    groups = trial.batches(size)
-                    run(ReplayTarget(groups[0], vocab_size), drafter, trial.rule, groups[0], timed=False)  # warms up
-                    runs = [run(ReplayTarget(group, vocab_size), drafter, trial.rule, group, timed=True) for group in groups]
-                    found.append(Replay(setting=setting, batch_size=size, run=sum_of(runs)))
+                    if (total := within_memory(partial(_replay, trial, drafter, size), trial.target)) is not None:
+                        replays.append(Replay(setting=setting, batch_size=size, run=total))
                     progress.update()
-    return found
+    return replays
 
 
-def predict(replay: Replay, times: StepTimes) -> Prediction:
-    """How fast decoding is with a target of these times."""
+def _replay(trial: Trial, drafter: Drafter[Any], batch_size: int) -> Run:
+    groups, vocab_size = trial.batches(batch_size), trial.target.vocab_size
+    run(ReplayTarget(groups[0], vocab_size), drafter, trial.rule, groups[0], timed=False)  # warms up
+    return sum_of([run(ReplayTarget(group, vocab_size), drafter, trial.rule, group, timed=True) for group in groups])
+
+
+def predict(replay: Replay, times: StepTimes) -> Prediction | None:
+    """How fast decoding is with a target of these times; None where one of its steps doesn't fit into memory."""
     total = replay.run
-    seconds = total.own_seconds + sum(times(each.rows, each.nodes) for each in total.passes)
+    steps = [times(step.rows, step.nodes) for step in total.passes]
+    verify_seconds = [seconds for seconds in steps if seconds is not None]
+    if len(verify_seconds) < len(steps):
+        return None
+    seconds = total.own_seconds + sum(verify_seconds)
     return Prediction(
         setting=replay.setting,
         batch_size=replay.batch_size,
@@ -257,22 +214,43 @@ def predict(replay: Replay, times: StepTimes) -> Prediction:
 def measure_all(trial: Trial, settings: Sequence[Setting], batch_size: int, *, rounds: int = ROUNDS) -> list[Speed]:
     """What is predicted, measured: the target decodes the same answers with every setting, batch by batch in turns.
 
-    Of each batch the median of its `rounds` counts. All settings' drafters are in memory at once.
+    Of each batch the median of its `rounds` counts. All settings' drafters are in memory at once; a setting that runs out of it
+    is left out, and the others are measured from the start, since their caches were given back.
     """
+    fitting = list(settings)
+    while fitting:
+        measured = _measure_together(trial, fitting, batch_size, rounds)
+        if not isinstance(measured, int):
+            return measured
+        del fitting[measured]
+    return []
+
+
+def _measure_together(trial: Trial, settings: Sequence[Setting], batch_size: int, rounds: int) -> list[Speed] | int:
+    """The speeds of all settings, or the index of one that ran out of memory."""
     groups = trial.batches(batch_size)
     seconds: dict[tuple[int, int], list[float]] = defaultdict(list)
     runs: dict[tuple[int, int], Run] = {}
+
+    def decode(drafter: Drafter[Any], answered: Sequence[Answered]) -> Run | None:
+        return within_memory(partial(run, trial.target, drafter, trial.rule, answered, timed=False), trial.target)
+
     with ExitStack() as stack, tqdm(total=rounds * len(groups), desc=f"batches of {batch_size}", unit="batch") as progress:
-        drafters = [stack.enter_context(trial.drafter(setting)) for setting in settings]
+        drafters: list[Drafter[Any]] = []
         first = [replace(each, answer=each.answer[:8]) for each in groups[0]]
-        for drafter in drafters:
-            run(trial.target, drafter, trial.rule, first, timed=False)  # warms up
+        for index, setting in enumerate(settings):
+            drafter = within_memory(partial(stack.enter_context, trial.drafter(setting)), trial.target)
+            if drafter is None or decode(drafter, first) is None:  # warms up
+                return index
+            drafters.append(drafter)
         for turn in range(rounds * len(groups)):
             group = turn % len(groups)
             for step in range(len(drafters)):
                 index = (turn + turn // len(groups) + step) % len(drafters)  # nobody comes first each time
-                runs[index, group] = run(trial.target, drafters[index], trial.rule, groups[group], timed=False)
-                seconds[index, group].append(runs[index, group].seconds)
+                if (decoded := decode(drafters[index], groups[group])) is None:
+                    return index
+                runs[index, group] = decoded
+                seconds[index, group].append(decoded.seconds)
             progress.update()
     trial.target.release_cache()
     totals = [sum_of([runs[index, group] for group in range(len(groups))]) for index in range(len(settings))]

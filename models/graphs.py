@@ -5,7 +5,7 @@ What is recorded must not depend on the host: no numbers read from the device, t
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -149,6 +149,10 @@ class RecordableDrafter(Drafter[torch.Tensor], Protocol):
 
     def trim(self, tree: DraftTree) -> DraftTree: ...
 
+    @property
+    def tree_sizes(self) -> Sequence[int]:
+        """Return all sizes of the trees that `trim` returns."""
+
 
 class GraphedDrafter:
     """A drafter replayed as a CUDA graph: one that is `recordable`, such as ReDrafter.
@@ -161,6 +165,10 @@ class GraphedDrafter:
         self.max_nodes, self.feature_layers = drafter.max_nodes, drafter.feature_layers
         self.init_state, self.advance, self.select = drafter.init_state, drafter.advance, drafter.select
         self._draft = GraphedFunction(drafter.draft, recorder)
+
+    @property
+    def tree_sizes(self) -> Sequence[int]:
+        return self.drafter.tree_sizes
 
     def propose(self, state: torch.Tensor, last_token: torch.Tensor, *, generator: Randomness = None) -> DraftTree:
         return self.drafter.trim(self._draft(state, last_token))

@@ -88,6 +88,11 @@ class HFTarget:
         return self.compiled or self.cuda_graphs
 
     @property
+    def extent_step(self) -> int:
+        """Columns by which the part of the KV cache grows that a pass over a draft tree reads."""
+        return extent_step(self.device, is_fixed=self.has_fixed_shapes)
+
+    @property
     def embed_tokens(self) -> nn.Embedding:
         """The input embeddings, frozen."""
         embeddings = self.model.get_input_embeddings()
@@ -215,7 +220,7 @@ class HFTarget:
                 batch,
                 capacity,
                 self.device,
-                extent_step=extent_step(self.device, is_fixed=self.has_fixed_shapes),
+                extent_step=self.extent_step,
                 is_fixed=self.has_fixed_shapes,
             )
         return self._cache

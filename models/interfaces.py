@@ -96,6 +96,15 @@ class Drafter(Protocol[State]):
 
 
 @runtime_checkable
+class SizedDrafter(Protocol):
+    """A drafter whose trees come in several sizes."""
+
+    @property
+    def tree_sizes(self) -> Sequence[int]:
+        """Return all numbers of nodes that its trees have where shapes are recorded."""
+
+
+@runtime_checkable
 class AcceptanceRule(Protocol):
     """Decides which path of a tree the target accepts."""
 

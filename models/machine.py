@@ -1,5 +1,6 @@
-"""The hardware that a process computes on, by the names that its makers gave it."""
+"""The hardware that a process computes on: its name, when its work is done, and when its memory is used up."""
 
+import gc
 import logging
 import platform
 from pathlib import Path
@@ -14,6 +15,27 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return cpu_model() if device.type == "cpu" else str(device)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until an accelerator has finished its work. A CPU has finished it when an operation returns."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed. A CPU and Apple's GPUs raise a RuntimeError that only its text tells from others."""
+    texts = ("DefaultCPUAllocator: can't allocate memory", "MPS backend out of memory")
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+    )
+
+
+def release_memory(device: torch.device) -> None:
+    """Give back what nobody refers to any more: to the system, so that a larger block finds room."""
+    gc.collect()  # an error's frames may lie in a cycle with their tensors
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
 
 
 def turn_off_cudnn_attention(device: torch.device) -> None:

@@ -9,6 +9,7 @@ from jaxtyping import Int
 from transformers import PreTrainedTokenizerBase
 
 from ..interfaces import AcceptanceRule, Drafter, Target
+from ..machine import synchronize
 from .prompts import Prompts
 from .sampling import Randomness, RowSeeds
 from .stopping import Stopping
@@ -160,7 +161,6 @@ class Stopwatch:
         self.last = time.perf_counter()
 
     def __call__(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
         last, self.last = self.last, time.perf_counter()
         return self.last - last

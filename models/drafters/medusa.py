@@ -219,6 +219,10 @@ class Medusa(TrainableDrafter):
         tokens = ranked.flatten(1)[:, self.node_tokens]
         return DraftTree(tokens=tokens, parents=self.node_parents.expand_as(tokens), max_depth=self.max_depth)
 
+    @property
+    def tree_sizes(self) -> Sequence[int]:
+        return (self.max_nodes,)
+
     def trim(self, tree: DraftTree) -> DraftTree:
         """Return the tree as it is: it has no padding."""
         return tree

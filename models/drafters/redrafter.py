@@ -232,11 +232,26 @@ class Redrafter(TrainableDrafter):
         return pack_likeliest(search, self.config.tree_nodes)
 
     def trim(self, tree: DraftTree) -> DraftTree:
-        """Cut padding as `tree_padding` asks. Only the paper's tree has any: others are of one
-        size."""
-        if self.tree_padding == "full" or self.config.tree_nodes is not None or not self.config.share_prefixes:
+        """Cut padding as `tree_padding` asks."""
+        if self.tree_padding == "full" or not self._has_padding:
             return tree
-        return tree.trimmed(-(-tree.num_nodes // NUM_BUCKETS) if self.tree_padding == "bucket" else 1)
+        return tree.trimmed(self._bucket if self.tree_padding == "bucket" else 1)
+
+    @property
+    def tree_sizes(self) -> Sequence[int]:
+        """Return the sizes of trees under `tree_padding=bucket`; for others the largest."""
+        if self.tree_padding != "bucket" or not self._has_padding:
+            return (self.max_nodes,)
+        return (*range(self._bucket, self.max_nodes, self._bucket), self.max_nodes)
+
+    @property
+    def _has_padding(self) -> bool:
+        """Whether trees have different numbers of nodes: the paper's have, others are of one size."""
+        return self.config.tree_nodes is None and self.config.share_prefixes
+
+    @property
+    def _bucket(self) -> int:
+        return -(-self.max_nodes // NUM_BUCKETS)
 
     def advance(
         self,

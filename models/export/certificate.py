@@ -18,7 +18,10 @@ TYPES_OF_A_LINE: dict[str, tuple[type, ...]] = {
     "result": (str,),
     "passed": (bool, type(None)),
 }
-OPTIONAL: dict[str, tuple[type, ...]] = {"drafters": (dict,), "target": (str,), "weights_sha256": (str,)}
+OPTIONAL: dict[str, tuple[type, ...]] = {
+    "drafters": (dict,),
+    **dict.fromkeys(("target", "weights_sha256", "dtype", "form"), (str,)),
+}
 """Where a target was certified, too, and not the rules alone."""
 
 

@@ -11,6 +11,7 @@ from tokenizers.models import BPE
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from outrider.data.manifest import TargetIdentity
+from outrider.eval.roofline import MAX_ACCELERATOR_BYTES, measure_bandwidth
 from outrider.models.hf_target import HFTarget
 
 LLAMA_8B = {
@@ -71,18 +72,9 @@ def weight_bytes(model: LlamaForCausalLM) -> int:
     return sum(each.numel() * each.element_size() for each in model.parameters() if each is not embeddings)
 
 
-def memory_bandwidth(device: torch.device, rounds: int = 10) -> float:
-    """Bytes per second that a large copy moves or a large sum reads, whichever are more."""
-    source = torch.ones(2**28 if device.type == "cuda" else 2**24, dtype=torch.float32, device=device)
-    sink = torch.empty_like(source)
-    best = 0.0
-    for work, num_bytes in ((lambda: sink.copy_(source), 2 * source.nbytes), (source.sum, source.nbytes)):
-        work()
-        start = clock(device)
-        for _ in range(rounds):
-            work()  # one after the other: waiting for each would count the host's time too
-        best = max(best, rounds * num_bytes / (clock(device) - start))
-    return best
+def memory_bandwidth(device: torch.device) -> float:
+    """Bytes per second of reading a buffer that no cache holds, as the evaluation's roofline measures it."""
+    return 1e9 * measure_bandwidth(MAX_ACCELERATOR_BYTES if device.type != "cpu" else 2**26, device)
 
 
 def matrix_rate(device: torch.device, dtype: torch.dtype, rounds: int = 10) -> float:

@@ -94,6 +94,21 @@ def test_a_drafter_that_isnt_lossless_has_no_speedup(tiny_drafter_dir: Path, eva
     assert "The text stays the target's own" in model_card(tiny_drafter_dir, CardOptions(evaluations=[evaluation]))
 
 
+def test_a_card_claims_nothing_where_memory_ran_out(tiny_drafter_dir: Path, evaluation: Path, tmp_path: Path) -> None:
+    short = Path(shutil.copytree(evaluation, tmp_path / "short"))
+    (short / "records.jsonl").unlink()  # which would say otherwise
+    plain, drafted = json.loads((short / "summary.json").read_text())
+    empty = {**drafted, "batch_size": 64, "out_of_memory": True, "tokens_per_second": None, "speedup": None}
+    (short / "summary.json").write_text(json.dumps([plain, drafted, {**plain, "batch_size": 64}, empty]))
+    card = model_card(tiny_drafter_dir, CardOptions(evaluations=[short]))
+    assert len([line for line in card.splitlines() if line.startswith("| mt_bench")]) == 1
+    assert "batch size 64" not in card
+    assert "The text stays the target's own" in card, "nothing was wrong"
+    (short / "summary.json").write_text(json.dumps([{**plain, "batch_size": 64}, empty]))
+    with pytest.raises(ValueError, match="ran out of memory everywhere in .*; leave it out"):
+        model_card(tiny_drafter_dir, CardOptions(evaluations=[short]))
+
+
 def test_what_is_unknown_is_said_to_be_and_left_out_of_the_front_matter(tiny_drafter_dir: Path) -> None:
     card = model_card(tiny_drafter_dir, CardOptions())
     assert "Not measured" in card

@@ -1,6 +1,7 @@
 """`outrider certify`: passes what is sound, fails what isn't, and writes down both."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,13 @@ from typer.testing import CliRunner
 
 from outrider.eval import certify
 from outrider.eval.certify_cli import certify_command
-from outrider.models import tree_attention
+from outrider.models import graphs, tree_attention
+from outrider.models import target as targets
 from outrider.models.decoding import Sampling, SpeculativeSampling, TypicalAcceptance
+from outrider.models.drafters import build_drafter, save_drafter
+from outrider.models.hf_target import HFTarget
 
+from ..models.recorder import ReplayingRecorder
 from .test_run import AcceptsAnything
 
 app = typer.Typer()
@@ -51,6 +56,51 @@ def test_a_target_and_a_drafter_are_certified(decoding: list[str], dtype: str, t
     assert "a drafter that knows the answers" in oracle
     assert int(oracle.split()[-5]) > 4, "accepted paths were not exercised"
     assert certificate["false_alarm_rate"] == pytest.approx(3 * certify.FALSE_ALARM_RATE)
+
+
+def test_a_compiled_target_is_certified_in_that_form(
+    decoding: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # traced and run, without a C++ compiler
+    result = CliRunner().invoke(app, [*decoding, "--compiled"])
+    assert result.exit_code == 0, result.output
+    certificate = json.loads((tmp_path / "certificate.json").read_text())
+    assert (certificate["passed"], certificate["dtype"], certificate["form"]) == (True, "float32", "compiled")
+    assert all("float32 compiled, " in line["subject"] for line in certificate["lines"])
+
+
+def test_target_and_drafter_are_certified_as_replayed_graphs(
+    decoding: list[str], tiny_target: HFTarget, tiny_drafter_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What an evaluation measures is both: a target that is replayed beside a drafter that isn't is another decoder."""
+    recorders: list[ReplayingRecorder] = []
+
+    def make_recorder() -> ReplayingRecorder:
+        recorders.append(ReplayingRecorder())
+        return recorders[-1]
+
+    monkeypatch.setattr(graphs, "CudaGraphRecorder", make_recorder)
+    target = HFTarget(tiny_target.model, tiny_target.tokenizer, tiny_target.identity, cuda_graphs=True)
+    monkeypatch.setattr(targets, "load_target", lambda config: target)
+    torch.manual_seed(0)
+    options = {"kind": "redrafter", "beam_width": 2, "beam_length": 3, "tree_nodes": 4}
+    save_drafter(build_drafter(options, tiny_target), tmp_path / "drafter", tiny_target.identity)
+    arguments = [str(tmp_path / "drafter") if each == str(tiny_drafter_dir) else each for each in decoding]
+    result = CliRunner().invoke(app, [*arguments, "--cuda-graphs"])
+    assert result.exit_code == 0, result.output
+    assert json.loads((tmp_path / "certificate.json").read_text())["form"] == "cuda_graphs"
+    assert len(recorders) == 2, "of the target and of the drafter"
+    assert all(recorder.num_replays > 10 for recorder in recorders)
+
+
+def test_cuda_graphs_on_a_cpu_are_refused_before_anything_is_loaded(
+    decoding: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(targets, "_load_model", None)
+    result = CliRunner().invoke(app, [*decoding, "--cuda-graphs"])
+    assert "choose a CUDA device, or turn it off" in str(result.exception)
+    result = CliRunner().invoke(app, ["--cuda-graphs"])
+    assert "forms of a target, and there is none" in str(result.exception)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -94,13 +94,20 @@ def test_an_altered_line_is_named_and_refused(tmp_path: Path, make_record: MakeR
         "and nan s": altered(good, decode_seconds=float("nan")),
         "exactly when profiled": altered(good, profiled=True),
         "for each of the 2 verify steps": altered(good, tree_tokens={"separate": [6, 6], "shared": [4]}),
+        "entry for each": altered(good, tree_tokens={"separate": [6, 6], "shared": [4, 4], "read": [4]}),
+        "fewer draft tokens than its tree has": altered(
+            good, tree_tokens={"separate": [6, 6], "shared": [4, 4], "read": [4, 3]}
+        ),
+        "read 9 draft tokens, and num_draft_tokens is 0": altered(
+            good, tree_tokens={"separate": [6, 6], "shared": [4, 4], "read": [5, 4]}
+        ),
         "the same generation": good.to_json(),
     }
     for message, line in bad_lines.items():
         path.write_text(good.to_json() + "\n" + line + "\n")
         with pytest.raises(ValueError, match=f"(?s)records.jsonl, line 2: .*({message}|Expecting value)"):
             RecordFile(path)
-    assert len(bad_lines) == 15
+    assert len(bad_lines) == 18
 
 
 def test_answers_of_a_batch_that_took_different_times_are_refused(tmp_path: Path, make_record: MakeRecord) -> None:

@@ -25,6 +25,7 @@ from outrider.eval.run_files import RECORDED_OPTIONS, DrafterFacts, Environment,
 from outrider.models.decoding.types import PhaseSeconds
 from outrider.models.drafters.files import TrainingFacts
 
+from ..conftest import REPOSITORY
 from .conftest import MakeRecord
 
 ROOFLINE = Roofline(weight_bytes=10**9, bandwidth_gbs=20.0, given=True, cache_bytes=None)
@@ -58,6 +59,7 @@ def write_run(make_record: MakeRecord, tmp_path: Path) -> WriteRun:
         wrong: Sequence[str] = (),
         noise: Sequence[str] = (),
         record: Changes | None = None,
+        profiled: Changes | None = None,
         row: Changes | None = None,
         config: Changes | None = None,
         environment: Changes | None = None,
@@ -74,7 +76,7 @@ def write_run(make_record: MakeRecord, tmp_path: Path) -> WriteRun:
         info = RunInfo(config={**written, **(config or {})}, environment=made_in, roofline=ROOFLINE)
         shared: Changes = {"batch_size": batch_size, "num_rows": min(2, batch_size), "config_digest": info.config_digest}
         shared |= {"temperature": temperature, "environment_digest": made_in.digest, **(record or {})}
-        records = two_answers(make_record, shared, list(methods), wrong)
+        records = two_answers(make_record, shared, list(methods), wrong, profiled or {})
         audits = {
             each.answer_digest: Audit(
                 deficit=0.1, position=4, noise=0.1, ends_rightly=True, within_noise=each.prompt_id in noise
@@ -98,7 +100,9 @@ def write_run(make_record: MakeRecord, tmp_path: Path) -> WriteRun:
     return write
 
 
-def two_answers(make_record: MakeRecord, shared: Changes, methods: Sequence[str], wrong: Sequence[str]) -> list[EvalRecord]:
+def two_answers(
+    make_record: MakeRecord, shared: Changes, methods: Sequence[str], wrong: Sequence[str], profiled: Changes
+) -> list[EvalRecord]:
     """Timed and profiled answers of all methods to two prompts."""
     records = []
     for prompt, category in (("81", "writing"), ("82", "math")):
@@ -109,9 +113,10 @@ def two_answers(make_record: MakeRecord, shared: Changes, methods: Sequence[str]
             drafted: Changes = {**common, "method": method, "accepted_histogram": [1, 0, 1], "num_draft_tokens": 6}
             drafted["token_ids"] = [0, 1, 2, 3, 9 if method in wrong else 4]
             phases = PhaseSeconds(draft=0.25, verify=0.25, accept=0.1)
+            counts: Changes = {"phase_seconds": phases, "tree_tokens": TreeTokens(separate=[12, 12], shared=[6, 8]), **profiled}
             records += [
                 make_record(**drafted, prefill_seconds=0.25, decode_seconds=0.25),
-                make_record(**drafted, phase_seconds=phases, tree_tokens=TreeTokens(separate=[12, 12], shared=[6, 8])),
+                make_record(**{**drafted, **counts}),
             ]
     return records
 
@@ -182,9 +187,29 @@ def test_the_numbers_of_the_records_are_on_the_page_with_their_intervals(write_r
     # 4 tokens in two steps; 5 tokens in 0.5 s beside as many in 1 s.
     assert drafted[:4] == ["redrafter beam_width 4, beam_length 3", "2.00 2.00 to 2.00", "2.00x 2.00 to 2.00", "10.0"]
     assert page.tables["mt_bench, greedy, batch size 1: speedup"][1][1:] == ["2.00x", "2.00x"]
-    assert page.tables["mt_bench, greedy, batch size 1: draft tokens a step"][1][1:] == ["12", "7 6 to 8", "42%"]
+    assert page.tables["mt_bench, greedy, batch size 1: draft tokens a step"][1][1:] == ["12", "7 6 to 8", "-", "42%"]
+    assert "padding was not counted" in page.text
     for section in ("speedup", "categories", "prefixes", "accepted", "time", "roofline", "environment"):
         assert f"g1-{section}" in page.ids
+
+
+def test_padding_that_the_target_reads_saves_nothing(write_run: WriteRun, tmp_path: Path) -> None:
+    """14 draft tokens of a tree that is padded to 20, where its beams have 20: everything was read."""
+    for folder, read, saved in (("full", 20, "0%"), ("bucket", 16, "20%"), ("exact", 14, "30%")):
+        counts = TreeTokens(separate=[20, 20], shared=[14, 14], read=[read, read])
+        run = write_run(folder, profiled={"tree_tokens": counts, "num_draft_tokens": 2 * read})
+        page = report(tmp_path / "report", run)
+        heads, line = page.tables["mt_bench, greedy, batch size 1: draft tokens a step"]
+        assert heads[1:] == ["Tokens before merging", "Tokens after", "Tokens read", "Saved (median)"]
+        assert line[1:] == ["20", "14", str(read), saved]
+        assert "padding was not counted" not in page.text
+
+
+@pytest.mark.parametrize("name", ["ablation", "batches", "compare"])
+def test_records_of_an_earlier_version_make_a_report(name: str, tmp_path: Path) -> None:
+    page = report(tmp_path / "report", REPOSITORY / "benchmarks" / "demo" / name)
+    assert "g1-prefixes" in page.ids
+    assert "padding was not counted" in page.text
 
 
 def test_a_section_without_its_records_is_named_and_not_filled_in(write_run: WriteRun, tmp_path: Path) -> None:

@@ -1,10 +1,11 @@
 """The whole stage on a tiny random target: it measures fairly, resumes, refuses to mix, and catches a wrong decoder."""
 
+import csv
 import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -15,10 +16,11 @@ import torch
 
 from outrider.data.chat import encode_prompt
 from outrider.data.types import Turn
-from outrider.eval import measure, run
+from outrider.eval import measure, methods, run
 from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.measure import Generation, answer_seed, evenly_spaced
 from outrider.eval.records import EvalRecord, RecordFile
+from outrider.eval.report import write_report
 from outrider.eval.report_runs import read_groups
 from outrider.eval.rows import Row, is_broken
 from outrider.eval.run import check_inputs, evaluate
@@ -132,7 +134,38 @@ def test_profiled_answers_count_what_shared_prefixes_save_and_beams_read_in_full
     assert {shared for _, shared in counted["redrafter"]} <= {4, 5, 6}
     assert set(counted["redrafter share_prefixes=False"]) == {(6, 6)}
     assert [row["tree_tokens"] is None for row in rows] == [True, False, False]
-    assert rows[2]["tree_tokens"] == {"separate": [6.0] * 3, "shared": [6.0] * 3}
+    assert rows[2]["tree_tokens"] == {"separate": [6.0] * 3, "shared": [6.0] * 3, "read": [6.0] * 3}
+
+
+class Padded:
+    """Pads every tree to eight nodes, as drafters do where trees have one shape for all steps."""
+
+    max_nodes = 8
+
+    def __init__(self, drafter: Any, target: HFTarget) -> None:
+        self.drafter, self.feature_layers = drafter, drafter.feature_layers
+        self.init_state, self.advance, self.select = drafter.init_state, drafter.advance, drafter.select
+
+    def propose(self, state: Any, last_token: torch.Tensor, *, generator: Randomness = None) -> DraftTree:
+        tree = self.drafter.propose(state, last_token)
+        padding = (0, self.max_nodes - tree.num_nodes)
+        tokens, parents = (torch.nn.functional.pad(nodes, padding, value=-1) for nodes in (tree.tokens, tree.parents))
+        return DraftTree(tokens=tokens, parents=parents, max_depth=tree.max_depth)
+
+
+def test_records_hold_the_padding_that_the_target_reads(
+    run_tiny: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(methods, "proposer", Padded)
+    rows = run_tiny(tmp_path, settings=[{}])
+    assert rows[1]["lossless"] is True
+    assert rows[1]["draft_tokens_per_step"] == 8.0
+    profiled = [record for record in read(tmp_path) if record.profiled and record.method == "redrafter"]
+    assert len(profiled) == NUM_PROFILED
+    for record in profiled:
+        assert record.tree_tokens is not None
+        assert record.tree_tokens.read == [8] * record.num_steps
+        assert set(record.tree_tokens.shared) <= {4, 5, 6}, "its own nodes"
 
 
 def test_the_second_turn_holds_the_baselines_answer_for_every_method(
@@ -521,3 +554,126 @@ def test_a_draft_model_is_evaluated_as_chain_tree_and_sampler(
         "draft_model length=3 top_k=2 tree_nodes=5": {5},
         "draft_model length=2 temperature=1.0": {2},
     }
+
+
+ON_A_GPU = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+ON_A_CPU = RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory")
+
+
+def run_out_of_memory(
+    monkeypatch: pytest.MonkeyPatch,
+    is_too_large: Callable[[Any, Sequence[torch.Tensor]], bool],
+    error: RuntimeError = ON_A_GPU,
+) -> list[int]:
+    """A device whose memory is too small for some drafters' batches of prompts. Returns a list of the caches given back."""
+    released: list[int] = []
+    original, release = measure.time_generation, HFTarget.release_cache
+
+    def limited(target: HFTarget, drafter: Any, rule: Any, prompts: Sequence[torch.Tensor], **options: Any) -> Generation:
+        result = original(target, drafter, rule, prompts, **options)
+        if is_too_large(drafter, prompts):
+            raise error
+        return result
+
+    def counted(self: HFTarget) -> None:
+        released.append(1)
+        release(self)
+
+    monkeypatch.setattr(measure, "time_generation", limited)
+    monkeypatch.setattr(HFTarget, "release_cache", counted)
+    return released
+
+
+def figures(rows: Sequence[Row]) -> dict[tuple[int, str], float | None]:
+    return {(row["batch_size"], row["method"]): row["tokens_per_step"] for row in rows}
+
+
+def test_a_method_that_runs_out_of_memory_is_left_out_and_the_others_are_measured(
+    run_tiny: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its second batch is too large; what it had answered stays, and a run that is taken up again measures the rest."""
+    options: dict[str, Any] = {"batch_sizes": [1, 2], "warmup_prompts": 0, "temperatures": TWO_TEMPERATURES}
+    with monkeypatch.context() as small:
+        tried: list[int] = []
+
+        def is_too_large(drafter: Any, prompts: Sequence[torch.Tensor]) -> bool:
+            large = getattr(drafter, "max_nodes", 0) == 6 and len(prompts) == 2
+            tried.extend([1] * large)
+            return large and len(tried) % 2 == 0
+
+        released = run_out_of_memory(small, is_too_large)
+        rows = run_tiny(tmp_path / "eval", **options)
+    assert len(tried) == 4, "at each temperature one batch was answered, one was not, and no third one tried"
+    assert len(released) == 2
+    assert "redrafter ran out of memory on mt_bench (temperature 0.8, batch size 2)" in caplog.text
+    missing = [(row["temperature"], row["batch_size"], row["method"]) for row in rows if row["out_of_memory"]]
+    assert missing == [(temperature, 2, "redrafter") for temperature in TWO_TEMPERATURES]
+    assert [key for key, value in figures(rows).items() if value is None] == [(2, "redrafter")]
+    assert not any(is_broken(row) for row in rows)
+    kept = [record for record in read(tmp_path / "eval") if record.method == "redrafter" and record.batch_size == 2]
+    assert len(kept) == 4, "two rows of one batch at each temperature"
+    shown_everywhere(tmp_path / "eval")
+
+    again = run_tiny(tmp_path / "eval", **options)
+    assert not any(row["out_of_memory"] for row in again)
+    assert len(again) == len(rows)
+    assert json.loads((tmp_path / "eval" / "facts.json").read_text())["out_of_memory"] == []
+
+
+def shown_everywhere(folder: Path) -> None:
+    """OOM stands for the figures in whatever is written, and in a report of the records alone."""
+    table = (folder / "table.md").read_text()
+    (line,) = [line for line in table.splitlines() if line.startswith("| mt_bench | 0 | 2 | redrafter |")]
+    assert line.split("|")[5:8] == [" - ", " OOM ", " OOM "]
+    assert "OOM: memory ran out" in table
+    assert r"redrafter & - & OOM & OOM & - & - \\" in (folder / "table.tex").read_text()
+    header, *lines = csv.reader((folder / "table.csv").read_text().splitlines())
+    rows = [dict(zip(header, line, strict=True)) for line in lines]
+    found = {(row["batch_size"], row["method"]): (row["out_of_memory"], row["tokens_per_second"] == "") for row in rows}
+    assert found["2", "redrafter"] == ("OOM", True)
+    assert found["2", "redrafter beam_width=1"] == found["1", "redrafter"] == ("", False)
+    assert sorted(path.name for path in folder.glob("answers/mt_bench-b2/*")) == [
+        "baseline.jsonl",
+        "redrafter_beam_width=1.jsonl",
+    ]
+    assert (folder / "mt_bench-b2.png").stat().st_size > 0
+    assert (folder / "mt_bench-b2-comparison.png").stat().st_size > 0
+    (folder / "summary.json").unlink()
+    page = write_report([folder], folder / "report", figures=True).read_text()
+    assert page.count(">OOM<") > 2
+    assert "OOM: memory ran out" in page
+
+
+def test_where_plain_decoding_runs_out_of_memory_no_method_has_figures(
+    run_tiny: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_out_of_memory(monkeypatch, lambda drafter, prompts: len(prompts) == 2 and not drafter.max_nodes, ON_A_CPU)
+    rows = run_tiny(tmp_path / "eval", batch_sizes=[1, 2])
+    assert [key for key, value in figures(rows).items() if value is None] == [
+        (2, method) for method in ("baseline", "redrafter", "redrafter beam_width=1")
+    ]
+    assert "plain decoding ran out of memory on mt_bench (temperature 0, batch size 2): no method has a speedup" in caplog.text
+    folder = tmp_path / "eval"
+    assert write_report([folder], folder / "report", figures=True).read_text().count(">OOM<") > 3
+    assert not (folder / "mt_bench-b2.png").exists(), "of nothing there is no plot"
+
+
+def test_an_evaluation_of_which_nothing_fits_says_so(
+    run_tiny: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_out_of_memory(monkeypatch, lambda drafter, prompts: True)
+    with pytest.raises(ValueError, match="plain decoding ran out of memory on every suite .* lower the batch size"):
+        run_tiny(tmp_path / "eval")
+    monkeypatch.undo()
+    assert not any(row["out_of_memory"] for row in run_tiny(tmp_path / "eval"))
+
+
+def test_an_error_that_is_not_of_memory_ends_the_evaluation(
+    run_tiny: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any, **options: Any) -> Generation:
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    monkeypatch.setattr(measure, "time_generation", fail)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        run_tiny(tmp_path / "eval")

@@ -1,7 +1,10 @@
 """Tuning: a replay takes the very steps of decoding, and the choice follows from what was measured."""
 
 import json
+import logging
+import math
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -9,13 +12,16 @@ from typing import Any
 import pytest
 import torch
 
+from outrider.eval import tune as tune_module
+from outrider.eval import tuning as tuning_module
 from outrider.eval.config import EvalConfig, SuiteConfig
+from outrider.eval.grids import GRIDS, candidates, extended
 from outrider.eval.replay import Answered, ReplayTarget, answer_prompts
 from outrider.eval.run import acceptance_rule, load_suites
 from outrider.eval.step_times import StepTimes, measure_step_times
-from outrider.eval.tune import TUNING_FILE, Tuning, tune, tuned_settings
+from outrider.eval.tune import MAX_EXTENSIONS, TUNING_FILE, LeftOut, Tuning, tune, tuned_settings
 from outrider.eval.tune_cli import tune_command, verdict
-from outrider.eval.tuning import GRIDS, Pass, Prediction, Run, Speed, candidates, choose, finalists, regret, run
+from outrider.eval.tuning import Pass, Prediction, Replay, Run, Speed, choose, finalists, regret, run
 from outrider.models.decoding.tree import DraftTree
 from outrider.models.decoding.types import TargetOutput
 from outrider.models.drafters import DRAFTERS, NullDrafter, build_drafter, save_drafter
@@ -66,12 +72,164 @@ def test_every_kind_is_replayed_and_has_a_grid_of_its_own_options(tiny_target: H
     assert WIDE.keys() == DRAFTERS.keys() == GRIDS.keys()
     for kind, options in WIDE.items():
         save_drafter(build_drafter({"kind": kind, **options}, tiny_target), tmp_path / kind, tiny_target.identity)
-        settings = candidates(tmp_path / kind)
+        settings = candidates(tmp_path / kind, GRIDS[kind])
         assert 10 <= len(settings) <= 130
         assert len({json.dumps(setting) for setting in settings}) == len(settings)
         for setting in settings:
             parse_runtime_config({"kind": kind, **options}, setting)
         assert {name: value for name, value in options.items() if name in settings[0]}.items() <= settings[0].items()
+
+
+def test_a_grid_grows_where_its_edge_is_best_and_nowhere_else() -> None:
+    grid = {"depth": (2, 3, 7), "top_k": (1, 8), "tree_nodes": (None, 4, 60)}
+    assert extended(grid, {"depth": 3, "top_k": 1, "tree_nodes": None}) == grid, "there is no width below 1"
+    assert extended(grid, {"depth": 7, "top_k": 8, "tree_nodes": 60}) == {
+        "depth": (2, 3, 7, 14),
+        "top_k": (1, 8, 16),
+        "tree_nodes": (None, 4, 60, 120),
+    }
+    assert extended(grid, {"depth": 2, "top_k": 4, "tree_nodes": 4}) == {
+        "depth": (2, 3, 7, 1),
+        "top_k": (1, 8),
+        "tree_nodes": (None, 4, 60, 2),
+    }
+    assert extended(grid, {"depth": 9, "top_k": 1, "tree_nodes": 8})["depth"] == (2, 3, 7, 9, 18), "the drafter's own"
+    assert extended({"tree_nodes": (2, 3)}, {"tree_nodes": 3, "tree_paths": None}) == {"tree_nodes": (2, 3, 6)}
+
+
+@pytest.fixture
+def guessed(
+    tiny_target: HFTarget, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., dict[str, Any]]:
+    """Tuning in which a function of the setting says how fast it is, in place of a replay. Returns what was tried, in order of
+    rounds, and what was chosen."""
+
+    def guess(kind: str, speed_of: Callable[[dict[str, Any]], float], settings: Any = None) -> dict[str, Any]:
+        rounds: list[list[Any]] = []
+
+        def replay_all(trial: Any, tried: Sequence[Any], sizes: Sequence[int]) -> list[Replay]:
+            rounds.append(list(tried))
+            steps = (Pass(rows=1, nodes=1, own_seconds=0.0, verify_seconds=0.0),)
+            seconds = [1e3 if setting is None else 1e3 / speed_of(setting) for setting in tried]
+            runs = [Run(num_tokens=1000, num_steps=1, passes=steps, seconds=taken) for taken in seconds]
+            return [Replay(setting=setting, batch_size=1, run=run) for setting, run in zip(tried, runs, strict=True)]
+
+        def measure_all(trial: Any, finals: Sequence[Any], size: int) -> list[Speed]:
+            return [speed(setting, 1.0 if setting is None else speed_of(setting), size) for setting in finals]
+
+        monkeypatch.setattr(tune_module, "replay_all", replay_all)
+        monkeypatch.setattr(tune_module, "measure_all", measure_all)
+        save_drafter(build_drafter({"kind": kind, **WIDE[kind]}, tiny_target), tmp_path / kind, tiny_target.identity)
+        config = EvalConfig(suites=[SuiteConfig(name="mt_bench", path=str(questions))], max_new_tokens=6, pack_weights=False)
+        tuning = tune(config, tiny_target, tmp_path / kind, tmp_path, settings=settings, write=False)
+        return {"rounds": rounds, "chosen": tuning.choices[1].setting}
+
+    return guess
+
+
+def near(**best: int) -> Callable[[dict[str, Any]], float]:
+    """Speeds that fall by a share for each doubling or halving that an option lacks of its best value."""
+
+    def speed_of(setting: dict[str, Any]) -> float:
+        distance = sum(abs(math.log2((setting[name] or 1) / value)) for name, value in best.items())
+        return 100 / (1 + distance)
+
+    return speed_of
+
+
+def test_a_grid_is_extended_upwards_until_the_best_lies_inside(
+    guessed: Callable[..., dict[str, Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    found = guessed("eagle3", near(depth=14, top_k=8, tree_nodes=240))
+    assert found["chosen"] == {"depth": 14, "top_k": 8, "tree_nodes": 240}
+    depths, nodes = ({setting[name] for setting in found["rounds"][1]} for name in ("depth", "tree_nodes"))
+    assert {14, 120} == {max(depths), max(nodes)}
+    assert max(setting["tree_nodes"] for settings in found["rounds"][1:] for setting in settings) == 480, "its neighbour, too"
+    assert max(setting["depth"] for settings in found["rounds"][1:] for setting in settings) == 28
+    assert 2 <= len(found["rounds"]) - 1 <= MAX_EXTENSIONS
+    assert "have depth at the edge of what was tried: trying (14,), too" in caplog.text
+
+
+def test_a_grid_is_extended_downwards_to_one_and_not_beyond(guessed: Callable[..., dict[str, Any]]) -> None:
+    found = guessed("redrafter", near(beam_length=1, beam_width=2))
+    assert found["chosen"] is not None
+    assert found["chosen"]["beam_length"] == 1
+    assert len(found["rounds"]) == 2
+    assert {setting["beam_length"] for setting in found["rounds"][1]} == {1}
+
+
+def test_a_best_setting_inside_the_grid_ends_the_search_at_once(guessed: Callable[..., dict[str, Any]]) -> None:
+    assert len(guessed("medusa", near(tree_nodes=16))["rounds"]) == 1
+    settings = [{"tree_nodes": 60}, {"tree_nodes": 64}]
+    named = guessed("medusa", near(tree_nodes=500), settings)
+    assert (named["rounds"], named["chosen"]) == ([[None, *settings]], settings[1]), (
+        "settings that were named are all there are"
+    )
+
+
+@pytest.mark.parametrize("kind", sorted(WIDE))
+def test_no_impossible_setting_is_ever_proposed_and_the_search_ends(kind: str, guessed: Callable[..., dict[str, Any]]) -> None:
+    """The larger, the faster: without bounds this would go on for ever."""
+    found = guessed(kind, lambda setting: float(math.prod(value or 1 for value in setting.values())))
+    assert 2 <= len(found["rounds"]) <= 1 + MAX_EXTENSIONS
+    tried = [setting for settings in found["rounds"] for setting in settings if setting is not None]
+    assert len(tried) > len(found["rounds"][0]), "some were possible"
+    for setting in tried:
+        parse_runtime_config({"kind": kind, **WIDE[kind]}, setting)
+    assert len({json.dumps(setting) for setting in tried}) == len(tried), "none is tried twice"
+
+
+def test_settings_that_run_out_of_memory_are_left_out_and_named(
+    tiny_target: HFTarget, tiny_drafter_dir: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One when it is replayed, one when it is decoded with, and trees that the target can't verify."""
+    propose, verify = Redrafter.propose, HFTarget.verify
+    error = torch.OutOfMemoryError("CUDA out of memory")
+
+    def limited_propose(self: Redrafter, state: Any, last_token: torch.Tensor, **options: Any) -> DraftTree:
+        if self.config.beam_width == 5 and len(last_token) == 2:
+            raise error
+        return propose(self, state, last_token, **options)
+
+    def limited_verify(self: HFTarget, last_token: torch.Tensor, tree: DraftTree, **options: Any) -> TargetOutput:
+        if len(last_token) == 2 and tree.num_nodes > 8:
+            raise error
+        return verify(self, last_token, tree, **options)
+
+    monkeypatch.setattr(Redrafter, "propose", limited_propose)
+    monkeypatch.setattr(HFTarget, "verify", limited_verify)
+    config = EvalConfig(suites=[SuiteConfig(name="mt_bench", path=str(questions))], max_new_tokens=6, pack_weights=False)
+    small, wide, deep = ({"beam_width": width, "beam_length": length} for width, length in ((1, 2), (5, 1), (2, 9)))
+    options: dict[str, Any] = {"settings": [small, wide, deep], "batch_sizes": [1, 2], "write": False}
+    tuning = tune(config, tiny_target, tiny_drafter_dir, tmp_path, **options)
+    assert tuning.left_out == [LeftOut(setting=wide, batch_size=2), LeftOut(setting=deep, batch_size=2)]
+    assert [each.setting for each in tuning.predictions if each.batch_size == 2] == [None, small]
+    assert {json.dumps(each.setting) for each in tuning.finals if each.batch_size == 2} == {"null", json.dumps(small)}
+    assert None in tuning.step_times.seconds[1]
+    assert json.loads((tmp_path / TUNING_FILE).read_text())["left_out"][0] == {"setting": wide, "batch_size": 2}
+
+
+def test_a_batch_size_at_which_plain_decoding_does_not_fit_has_no_choice(
+    tiny_target: HFTarget, tiny_drafter_dir: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode = tuning_module.run
+    largest = 1
+
+    def limited(target: Any, drafter: Any, rule: Any, answered: Sequence[Answered], **options: Any) -> Run:
+        if isinstance(target, HFTarget) and len(answered) > largest and not drafter.max_nodes:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return decode(target, drafter, rule, answered, **options)
+
+    monkeypatch.setattr(tuning_module, "run", limited)
+    config = EvalConfig(suites=[SuiteConfig(name="mt_bench", path=str(questions))], max_new_tokens=6, pack_weights=False)
+    options: dict[str, Any] = {"settings": [{"beam_width": 1}], "batch_sizes": [1, 2], "check": True, "write": False}
+    tuning = tune(config, tiny_target, tiny_drafter_dir, tmp_path, **options)
+    assert list(tuning.choices) == [1]
+    assert LeftOut(setting=None, batch_size=2) in tuning.left_out
+    largest = 0
+    with pytest.raises(ValueError, match="plain decoding ran out of memory in batches of 1, 2, .* lower --batch-size"):
+        tune(config, tiny_target, tiny_drafter_dir, tmp_path, **options)
 
 
 def test_times_between_measured_points_lie_on_lines() -> None:
@@ -83,6 +241,8 @@ def test_times_between_measured_points_lie_on_lines() -> None:
     assert times(1, 12) == pytest.approx(7.0), "beyond the last point as between the last two"
     assert StepTimes(batch_sizes=(1,), node_counts=(0, 2), seconds=((1.0, 0.5),))(1, 8) == 0.5, "never below what was measured"
     assert StepTimes(batch_sizes=(2,), node_counts=(3,), seconds=((7.0,),))(9, 9) == 7.0
+    short = StepTimes(batch_sizes=(1, 4), node_counts=(0, 2, 10), seconds=((1.0, 2.0, 6.0), (4.0, 5.0, None)))
+    assert [short(4, 2), short(1, 6), short(4, 3), short(2, 6)] == [5.0, pytest.approx(4.0), None, None], "it didn't fit"
 
 
 def test_the_targets_steps_are_measured_for_every_size(tiny_target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The device of these tests."""
+"""The device of the tests that need a GPU."""
 
 import os
 
@@ -8,8 +8,8 @@ import torch
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """CUDA. OUTRIDER_TEST_DEVICE=cpu runs the bodies of the tests where there is none."""
+    """CUDA's, or the one that OUTRIDER_TEST_DEVICE names: xpu, for example, or cpu to try the tests themselves."""
     device = torch.device(os.environ.get("OUTRIDER_TEST_DEVICE", "cuda"))
     if device.type == "cuda" and not torch.cuda.is_available():
-        pytest.skip("there is no CUDA device")
+        pytest.skip("no CUDA device")
     return device

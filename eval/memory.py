@@ -1,0 +1,26 @@
+"""Going on where something doesn't fit into memory."""
+
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+from ..models.hf_target import HFTarget
+from ..models.machine import is_out_of_memory, release_memory
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+def within_memory(work: Callable[[], T], target: HFTarget) -> T | None:
+    """What `work` returns, or None where it ran out of memory. The target's caches are then given back."""
+    try:
+        return work()
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        logger.warning("%s", str(error).partition("\n")[0])
+    # Not before the error is gone: its traceback keeps the tensors of every frame that it went through.
+    target.release_cache()
+    release_memory(target.device)
+    return None
