@@ -4,6 +4,7 @@ Beside the scripts that import it, since those are run from here and not install
 """
 
 import time
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -36,6 +37,18 @@ MATRIX_SIZES = {True: (4096, 8192, 16384), False: (256, 512)}
 """On CUDA, and elsewhere."""
 
 
+def open_device(name: str | None, *, cudnn_attention: bool = False) -> torch.device:
+    """The device to measure on, the first accelerator unless named, with the kernels for attention that decoding is to have.
+
+    cuDNN's attention makes a new plan for each key length, which takes longer than a decode step, so it is off unless it is
+    what is measured.
+    """
+    device = torch.device(name or torch.accelerator.current_accelerator(check_available=True) or "cpu")
+    if device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(cudnn_attention)
+    return device
+
+
 def random_llama(shape: dict[str, int], dtype: torch.dtype, device: torch.device) -> LlamaForCausalLM:
     """A Llama of this shape, its weights drawn on the device."""
     config = LlamaConfig(**shape, bos_token_id=None, eos_token_id=None, pad_token_id=None)
@@ -51,7 +64,7 @@ def random_llama(shape: dict[str, int], dtype: torch.dtype, device: torch.device
     return model
 
 
-def target_of(model: LlamaForCausalLM, **form: bool) -> HFTarget:
+def target_of(model: LlamaForCausalLM, **form: Any) -> HFTarget:
     """The target around a model, in one of the forms of passes that `HFTarget` has."""
     identity = TargetIdentity(
         name="random",
