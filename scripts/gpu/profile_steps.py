@@ -3,8 +3,8 @@
     python scripts/gpu/profile_steps.py --output "$OUT/profile.json"               # 8B-shaped Llama, ReDrafter, CUDA graphs
     python scripts/gpu/profile_steps.py --shape tiny --output /tmp/profile.json    # anywhere: operators of a CPU, no graphs
 
-One trace of torch.profiler over a few steps. Shares are of the time in which the device computed; `idle_share` is the part of the
-whole trace in which it didn't, `longest_gaps` are the longest times between two kernels.
+One trace of torch.profiler over a few steps. Shares are of the time in which the device computed; `idle_share` is the part of
+the whole trace in which it did not, `longest_gaps` are the longest times between two kernels.
 """
 
 import argparse
