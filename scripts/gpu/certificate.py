@@ -26,15 +26,7 @@ FRESH = {"kind": "redrafter", "exit_width": 256, "head_init": "target", "beam_wi
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--drafter", type=Path, required=True)
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--device", default=None)
-    parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--small", action="store_true", help="sample few texts")
-    parser.add_argument("--output", type=Path, required=True)
-    args = parser.parse_args()
+    args = parse_args()
     for name, value in SMALL.items() if args.small else ():
         setattr(certify, name, value)
     with tempfile.TemporaryDirectory() as folder:
@@ -54,6 +46,18 @@ def main() -> None:
             )
         except typer.Exit as end:
             raise SystemExit(end.exit_code) from end
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--drafter", type=Path, required=True)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device", default=None)
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--small", action="store_true", help="sample few texts")
+    parser.add_argument("--output", type=Path, required=True)
+    return parser.parse_args()
 
 
 def fresh_drafter(folder: Path) -> Path:

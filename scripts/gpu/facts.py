@@ -21,12 +21,16 @@ NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version,clocks
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True)
-    args = parser.parse_args()
+    args = parse_args()
     facts = {"python": platform.python_version(), **packages(), **card(), "nvidia_smi": nvidia_smi()}
     args.output.write_text(json.dumps(facts, indent=2))
     print(json.dumps(facts, indent=2))
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True)
+    return parser.parse_args()
 
 
 def packages() -> dict[str, Any]:

@@ -16,7 +16,7 @@ SCRIPTS = REPOSITORY / "scripts" / "gpu"
 LIMITS = {
     "facts": 30,
     "tests": 240,
-    "recipe": 170,
+    "recipe": 200,
     "certificate_float32": 70,
     "certificate_bfloat16": 70,
     "decode_tiny": 80,
@@ -151,7 +151,7 @@ def decode_parts(scratch: Path) -> Iterator[Part]:
     on_cpu = ("--device", "cpu", "--forms", "eager", "--trees", "8", "--prompt-tokens", "16", "--steps", "6", "--warm-up", "1")
     yield Part(
         name="decode_tiny",
-        command=bench("decode_tiny", *tiny, "--trees", "8", "32", "--steps", "10", "--budget-seconds", "55"),
+        command=bench("decode_tiny", *tiny, "--trees", "8", "--steps", "10", "--budget-seconds", "55"),
         tiny=bench("decode_tiny", *tiny, *on_cpu),
         checks=DECODE,
     )
@@ -159,7 +159,7 @@ def decode_parts(scratch: Path) -> Iterator[Part]:
         name="decode_graphs",
         command=bench(
             *("decode_graphs", "--forms", "cuda_graph", "--trees", "8", "16", "32"),
-            *("--batches", "1", "--budget-seconds", "70"),
+            *("--batches", "1", "--budget-seconds", "60"),
         ),
         tiny=None,
         checks=(*DECODE, *GRAPHS),
@@ -168,7 +168,7 @@ def decode_parts(scratch: Path) -> Iterator[Part]:
         name="decode_forms",
         command=bench(
             *("decode_forms", "--forms", "eager", "cuda_graph", "compiled_cuda_graph", "--trees", "16", "32"),
-            *("--batches", "1", "8", "--budget-seconds", "190"),
+            *("--batches", "1", "8", "--budget-seconds", "170"),
         ),
         tiny=None,
         checks=(*DECODE, *FORMS),

@@ -8,7 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra import compose, initialize_config_module
 
+from outrider.cli.config import register, to_run_config
+
+register()
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "gpu"
 WRITE = "import pathlib, sys; pathlib.Path(sys.argv[1]).write_text(sys.argv[2])"
 
@@ -222,3 +226,27 @@ def test_a_profile_is_summed_by_kind_and_its_gaps_are_found(half_hour: Any) -> N
     assert summary["idle_share"] == 60 / 160
     with pytest.raises(ValueError, match="no kernels"):
         profile.summary([])
+
+
+def test_the_scripts_take_the_commands_that_only_a_gpu_runs(
+    half_hour: Any, table: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_parsed = 0
+    for part in table.parts(tmp_path):
+        _, script, *options = part.command
+        if Path(script).parent == SCRIPTS:
+            monkeypatch.setattr(sys, "argv", [script, *options])
+            importlib.import_module(Path(script).stem).parse_args()
+            num_parsed += 1
+    assert num_parsed == len(table.LIMITS) - 1, "all but the tests"
+
+
+def test_the_recipes_of_both_forms_are_recipes(table: Any, tmp_path: Path) -> None:
+    recipe = next(part for part in table.parts(tmp_path) if part.name == "recipe")
+    for command in (recipe.command, recipe.tiny):
+        overrides = command[command.index("train.py") + 1 :]
+        with initialize_config_module("outrider.conf", version_base="1.3"):
+            config = to_run_config(compose("config", overrides=list(overrides)))
+        kill_at = int(command[command.index("--kill-at") + 1])
+        last_checkpoint = kill_at // config.train.checkpoint_every * config.train.checkpoint_every
+        assert 0 < last_checkpoint < kill_at < config.train.steps, "steps are computed twice"
