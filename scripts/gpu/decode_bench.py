@@ -206,8 +206,9 @@ class Bench:
         except (RuntimeError, ValueError) as error:  # out of memory, an operator that can't be captured
             record["error"] = str(error)[:500]
         # Only here are the frames gone that held the case's memory.
-        self.forget()
         self.is_broken = not is_usable(self.device, self.stream)
+        if not self.is_broken:
+            self.forget()
         return "failed", record
 
     @torch.inference_mode()

@@ -54,8 +54,7 @@ def main() -> None:
         if command is None or has_run or time.monotonic() + part.limit_seconds > ends_at:
             continue
         print(f"=== {part.name}: at most {part.limit_seconds} s", flush=True)
-        environment = part.environment | (part.tiny_environment if tiny else {})
-        record = run(part, command, scratch, environment)
+        record = run(part, command, scratch, part.tiny_environment if tiny else {})
         records[part.name] = judged(part, record, tiny=tiny)
         print(f"=== {part.name}: {record['verdict']}, {record['seconds']:.0f} s", flush=True)
         publish(records, parts(scratch), tiny, (scratch, args.out))  # each time: what has run is kept

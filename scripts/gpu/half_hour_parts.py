@@ -55,7 +55,6 @@ class Part:
     """The command on a CPU; None where the part is for a GPU alone."""
     checks: Sequence[Check] = ()
     writes_report: bool = True
-    environment: dict[str, str] = field(default_factory=dict)
     tiny_environment: dict[str, str] = field(default_factory=dict)
 
     @property

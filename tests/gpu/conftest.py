@@ -1,4 +1,4 @@
-"""The device of the tests that need a GPU."""
+"""The device of these tests."""
 
 import os
 
@@ -6,10 +6,10 @@ import pytest
 import torch
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def device() -> torch.device:
-    """CUDA's, or the one that OUTRIDER_TEST_DEVICE names: on a CPU most of these tests can be tried out."""
+    """CUDA. OUTRIDER_TEST_DEVICE=cpu runs the bodies of the tests where there is none."""
     device = torch.device(os.environ.get("OUTRIDER_TEST_DEVICE", "cuda"))
     if device.type == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
+        pytest.skip("there is no CUDA device")
     return device
