@@ -51,7 +51,7 @@ class DistillConfig:
     engine: str = "auto"
     """What regenerates: `decoder` (outrider's own), `batch` (the same without drafters, in batches by predicted length under
     `kv_budget_gib`), `continuous` (transformers' continuous batching), `openai` (a server at
-    `base_url`); `auto` is `decoder` with a `drafter` or on a CPU, and `continuous` elsewhere."""
+    `base_url`); `auto` is `decoder`: no other has been measured on a GPU."""
 
     temperature: float = 0.0
     """Of regenerated answers; 0 is greedy."""

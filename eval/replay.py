@@ -80,6 +80,7 @@ class ReplayTarget:
 
     def __init__(self, answered: Sequence[Answered], vocab_size: int) -> None:
         self.context_length = UNLIMITED
+        self.has_fixed_shapes = False
         self.num_prefills = 0
         self._vocab_size = vocab_size
         self._text = pad_sequence([each.text for each in answered], batch_first=True)

@@ -4,10 +4,12 @@ A decode step launches hundreds of kernels, and a large card finishes many of th
 What is recorded must not depend on the host: no numbers read from the device, the same memory and the same shapes each time.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
+from jaxtyping import Int
 
 from .decoding.sampling import Randomness
 from .decoding.tree import DraftTree
@@ -15,14 +17,25 @@ from .interfaces import Drafter
 
 Output = TypeVar("Output")
 
-Recorder = Callable[[Callable[[], Output]], tuple[Callable[[], Any], Output]]
-"""Runs a function once, recording. Returns what does the same again, and the output, which each replay overwrites."""
-
-MAX_RECORDINGS = 64
-"""Recordings kept, the oldest being dropped: rows that leave a batch make new shapes, and each keeps its outputs' memory."""
+MAX_RECORDINGS = 128
+"""Recordings kept; beyond them the one is dropped that was used longest ago. Batch sizes, tree
+sizes and lengths make as many shapes: 5 x 4 x 4 for batches of up to 16, trees in four buckets, and
+texts of 2,048 tokens."""
 
 WARM_UP_CALLS = 3
 """Calls before the recording, in which libraries set themselves up; what PyTorch's documentation advises."""
+
+
+@runtime_checkable
+class Recorder(Protocol):
+    """Records functions, so that they can be run again without Python."""
+
+    def __call__(self, function: Callable[[], Output]) -> tuple[Callable[[], Any], Output]:
+        """Run a function once, recording. Return what runs it again, and its output, which each
+        replay overwrites."""
+
+    def forget(self) -> None:
+        """Take note that all recordings are gone."""
 
 
 class GraphedFunction(Generic[Output]):
@@ -32,10 +45,10 @@ class GraphedFunction(Generic[Output]):
     called twice, and may depend on nothing but its inputs, memory that stays where it is, and `key`.
     """
 
-    def __init__(self, function: Callable[..., Output], recorder: Recorder[Output] | None = None) -> None:
+    def __init__(self, function: Callable[..., Output], recorder: Recorder | None = None) -> None:
         self.function = function
         self.recorder = recorder or CudaGraphRecorder()
-        self._recorded: dict[Hashable, tuple[tuple[torch.Tensor, ...], Callable[[], Any], Output]] = {}
+        self._recorded: OrderedDict[Hashable, tuple[tuple[torch.Tensor, ...], Callable[[], Any], Output]] = OrderedDict()
 
     def __call__(self, *inputs: torch.Tensor, key: Hashable = None) -> Output:
         shapes = (key, *(each.shape for each in inputs))
@@ -43,8 +56,9 @@ class GraphedFunction(Generic[Output]):
             with torch.inference_mode(False):  # written in whatever mode
                 own = tuple(each.clone() for each in inputs)
             if len(self._recorded) == MAX_RECORDINGS:
-                del self._recorded[next(iter(self._recorded))]
+                self._recorded.popitem(last=False)
             self._recorded[shapes] = own, *self.recorder(lambda: self.function(*own))
+        self._recorded.move_to_end(shapes)  # the first is the one that was used longest ago
         own, replay, output = self._recorded[shapes]
         for mine, given in zip(own, inputs, strict=True):
             mine.copy_(given)
@@ -52,12 +66,13 @@ class GraphedFunction(Generic[Output]):
         return output
 
     def __len__(self) -> int:
-        """How many recordings there are. Each keeps the memory of its outputs."""
+        """Return the number of recordings. Each keeps the memory of its outputs."""
         return len(self._recorded)
 
     def forget(self) -> None:
         """Drop all recordings: the memory that they write has moved."""
         self._recorded.clear()
+        self.recorder.forget()
 
 
 class CudaGraphRecorder:
@@ -69,34 +84,83 @@ class CudaGraphRecorder:
     def __call__(self, function: Callable[[], Output]) -> tuple[Callable[[], Any], Output]:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
+        stream = torch.cuda.current_stream()
         side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
+        side.wait_stream(stream)
         with torch.cuda.stream(side):
             for _ in range(WARM_UP_CALLS):
                 function()
-        torch.cuda.current_stream().wait_stream(side)
+        stream.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=self._pool):
                 output = function()
         except torch.OutOfMemoryError:
+            self._leave_capture(stream)
             raise
         except RuntimeError as error:  # the model reads numbers from the device, as mixtures of experts may
+            self._leave_capture(stream)
             raise ValueError(f"this model can't be recorded as a CUDA graph ({error}); turn target.cuda_graphs off") from error
         return graph.replay, output
 
+    def forget(self) -> None:
+        """Take a new pool for later recordings.
+
+        A pool without graphs is closed. PyTorch asserts against another recording in it while a
+        tensor of it is alive, and the last output of a dropped recording may well be.
+        """
+        self._pool = None
+
+    def _leave_capture(self, stream: Any) -> None:
+        """Go back to `stream`: where a capture fails, `torch.cuda.graph` raises before it leaves
+        the stream that it captured."""
+        torch.cuda.set_stream(stream)
+        self.forget()  # what the capture has allocated stays in its pool
+
+
+class SharedBuffer:
+    """Memory that the outputs of many recordings share, since only the latest of them is looked at.
+
+    Without it each recording would keep an output of its own: the logits of 16 rows and 61 entries
+    over 128,000 tokens take 250 MB in 16 bits.
+    """
+
+    def __init__(self) -> None:
+        self._memory: torch.Tensor | None = None
+
+    def hold(self, values: torch.Tensor) -> torch.Tensor:
+        """Copy `values` here. Where they don't fit, new memory is taken; what was recorded with the
+        old keeps that."""
+        if self._memory is None or self._memory.dtype != values.dtype or len(self._memory) < values.numel():
+            with torch.inference_mode(False):  # written in whatever mode
+                self._memory = torch.empty(values.numel(), dtype=values.dtype, device=values.device)
+        return self._memory[: values.numel()].view(values.shape).copy_(values)
+
+
+@runtime_checkable
+class RecordableDrafter(Drafter[torch.Tensor], Protocol):
+    """A drafter whose `propose` is `trim` of `draft`, and whose `draft` can be recorded.
+
+    `draft` reads nothing but its arguments, samples nothing, and returns a tree whose size does not
+    depend on their values. `trim` may read values, to cut padding.
+    """
+
+    def draft(self, state: torch.Tensor, last_token: Int[torch.Tensor, " batch"]) -> DraftTree: ...
+
+    def trim(self, tree: DraftTree) -> DraftTree: ...
+
 
 class GraphedDrafter:
-    """A drafter replayed as a CUDA graph: one whose `propose` reads only its arguments and draws nothing at random (ReDrafter).
+    """A drafter replayed as a CUDA graph: one that is `recordable`, such as ReDrafter.
 
     The tree that it proposes is overwritten by its next one. Its settings must stay as they are.
     """
 
-    def __init__(self, drafter: Drafter[torch.Tensor], recorder: Recorder[DraftTree] | None = None) -> None:
+    def __init__(self, drafter: RecordableDrafter, recorder: Recorder | None = None) -> None:
         self.drafter = drafter
         self.max_nodes, self.feature_layers = drafter.max_nodes, drafter.feature_layers
         self.init_state, self.advance, self.select = drafter.init_state, drafter.advance, drafter.select
-        self._propose = GraphedFunction(drafter.propose, recorder)
+        self._draft = GraphedFunction(drafter.draft, recorder)
 
     def propose(self, state: torch.Tensor, last_token: torch.Tensor, *, generator: Randomness = None) -> DraftTree:
-        return self._propose(state, last_token)
+        return self.drafter.trim(self._draft(state, last_token))

@@ -14,16 +14,13 @@ from ..data.manifest import TargetIdentity
 from .decoding.prompts import Prompts
 from .decoding.tree import DraftTree, chain_tree, depths
 from .decoding.types import Acceptance, TargetOutput
-from .graphs import GraphedFunction, Recorder
+from .graphs import GraphedFunction, Recorder, SharedBuffer
 from .hidden_states import CapturedHiddenStates
 from .tree_attention import attention_kinds, grouped_heads, masks_by_kind, require_tree_attention
-from .tree_cache import KeptText, TreeCache
+from .tree_cache import KeptText, TreeCache, extent_step
 
 # Relative error of logits that rounding may explain, for types of at least float32's precision and for narrower ones.
 PROBE_TOLERANCE, NARROW_PROBE_TOLERANCE = 0.001, 0.1
-
-EXTENT_STEP = 256
-"""Columns of the KV cache by which the part that a pass reads grows, where shapes should be few."""
 
 UNLIMITED = 2**31 - 1
 """Context length of a model whose configuration names none."""
@@ -49,7 +46,7 @@ class HFTarget:
         compiled: bool = False,
         cuda_graphs: bool = False,
         tensor_parallel: bool = False,
-        recorder: Recorder[TargetOutput] | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.model = model
         self.tokenizer: PreTrainedTokenizerBase = tokenizer
@@ -60,7 +57,8 @@ class HFTarget:
         self._feature_layers: tuple[int, ...] = ()
         self.compiled, self.cuda_graphs, self.tensor_parallel = compiled, cuda_graphs, tensor_parallel
         self._read_tree = partial(self._read_tree_with, torch.compile(model) if compiled else model)
-        self._graphs = GraphedFunction(self._read_tree, recorder) if cuda_graphs else None
+        self._logits = SharedBuffer()
+        self._graphs = GraphedFunction(self._read_tree_for_replay, recorder) if cuda_graphs else None
 
     @property
     def _captured(self) -> CapturedHiddenStates:
@@ -82,6 +80,12 @@ class HFTarget:
     def form(self) -> str:
         """How passes over draft trees run: a speed depends on it."""
         return " ".join(name for name in ("compiled", "cuda_graphs") if getattr(self, name)) or "eager"
+
+    @property
+    def has_fixed_shapes(self) -> bool:
+        """Whether each new shape of a pass is compiled or recorded first, so that few shapes are
+        worth some padding."""
+        return self.compiled or self.cuda_graphs
 
     @property
     def embed_tokens(self) -> nn.Embedding:
@@ -206,8 +210,14 @@ class HFTarget:
         else:
             self._cache = None  # before the next takes its memory
             self._forget_graphs()
-            num_layers, step = self._text_config.num_hidden_layers, EXTENT_STEP if self.compiled or self.cuda_graphs else 1
-            self._cache = TreeCache(num_layers, batch, capacity, self.device, extent_step=step)
+            self._cache = TreeCache(
+                self._text_config.num_hidden_layers,
+                batch,
+                capacity,
+                self.device,
+                extent_step=extent_step(self.device, is_fixed=self.has_fixed_shapes),
+                is_fixed=self.has_fixed_shapes,
+            )
         return self._cache
 
     def verify(self, last_token: Int[torch.Tensor, " batch"], tree: DraftTree, *, num_read: int = 0) -> TargetOutput:
@@ -217,12 +227,25 @@ class HFTarget:
         so a tree is read while it grows. With CUDA graphs the output is overwritten by the next `verify`.
         """
         cache = self._require_cache()
-        if cache.begin_pass(1 + tree.num_nodes - num_read, offset=num_read):
+        is_masked = self._needs_mask(tree.num_nodes)
+        if cache.begin_pass(1 + tree.num_nodes - num_read, offset=num_read, is_masked=is_masked):
             self._forget_graphs()
         if self._graphs is None:
             return self._read_tree(last_token, tree.tokens, tree.lineage)
         key = (cache.extent, self._feature_layers, num_read)
         return self._graphs(last_token, tree.tokens, tree.lineage, key=key)
+
+    def _needs_mask(self, num_nodes: int) -> bool:
+        """Whether a pass needs a mask. Plain decoding of rows of one length doesn't: kernels
+        without a mask are faster."""
+        cache = self._require_cache()
+        return num_nodes > 0 or not cache.is_even or cache.is_fixed
+
+    def _read_tree_for_replay(self, *inputs: torch.Tensor) -> TargetOutput:
+        """Read a tree; the logits lie in memory that all recordings share, since those of a batch's
+        trees are large."""
+        output = self._read_tree(*inputs)
+        return replace(output, logits=self._logits.hold(output.logits))
 
     def _read_tree_with(
         self,
@@ -243,7 +266,7 @@ class HFTarget:
         positions = positions.clamp(max=self.context_length - 1)
         unread = slice(1 + num_nodes - cache.num_written, None)
         tokens, positions = tokens[:, unread], positions[:, unread]
-        if num_nodes == 0 and cache.is_even and cache.extent_step == 1:
+        if not self._needs_mask(num_nodes):
             return self._forward(model, tokens, positions, None)
         masks = masks_by_kind(self._kinds, lineage, cache.lengths, cache.extent, self.dtype, unread)
         with grouped_heads(self.model):
@@ -284,6 +307,7 @@ class HFTarget:
         self._cache = None
         self._captured.layers = ()
         self._forget_graphs()
+        self._logits = SharedBuffer()
 
     def release_hooks(self) -> None:
         """Take off the model what reads its hidden states; the next pass puts it on again."""
@@ -359,7 +383,7 @@ class HFTarget:
 
     def _verify_eagerly(self, last_token: Int[torch.Tensor, " batch"], tree: DraftTree) -> TargetOutput:
         """Compiling or recording for the probe's shapes would be for nothing."""
-        self._require_cache().begin_pass(1 + tree.num_nodes)
+        self._require_cache().begin_pass(1 + tree.num_nodes, is_masked=self._needs_mask(tree.num_nodes))
         return self._read_tree_with(self.model, last_token, tree.tokens, tree.lineage)
 
     def _difference(self, logits: Float[torch.Tensor, " vocab"], text: Int[torch.Tensor, " seq"]) -> float:
@@ -392,9 +416,10 @@ class HFTarget:
     ) -> tuple[Float[torch.Tensor, "batch seq hidden"], Float[torch.Tensor, "batch seq feature"] | None]:
         """Last hidden states, after the final norm, of right-padded texts, and the inputs of `feature_layers`, side by side.
 
-        Neither head nor gradients are computed.
+        Neither head nor gradients are computed. States on padding mean nothing, so the model gets no mask: under causal
+        attention no token sees the padding on its right.
         """
-        return self.read_texts(feature_layers, input_ids=input_ids, attention_mask=attention_mask)
+        return self.read_texts(feature_layers, input_ids=input_ids)
 
     @torch.no_grad()
     def layer_inputs(self, feature_layers: tuple[int, ...], **inputs: Any) -> Float[torch.Tensor, "batch seq feature"]:

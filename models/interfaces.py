@@ -5,7 +5,7 @@ replayed.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, runtime_checkable
@@ -37,6 +37,11 @@ class Target(Protocol):
         """Tokens, prompt and answer together, that the target can hold."""
 
     @property
+    def has_fixed_shapes(self) -> bool:
+        """Whether each new shape of a pass is compiled or recorded first, so that few batch sizes
+        are worth some padding."""
+
+    @property
     def num_prefills(self) -> int:
         """How often it has started anew. There is one KV cache, so only the last start can go on."""
 
@@ -60,7 +65,8 @@ class Target(Protocol):
         """
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows of the batch only: the others' answers have ended."""
+        """Keep these rows of the batch only. They ascend; the last one may be named again, to fill
+        the batch up."""
 
 
 @runtime_checkable
@@ -75,7 +81,8 @@ class Drafter(Protocol[State]):
     def feature_layers(self) -> tuple[int, ...]:
         """Layers of the target whose inputs it reads besides the last hidden states."""
 
-    def init_state(self, prompts: Prompts, prefill: TargetOutput) -> State: ...
+    def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> State:
+        """Return the state behind the prompts, with room for `max_new_tokens` behind each."""
 
     def propose(self, state: State, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None) -> DraftTree: ...
 
@@ -121,8 +128,22 @@ class TrainableDrafter(nn.Module, ABC):
     Config: ClassVar[type[Any]]
     """Dataclass of this kind's options; its RUNTIME_FIELDS may be changed when trained weights are loaded."""
     recordable: ClassVar[bool] = True
-    """Whether `propose` reads nothing but its arguments, all of them tensors, so that a CUDA graph can replay it."""
+    """Whether a CUDA graph can replay its drafting (see `RecordableDrafter`)."""
     config: Any
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "TrainableDrafter":
+        """Move and cast as every module does, but let buffers keep their type, whoever casts (`.bfloat16()`, DeepSpeed).
+
+        Rounded to bf16, the frequencies of rotary embeddings would turn a token at position 2,000 by wrong angles, and training
+        and decoding would disagree.
+        """
+        before = dict(self.named_buffers(remove_duplicate=False))
+        super()._apply(fn, recurse)
+        for name, buffer in self.named_buffers(remove_duplicate=False):
+            if buffer.dtype != before[name].dtype:
+                owner, _, leaf = name.rpartition(".")
+                setattr(self.get_submodule(owner), leaf, before[name].to(buffer.device))
+        return self
 
     @classmethod
     @abstractmethod
@@ -183,9 +204,16 @@ class TrainableDrafter(nn.Module, ABC):
         """Raise ValueError where loaded weights have the right shapes, but values that can't be."""
 
     def checkpoint_activations(self) -> None:
-        """In training, keep of decoder layers only what goes into them, and compute the rest anew for the gradient: the same
-        bits in less memory. By default nothing: a drafter without such layers has little to spare, as its loss is computed in
-        chunks anyway."""
+        """In training, keep of decoder layers only what goes into them, and recompute the rest for the gradient: the
+        same gradient (on a CPU the same bits) in less memory. By default nothing: a drafter without such layers has little to
+        spare, as its loss is computed in chunks anyway."""
+
+    def has_unused_parameters(self, horizon: int) -> bool:
+        """Whether labels of `horizon` tokens leave some parameters without a gradient. By default they leave none.
+
+        Data parallelism exchanges gradients faster where none is ever missing. A batch without labels must give zeros.
+        """
+        return False
 
     @abstractmethod
     def loss(self, batch: DrafterBatch, objective: "Objective") -> Loss:

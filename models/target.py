@@ -14,6 +14,7 @@ from ..data.manifest import TargetIdentity
 from .config import TargetConfig
 from .digests import WEIGHT_PATTERNS, config_digest, tokenizer_digest, weights_digest
 from .hf_target import HFTarget
+from .machine import turn_off_cudnn_attention
 from .quantization import describe, make_config, require_packages, stored_method
 from .tensor_parallel import make_sharding, require_whole_ends
 
@@ -27,6 +28,8 @@ def load_target(config: TargetConfig | str, device: torch.device | None = None, 
     """The frozen target (of a configuration, or only a directory or Hub id) on `config.device`, else `device`, else the first
     accelerator, else the CPU. With `safetensors_only` no pickled weights are read.
 
+    On CUDA this turns off cuDNN's attention for the whole process (see `turn_off_cudnn_attention`).
+
     Raises ValueError where the directory is incomplete or its tokenizer doesn't belong to it.
     """
     config = TargetConfig(name_or_path=config) if isinstance(config, str) else config
@@ -36,6 +39,7 @@ def load_target(config: TargetConfig | str, device: torch.device | None = None, 
         raise ValueError(f"target.cuda_graphs is on, and the target goes to {place}; choose a CUDA device, or turn it off")
     model = _load_model(config, place, safetensors_only)
     model.eval().requires_grad_(False)
+    turn_off_cudnn_attention(model.device)
     vocab_size = model.config.get_text_config().vocab_size
     if len(tokenizer) > vocab_size:
         raise ValueError(

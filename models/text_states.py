@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
+from transformers import DynamicCache
 
 from ..data.types import DrafterBatch
 from .hf_target import NARROW_PROBE_TOLERANCE, PROBE_TOLERANCE, HFTarget
@@ -28,6 +29,8 @@ def states_of_texts(
     own = _inputs(batch)
     states, features = None, None
     for is_own, inputs in turns(own, target.device) if target.tensor_parallel else [(True, own)]:
+        if "position_ids" not in inputs:
+            inputs = {**inputs, "past_key_values": PassingCache()}
         read = target.read_texts(layers, **inputs) if last else (None, target.layer_inputs(layers, **inputs))
         if is_own:
             states, features = (None if each is None else each.reshape(*shape, -1) for each in read)
@@ -35,10 +38,28 @@ def states_of_texts(
 
 
 def _inputs(batch: DrafterBatch) -> dict[str, Any]:
-    """Several texts in a row are told apart by their positions, which start anew: transformers makes the block mask of them."""
+    """The tensors that the model reads.
+
+    Rows of one text need no mask: under causal attention no token sees the padding on its right. With a mask, attention would
+    run without its fastest kernels, and the host would wait to learn whether the mask hides anything. Several texts in a row
+    are told apart by their positions, which start again at 0: transformers makes the block mask from them.
+    """
     if batch.starts is None:
-        return {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+        return {"input_ids": batch.input_ids}
     return {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
+
+
+class PassingCache(DynamicCache):
+    """A KV cache that keeps nothing: attention reads the keys and values of the pass itself, as it does without a cache.
+
+    Without one, transformers looks for packed texts in the position ids, and the host waits for the answer. The target has been
+    read with a `DynamicCache` before: when its texts were labelled.
+    """
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return key_states, value_states
 
 
 def require_packing(target: HFTarget) -> None:

@@ -93,6 +93,7 @@ def tree_attention_mask(
     extent: int,
     dtype: torch.dtype,
     window: int | None = None,
+    queries: slice = slice(None),
 ) -> Mask:
     """Additive mask of the last committed token and the tree's nodes over `extent` cache columns.
 
@@ -100,21 +101,36 @@ def tree_attention_mask(
     text and the last token; a node sees itself and its ancestors besides; with `window`, only what is less than so many
     positions back. Additive rather than boolean: the one form that both the sdpa and the eager attention of transformers take
     as it is.
+
+    Of the last committed token and the nodes, only the `queries` get a row. The mask is new memory
+    and no slice of a larger one: kernels on a GPU read masks in words of several bytes, which must
+    begin at such an address.
     """
     batch, num_nodes, _ = lineage.shape
-    hidden = torch.finfo(dtype).min
+    hidden = hidden_score(dtype)
     # By query, what is added to the scores of: the committed text (0), the last token (1), the nodes (2..), what isn't written.
     added = torch.full((batch, 1 + num_nodes, num_nodes + 3), hidden, dtype=dtype, device=lineage.device)
     added[:, :, :2] = 0
     added[:, 1:, 1:].scatter_(2, lineage + 1, 0)  # NO_NODE falls on the last token, which everybody sees anyway
+    added = added[:, queries]
     what = torch.arange(1, extent + 1, device=lengths.device) - lengths[:, None]  # [batch, key]: 0 and less where committed
-    mask = added.gather(2, what.clamp(0, num_nodes + 2)[:, None].expand(-1, 1 + num_nodes, -1))
+    mask = added.gather(2, what.clamp(0, num_nodes + 2)[:, None].expand(-1, added.shape[1], -1))
     if window is not None:
         depth = pad(depths(lineage), (1, 0))  # [batch, query]
         # Positions are counted from the last committed token, at 0.
         key_position = torch.where(what <= 0, what - 1, depth.gather(1, (what - 1).clamp(0, num_nodes)))
-        mask.masked_fill_(depth[:, :, None] - key_position[:, None] >= window, hidden)
+        mask.masked_fill_(depth[:, queries, None] - key_position[:, None] >= window, hidden)
     return mask[:, None]
+
+
+def hidden_score(dtype: torch.dtype) -> float:
+    """Return what an additive mask adds to the score of a key that a query must not see.
+
+    Half of the smallest number: kernels multiply the masked score by log2(e), and the smallest
+    number itself would become minus infinity. A block of keys that are all hidden (a sliding window
+    has them) would then give NaN.
+    """
+    return torch.finfo(dtype).min / 2
 
 
 def visible_columns(
@@ -143,7 +159,7 @@ def masks_by_kind(
     masks = {}
     for kind, window in kinds.items():
         reach = window if window is not None and window < extent else None
-        masks[kind] = tree_attention_mask(lineage, lengths, extent, dtype, reach)[:, :, queries]
+        masks[kind] = tree_attention_mask(lineage, lengths, extent, dtype, reach, queries)
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
@@ -167,28 +183,50 @@ def _grouped_heads_forward(
     special = (name for name in ("softcap", "position_bias", "cache") if kwargs.get(name) is not None)
     if attention_mask is None or attention_mask.shape[1] != 1 or num_groups == 1 or any(special):
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
-    # Only a CPU has a fast kernel for both a mask and grouped heads.
-    attend = attend_grouped if query.device.type == "cpu" else attend_folded
-    return attend(query, key, value, attention_mask, scaling).transpose(1, 2).contiguous(), None
+    attend = attend_grouped if has_grouped_kernel(query.device) else attend_folded
+    return attend(query, key, value, attention_mask, scaling), None
+
+
+def has_grouped_kernel(device: torch.device) -> bool:
+    """Whether the device has a kernel that takes a mask and grouped heads, and is fast for few
+    queries.
+
+    The CPU has. On CUDA cuDNN's kernel takes both, but plans anew for every shape (see
+    `turn_off_cudnn_attention`). Folding also fills a GPU's tiles better: the queries of a group's
+    heads together are one matrix product.
+    """
+    return device.type == "cpu"
 
 
 def attend_grouped(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
-    """Attention whose keys and values have fewer heads than its queries."""
-    return scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=True)
+    """Attend with keys and values that have fewer heads than the queries, by a kernel that knows
+    groups.
+
+    From [batch, head, query, head_dim] and [batch, kv_head, key, head_dim] to [batch, query, head,
+    head_dim].
+    """
+    return scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=True).transpose(1, 2).contiguous()
 
 
 def attend_folded(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
-    """The same by a kernel that knows no groups: the heads of a group read the same keys, so they can as well be further
-    queries of one head."""
+    """Do the same by a kernel that knows no groups.
+
+    The heads of a group read the same keys, so their queries can as well be further queries of one
+    head.
+    """
     batch, num_heads, num_queries, _ = query.shape
     num_groups = num_heads // key.shape[1]
     folded = query.reshape(batch, key.shape[1], num_groups * num_queries, -1)
     output = scaled_dot_product_attention(folded, key, value, mask.repeat(1, 1, num_groups, 1), scale=scale)
-    return output.view(batch, num_heads, num_queries, -1)
+    # The layout of a kernel's output is its own affair: CUDA's memory-efficient one returns [batch,
+    # query, head] transposed. So only dimensions are split and moved here, never viewed as others,
+    # and one copy puts them in order.
+    output = output.unflatten(2, (num_groups, num_queries)).permute(0, 3, 1, 2, 4)
+    return output.reshape(batch, num_queries, num_heads, -1)
 
 
 # Masks are always given under this name, so it needs no mask function.

@@ -14,6 +14,23 @@ import torch
 from jaxtyping import Int
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+EXTENT_STEP = 256
+"""Columns by which the part of a cache grows that passes see, where each new length of it is
+compiled or recorded."""
+
+ACCELERATOR_EXTENT_STEP = 512
+"""The same on an accelerator, in every form. A thousand columns more cost hundredths of a
+millisecond there, a recording tenths of a second; and kernels copy a mask whose rows don't begin at
+multiples of 16 bytes."""
+
+
+def extent_step(device: torch.device, *, is_fixed: bool) -> int:
+    """Return the columns by which the part of a cache grows that masked passes see; 1 on a CPU
+    unless shapes are fixed."""
+    if device.type != "cpu":
+        return ACCELERATOR_EXTENT_STEP
+    return EXTENT_STEP if is_fixed else 1
+
 
 class TreeCacheLayer(CacheLayerMixin):
     """One layer's view of the cache: keys and values, [batch, head, capacity, head_dim]."""
@@ -57,13 +74,23 @@ class TreeCache(Cache):
     """The layers of a model. All tensors of one shape lie in one buffer, [slot, batch, head, capacity, head_dim], so that
     committing is one gather for all layers.
 
-    With an `extent_step` above 1, passes see a multiple of so many columns, and every pass over as many tokens reads and writes
-    the same memory with the same shapes, whatever the rows' lengths: what compiled code and CUDA graphs need.
+    Passes under a mask see a multiple of `extent_step` columns. With `is_fixed`, every pass over as
+    many tokens reads and writes the same memory with the same shapes, whatever the rows' lengths:
+    what compiled code and CUDA graphs need.
     """
 
-    def __init__(self, num_layers: int, batch: int, capacity: int, device: torch.device, *, extent_step: int = 1) -> None:
+    def __init__(
+        self,
+        num_layers: int,
+        batch: int,
+        capacity: int,
+        device: torch.device,
+        *,
+        extent_step: int = 1,
+        is_fixed: bool = False,
+    ) -> None:
         super().__init__(layers=[TreeCacheLayer(self) for _ in range(num_layers)])
-        self.extent_step = extent_step
+        self.extent_step, self.is_fixed = extent_step, is_fixed
         self.capacity = self._rounded(capacity)
         self.max_batch = batch
         self.host_lengths = [0] * batch
@@ -129,22 +156,24 @@ class TreeCache(Cache):
         self.num_written = self.extent = num_entries
         self._columns = slice(0, num_entries)
 
-    def begin_pass(self, num_entries: int, *, offset: int = 0) -> bool:
-        """Before a pass over `num_entries` tokens per row, behind `offset` entries of earlier passes that aren't committed.
+    def begin_pass(self, num_entries: int, *, offset: int = 0, is_masked: bool = True) -> bool:
+        """Prepare a pass over `num_entries` tokens per row, behind `offset` entries of earlier
+        passes that aren't committed.
 
-        A cache that is too small doubles, and says that it has moved.
+        Without a mask the pass sees exactly the columns that are written. Returns whether the cache
+        was too small: it then has doubled, and moved.
         """
         self.num_written, self._offset = num_entries, offset
         end = max(self.host_lengths) + offset + num_entries
         has_moved = end > self.capacity
         if has_moved:
             self._grow(max(end, 2 * self.capacity))
-        self.extent = self._rounded(end)
+        self.extent = self._rounded(end) if is_masked else end
         return has_moved
 
     def locate(self) -> None:
         """Find the columns that the pass writes: the part of its beginning that a CUDA graph must do again each time."""
-        self._columns = self._behind(self.num_written, offset=self._offset, fixed=self.extent_step > 1)
+        self._columns = self._behind(self.num_written, offset=self._offset, fixed=self.is_fixed)
 
     def write(self, place: Place, states: torch.Tensor) -> torch.Tensor:
         """Write a layer's new keys or values, and return all that the pass sees of them."""
@@ -175,7 +204,8 @@ class TreeCache(Cache):
         self.host_lengths = [length + count for length, count in zip(self.host_lengths, counts, strict=True)]
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows of the batch only. Rows ascend, so none is overwritten before it has moved."""
+        """Keep these rows of the batch only. They ascend, so none is overwritten before it has
+        moved; the last one may be named again."""
         for place, row in enumerate(rows):
             if place != row:
                 self._lengths[place] = self._lengths[row]
@@ -184,9 +214,16 @@ class TreeCache(Cache):
         self.host_lengths = [self.host_lengths[row] for row in rows]
 
     def take(self, row: int) -> KeptText:
-        """A copy of a row's committed keys and values, on the host."""
+        """Copy a row's committed keys and values to the host."""
         length = self.host_lengths[row]
-        return [buffer[:, row, :, :length].to("cpu", copy=True) for buffer in self._buffers]
+        texts = [buffer[:, row, :, :length] for buffer in self._buffers]
+        if self._lengths.device.type == "cpu":
+            return [text.clone() for text in texts]
+        # Into pinned memory, all copies under way at once: into ordinary memory each would be
+        # staged, and waited for.
+        copies = [torch.empty(text.shape, dtype=text.dtype, pin_memory=True).copy_(text, non_blocking=True) for text in texts]
+        torch.accelerator.current_stream(self._lengths.device).synchronize()
+        return copies
 
     @torch.inference_mode(False)
     def put(self, texts: Sequence[KeptText]) -> None:

@@ -49,8 +49,8 @@ class TrainConfig:
     """Put several texts of a micro batch into one row, so that less of it is padding; they don't see each other. The same texts
     make a step, and the loss is the same but for rounding (and EAGLE-1's feature noise, which is drawn by place)."""
     activation_checkpointing: bool = False
-    """Compute what goes on inside the drafter's decoder layers anew for the gradient in place of keeping it: the same bits in
-    less memory and more time. For EAGLE and draft models; the other kinds have no such layers."""
+    """Recompute what goes on inside the drafter's decoder layers for the gradient in place of keeping it: the same gradient (on
+    a CPU the same bits) in less memory and more time. For EAGLE and draft models; the other kinds have no such layers."""
     labels: str = "distilled"
     """`distilled`: the target's own continuations; `text`: the text's next tokens, at the same positions (an ablation)."""
 

@@ -19,6 +19,10 @@ PR_SET_PDEATHSIG = 1
 PATIENCE = timedelta(days=1)
 """Limit of a collective. Processes may finish their shards hours apart, and the libraries' own limit is minutes."""
 
+RECORDED_COLLECTIVES = 2000
+"""Last collectives that NCCL writes to a file where one runs into its limit: they show which process didn't come. It is the
+default of newer versions of torch; older ones record nothing."""
+
 
 def launched_with(feature: str) -> bool:
     """Whether `accelerate launch` was told of a feature: `CPU`, `DEEPSPEED`, `FSDP`."""
@@ -44,6 +48,8 @@ def make_accelerator(mixed_precision: str | None = None) -> Accelerator:
     on_cpu = not torch.accelerator.is_available()
     if on_cpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # where it is installed, DeepSpeed is asked, and says so on stdout
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # an older name of the same
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDED_COLLECTIVES))
     patience = InitProcessGroupKwargs(timeout=PATIENCE)
     if on_cpu and deepspeed:
         # accelerate looks for a backend among accelerators only, and would leave every process alone.

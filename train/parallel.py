@@ -17,6 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from ..models.interfaces import TrainableDrafter
 
+BUCKET_MIB = 100
+"""Gradients that DDP exchanges at a time. A drafter's backward is short, so fewer and larger exchanges than by default."""
+
 
 def uses_deepspeed(accelerator: Accelerator) -> bool:
     return bool(accelerator.distributed_type == DistributedType.DEEPSPEED)
@@ -42,8 +45,12 @@ def prepare(
     *,
     batch_size: int,
     max_grad_norm: float | None,
+    unused_parameters: bool,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Hand the model and its optimizer over. `batch_size` is that of a micro batch of one process."""
+    """Hand the model and its optimizer over. `batch_size` is that of a micro batch of one process.
+
+    `unused_parameters` says whether some of the model's parameters get no gradient: DDP must then look for them in every step.
+    """
     accelerator.free_memory()  # of the training before this one
     if uses_deepspeed(accelerator):
         from deepspeed.utils import set_z3_leaf_modules  # an optional package, and slow to import
@@ -58,8 +65,9 @@ def prepare(
         # ZeRO-3 gathers a drafter's weights at once, and not module by module: which of its modules run, and how often (the
         # loss is computed in chunks of labels), differs between processes, and each gathering needs all of them.
         set_z3_leaf_modules(model, [type(model)])
-    # A short horizon leaves parts of a drafter without a gradient.
-    accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)
+    accelerator.ddp_handler = DistributedDataParallelKwargs(
+        find_unused_parameters=unused_parameters, gradient_as_bucket_view=True, bucket_cap_mb=BUCKET_MIB
+    )
     prepared: tuple[nn.Module, torch.optim.Optimizer] = accelerator.prepare(model, optimizer)
     return prepared
 

@@ -4,15 +4,19 @@ import os
 import signal
 import threading
 import time
+from datetime import timedelta
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
-from .launch import launched_with
+from .launch import PATIENCE, launched_with
 
 SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
 LOOK_SECONDS = 5.0
+STEP_PATIENCE = timedelta(hours=1)
+"""Limit of a collective after the first step of a training. What the others wait for then is one process's share of a step or
+of a validation, or the main process's writing of a checkpoint: minutes, also on a slow disk."""
 
 
 def require_supported_launch(accelerator: Accelerator) -> None:
@@ -44,6 +48,38 @@ def require_supported_launch(accelerator: Accelerator) -> None:
         )
     if accelerator.mixed_precision not in ("no", "bf16"):
         raise ValueError(f"training in mixed precision {accelerator.mixed_precision!r} isn't supported; use bf16 or no")
+
+
+class StepPatience:
+    """Ends a training whose processes wait for each other longer than STEP_PATIENCE, so that a hang doesn't pass for slowness.
+
+    A context manager. Before the first step and after the block PATIENCE holds: compiling and other stages take their time.
+    DeepSpeed's own groups keep it throughout, but every step counts its labels in the default group.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._is_short = False
+
+    def __enter__(self) -> "StepPatience":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_short:
+            _limit_collectives(PATIENCE)
+
+    def shorten(self) -> None:
+        """Let STEP_PATIENCE hold from here on. All processes call this after every step; only the first call does anything."""
+        if self._is_short or self._accelerator.num_processes == 1:
+            return
+        self._accelerator.wait_for_everyone()  # none may still be in its first step
+        _limit_collectives(STEP_PATIENCE)
+        self._is_short = True
+
+
+def _limit_collectives(limit: timedelta) -> None:
+    """Set the limit of the default group's collectives, of all its backends (NCCL and gloo have one)."""
+    torch.distributed.distributed_c10d._set_pg_timeout(limit)  # torch has no public name for it
 
 
 class Sigterm:

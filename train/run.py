@@ -27,7 +27,8 @@ from .config import SCHEDULES, TrainConfig
 from .data import BatchStream, count_label_tokens, label_counts, target_reads, with_hidden_states
 from .metrics import LOSS_FIELDS, Meter, add_losses
 from .parallel import backward, finish_step, make_anchor, micro_batch, needs_whole_copy, prepare
-from .processes import SIGTERM_EXIT_CODE, Sigterm, require_supported_launch
+from .precision import tensor_float32
+from .processes import SIGTERM_EXIT_CODE, Sigterm, StepPatience, require_supported_launch
 from .results import CHECKPOINTS_DIR, describe_run, is_trained, save_results, take_over_options
 from .resume import resume, save_step
 from .spikes import SpikeWatch
@@ -53,10 +54,11 @@ def train(
 ) -> None:
     """Train a drafter on the shards and save it to `drafter_dir`; checkpoints, records and a summary go to `output_dir`.
 
-    Goes on from the last complete checkpoint, to the same bits that an unbroken run would have reached; does nothing where the
-    drafter is complete. Raises ValueError for shards that are incomplete, damaged or another target's, for a folder of a run
-    with another configuration, and where the loss stops being finite (or, where that is asked for, has a spike); OSError where
-    the disk is full.
+    Resumes from the last complete checkpoint, and reaches what an unbroken run would have reached: the same bits on a CPU, and
+    equal within rounding on a GPU, where the backward of attention and `index_add` add in no fixed order. Does nothing where
+    the drafter is complete. Raises ValueError for shards that are incomplete, damaged or another target's, for a folder of a
+    run with another configuration, and where the loss stops being finite (or, where that is asked for, has a spike); OSError
+    where the disk is full.
     """
     require_supported_launch(accelerator)
     require_tracker(config)
@@ -100,14 +102,15 @@ def _fit(training: Training, *, start: int) -> None:
     tracker = Tracker(training.output_dir, config, training.run, step=start, active=accelerator.is_main_process)
     progress = make_progress(training, start)
     peaked = training.best.has_peaked(config.patience)
-    with Sigterm(accelerator, step=start) as sigterm, training.checkpoints, tracker, progress:
+    patience, sigterm = StepPatience(accelerator), Sigterm(accelerator, step=start)
+    with patience, sigterm, training.checkpoints, tracker, progress:
         for step in range(start, start if peaked else config.steps):
             batches = training.stream.batches(step)
             num_labels, seen = accelerator.reduce(_count(batches, accelerator.device), "sum")
             total: Loss | None = None
             for index, batch in enumerate(batches):
                 batch = with_hidden_states(batch, training.target, training.reads)
-                with micro_batch(accelerator, model, last=index == len(batches) - 1):
+                with micro_batch(accelerator, model, last=index == len(batches) - 1), tensor_float32(accelerator.device):
                     loss = Loss(**dict(zip(LOSS_FIELDS, model(batch, make_anchor(accelerator)), strict=True)))
                     # A sum over the labels of the whole step, whichever process and micro batch has them; times the
                     # number of processes because data parallelism takes the gradients' mean.
@@ -118,6 +121,7 @@ def _fit(training: Training, *, start: int) -> None:
             learning_rate = training.scheduler.get_last_lr()[0]
             training.scheduler.step()
             loss = _sum_over_processes(total, accelerator)
+            patience.shorten()
             meter.add_step(step, loss, grad_norm, seen)
             training.spikes.add_step(step, loss)
 
@@ -219,6 +223,7 @@ def _set_up(
         optimizer,
         batch_size=config.batch_size,
         max_grad_norm=config.max_grad_norm,
+        unused_parameters=drafter.has_unused_parameters(manifest.horizon),
     )
     return Training(
         config=config,

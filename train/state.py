@@ -1,5 +1,6 @@
-"""What a process must remember of a training to go on with the same bits: copies of tensors on the host, and random numbers."""
+"""What a process must remember of a training to resume it exactly: copies of tensors on the host, and random numbers."""
 
+import mmap
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -7,12 +8,15 @@ from typing import Any
 import numpy as np
 import torch
 
+CUDA_HOST_REGISTER_PORTABLE = 1
+"""CUDA's cudaHostRegisterPortable: the memory is page-locked for every device."""
+
 
 class HostCopy:
     """Copies nested values to the host. Tensors go to the same memory every time, so a copy is good until the next one.
 
-    Memory that is used again costs no page faults, and memory that is pinned (for tensors on CUDA) takes a fraction of the time
-    to fill and very long to allocate.
+    Memory that is used again costs no page faults, and memory that is page-locked (for tensors on CUDA) takes a fraction of the
+    time to fill and very long to allocate.
     """
 
     def __init__(self) -> None:
@@ -31,9 +35,37 @@ class HostCopy:
     def _room(self, path: str, tensor: torch.Tensor) -> torch.Tensor:
         room = self._memory.get(path)
         if room is None or room.shape != tensor.shape or room.dtype != tensor.dtype:
-            room = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            locked = tensor.is_cuda and tensor.numel() > 0
+            room = page_locked_like(tensor) if locked else torch.empty(tensor.shape, dtype=tensor.dtype)
             self._memory[path] = room
         return room
+
+
+class _Registered(mmap.mmap):
+    """Memory that CUDA forgets before it is unmapped."""
+
+    address: int | None = None
+
+    def __del__(self) -> None:
+        if self.address is not None:
+            torch.cuda.cudart().cudaHostUnregister(self.address)
+
+
+def page_locked_like(tensor: torch.Tensor) -> torch.Tensor:
+    """An empty tensor on the host, of page-locked memory, for copies of `tensor`, which has at least one element.
+
+    It takes the bytes of `tensor`, rounded up to pages. PyTorch rounds its own (`pin_memory=True`) up to a power of two: of
+    weights and optimizer up to twice as much. Raises MemoryError where the memory can't be locked.
+    """
+    memory = _Registered(-1, tensor.nbytes)  # shared with forked processes: a copy on write would move it away from the device
+    room = torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
+    if error := int(torch.cuda.cudart().cudaHostRegister(room.data_ptr(), tensor.nbytes, CUDA_HOST_REGISTER_PORTABLE)):
+        raise MemoryError(
+            f"{tensor.nbytes} bytes of host memory for a checkpoint can't be page-locked (CUDA error {error}); free some, or "
+            "set train.checkpoint_in_background=false, which needs no copy"
+        )
+    memory.address = room.data_ptr()
+    return room
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

@@ -76,8 +76,9 @@ class ContinuousEngine:
             if result is not None and result.error is not None:
                 raise RuntimeError(f"continuous batching failed the request {result.request_id!r}: {result.error}")
             if result is not None and result.is_finished():
-                tokens = torch.tensor(result.generated_tokens)
-                return Answer(id=result.request_id, tokens=tokens, cut=int(tokens[-1]) not in self._target.stop_ids)
+                tokens: list[int] = result.generated_tokens  # none where the length limit left no room for any
+                cut = not tokens or tokens[-1] not in self._target.stop_ids
+                return Answer(id=result.request_id, tokens=torch.tensor(tokens, dtype=torch.long), cut=cut)
             if result is None and not manager.is_running():
                 error = manager.background_thread_status.fatal_error
                 raise RuntimeError(f"continuous batching ended before all requests were answered: {error}") from error

@@ -7,8 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-import torch
-
 from ...models.drafters.checkpoint import load_drafter
 from ...models.drafters.null import NullDrafter
 from ...models.hf_target import HFTarget
@@ -22,12 +20,8 @@ from . import batch, continuous, decoder, openai
 
 logger = logging.getLogger(__name__)
 
-
-def choose_engine(config: DistillConfig, device: torch.device, *, tensor_parallel: bool = False) -> str:
-    """The name of the engine that `auto` stands for on this device; any other name stands for itself."""
-    if config.engine != "auto":
-        return config.engine
-    return "decoder" if config.drafter is not None or device.type == "cpu" or tensor_parallel else "continuous"
+DEFAULT_ENGINE = "decoder"
+"""What `auto` stands for, on every device. `continuous` should be faster on a GPU, but it has run on a CPU only."""
 
 
 @contextmanager
@@ -41,7 +35,7 @@ def open_engine(config: DistillConfig, target: HFTarget, limits: Limits) -> Iter
             f"{target.identity.name} names no stop token, so each answer would run to its length limit; set eos_token_id in "
             "its generation_config.json"
         )
-    name = choose_engine(config, target.device, tensor_parallel=target.tensor_parallel)
+    name = DEFAULT_ENGINE if config.engine == "auto" else config.engine
     if name == "continuous" and target.tensor_parallel:
         # It answers in a thread of its own, in an order that differs between processes.
         raise ValueError("distill.engine=continuous doesn't go together with target.tensor_parallel; set decoder or batch")

@@ -58,21 +58,23 @@ def generate(
         batch, max_new_tokens=max(limits), max_nodes=drafter.max_nodes, feature_layers=drafter.feature_layers
     )
     own_prefill = target.num_prefills
-    state = drafter.init_state(batch, prefill)
+    room = min(max(limits), target.context_length - min(batch.lengths))
+    state = drafter.init_state(batch, prefill, max_new_tokens=room)
     tree = empty_tree(len(batch.lengths), batch.input_ids.device)
     acceptance = rule(tree, prefill, generator=generator)
     rows = list(range(len(batch.lengths)))
     step = make_step(rows, read_tokens(tree, prefill, acceptance), stopping, tree, is_prefill=True)
     yield step
 
-    while rows := [row for row, finish in zip(step.rows, step.finishes, strict=True) if finish is None]:
+    while going := [row for row, finish in zip(step.rows, step.finishes, strict=True) if finish is None]:
         if target.num_prefills != own_prefill:
             raise RuntimeError(
                 "the target has begun another answer meanwhile, and it has one KV cache: finish one `generate` before the next "
                 "begins, and let a draft model be a target of its own"
             )
-        kept = [step.rows.index(row) for row in rows]
-        if len(rows) < len(step.rows):
+        kept = kept_places([step.rows.index(row) for row in going], len(rows), few_sizes=target.has_fixed_shapes)
+        if len(going) < len(step.rows):
+            rows = [step.rows[place] for place in kept]
             target.select(kept)
             state, acceptance = drafter.select(state, kept), acceptance.select(kept)
         if isinstance(generator, RowSeeds):
@@ -90,8 +92,21 @@ def generate(
         target.commit(tree, acceptance, num_accepted)
         state = drafter.advance(state, tree, acceptance, output, num_accepted)
         seconds = PhaseSeconds(draft=draft_seconds, verify=verify_seconds, accept=lap()) if lap else None
-        step = make_step(rows, tokens, stopping, tree, seconds=seconds)
+        step = make_step(going, tokens[: len(going)], stopping, tree, seconds=seconds)
         yield step
+
+
+def kept_places(places: Sequence[int], batch: int, *, few_sizes: bool) -> list[int]:
+    """Return which rows of a batch stay in it, given the `places` of those whose answers go on.
+
+    With `few_sizes` the size falls from one power of two to the next, since each other size would
+    be compiled or recorded first. The last row is repeated to fill it: its copies decode the same
+    text, need no more room than the row itself, and are not looked at.
+
+        5 of 8 go on   0 2 3 6 7   ->   0 2 3 6 7 7 7 7        4 of 8 go on   0 2 3 6   ->   0 2 3 6
+    """
+    size = min(1 << (len(places) - 1).bit_length(), batch) if few_sizes else len(places)
+    return [*places, *[places[-1]] * (size - len(places))]
 
 
 def read_tokens(tree: DraftTree, output: TargetOutput, acceptance: Acceptance) -> list[list[int]]:

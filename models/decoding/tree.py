@@ -1,5 +1,6 @@
 """The draft tree: every drafter's proposal, whatever its shape."""
 
+from copy import copy
 from dataclasses import dataclass, field
 
 import torch
@@ -54,6 +55,21 @@ class DraftTree:
     def num_nodes(self) -> int:
         """Nodes per row, padding included."""
         return self.tokens.shape[1]
+
+    def trimmed(self, bucket: int = 1) -> "DraftTree":
+        """Return the tree without the padding that all rows have, in sizes that are multiples of
+        `bucket`, or its own.
+
+        The host reads the number of nodes of the fullest row, and so waits for an accelerator. Not
+        for trees with `child_probs`.
+        """
+        assert self.child_probs is None
+        num_nodes = int((self.tokens != NO_NODE).sum(1).max()) if self.num_nodes else 0
+        num_nodes = min(-(-num_nodes // bucket) * bucket, self.num_nodes)
+        tree = copy(self)  # what is derived is cut as well, and not computed again
+        for name in ("tokens", "parents", "lineage", "depths"):
+            object.__setattr__(tree, name, getattr(self, name)[:, :num_nodes])
+        return tree
 
 
 def empty_tree(batch: int, device: torch.device) -> DraftTree:

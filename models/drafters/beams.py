@@ -88,16 +88,16 @@ def likeliest_successors(
     return outputs.flatten(1).gather(1, chosen), chosen // top.shape[-1], scores
 
 
-def pack_survivors(search: SearchTree, *, full_size: bool = False) -> DraftTree:
+def pack_survivors(search: SearchTree) -> DraftTree:
     """The beams that the search ended with, each shared prefix once: the paper's tree (section 3.3).
 
         beams  A B C        depth 1: A        parents  -1
                A B D   ->   depth 2: B E               0 0
                A E F        depth 3: C D F             1 1 2
 
-    The paper finds shared prefixes by comparing beams; here the search's own back-pointers tell. Rows with fewer nodes than
-    the fullest are padded. How many that has must be read by the host; with `full_size` nothing is read, and all rows are
-    padded to the most that a tree could have.
+    The paper finds shared prefixes by comparing beams; here the search's own back-pointers tell.
+    All rows are padded to the most nodes that a tree could have, so the host reads nothing;
+    `DraftTree.trimmed` cuts the padding.
     """
     alive = torch.zeros_like(search.tokens)
     end = alive.shape[1]
@@ -106,7 +106,7 @@ def pack_survivors(search: SearchTree, *, full_size: bool = False) -> DraftTree:
         level = slice(end - size, end)
         alive.scatter_reduce_(1, search.parents[:, level], alive[:, level].clone(), "amax")
         end -= size
-    return pack(search, alive.bool(), alive.shape[1] if full_size else int(alive.sum(1).max()))
+    return pack(search, alive.bool(), alive.shape[1])
 
 
 def pack_separately(search: SearchTree) -> DraftTree:

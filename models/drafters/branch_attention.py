@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..tree_attention import attend_folded
+from ..tree_attention import attend_folded, hidden_score
 
 Query = Float[torch.Tensor, "batch head branch head_dim"]
 Text = Float[torch.Tensor, "batch kv_head seq head_dim"]
@@ -38,7 +38,7 @@ class Entries:
         if query.device.type != "cpu":  # whose kernel alone takes a mask and hands out the log-sum-exp
             return attend_densely(query, self.text, self.own, seen, scale)
         # Not minus infinity: a branch may see nothing of the text.
-        mask = torch.zeros_like(seen, dtype=query.dtype).masked_fill_(~seen, torch.finfo(query.dtype).min)
+        mask = torch.zeros_like(seen, dtype=query.dtype).masked_fill_(~seen, hidden_score(query.dtype))
         keys, values = zip(*self.own, strict=True)
         output: torch.Tensor = _Apart.apply(query, *self.text, mask, scale, len(self.own), *keys, *values)
         return output
@@ -52,7 +52,7 @@ def attend_densely(query: Query, text: KeysAndValues, own: Sequence[KeysAndValue
     mask = torch.cat([seen, of_own.expand(len(query), 1, -1, -1)], dim=3)
     if query.shape[1] == keys.shape[1]:
         return scaled_dot_product_attention(query, keys, values, mask, scale=scale)
-    return attend_folded(query, keys, values, mask, scale)
+    return attend_folded(query, keys, values, mask, scale).transpose(1, 2)
 
 
 class _Apart(torch.autograd.Function):

@@ -29,14 +29,11 @@ from ..decoding.tree import DraftTree, chain_tree
 from ..decoding.types import NO_NODE, Acceptance, TargetOutput
 from ..hf_target import HFTarget
 from ..interfaces import Loss, TrainableDrafter
-from ..tree_attention import attention_kinds, require_tree_attention
+from ..tree_attention import attention_kinds, hidden_score, require_tree_attention
 from .beams import MAX_SEARCH_NODES, SearchTree, likeliest_nodes, likeliest_successors, pack
 from .branches import Branches
 from .objective import DraftVocabulary, Labels, Objective, score
 from .small_models import architecture_of, build_model, first_layers, pretrained, smaller_architecture, weights_digest_at
-
-EXPECTED_NEW_TOKENS = 256
-"""Room that the draft model's cache has behind a prompt at first; it grows."""
 
 
 @dataclass(kw_only=True)
@@ -179,14 +176,14 @@ class DraftModel(TrainableDrafter):
 
     # --- decoding
 
-    def init_state(self, prompts: Prompts, prefill: TargetOutput) -> Int[torch.Tensor, " batch"]:
+    def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> Int[torch.Tensor, " batch"]:
         if max(prompts.lengths) >= self.reader.context_length:
             raise ValueError(
                 f"a prompt of {max(prompts.lengths)} tokens leaves no room for an answer in the draft model's context window "
                 f"of {self.reader.context_length} tokens; shorten the prompt, or choose a draft model with a longer one"
             )
         room = self.config.length * self.config.top_k
-        self.reader.prefill(prompts, max_new_tokens=EXPECTED_NEW_TOKENS, max_nodes=room)
+        self.reader.prefill(prompts, max_new_tokens=max_new_tokens, max_nodes=room)
         self._own_prefill = self.reader.num_prefills
         self.reader.rewind(torch.ones_like(prompts.input_ids[:, 0]), [1] * len(prompts.lengths))
         return prompts.last(prompts.input_ids)
@@ -303,7 +300,7 @@ class DraftModel(TrainableDrafter):
         seen = {kind: visible if window is None else visible & (back < window) for kind, window in self._kinds.items()}
         dtype = self.reader.dtype
         masks = {
-            kind: torch.zeros_like(each, dtype=dtype).masked_fill_(~each, torch.finfo(dtype).min) for kind, each in seen.items()
+            kind: torch.zeros_like(each, dtype=dtype).masked_fill_(~each, hidden_score(dtype)) for kind, each in seen.items()
         }
         return masks if len(masks) > 1 else next(iter(masks.values()))
 

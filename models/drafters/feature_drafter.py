@@ -27,15 +27,12 @@ from ..decoding.types import NO_NODE, Acceptance, TargetOutput
 from ..hf_target import HFTarget
 from ..interfaces import TrainableDrafter
 from ..tree_attention import visible_columns
-from ..tree_cache import TreeCache
+from ..tree_cache import TreeCache, extent_step
 from .beams import MAX_SEARCH_NODES, SearchTree, pack_likeliest
 from .branch_attention import Entries, KeysAndValues
 from .branches import Branches
 from .decoder_layer import check_form, make_layer, make_rotary
 from .objective import DraftVocabulary, Labels
-
-EXPECTED_NEW_TOKENS = 256
-"""Room that the layer's cache has behind a prompt at first; it grows."""
 
 STATIC_FIRST_HIT = 0.6
 """Static trees take the r-th likeliest child (from 0) to be right with probability STATIC_FIRST_HIT / (r + 1)^2. With four
@@ -234,12 +231,13 @@ class FeatureDrafter(TrainableDrafter):
             sizes.append(width * min(self.config.top_k, sizes[-1]))
         return min(self.config.tree_nodes, sum(sizes))
 
-    def init_state(self, prompts: Prompts, prefill: TargetOutput) -> FeatureState:
+    def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> FeatureState:
         """Reads all entries of the prompts but the last, whose token is the target's first answer."""
         features = self.target_features(prefill)
         batch, num_tokens = prompts.input_ids.shape
-        room = EXPECTED_NEW_TOKENS + self.config.depth * self.config.top_k
-        cache = TreeCache(1, batch, num_tokens + room, features.device)
+        room = max_new_tokens + self.config.depth * self.config.top_k
+        step = extent_step(features.device, is_fixed=False)
+        cache = TreeCache(1, batch, num_tokens + room, features.device, extent_step=step)
         if num_tokens > 1:
             cache.begin_prefill(num_tokens - 1)
             positions = torch.arange(num_tokens - 1, device=features.device)[None]

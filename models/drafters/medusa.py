@@ -198,7 +198,9 @@ class Medusa(TrainableDrafter):
     def max_nodes(self) -> int:
         return len(self.node_tokens)
 
-    def init_state(self, prompts: Prompts, prefill: TargetOutput) -> Float[torch.Tensor, "batch hidden"]:
+    def init_state(
+        self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int
+    ) -> Float[torch.Tensor, "batch hidden"]:
         return prompts.last(prefill.hidden_states)
 
     def propose(
@@ -208,10 +210,18 @@ class Medusa(TrainableDrafter):
         *,
         generator: Randomness = None,
     ) -> DraftTree:
-        """The same tree for every text, with each head's likeliest tokens (section 2.1.2)."""
+        """Draft the same tree for every text, with each head's likeliest tokens (section 2.1.2)."""
+        return self.draft(state, last_token)
+
+    def draft(self, state: Float[torch.Tensor, "batch hidden"], last_token: Int[torch.Tensor, " batch"]) -> DraftTree:
+        """Draft without anything random: what a CUDA graph records."""
         ranked = self.logits(state).topk(self.num_ranks, dim=-1).indices  # [batch, head, rank]
         tokens = ranked.flatten(1)[:, self.node_tokens]
         return DraftTree(tokens=tokens, parents=self.node_parents.expand_as(tokens), max_depth=self.max_depth)
+
+    def trim(self, tree: DraftTree) -> DraftTree:
+        """Return the tree as it is: it has no padding."""
+        return tree
 
     def advance(
         self,

@@ -17,7 +17,7 @@ class NullDrafter:
     max_nodes = 0
     feature_layers = ()
 
-    def init_state(self, prompts: Prompts, prefill: TargetOutput) -> None:
+    def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> None:
         return None
 
     def propose(self, state: None, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None) -> DraftTree:

@@ -25,7 +25,7 @@ class OracleDrafter:
     def __init__(self, texts: Sequence[Sequence[int]], right: Sequence[int], vocab_size: int) -> None:
         self.texts, self.right, self.vocab_size = texts, right, vocab_size
 
-    def init_state(self, prompts: Prompts, prefill: TargetOutput) -> Int[torch.Tensor, "batch 2"]:
+    def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> Int[torch.Tensor, "batch 2"]:
         rows = torch.arange(len(prompts.lengths), device=prompts.input_ids.device)
         return torch.stack([rows, torch.ones_like(rows)], dim=1)
 

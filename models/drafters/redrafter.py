@@ -32,6 +32,11 @@ from ..interfaces import Loss, TrainableDrafter
 from .beams import MAX_CANDIDATES, MAX_SEARCH_NODES, beam_search, pack_likeliest, pack_separately, pack_survivors
 from .objective import DraftVocabulary, Labels, Objective, commonest_tokens, require_draft_tokens, score
 
+TREE_PADDINGS = ("exact", "bucket", "full")
+NUM_BUCKETS = 5
+"""Sizes of a tree under `tree_padding=bucket`. Each is recorded or compiled once; on average a
+tenth of the nodes is padding."""
+
 
 @dataclass(kw_only=True)
 class RedrafterConfig:
@@ -63,7 +68,16 @@ class RedrafterConfig:
     """Whether the target reads a prefix that beams share once (section 3.3). Off, it reads every beam in full: slower, the same
     answers, and only there to measure what sharing saves. May be changed when the drafter is loaded."""
 
-    RUNTIME_FIELDS: ClassVar[frozenset[str]] = frozenset({"beam_width", "beam_length", "tree_nodes", "share_prefixes"})
+    tree_padding: str | None = None
+    """How the paper's tree, whose nodes are as many as its beams don't share, comes to a size:
+    `exact`: the fullest row's, which the host waits for; `bucket`: the next multiple of a fifth of
+    the most that are possible, so that sizes are few; `full`: that most, without a wait, and the
+    target reads the padding. None is `bucket` where the target's passes are compiled or recorded,
+    else `exact`. May be changed when the drafter is loaded."""
+
+    RUNTIME_FIELDS: ClassVar[frozenset[str]] = frozenset(
+        {"beam_width", "beam_length", "tree_nodes", "share_prefixes", "tree_padding"}
+    )
 
     def __post_init__(self) -> None:
         if self.initial_state not in ("embedding", "zero"):
@@ -73,6 +87,10 @@ class RedrafterConfig:
         if self.head_init == "target" and (self.head_rank, self.draft_vocab_size) != (None, None):
             raise ValueError(
                 "drafter.head_init is target, but a head of lower rank or fewer tokens can't start from it; set random"
+            )
+        if self.tree_padding not in (None, *TREE_PADDINGS):
+            raise ValueError(
+                f"drafter.tree_padding is {self.tree_padding!r}; it must be one of {', '.join(TREE_PADDINGS)}, or null"
             )
         if self.num_blocks < 0:
             raise ValueError(f"drafter.num_blocks is {self.num_blocks}; it must be 0 or more")
@@ -121,6 +139,7 @@ class Redrafter(TrainableDrafter):
                 "make it smaller, or null for the whole vocabulary"
             )
         self.config = config
+        self.tree_padding = config.tree_padding or "exact"
         self.vocab_size, self.hidden_size = vocab_size, hidden_size
         self.exit_width = exit_width = config.exit_width or 2 * hidden_size
         # The target's table is read, not owned: in a tuple, it is neither saved nor trained with the drafter.
@@ -143,6 +162,8 @@ class Redrafter(TrainableDrafter):
     @classmethod
     def for_target(cls, config: RedrafterConfig, target: HFTarget) -> "Redrafter":
         drafter = cls(config, target.embed_tokens, hidden_size=target.hidden_size, vocab_size=target.vocab_size)
+        if config.tree_padding is None and target.has_fixed_shapes:
+            drafter.tree_padding = "bucket"
         if config.head_init == "target":
             drafter._start_from(target.head)
         return drafter
@@ -185,7 +206,9 @@ class Redrafter(TrainableDrafter):
 
     # --- decoding
 
-    def init_state(self, prompts: Prompts, prefill: TargetOutput) -> Float[torch.Tensor, "batch hidden"]:
+    def init_state(
+        self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int
+    ) -> Float[torch.Tensor, "batch hidden"]:
         return prompts.last(prefill.hidden_states)
 
     def propose(
@@ -195,14 +218,25 @@ class Redrafter(TrainableDrafter):
         *,
         generator: Randomness = None,
     ) -> DraftTree:
-        """The tree of a beam search (section 3.2): its last beams (section 3.3), or the likeliest nodes it met."""
+        """Draft the tree of a beam search (section 3.2): its last beams (section 3.3), or the
+        likeliest nodes that it met."""
+        return self.trim(self.draft(state, last_token))
+
+    def draft(self, state: Float[torch.Tensor, "batch hidden"], last_token: Int[torch.Tensor, " batch"]) -> DraftTree:
+        """Draft a tree of full size, which a CUDA graph can record."""
         search = beam_search(self, state, last_token, width=self.config.beam_width, length=self.config.beam_length)
         if not self.config.share_prefixes:
             return pack_separately(search)
         if self.config.tree_nodes is None:
-            # A CPU has its numbers at hand; an accelerator would have to be waited for.
-            return pack_survivors(search, full_size=search.tokens.device.type != "cpu")
+            return pack_survivors(search)
         return pack_likeliest(search, self.config.tree_nodes)
+
+    def trim(self, tree: DraftTree) -> DraftTree:
+        """Cut padding as `tree_padding` asks. Only the paper's tree has any: others are of one
+        size."""
+        if self.tree_padding == "full" or self.config.tree_nodes is not None or not self.config.share_prefixes:
+            return tree
+        return tree.trimmed(-(-tree.num_nodes // NUM_BUCKETS) if self.tree_padding == "bucket" else 1)
 
     def advance(
         self,
@@ -270,6 +304,10 @@ class Redrafter(TrainableDrafter):
         hidden = batch.hidden_states[batch.positions][:, None].expand(-1, labels.tokens.shape[1], -1)
         inputs = hidden[labels.known], torch.stack(states, dim=1)[labels.known]
         return score(self.logits, inputs, labels, batch, objective, vocabulary=self.vocabulary)
+
+    def has_unused_parameters(self, horizon: int) -> bool:
+        """Labels of two tokens train the first depth alone, which the recurrence hasn't reached."""
+        return self.config.rnn and horizon == 2
 
     @property
     def vocabulary(self) -> DraftVocabulary:

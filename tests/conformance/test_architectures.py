@@ -6,10 +6,12 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.data.manifest import TargetIdentity
+from outrider.data.types import DrafterBatch
 from outrider.models.decoding import GreedyAcceptance, generate
 from outrider.models.drafters import NullDrafter
 from outrider.models.drafters.oracle import OracleDrafter
 from outrider.models.hf_target import HFTarget
+from outrider.models.text_states import states_of_texts
 
 VOCAB = 100
 WINDOW = 6
@@ -132,6 +134,30 @@ def test_batches_of_trees_give_the_tokens_of_full_forwards(case, attention, tiny
                 found[row] += tokens
         assert found == expected
         assert (num_accepted > 0) == isinstance(drafter, OracleDrafter), "the oracle's drafts weren't what the model says"
+
+
+@pytest.mark.parametrize(
+    ("case", "attention"), [(case, attention) for case, (_, _, kinds) in CASES.items() for attention in kinds]
+)
+def test_training_reads_padded_rows_as_each_text_alone(case, attention, tiny_tokenizer):
+    """Among them windows shorter than the padding, of which eager attention under a mask makes NaN."""
+    architecture, options, _ = CASES[case]
+    adapter = adapt(make_model(architecture, options, attention), tiny_tokenizer)
+    texts = [torch.tensor(tokens) for tokens in (PROMPTS[0] * 2, PROMPTS[1], PROMPTS[2])]
+    input_ids = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
+    real = torch.arange(input_ids.shape[1]) < torch.tensor([[len(text)] for text in texts])
+    batch = DrafterBatch(
+        input_ids=input_ids,
+        attention_mask=real,
+        positions=torch.zeros_like(real),
+        continuations=torch.zeros(*real.shape, 2, dtype=torch.long),
+    )
+    last, features = states_of_texts(adapter, batch, last=True, layers=(1,))
+    for row, text in enumerate(texts):
+        with torch.no_grad():
+            alone, inputs = adapter.read_texts((1,), input_ids=text[None])
+        for padded, expected in ((last, alone), (features, inputs)):  # eager attention computes its weights in float32
+            torch.testing.assert_close(padded[row, : len(text)], expected[0], rtol=1e-3, atol=1e-4)
 
 
 class OwnPositions(LlamaForCausalLM):

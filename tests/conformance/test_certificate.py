@@ -146,6 +146,7 @@ class ToyTarget:
 
     context_length = 64
     num_prefills = 1
+    has_fixed_shapes = False
 
     def __init__(self, tables) -> None:
         self.tables = tables
@@ -195,7 +196,7 @@ class ToyDrafter:
         self.max_nodes = len(shape.parents)
         self.feature_layers = ()
 
-    def init_state(self, prompts, prefill) -> None:
+    def init_state(self, prompts, prefill, *, max_new_tokens) -> None:
         return None
 
     def propose(self, state, last_token, *, generator=None):

@@ -289,7 +289,7 @@ def test_training_overfits_to_near_perfect_acceptance_and_decoding_accepts(train
 def first_draft(target: HFTarget, drafter: Any) -> DraftTree:
     prompts = Prompts.of([torch.tensor(prompt) for prompt in PROMPTS])
     prefill = target.prefill(prompts, max_new_tokens=4, max_nodes=drafter.max_nodes, feature_layers=drafter.feature_layers)
-    state = drafter.init_state(prompts, prefill)
+    state = drafter.init_state(prompts, prefill, max_new_tokens=8)
     return drafter.propose(state, prefill.logits[:, -1].argmax(-1), generator=torch.Generator().manual_seed(0))
 
 
@@ -317,6 +317,22 @@ def test_every_objective_has_a_finite_gradient(kind, target, batch, loss, weight
     assert gradients
     assert [name for name, gradient in gradients.items() if gradient is None or not gradient.isfinite().all()] == []
     assert any(gradient.any() for gradient in gradients.values())
+
+
+@pytest.mark.parametrize("with_labels", [True, False])
+@pytest.mark.parametrize("horizon", [2, 3, HORIZON])
+def test_a_drafter_announces_parameters_without_a_gradient(kind, target, batch, horizon, with_labels):
+    """DDP, which looks for them only then, would wait for ever for one that is missing in some processes."""
+    drafter, batch = make(kind, target, batch)
+    try:
+        drafter.require_horizon(drafter.config, horizon)
+    except ValueError:
+        pytest.skip("this kind can't be trained on such labels")
+    positions = batch.positions if with_labels else torch.zeros_like(batch.positions)
+    batch = replace(batch, positions=positions, continuations=batch.continuations[:, :, :horizon])
+    drafter.loss(batch, Objective(loss="kl", head=target.head)).sums.sum().backward()
+    missing = [name for name, each in drafter.named_parameters() if each.requires_grad and each.grad is None]
+    assert bool(missing) == drafter.has_unused_parameters(horizon), missing
 
 
 def test_texts_without_a_label_teach_nothing_and_break_nothing(kind, target, batch):

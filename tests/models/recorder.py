@@ -1,6 +1,8 @@
 """CUDA graphs played on a CPU: the operators of a first run, executed again on the same memory without any Python of ours."""
 
+import weakref
 from collections.abc import Callable
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -34,9 +36,45 @@ class ReplayingRecorder(TorchDispatchMode):
 
         return replay, output
 
+    def forget(self) -> None:
+        """Nothing is kept."""
+
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         name = operator.overloadpacket._qualified_op_name
         assert name not in self.READS, f"{name} can't be captured"
         outputs = operator(*args, **(kwargs or {}))
         self.operators.append((operator, args, kwargs or {}, outputs))
         return outputs
+
+
+class PoolRecorder(ReplayingRecorder):
+    """Fails where PyTorch's allocator would: at a recording into a pool that has no graph left, but
+    tensors in use.
+
+    (`create_or_incref_pool` asserts that such a pool is still used.)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forget()
+        self.num_pools = 0
+
+    def forget(self) -> None:
+        self._graphs: list[Any] = []
+        self._outputs: list[Any] = []
+
+    def __call__(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        has_graph = any(graph() is not None for graph in self._graphs)
+        in_use = any(output() is not None for output in self._outputs)
+        assert has_graph or not in_use, "a recording into a pool whose graphs are gone, with a tensor of it in use"
+        self.num_pools += not has_graph
+        replay, output = super().__call__(function)
+        self._graphs.append(weakref.ref(replay))
+        self._outputs += [weakref.ref(leaf) for leaf in leaves(output)]
+        return replay, output
+
+
+def leaves(output: Any) -> list[torch.Tensor]:
+    """The tensors of an output, which may be a dataclass."""
+    values = [getattr(output, field.name) for field in fields(output)] if is_dataclass(output) else tree_leaves(output)
+    return [value for value in values if isinstance(value, torch.Tensor)]

@@ -3,9 +3,19 @@
 import pytest
 import torch
 
-from outrider.models import graphs, hf_target
+from outrider.models import graphs, tree_cache
 from outrider.models.config import TargetConfig
-from outrider.models.decoding import Acceptance, GreedyAcceptance, Prompts, empty_tree, generate
+from outrider.models.decoding import (
+    Acceptance,
+    GreedyAcceptance,
+    Prompts,
+    RowSeeds,
+    Sampling,
+    SpeculativeSampling,
+    empty_tree,
+    generate,
+)
+from outrider.models.decoding.loop import kept_places
 from outrider.models.drafters import NullDrafter, build_drafter
 from outrider.models.drafters.draft_model import DraftModel, DraftModelConfig
 from outrider.models.graphs import GraphedDrafter, GraphedFunction
@@ -46,7 +56,7 @@ def recorder() -> ReplayingRecorder:
 
 @pytest.fixture
 def graphed(target, recorder, monkeypatch) -> HFTarget:
-    monkeypatch.setattr(hf_target, "EXTENT_STEP", STEP)
+    monkeypatch.setattr(tree_cache, "EXTENT_STEP", STEP)
     return HFTarget(target.model, target.tokenizer, target.identity, cuda_graphs=True, recorder=recorder)
 
 
@@ -66,7 +76,7 @@ def test_a_replayed_drafter_proposes_what_a_plain_one_does(target, graphed, redr
 
 @pytest.mark.parametrize("options", [{}, {"top_k": 3, "tree_nodes": 5}])
 def test_a_draft_model_replays_its_own_passes(target, recorder, monkeypatch, options):
-    monkeypatch.setattr(hf_target, "EXTENT_STEP", STEP)
+    monkeypatch.setattr(tree_cache, "EXTENT_STEP", STEP)
     config = DraftModelConfig(length=3, **options)
     drafter = DraftModel(config, HFTarget(target.model, target.tokenizer, target.identity))
     own = DraftModel(config, HFTarget(target.model, target.tokenizer, target.identity, cuda_graphs=True, recorder=recorder))
@@ -136,8 +146,60 @@ def test_no_more_recordings_are_kept_than_allowed(monkeypatch):
     assert len(double) == 2
 
 
+def test_of_many_recordings_the_one_used_longest_ago_goes_first(monkeypatch):
+    """Dropped in the order of their making, recordings used in turns were all made anew at each
+    turn."""
+    monkeypatch.setattr(graphs, "MAX_RECORDINGS", 2)
+    lengths = []
+    double = GraphedFunction(lambda x: lengths.append(len(x)) or 2 * x, ReplayingRecorder())
+    for length in (1, 2, 1, 3, 1, 3):
+        assert double(torch.ones(length)).tolist() == [2.0] * length
+    assert lengths == [1, 2, 3]
+
+
+@pytest.mark.parametrize("num_rows", range(1, 8))
+def test_a_batch_of_fixed_shapes_shrinks_by_halves(num_rows):
+    places = list(range(1, 1 + num_rows))
+    assert kept_places(places, 8, few_sizes=False) == places
+    kept = kept_places(places, 8, few_sizes=True)
+    assert kept[:num_rows] == places
+    assert set(kept[num_rows:]) <= {places[-1]}
+    assert len(kept) in (1, 2, 4, 8)
+    assert len(kept) < 2 * num_rows
+    assert kept_places(places, num_rows, few_sizes=True) == places, "a batch never grows"
+
+
+@pytest.mark.parametrize("kind", ["nothing", "redrafter", "draft_model"])
+def test_rows_that_leave_a_batch_of_fixed_shapes_make_few_recordings(target, graphed, redrafter, kind):
+    small = HFTarget(target.model, target.tokenizer, target.identity)
+    drafters = {"nothing": NullDrafter(), "redrafter": redrafter, "draft_model": DraftModel(DraftModelConfig(length=2), small)}
+    prompts = [torch.tensor([70 + row, 9, 8]) for row in range(6)]
+    texts = {}
+    sizes = set()
+    for each in (target, graphed):
+        texts[each] = [[] for _ in prompts]
+        limits = [19, 4, 11, 7, 16, 5]
+        seeds = {"generator": RowSeeds(range(6)), "max_new_tokens": limits}
+        for step in generate(each, drafters[kind], SpeculativeSampling(sampling=Sampling()), prompts, **seeds):
+            for row, new in zip(step.rows, step.tokens, strict=True):
+                texts[each][row] += new
+            sizes.add(each._cache.batch)
+    assert texts[graphed] == texts[target]
+    assert [len(text) for text in texts[graphed]] == limits
+    recorded = {shapes[1][0] for shapes in graphed._graphs._recorded}
+    assert recorded == {6, 4, 2, 1}
+    assert sizes >= {3, 5}, "a plain target's batch has any size"
+
+
+def test_recordings_share_the_memory_of_their_logits(graphed, redrafter):
+    answers(graphed, redrafter)
+    logits = [output.logits for _, _, output in graphed._graphs._recorded.values()]
+    assert len(logits) > 3
+    assert len({each.untyped_storage().data_ptr() for each in logits}) < len(logits) / 2
+
+
 def test_a_compiled_target_decodes_what_a_plain_one_does(target, redrafter, monkeypatch):
-    monkeypatch.setattr(hf_target, "EXTENT_STEP", STEP)
+    monkeypatch.setattr(tree_cache, "EXTENT_STEP", STEP)
     num_traced = 0
 
     def count(graph, inputs):

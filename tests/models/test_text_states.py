@@ -10,6 +10,8 @@ from outrider.models.hf_target import HFTarget
 from outrider.models.hidden_states import decoder_layers
 from outrider.models.text_states import states_of_texts
 
+from ..host_reads import HostReads, ScalarReads
+
 
 @pytest.fixture
 def calls(target: HFTarget) -> Iterator[list[str]]:
@@ -65,6 +67,36 @@ def test_a_pass_that_ends_early_gives_what_a_whole_one_does(target: HFTarget, te
     again, _ = states_of_texts(target, texts, last=True, layers=())
     assert torch.equal(again, last), "the pass after it is whole again"
     assert target.model(texts.input_ids, use_cache=False).logits.shape == (2, 5, target.vocab_size)
+
+
+def test_rows_of_one_text_are_read_without_a_mask_and_no_token_sees_the_padding(target: HFTarget, texts: DrafterBatch) -> None:
+    """A mask would keep attention from its fastest kernels."""
+    masks: list[object] = []
+
+    def spy(module: object, args: object, kwargs: dict[str, object]) -> None:
+        masks.append(kwargs["attention_mask"])
+
+    expected, expected_features = target.read_texts((1, 0), input_ids=texts.input_ids, attention_mask=texts.attention_mask)
+    handles = [layer.register_forward_pre_hook(spy, with_kwargs=True) for layer in decoder_layers(target.model)]
+    last, features = states_of_texts(target, texts, last=True, layers=(1, 0))
+    by_target, _ = target.hidden_states(texts.input_ids, texts.attention_mask)
+    for handle in handles:
+        handle.remove()
+    assert masks == [None] * 4
+    real = texts.attention_mask
+    for found in (last, by_target):
+        torch.testing.assert_close(found[real], expected[real])
+    torch.testing.assert_close(features[real], expected_features[real])
+
+
+@pytest.mark.parametrize(("last", "layers"), [(True, ()), (True, (0, 1)), (False, (1,))])
+def test_the_host_waits_for_nothing_that_the_target_computes_of_rows(
+    last: bool, layers: tuple[int, ...], target: HFTarget, texts: DrafterBatch
+) -> None:
+    states_of_texts(target, texts, last=last, layers=layers)
+    with HostReads() as reads, ScalarReads() as scalars:
+        states_of_texts(target, texts, last=last, layers=layers)
+    assert (reads.names, scalars.count) == ([], 0)
 
 
 def test_an_error_within_a_pass_is_not_taken_for_its_end(target: HFTarget, texts: DrafterBatch) -> None:

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 
 from outrider.data.manifest import load_manifest, save_manifest
-from outrider.data.types import DistilledExample
+from outrider.data.types import UNKNOWN, DistilledExample
+from outrider.models.drafters import DRAFTERS as REGISTERED
 from outrider.models.hf_target import HFTarget
 
 from .conftest import Run, write_shards
@@ -20,6 +22,10 @@ KINDS = {
     "one depth": "redrafter",  # its recurrence gets no gradient, which DDP refuses unless it is told
     "medusa": "medusa",
     "eagle": "eagle",
+    "eagle3": "eagle3",
+    "draft model": "draft model",
+    "few labels": "redrafter",  # in many a step one process has none
+    "few labels for eagle": "eagle",
     "sliced redrafter": "redrafter",
     "sliced eagle": "eagle",  # begins with the weights of a layer that is in slices
     "fsdp medusa": "medusa",
@@ -27,9 +33,18 @@ KINDS = {
 }
 
 
+DRAFTERS = {**DRAFTERS, "draft model": {"kind": "draft_model", "num_layers": 1, "init": "target_layers"}}
+
+
+def test_every_registered_kind_is_trained_by_ddp() -> None:
+    """All but `one depth` without looking for unused parameters: see `test_ddp_looks_for_unused_parameters_only_...`."""
+    by_ddp = {DRAFTERS[kind]["kind"] for name, kind in KINDS.items() if not name.startswith(("sliced", "fsdp"))}
+    assert by_ddp == REGISTERED.keys()
+
+
 @pytest.fixture(scope="module")
 def short_shards_dir(target: HFTarget, examples: list[DistilledExample], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Labels of two tokens, so that a single one is drafted."""
+    """The labels of two tokens only, so that a single one is drafted."""
     cut = [replace(example, continuations=example.continuations[:, :2].clone()) for example in examples]
     directory = write_shards(tmp_path_factory.mktemp("short"), target.identity, cut)
     save_manifest(directory, replace(load_manifest(directory), horizon=2))
@@ -37,7 +52,25 @@ def short_shards_dir(target: HFTarget, examples: list[DistilledExample], tmp_pat
 
 
 @pytest.fixture(scope="module")
-def launched(tiny_target_dir: Path, shards_dir: Path, short_shards_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sparse_shards_dir(target: HFTarget, examples: list[DistilledExample], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three texts of four have no label."""
+    sparse = [
+        example if index % 4 == 0 else replace(example, continuations=torch.full_like(example.continuations, UNKNOWN))
+        for index, example in enumerate(examples)
+    ]
+    return write_shards(tmp_path_factory.mktemp("sparse"), target.identity, sparse)
+
+
+@pytest.fixture(scope="module")
+def special_shards(short_shards_dir: Path, sparse_shards_dir: Path) -> dict[str, Path]:
+    """The shards of the trainings that have shards of their own."""
+    return {"one depth": short_shards_dir, "few labels": sparse_shards_dir, "few labels for eagle": sparse_shards_dir}
+
+
+@pytest.fixture(scope="module")
+def launched(
+    tiny_target_dir: Path, shards_dir: Path, special_shards: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """The trainings of two processes, in a folder each."""
     output = tmp_path_factory.mktemp("processes")
     trainings: dict[str, Any] = {
@@ -45,7 +78,8 @@ def launched(tiny_target_dir: Path, shards_dir: Path, short_shards_dir: Path, tm
     }
     for name in trainings:
         trainings[name]["tensor_parallel"] = name.startswith("sliced")
-    trainings["one depth"]["shards"] = str(short_shards_dir)
+        if name in special_shards:
+            trainings[name]["shards"] = str(special_shards[name])
     trainings["fsdp resumed"] = {**trainings["fsdp medusa"], "from": "fsdp medusa", "at": 2}
     launch(["--config_file", "conf/launch/cpu.yaml"], tiny_target_dir, shards_dir, output, trainings)
     return output
@@ -53,10 +87,11 @@ def launched(tiny_target_dir: Path, shards_dir: Path, short_shards_dir: Path, tm
 
 @pytest.mark.parametrize("name", KINDS)
 def test_two_processes_learn_what_one_does_of_the_same_texts_per_step(
-    name: str, launched: Path, shards_dir: Path, short_shards_dir: Path, run_train: Callable[..., Run]
+    name: str, launched: Path, shards_dir: Path, special_shards: dict[str, Path], run_train: Callable[..., Run]
 ) -> None:
-    shards = short_shards_dir if name == "one depth" else shards_dir
-    run = run_train(shards=shards, replace_drafter=DRAFTERS[KINDS[name]], **{**CONFIG, **IN_ONE_PROCESS})
+    run = run_train(
+        shards=special_shards.get(name, shards_dir), replace_drafter=DRAFTERS[KINDS[name]], **{**CONFIG, **IN_ONE_PROCESS}
+    )
     one, two = run.train_dir.parent, launched / name
     pairs = list(zip(numbers(two), numbers(one), strict=True))
     assert len(pairs) == STEPS + 1
@@ -68,6 +103,30 @@ def test_two_processes_learn_what_one_does_of_the_same_texts_per_step(
     # Where a gradient begins at zero (EAGLE's), Adam scales its rounding up to whole steps.
     for key in ours if KINDS[name] in ("redrafter", "medusa") else ():
         torch.testing.assert_close(ours[key], theirs[key], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "expected"), [("one depth", True), ("redrafter", False), ("eagle3", False)])
+def test_ddp_looks_for_unused_parameters_only_where_the_labels_leave_some(
+    name: str,
+    expected: bool,
+    shards_dir: Path,
+    special_shards: dict[str, Path],
+    run_train: Callable[..., Run],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would walk through the whole graph in every step."""
+    handlers: list[Any] = []
+    original = Accelerator.prepare
+
+    def prepare(self: Accelerator, *args: Any) -> Any:
+        handlers.append(self.ddp_handler)
+        return original(self, *args)
+
+    monkeypatch.setattr(Accelerator, "prepare", prepare)
+    run_train(shards=special_shards.get(name, shards_dir), replace_drafter=DRAFTERS[KINDS[name]], steps=1)
+    (handler,) = handlers
+    assert handler.find_unused_parameters == expected
+    assert handler.gradient_as_bucket_view
 
 
 def test_a_resumed_run_with_fsdp_ends_with_the_bits_of_an_unbroken_one(launched: Path) -> None:

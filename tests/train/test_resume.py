@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-
-from outrider.train.tracking import read_records
+from safetensors.torch import save_file
 
 from .conftest import DRAFTER, TRAIN, Run
-from .test_run import TIMING
+from .resumed import assert_same_records, assert_same_weights, records
 
 SCRIPTS = Path(__file__).parent
+CPU = torch.device("cpu")
+"""Of all trainings here: they are forked, which a process that has used a GPU can't be. tests/gpu/ resumes on a GPU."""
 STEPS = 5
 # Micro batches of unequal label counts, records over several steps, and checkpoints at every one.
 CONFIG = {**TRAIN, "steps": STEPS, "batch_size": 2, "gradient_accumulation": 2, "max_positions": 20, "log_every": 2}
@@ -45,11 +46,6 @@ def report_of(command: list[str]) -> Any:
     return json.loads(launch(command).splitlines()[-1])
 
 
-def records(folder: Path) -> list[dict[str, Any]]:
-    lines = read_records(folder / "train" / "metrics.jsonl")
-    return [{key: value for key, value in line.items() if key not in TIMING} for line in lines]
-
-
 def test_a_run_killed_at_any_moment_ends_with_the_bits_of_an_unbroken_one(
     tiny_target_dir: Path, shards_dir: Path, tmp_path: Path
 ) -> None:
@@ -61,9 +57,9 @@ def test_a_run_killed_at_any_moment_ends_with_the_bits_of_an_unbroken_one(
     expected = records(unbroken)
     assert [record["step"] for record in expected] == [2, 4, 5]
     for moment, outcome in report.items():
-        assert records(tmp_path / moment) == expected, moment
-        weights = (tmp_path / moment / "drafter" / "model.safetensors").read_bytes()
-        assert weights == (unbroken / "drafter" / "model.safetensors").read_bytes(), moment
+        assert_same_records(records(tmp_path / moment), expected, CPU)
+        drafters = (folder / "drafter" / "model.safetensors" for folder in (tmp_path / moment, unbroken))
+        assert_same_weights(*drafters, CPU)
         assert outcome["losses"] == 2 * (STEPS - outcome["checkpoint"]), f"{moment}: steps were made again"
         left = sorted(path.name for path in (tmp_path / moment / "train" / "checkpoints").iterdir())
         assert left == ["step-00000004", "step-00000005"], moment
@@ -85,6 +81,24 @@ def test_a_run_killed_at_any_moment_ends_with_the_bits_of_an_unbroken_one(
     }
 
 
+def test_a_resumed_run_may_differ_by_rounding_on_a_gpu_and_by_nothing_on_a_cpu(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    weight, gpu = torch.randn(9, 9), torch.device("cuda")
+    for name, noise in (("unbroken", 0.0), ("rounded", 1e-5), ("wrong", 0.1)):
+        save_file({"weight": weight + noise * torch.randn(9, 9)}, tmp_path / name)
+    unbroken = tmp_path / "unbroken"
+    assert_same_weights(unbroken, unbroken, CPU)
+    assert_same_weights(tmp_path / "rounded", unbroken, gpu)
+    line = {"step": 1, "loss": 2.0, "positions_seen": 3}
+    assert_same_records([line], [line], CPU)
+    assert_same_records([{**line, "loss": 2.0001}], [line], gpu)
+    for device, file, loss in ((CPU, "rounded", 2.0001), (gpu, "wrong", 2.1)):
+        with pytest.raises(AssertionError):
+            assert_same_weights(tmp_path / file, unbroken, device)
+        with pytest.raises(AssertionError):
+            assert_same_records([{**line, "loss": loss}], [line], device)
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_kills_at_random_moments_leave_no_trace(
     processes: int, tiny_target_dir: Path, shards_dir: Path, tmp_path: Path
@@ -104,9 +118,11 @@ def test_kills_at_random_moments_leave_no_trace(
     assert [record["step"] for record in expected] == [2, 3, 3, 4, 6, 6]
     for number, kill in enumerate(report["kills"]):
         folder = tmp_path / f"kill-{number}"
-        assert records(folder) == expected, kill
-        for file in ("drafter/model.safetensors", "train/best/model.safetensors", "train/best/best.json"):
-            assert (folder / file).read_bytes() == (tmp_path / "unbroken" / file).read_bytes(), (file, kill)
+        assert_same_records(records(folder), expected, CPU)
+        for file in ("drafter/model.safetensors", "train/best/model.safetensors"):
+            assert_same_weights(folder / file, tmp_path / "unbroken" / file, CPU)
+        best = "train/best/best.json"
+        assert (folder / best).read_bytes() == (tmp_path / "unbroken" / best).read_bytes(), kill
         assert not list((folder / "train").rglob(".*")), kill
 
 

@@ -32,9 +32,9 @@ from outrider.train.run import train
 from outrider.train.tracking import read_records
 
 from .conftest import TRAIN, Run, no_file_above, write_shards
+from .resumed import TIMING
 
 RunTrain = Callable[..., Run]
-TIMING = {"seconds", "positions_per_second", "tokens_per_second"}
 
 
 def weights(run: Run) -> dict[str, torch.Tensor]:

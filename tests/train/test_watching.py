@@ -23,7 +23,8 @@ from outrider.train.tracking import read_records
 from outrider.train.validation import Validation, Validator
 
 from .conftest import Run
-from .test_run import TIMING, assert_close, records, spy, weights
+from .resumed import TIMING
+from .test_run import assert_close, records, spy, weights
 
 __all__ = ["spy"]
 RunTrain = Callable[..., Run]

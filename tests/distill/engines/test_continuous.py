@@ -33,6 +33,15 @@ def test_greedy_answers_are_the_decoders_and_it_works_as_before_afterwards(
     assert torch.equal(torch.get_rng_state(), random_state)
 
 
+def test_an_answer_without_room_for_a_token_is_empty_and_cut(target: HFTarget, requests: list[Request]) -> None:
+    longest = max(len(request.prompt_ids) for request in requests)
+    engine = ContinuousEngine(target, sampling=GREEDY, limits=Limits(max_new_tokens=2, max_tokens=longest))
+    found = texts(engine, requests)
+    full = [request.id for request in requests if len(request.prompt_ids) == longest]
+    assert [found[id] for id in full] == [([], True)] * len(full)
+    assert all(tokens for id, (tokens, _) in found.items() if id not in full)
+
+
 def test_the_same_call_samples_the_same_answers(target: HFTarget, requests: list[Request], limits: Limits) -> None:
     engine = ContinuousEngine(target, sampling=SAMPLED, limits=limits, max_requests_per_batch=4)
     first = texts(engine, requests)

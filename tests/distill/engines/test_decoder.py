@@ -8,8 +8,9 @@ import torch
 
 from outrider.distill.config import DistillConfig
 from outrider.distill.engine import Answer, Limits, Request
+from outrider.distill.engines.continuous import ContinuousEngine
 from outrider.distill.engines.decoder import DecoderEngine
-from outrider.distill.engines.registry import choose_engine, open_engine
+from outrider.distill.engines.registry import open_engine
 from outrider.models.decoding import Sampling
 from outrider.models.drafters import NullDrafter, build_drafter, save_drafter
 from outrider.models.drafters.oracle import OracleDrafter
@@ -88,7 +89,7 @@ def test_requests_that_may_outgrow_the_drafters_window_are_decoded_without_it(
     read: list[int] = []
 
     class Recorder(NullDrafter):
-        def init_state(self, prompts, prefill):  # type: ignore[no-untyped-def]
+        def init_state(self, prompts, prefill, *, max_new_tokens):  # type: ignore[no-untyped-def]
             read.extend(prompts.lengths)
 
     engine = DecoderEngine(target, Recorder(), sampling=GREEDY, limits=limits, batch_size=3, drafter_context=40)
@@ -118,12 +119,15 @@ def test_a_trained_drafters_folder_is_opened_and_changes_no_token(
         pass
 
 
-def test_auto_is_a_decoder_on_a_cpu_and_continuous_batching_on_a_gpu() -> None:
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert choose_engine(DistillConfig(mode="regenerate"), cpu) == "decoder"
-    assert choose_engine(DistillConfig(mode="regenerate"), gpu) == "continuous"
-    assert choose_engine(DistillConfig(mode="regenerate", drafter="d"), gpu) == "decoder"
-    assert choose_engine(DistillConfig(mode="regenerate", engine="continuous"), cpu) == "continuous"
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_auto_is_the_decoder_on_every_device(
+    device: str, target: HFTarget, limits: Limits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HFTarget, "device", torch.device(device))
+    with open_engine(DistillConfig(mode="regenerate"), target, limits) as engine:
+        assert isinstance(engine, DecoderEngine)
+    with open_engine(DistillConfig(mode="regenerate", engine="continuous"), target, limits) as engine:
+        assert isinstance(engine, ContinuousEngine)
 
 
 def test_a_target_without_a_stop_token_is_refused(target: HFTarget, limits: Limits) -> None:

@@ -135,7 +135,7 @@ class RandomDrafter:
     def __init__(self, logits: torch.Tensor, *, with_replacement: bool) -> None:
         self.probs, self.with_replacement = warp(logits, Sampling()), with_replacement
 
-    def init_state(self, prompts, prefill) -> None:
+    def init_state(self, prompts, prefill, *, max_new_tokens) -> None:
         return None
 
     def propose(self, state, last_token, *, generator=None) -> DraftTree:

@@ -21,7 +21,7 @@ class ScriptedDrafter:
         self.max_nodes = depth * (decoys + 1)
         self.feature_layers = ()
 
-    def init_state(self, prompts, prefill) -> int:
+    def init_state(self, prompts, prefill, *, max_new_tokens) -> int:
         return 1
 
     def select(self, state, rows) -> int:

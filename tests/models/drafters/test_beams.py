@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from outrider.models.decoding import DraftTree
+from outrider.models.decoding import DraftTree, empty_tree
 from outrider.models.decoding.tree import tree_tokens
 from outrider.models.decoding.types import NO_NODE
 from outrider.models.drafters.beams import SearchTree, beam_search, pack_likeliest, pack_separately, pack_survivors
@@ -98,7 +98,7 @@ def test_a_vocabulary_smaller_than_the_beam_gives_all_texts():
 @pytest.mark.parametrize(("width", "length"), SHAPES)
 def test_the_survivors_are_the_prefixes_of_the_last_beams(width: int, length: int, seed: int):
     drafter = FadingDrafter(seed)
-    tree = pack_survivors(search(drafter, width=width, length=length))
+    tree = pack_survivors(search(drafter, width=width, length=length)).trimmed()
     assert tree.max_depth == length
     sizes = []
     for row in range(2):
@@ -109,11 +109,21 @@ def test_the_survivors_are_the_prefixes_of_the_last_beams(width: int, length: in
     assert tree.num_nodes == max(sizes), "more padding than the fullest row needs"
 
 
-def test_a_tree_of_full_size_is_the_same_tree_with_more_padding():
-    found = search(FadingDrafter(), width=3, length=4)
-    tree, padded = pack_survivors(found), pack_survivors(found, full_size=True)
-    assert padded.num_nodes == 12 > tree.num_nodes
+@pytest.mark.parametrize("bucket", [1, 2, 5, 7, 100])
+def test_a_trimmed_tree_is_the_same_tree_with_less_padding(bucket: int):
+    padded = pack_survivors(search(FadingDrafter(), width=3, length=4))
+    num_real = max(len(row_paths(padded, row)) for row in range(2))
+    tree = padded.trimmed(bucket)
+    assert tree.num_nodes == min(-(-num_real // bucket) * bucket, 12)
+    assert padded.num_nodes == 12 > num_real
     assert [row_paths(padded, row) for row in range(2)] == [row_paths(tree, row) for row in range(2)]
+    again = DraftTree(tokens=tree.tokens, parents=tree.parents, max_depth=tree.max_depth)
+    assert torch.equal(again.lineage, tree.lineage)
+    assert torch.equal(again.depths, tree.depths)
+
+
+def test_an_empty_tree_has_nothing_to_trim():
+    assert empty_tree(2, torch.device("cpu")).trimmed(4).num_nodes == 0
 
 
 def test_shared_prefixes_are_packed_once():
@@ -124,7 +134,7 @@ def test_shared_prefixes_are_packed_once():
         scores=torch.zeros(1, 7),
         level_sizes=(1, 3, 3),
     )
-    tree = pack_survivors(found)
+    tree = pack_survivors(found).trimmed()
     assert tree.tokens.tolist() == [[1, 2, 5, 3, 4, 6]]
     assert tree.parents.tolist() == [[-1, 0, 0, 1, 1, 2]]
     separate = pack_separately(found)
@@ -138,7 +148,7 @@ def test_shared_prefixes_are_packed_once():
 @pytest.mark.parametrize(("width", "length"), SHAPES)
 def test_beams_of_any_search_can_be_written_out_and_counted(width: int, length: int, seed: int):
     found = search(FadingDrafter(seed), width=width, length=length)
-    tree, separate = pack_survivors(found, full_size=True), pack_separately(found)
+    tree, separate = pack_survivors(found), pack_separately(found)
     num_beams = found.level_sizes[-1]
     assert separate.num_nodes == num_beams * length
     shared, written_out = tree_tokens(tree.tokens, tree.parents)

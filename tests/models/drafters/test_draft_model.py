@@ -85,10 +85,10 @@ def test_a_model_that_drafts_for_itself_is_always_right(target):
 
 
 def test_the_cache_grows_with_a_long_answer(target, monkeypatch):
-    monkeypatch.setattr("outrider.models.drafters.draft_model.EXPECTED_NEW_TOKENS", 2)
-    twin = HFTarget(target.model, target.tokenizer, target.identity)
-    prompt = torch.tensor([PROMPTS[0]])
-    steps = list(generate(target, DraftModel(DraftModelConfig(length=2), twin), GreedyAcceptance(), prompt, max_new_tokens=40))
+    drafter = DraftModel(DraftModelConfig(length=2), HFTarget(target.model, target.tokenizer, target.identity))
+    begin = drafter.init_state
+    monkeypatch.setattr(drafter, "init_state", lambda *args, max_new_tokens: begin(*args, max_new_tokens=2))
+    steps = list(generate(target, drafter, GreedyAcceptance(), torch.tensor([PROMPTS[0]]), max_new_tokens=40))
     assert all(step.num_accepted == (2,) for step in steps[1:])
 
 
@@ -195,7 +195,7 @@ def test_every_outcome_of_a_drawn_chain_together_is_the_targets_distribution(tin
     while script is not None:
         chance = Replay(script, 1)
         prefill = target.prefill(prompts, max_new_tokens=8, max_nodes=length)
-        state = drafter.init_state(prompts, prefill)
+        state = drafter.init_state(prompts, prefill, max_new_tokens=8)
         tree = drafter.propose(state, last_token, generator=chance)
         acceptance = rule(tree, target.verify(last_token, tree), generator=chance)
         count = int(acceptance.num_accepted)
@@ -229,7 +229,7 @@ def test_a_drawn_chain_tells_what_it_was_drawn_from(target, small):
     prompts = Prompts.of([torch.tensor(prompt) for prompt in PROMPTS])
     last_token = torch.tensor([5, 6, 7])
     with torch.inference_mode():
-        state = drafter.init_state(prompts, target.prefill(prompts, max_new_tokens=4, max_nodes=3))
+        state = drafter.init_state(prompts, target.prefill(prompts, max_new_tokens=4, max_nodes=3), max_new_tokens=4)
         tree = drafter.propose(state, last_token, generator=torch.Generator().manual_seed(0))
         for row, prompt in enumerate(PROMPTS):
             text = torch.tensor([[*prompt, int(last_token[row]), *tree.tokens[row].tolist()]])
@@ -384,7 +384,9 @@ def same_drafts(target, drafter, other) -> bool:
     prompts = Prompts.of(torch.tensor([PROMPTS[0]]))
     with torch.inference_mode():
         prefill = target.prefill(prompts, max_new_tokens=4, max_nodes=4)
-        trees = [each.propose(each.init_state(prompts, prefill), torch.tensor([5])) for each in (drafter, other)]
+        trees = [
+            each.propose(each.init_state(prompts, prefill, max_new_tokens=8), torch.tensor([5])) for each in (drafter, other)
+        ]
     return torch.equal(trees[0].tokens, trees[1].tokens)
 
 

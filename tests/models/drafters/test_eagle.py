@@ -382,7 +382,7 @@ def test_no_tree_has_more_nodes_than_it_says_or_a_node_without_its_parent(vocabu
 def first_draft(target: HFTarget, drafter: Any) -> Any:
     prompts = Prompts.of([torch.tensor(prompt) for prompt in PROMPTS])
     prefill = target.prefill(prompts, max_new_tokens=4, max_nodes=drafter.max_nodes, feature_layers=drafter.feature_layers)
-    return drafter.propose(drafter.init_state(prompts, prefill), prefill.logits[:, -1].argmax(-1))
+    return drafter.propose(drafter.init_state(prompts, prefill, max_new_tokens=8), prefill.logits[:, -1].argmax(-1))
 
 
 def test_a_static_tree_has_the_same_ranks_in_every_text(llama):
@@ -410,8 +410,9 @@ def node_ranks(tree: Any) -> set[tuple[int, ...]]:
 
 
 def test_the_cache_grows_with_the_answer(llama, monkeypatch):
-    monkeypatch.setattr("outrider.models.drafters.feature_drafter.EXPECTED_NEW_TOKENS", 1)
     drafter = make("eagle3", llama, depth=2, top_k=2, tree_nodes=3)
+    begin = drafter.init_state
+    monkeypatch.setattr(drafter, "init_state", lambda *args, max_new_tokens: begin(*args, max_new_tokens=1))
     expected = answers(llama, NullDrafter(), PROMPTS, num_new=40)[0]
     assert answers(llama, drafter, PROMPTS, num_new=40)[0] == expected
 

@@ -1,0 +1,303 @@
+"""Distilling and training on a GPU against the same on a CPU."""
+
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+
+from outrider.data.manifest import load_manifest
+from outrider.data.types import UNKNOWN, DrafterBatch
+from outrider.distill.continuations import label_continuations, require_branch_attention
+from outrider.distill.engine import Limits, Request
+from outrider.distill.engines.continuous import ContinuousEngine
+from outrider.distill.engines.decoder import DecoderEngine
+from outrider.models.config import TargetConfig
+from outrider.models.decoding import Sampling
+from outrider.models.drafters import DRAFTERS, NullDrafter, build_drafter
+from outrider.models.drafters.objective import Objective
+from outrider.models.hf_target import HFTarget
+from outrider.models.target import load_target
+from outrider.models.text_states import require_packing, states_of_texts
+from outrider.train.checkpoint import Checkpoints, complete_checkpoints
+from outrider.train.config import TrainConfig
+from outrider.train.data import BatchStream, target_reads, to_device, with_hidden_states
+from outrider.train.run import train
+from outrider.train.state import HostCopy
+
+from ..train.conftest import TRAIN, make_example, write_shards
+from ..train.resumed import assert_same_records, assert_same_weights, records
+
+pytestmark = pytest.mark.gpu
+
+CPU = torch.device("cpu")
+KINDS: dict[str, dict[str, Any]] = {
+    "redrafter": {"exit_width": 16, "num_blocks": 1},
+    "medusa": {"num_heads": 3},
+    "eagle": {"unroll": 3, "feature_noise": 0.0},
+    "eagle3": {"feature_layers": [0, 1]},
+    "draft_model": {"init": "target_layers", "num_layers": 1},
+}
+
+
+def test_every_registered_kind_is_trained_here() -> None:
+    assert KINDS.keys() == DRAFTERS.keys()
+
+
+@pytest.fixture(scope="module")
+def load(tiny_target_dir: Path) -> Callable[..., HFTarget]:
+    """A target with four heads on two, on a device, in a type."""
+
+    def load(device: torch.device, dtype: str = "float32") -> HFTarget:
+        return load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype=dtype), device)
+
+    return load
+
+
+@pytest.fixture(scope="module")
+def shards_dir(load: Callable[..., HFTarget], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = load(CPU)
+    examples = [make_example(index, target.vocab_size) for index in range(22)]
+    return write_shards(tmp_path_factory.mktemp("shards"), target.identity, examples)
+
+
+@pytest.fixture(params=[False, True], ids=["rows", "packed"])
+def batch(request: pytest.FixtureRequest, shards_dir: Path) -> DrafterBatch:
+    config = TrainConfig(steps=1, batch_size=6, packing=request.param)
+    return BatchStream(shards_dir, load_manifest(shards_dir), config, rank=0, num_processes=1).batches(0)[0]
+
+
+@contextmanager
+def no_waits(device: torch.device) -> Iterator[None]:
+    """Raise RuntimeError where the host waits for the GPU."""
+    if device.type != "cuda":
+        yield
+        return
+    with warnings.catch_warnings(action="ignore"):  # the mode is a prototype, says PyTorch
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+# --- distilling
+
+
+@pytest.mark.parametrize("prune", [True, False])
+def test_labels_are_those_of_a_cpu(prune: bool, load: Callable[..., HFTarget], device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([[40], [23], [1], [31]])
+    mask = torch.arange(40) < lengths
+    ids = torch.randint(3, 300, mask.shape, generator=generator) * mask
+    wanted = mask & (torch.rand(mask.shape, generator=generator) < 0.8)
+    results = []
+    for place in (CPU, device):
+        tensors = (each.to(place) for each in (ids, mask, wanted))
+        results.append(label_continuations(load(place), *tensors, horizon=5, prune=prune, feature_layers=(0, 1)))
+    (expected, expected_features, expected_stats), (labels, features, stats) = results
+    assert torch.equal(labels.cpu(), expected)
+    assert (expected != UNKNOWN).any()
+    assert stats == expected_stats
+    torch.testing.assert_close(features.hidden_states.cpu()[mask], expected_features.hidden_states[mask], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_probes_of_distilling_and_packing_pass(dtype: str, load: Callable[..., HFTarget], device: torch.device) -> None:
+    target = load(device, dtype)
+    require_branch_attention(target, 64)
+    require_packing(target)
+
+
+def test_continuous_batching_answers_as_the_decoder_does(load: Callable[..., HFTarget], device: torch.device) -> None:
+    """It isn't the default, because it had run on a CPU only."""
+    target, limits = load(device), Limits(max_new_tokens=12, max_tokens=60)
+    prompts = [torch.arange(3 + index, 9 + 3 * index) for index in range(6)]
+    requests = [Request(id=f"r{index}", prompt_ids=prompt, seed=index) for index, prompt in enumerate(prompts)]
+    greedy = Sampling(temperature=0.0)
+    engines = (
+        DecoderEngine(target, NullDrafter(), sampling=greedy, limits=limits),
+        ContinuousEngine(target, sampling=greedy, limits=limits, max_requests_per_batch=4),
+    )
+    expected, found = ({each.id: each.tokens.tolist() for each in engine.answer(requests)} for engine in engines)
+    assert found == expected
+    assert len(found) == len(requests)
+
+
+# --- a training step
+
+
+@dataclass(frozen=True)
+class Step:
+    """The sums and counts of a loss, its gradients, and the weights after a step of the optimizer, on the CPU."""
+
+    sums: torch.Tensor
+    counts: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+    weights: dict[str, torch.Tensor]
+
+
+def first_step(kind: str, batch: DrafterBatch, target: HFTarget, start: HFTarget, *, autocast: bool) -> Step:
+    """A step on the device of `target`, of a drafter whose first weights are drawn on that of `start`."""
+    torch.manual_seed(0)
+    options = {"kind": kind, **KINDS[kind]}
+    weights = build_drafter(options, start).state_dict()
+    drafter = build_drafter(options, target).train()
+    drafter.load_state_dict(weights)
+    objective = Objective(loss="kl", head=target.head)
+    inputs = with_hidden_states(batch, target, target_reads(drafter, objective))
+    with torch.autocast(target.device.type, torch.bfloat16, enabled=autocast):
+        loss = drafter.loss(inputs, objective)
+    trained = {name: each for name, each in drafter.named_parameters() if each.requires_grad}
+    optimizer = torch.optim.AdamW(trained.values(), lr=1e-3, eps=1e-3, fused=True)  # of tiny gradients it keeps the size
+    (loss.sums.sum() / loss.counts.sum()).backward()
+    gradients = {name: each.grad.cpu() for name, each in trained.items() if each.grad is not None}
+    optimizer.step()
+    after = {name: each.detach().cpu() for name, each in trained.items()}
+    return Step(loss.sums.detach().cpu(), loss.counts.cpu(), gradients, after)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_in_float32_is_that_of_a_cpu(
+    kind: str, batch: DrafterBatch, load: Callable[..., HFTarget], device: torch.device
+) -> None:
+    cpu = load(CPU)
+    expected = first_step(kind, batch, cpu, cpu, autocast=False)
+    found = first_step(kind, batch, load(device), cpu, autocast=False)
+    torch.testing.assert_close(found.sums, expected.sums, rtol=1e-4, atol=1e-4)
+    assert torch.equal(found.counts, expected.counts)
+    assert found.gradients.keys() == expected.gradients.keys() == expected.weights.keys()
+    for ours, theirs in ((found.gradients, expected.gradients), (found.weights, expected.weights)):
+        for name, value in theirs.items():
+            scale = float(value.abs().max())
+            torch.testing.assert_close(ours[name], value, rtol=1e-3, atol=1e-4 * max(scale, 1e-3))
+
+
+@pytest.mark.parametrize("target_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_in_bf16_has_nearly_the_loss_of_float32_on_a_cpu(
+    kind: str, target_dtype: str, batch: DrafterBatch, load: Callable[..., HFTarget], device: torch.device
+) -> None:
+    cpu = load(CPU)
+    expected = first_step(kind, batch, cpu, cpu, autocast=False)
+    found = first_step(kind, batch, load(device, target_dtype), cpu, autocast=True)
+    assert float(found.sums.sum()) == pytest.approx(float(expected.sums.sum()), rel=0.02)
+    assert torch.equal(found.counts, expected.counts)
+    assert all(gradient.isfinite().all() for gradient in found.gradients.values())
+    assert any(gradient.any() for gradient in found.gradients.values())
+    assert all(weight.isfinite().all() for weight in found.weights.values())
+
+
+def test_the_host_waits_for_nothing_that_the_target_computes_of_rows(
+    shards_dir: Path, load: Callable[..., HFTarget], device: torch.device
+) -> None:
+    config = TrainConfig(steps=1, batch_size=6)
+    stream = BatchStream(shards_dir, load_manifest(shards_dir), config, rank=0, num_processes=1)
+    rows, target = to_device(stream.batches(0)[0], device), load(device)
+    expected, _ = states_of_texts(target, rows, last=True, layers=(1,))
+    with no_waits(device):
+        states, _ = states_of_texts(target, rows, last=True, layers=(1,))
+    assert torch.equal(states[rows.attention_mask], expected[rows.attention_mask])
+
+
+# --- whole trainings
+
+
+@pytest.fixture(params=["no", "bf16"])
+def accelerator(request: pytest.FixtureRequest, device: torch.device) -> Iterator[Accelerator]:
+    """An accelerator of the device, whatever the tests before this one made, and those after it will use."""
+    shared = [state._shared_state for state in (PartialState, AcceleratorState, GradientState)]
+    before = [dict(state) for state in shared]
+    for state in shared:
+        state.clear()
+    yield Accelerator(mixed_precision=request.param, cpu=device.type == "cpu")
+    for state, values in zip(shared, before, strict=True):
+        state.clear()
+        state.update(values)
+
+
+@pytest.mark.parametrize("target_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["eagle3", "redrafter"])
+def test_a_training_validates_by_decoding_and_resumes_where_it_was_killed(
+    kind: str,
+    target_dtype: str,
+    accelerator: Accelerator,
+    shards_dir: Path,
+    load: Callable[..., HFTarget],
+    device: torch.device,
+    tmp_path: Path,
+) -> None:
+    """Among them a float32 EAGLE-3 that drafts for a bf16 target with grouped heads."""
+    target = load(device, target_dtype)
+    config = TrainConfig(
+        **{**TRAIN, "steps": 4, "keep_checkpoints": 4, "validation_texts": 4, "validation_tokens": 8, "validate_every": 2}
+    )
+
+    def run(name: str) -> Path:
+        folder = tmp_path / name
+        train(config, {"kind": kind, **KINDS[kind]}, target, shards_dir, folder / "train", folder / "drafter", accelerator)
+        return folder
+
+    unbroken = run("unbroken")
+    shutil.copytree(unbroken / "train", tmp_path / "killed" / "train")
+    checkpoints = complete_checkpoints(tmp_path / "killed" / "train" / "checkpoints")
+    assert len(checkpoints) == config.steps
+    for later in checkpoints[2:]:
+        shutil.rmtree(later)
+    killed = run("killed")
+    assert [line["validation_tokens_per_step"] >= 1 for line in records(killed) if "validation_loss" in line] == [True, True]
+    assert_same_records(records(killed), records(unbroken), device)
+    assert_same_weights(*(folder / "drafter" / "model.safetensors" for folder in (killed, unbroken)), device)
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+# --- checkpoints
+
+
+@pytest.mark.parametrize("accelerator", ["no"], indirect=True)
+def test_a_checkpoint_brings_back_weights_optimizer_and_random_numbers(
+    accelerator: Accelerator, device: torch.device, tmp_path: Path
+) -> None:
+    def prepared() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        accelerator.free_memory()
+        model = torch.nn.Linear(33, 65, device=device)
+        return accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True))
+
+    def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        model(torch.rand(7, 33, device=device)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return torch.cat([each.detach().flatten() for each in model.parameters()])
+
+    model, optimizer = prepared()
+    with Checkpoints(accelerator, tmp_path, model, optimizer, keep=2) as checkpoints:
+        step(model, optimizer)
+        checkpoints.save(1, {})  # in the background, while the next step changes what it has copied
+        expected = step(model, optimizer)
+    model, optimizer = prepared()
+    with Checkpoints(accelerator, tmp_path, model, optimizer, keep=2) as checkpoints:
+        checkpoints.load(tmp_path / "step-00000001")
+        state = optimizer.state_dict()["state"]
+        assert {each["step"].device.type for each in state.values()} == {device.type}, "fused AdamW wants it there"
+        torch.testing.assert_close(step(model, optimizer), expected)
+
+
+def test_a_host_copy_is_page_locked_and_takes_no_more_than_the_tensor(device: torch.device) -> None:
+    values = torch.arange(3 * 2**18 + 5, dtype=torch.float32, device=device)
+    state = {"weights": values, "narrow": values.bfloat16(), "empty": values[:0], "step": torch.tensor(3.0, device=device)}
+    host_copy = HostCopy()
+    first = host_copy(state)
+    values += 1
+    again = host_copy(state)
+    for name, value in state.items():
+        assert torch.equal(again[name], value.cpu())
+        assert again[name].data_ptr() == first[name].data_ptr(), "the memory is used again"
+        assert again[name].untyped_storage().nbytes() == value.nbytes
+        assert again[name].is_pinned() == (device.type == "cuda" and value.numel() > 0)

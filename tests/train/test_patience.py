@@ -1,0 +1,50 @@
+"""How long the processes of a training wait for each other."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from outrider.train import run as run_module
+from outrider.train.launch import RECORDED_COLLECTIVES, make_accelerator
+from outrider.train.processes import StepPatience
+
+from .conftest import Run
+from .test_resume import report_of
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without torch.distributed")
+def test_a_process_that_does_not_come_ends_a_training_but_nothing_before_or_after_it() -> None:
+    assert report_of([str(Path(__file__).with_name("late_process.py"))]) == {
+        "before the first step": 2.0,
+        "after the training": 2.0,
+        "after a step": "RuntimeError",
+    }
+
+
+def test_the_short_limit_begins_with_the_first_step(run_train: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    class Spy(StepPatience):
+        def __enter__(self) -> StepPatience:
+            calls.append("training")
+            return super().__enter__()
+
+        def shorten(self) -> None:
+            calls.append("step")
+
+    monkeypatch.setattr(run_module, "StepPatience", Spy)
+    run_train(steps=2)
+    assert calls == ["training", "step", "step"]
+
+
+@pytest.mark.parametrize("older_name", [False, True])
+def test_collectives_are_recorded_unless_the_user_says_how_many(older_name: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_FR_BUFFER_SIZE", raising=False)
+    monkeypatch.delenv("TORCH_NCCL_TRACE_BUFFER_SIZE", raising=False)
+    if older_name:
+        monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "0")
+    make_accelerator()
+    assert os.environ.get("TORCH_FR_BUFFER_SIZE") == (None if older_name else str(RECORDED_COLLECTIVES))
