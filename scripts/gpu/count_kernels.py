@@ -41,13 +41,12 @@ from outrider.distill import continuations
 from outrider.models import hf_target, tree_attention
 from outrider.models.decoding import Acceptance, DraftTree, GreedyAcceptance, RowSeeds, Sampling, SpeculativeSampling, generate
 from outrider.models.decoding.types import NO_NODE, TargetOutput
-from outrider.models.drafters import NullDrafter, branch_attention, build_drafter, redrafter
-from outrider.models.drafters.beams import SearchTree, pack_survivors
+from outrider.models.drafters import NullDrafter, branch_attention, build_drafter, feature_drafter
 from outrider.models.drafters.draft_model import DraftModel, DraftModelConfig
 from outrider.models.drafters.objective import Objective
 from outrider.models.graphs import GraphedDrafter
 from outrider.models.hf_target import HFTarget
-from outrider.models.tree_cache import TreeCache
+from outrider.models.tree_cache import ACCELERATOR_EXTENT_STEP
 from outrider.train.data import target_reads, with_hidden_states
 
 SORT, COPY_AND_WRITE = 4, 2
@@ -80,7 +79,7 @@ NARROW = {
 }
 """Widths, with groups of as many heads as in a model of 8B."""
 PROMPT_TOKENS, SETTLED_STEPS = 20, 2
-"""Of the prompt that is answered; steps before the one that is counted, in which everything is recorded."""
+"""Of the prompt that is answered; steps before those of which one is counted."""
 HORIZON = 5
 LABELLED = Case("labelling", seq=512, batch=4)
 TRAINED = Case("training", seq=64, batch=2)
@@ -121,22 +120,14 @@ def cuda_paths() -> Iterator[None]:
     """Within, what chooses by the device takes on a CPU what it takes on CUDA: all of those choices, in one place."""
     with contextlib.ExitStack() as stack:
         for owner, name, on_cuda in (
-            (tree_attention, "attend_grouped", tree_attention.attend_folded),
-            (hf_target, "TreeCache", _cache_in_steps),
-            (redrafter, "pack_survivors", _pack_to_full_size),
+            (tree_attention, "has_grouped_kernel", lambda device: False),
+            (hf_target, "extent_step", lambda device, is_fixed: ACCELERATOR_EXTENT_STEP),
+            (feature_drafter, "extent_step", lambda device, is_fixed: ACCELERATOR_EXTENT_STEP),
             (branch_attention.Entries, "attend", _attend_densely),
             (labelling_attention, "_flash_attention_cpu", labelling_attention.attention_with_lse),
         ):
             stack.enter_context(patch.object(owner, name, on_cuda))
         yield
-
-
-def _cache_in_steps(*args: Any, extent_step: int, **kwargs: Any) -> TreeCache:
-    return TreeCache(*args, extent_step=hf_target.EXTENT_STEP, **kwargs)
-
-
-def _pack_to_full_size(search: SearchTree, *, full_size: bool) -> DraftTree:
-    return pack_survivors(search, full_size=True)
 
 
 def _attend_densely(entries: branch_attention.Entries, query: Any, seen: torch.Tensor, scale: float) -> torch.Tensor:
@@ -229,9 +220,10 @@ class CountingRecorder:
     """In place of `CudaGraphRecorder`: a replay calls the function again, and counts as one launch."""
 
     def __init__(self, counted: Counted) -> None:
-        self.counted = counted
+        self.counted, self.num_recordings = counted, 0
 
     def __call__(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        self.num_recordings += 1
         output = function()
 
         def replay() -> None:
@@ -243,6 +235,9 @@ class CountingRecorder:
 
         return replay, output
 
+    def forget(self) -> None:
+        """Nothing is kept."""
+
 
 def _tensors(output: Any) -> list[torch.Tensor]:
     values = [getattr(output, field.name) for field in fields(output)] if is_dataclass(output) else [output]
@@ -252,23 +247,20 @@ def _tensors(output: Any) -> list[torch.Tensor]:
 # --- decoding
 
 GREEDY = GreedyAcceptance()
+REDRAFTER = {"kind": "redrafter", "beam_width": 4, "beam_length": 5}
 KINDS: dict[str, tuple[dict[str, Any] | None, Any]] = {
     "plain": (None, GREEDY),
-    "redrafter 4x5": ({"kind": "redrafter", "beam_width": 4, "beam_length": 5}, GREEDY),
+    "redrafter 4x5": (REDRAFTER, GREEDY),
+    "redrafter, padded": ({**REDRAFTER, "tree_padding": "full"}, GREEDY),
     "medusa": ({"kind": "medusa"}, GREEDY),
     "eagle-1": ({"kind": "eagle", "tree": "static"}, GREEDY),
     "eagle-2": ({"kind": "eagle"}, GREEDY),
     "eagle-3": ({"kind": "eagle3", "depth": 6, "top_k": 8, "tree_nodes": 48}, GREEDY),
     "draft model": ({"kind": "draft_model", "length": 4}, GREEDY),
-    "redrafter 4x5, T = 1": (
-        {"kind": "redrafter", "beam_width": 4, "beam_length": 5},
-        SpeculativeSampling(sampling=Sampling(temperature=1.0)),
-    ),
-    "redrafter 4x5, top-p": (
-        {"kind": "redrafter", "beam_width": 4, "beam_length": 5},
-        SpeculativeSampling(sampling=Sampling(temperature=1.0, top_p=0.9)),
-    ),
+    "redrafter, T = 1": (REDRAFTER, SpeculativeSampling(sampling=Sampling(temperature=1.0))),
+    "redrafter, top-p": (REDRAFTER, SpeculativeSampling(sampling=Sampling(temperature=1.0, top_p=0.9))),
 }
+"""Drafters and rules. The host reads the size of ReDrafter's tree once more, to cut its padding, unless it stays padded."""
 
 
 class OneAccepted:
@@ -293,7 +285,8 @@ def decode_step(kind: str, layers: int, *, graphs: bool) -> dict[str, Any]:
     """The counts of one step of one row, by phase."""
     counted = Counted()
     options, rule = KINDS[kind]
-    form = {"cuda_graphs": True, "recorder": CountingRecorder(counted)} if graphs else {}
+    recorder = CountingRecorder(counted)
+    form = {"cuda_graphs": True, "recorder": recorder} if graphs else {}
     target = target_of(narrow(layers), **form)
     drafter = decoding_drafter(options, target, form)
     drafter.propose = counted.within("propose", drafter.propose)
@@ -304,8 +297,11 @@ def decode_step(kind: str, layers: int, *, graphs: bool) -> dict[str, Any]:
     with counted, Transfers(counted.read):
         for _ in range(1 + SETTLED_STEPS):
             next(steps)
-        counted.reset()
-        next(steps)
+        num_recordings = -1
+        while num_recordings != recorder.num_recordings:  # a tree of a new size is recorded
+            num_recordings = recorder.num_recordings
+            counted.reset()
+            next(steps)
     return {
         "kind": kind,
         "form": "cuda_graphs" if graphs else "eager",

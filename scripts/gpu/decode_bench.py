@@ -147,7 +147,13 @@ class ShapedDrafter:
         self.parents = torch.tensor([[*range(-1, depth - 1), *[-1] * (num_nodes - depth)]], device=device)
 
     def propose(self, state: Any, last_token: torch.Tensor, *, generator: Any = None) -> DraftTree:
-        tree = self.drafter.propose(state, last_token)
+        return self.draft(state, last_token)
+
+    def trim(self, tree: DraftTree) -> DraftTree:
+        return tree
+
+    def draft(self, state: Any, last_token: torch.Tensor) -> DraftTree:
+        tree = self.drafter.draft(state, last_token)
         assert tree.num_nodes == self.max_nodes
         parents = self.parents.expand_as(tree.tokens)
         return DraftTree(tokens=tree.tokens.clamp(min=0), parents=parents, max_depth=self.depth)

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from outrider.data.manifest import TargetIdentity
 from outrider.models.hf_target import HFTarget
+from outrider.models.machine import turn_off_cudnn_attention
 
 LLAMA_8B = {
     "vocab_size": 128256,
@@ -38,14 +39,11 @@ MATRIX_SIZES = {True: (4096, 8192, 16384), False: (256, 512)}
 
 
 def open_device(name: str | None, *, cudnn_attention: bool = False) -> torch.device:
-    """The device to measure on, the first accelerator unless named, with the kernels for attention that decoding is to have.
-
-    cuDNN's attention makes a new plan for each key length, which takes longer than a decode step, so it is off unless it is
-    what is measured.
-    """
+    """The device to measure on, the first accelerator unless named. cuDNN's attention is off, as `load_target` has it, unless
+    that is what is measured."""
     device = torch.device(name or torch.accelerator.current_accelerator(check_available=True) or "cpu")
-    if device.type == "cuda":
-        torch.backends.cuda.enable_cudnn_sdp(cudnn_attention)
+    if not cudnn_attention:
+        turn_off_cudnn_attention(device)
     return device
 
 

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.models import graphs, hf_target
+from outrider.models import graphs, tree_cache
 from outrider.models.config import TargetConfig
 from outrider.models.decoding import GreedyAcceptance, Prompts, RowSeeds, Sampling, SpeculativeSampling, chain_tree, generate
 from outrider.models.drafters import NullDrafter, build_drafter
-from outrider.models.drafters import draft_model as draft_model_module
 from outrider.models.drafters.draft_model import DraftModel, DraftModelConfig
 from outrider.models.graphs import GraphedDrafter
 from outrider.models.hf_target import HFTarget
@@ -50,6 +49,12 @@ def model(tiny_target_dir, device) -> HFTarget:
 @pytest.fixture
 def on_cpu(tiny_target_dir) -> HFTarget:
     return load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="float32"), torch.device("cpu"))
+
+
+def grow_in_steps_of(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the part of a cache that passes see grow so, on every device."""
+    monkeypatch.setattr(tree_cache, "EXTENT_STEP", columns)
+    monkeypatch.setattr(tree_cache, "ACCELERATOR_EXTENT_STEP", columns)
 
 
 def form_of(target: HFTarget, **form: bool) -> HFTarget:
@@ -107,7 +112,7 @@ def test_the_tokens_are_those_of_a_cpu(model, on_cpu, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_in_graphs_decode_what_eager_steps_do(model, monkeypatch, kind):
-    monkeypatch.setattr(hf_target, "EXTENT_STEP", STEP)
+    grow_in_steps_of(STEP, monkeypatch)
     graphed = form_of(model, cuda_graphs=True)
     drafter, eager = drafter_for(kind, graphed), drafter_for(kind, model)
     cases = [
@@ -136,7 +141,7 @@ def test_compiled_steps_in_graphs_decode_what_eager_steps_do(model, kind):
 
 
 def test_more_shapes_than_recordings_are_kept_change_nothing(model, monkeypatch):
-    monkeypatch.setattr(hf_target, "EXTENT_STEP", STEP)
+    grow_in_steps_of(STEP, monkeypatch)
     monkeypatch.setattr(graphs, "MAX_RECORDINGS", 3)
     graphed, expected = form_of(model, cuda_graphs=True), answers(model, NullDrafter())
     drafter = drafter_for("redrafter", graphed)
@@ -146,12 +151,12 @@ def test_more_shapes_than_recordings_are_kept_change_nothing(model, monkeypatch)
 
 def test_a_draft_model_records_again_when_its_cache_has_grown(model, monkeypatch):
     """Its last outputs are alive then, in memory of the graphs that went with the smaller cache."""
-    monkeypatch.setattr(hf_target, "EXTENT_STEP", 8)
-    monkeypatch.setattr(draft_model_module, "EXPECTED_NEW_TOKENS", 4, raising=False)
+    grow_in_steps_of(8, monkeypatch)
     graphed = form_of(model, cuda_graphs=True)
     for options in ({}, {"top_k": 3, "tree_nodes": 5}):
         own = DraftModel(DraftModelConfig(length=3, **options), form_of(model, cuda_graphs=True))
-        assert answers(graphed, own, PROMPTS[:1], [90]) == answers(model, NullDrafter(), PROMPTS[:1], [90])
+        for limit in (20, 60, 120):
+            assert answers(graphed, own, PROMPTS[:1], [limit]) == answers(model, NullDrafter(), PROMPTS[:1], [limit])
 
 
 # --- waiting

@@ -11,6 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from outrider.models.graphs import GraphedDrafter
+
+from .recorder import ReplayingRecorder
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu" / "decode_bench.py"
 
 
@@ -77,3 +81,19 @@ def test_after_an_error_that_breaks_the_device_nothing_is_measured(bench: Any, m
     monkeypatch.setattr(script, "is_usable", lambda device, stream: False)
     case = script.Case("cuda_graph", "nothing", 1, 0)
     assert [bench.attempt(case, in_time=True)[0] for _ in range(3)] == ["failed", "skipped", "skipped"]
+
+
+def test_the_shaped_drafter_can_be_recorded(bench: Any) -> None:
+    script = importlib.import_module("decode_bench")
+    target = script.target_of(bench.model)
+    drafter, _ = bench.drafter(script.Case("eager", "redrafter", 1, 8), target)
+    graphed, recorder = GraphedDrafter(drafter, ReplayingRecorder()), ReplayingRecorder()
+    recorded = script.target_of(bench.model, cuda_graphs=True, recorder=recorder)
+    prompt = torch.arange(12)[None]
+    rule = script.GreedyAcceptance()
+    found, expected = (
+        [step.tokens for step in script.generate(on, drafting, rule, prompt, max_new_tokens=9)]
+        for on, drafting in ((recorded, graphed), (target, drafter))
+    )
+    assert found == expected
+    assert recorder.num_replays >= 2
