@@ -97,6 +97,7 @@ def test_the_demo_is_what_its_figures_were_measured_with() -> None:
         "beam_width": 4,
         "beam_length": 5,
         "tree_nodes": None,
+        "tree_padding": None,
     }
     assert config.train == TrainConfig(
         steps=500,
