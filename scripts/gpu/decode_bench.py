@@ -18,23 +18,24 @@ decoding of that batch. Steps are timed one by one, between the reads with which
 - `host_reads`: values read from the device per step; on CUDA `synchronisations` too, as PyTorch's own debug mode sees them;
 - `compilations`: graphs that `torch.compile` made during the case.
 
-What doesn't fit the time budget is listed as skipped, what fails with its error: the file is always written.
+What doesn't fit the time budget is listed as skipped, what fails with its error: the file is always written. After an error
+that leaves the device unusable (CUDA has some), the cases that were to come are listed as skipped too.
 """
 
 import argparse
 import dataclasses
+import gc
 import itertools
 import statistics
 import time
 import warnings
-from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from random_target import LLAMA_1B, LLAMA_8B, TINY, memory_bandwidth, random_llama, target_of, weight_bytes
+from host_reads import patched_reads
+from random_target import LLAMA_1B, LLAMA_8B, TINY, memory_bandwidth, open_device, random_llama, target_of, weight_bytes
 from tqdm import tqdm
 from transformers import LlamaForCausalLM
 
@@ -63,7 +64,7 @@ COUNTED_STEPS = 4
 def main() -> None:
     args = parse_args()
     started = time.perf_counter()
-    device = torch.device(args.device or torch.accelerator.current_accelerator() or "cpu")
+    device = open_device(args.device, cudnn_attention=args.cudnn_attention)
     dtype = getattr(torch, args.dtype or ("float32" if device.type == "cpu" else "bfloat16"))
     target_shape, draft_shape = SHAPES[args.shape]
     model, draft = (random_llama(shape, dtype, device) for shape in (target_shape, draft_shape))
@@ -77,6 +78,7 @@ def main() -> None:
         "target_bytes": weight_bytes(model),
         "draft_model_bytes": weight_bytes(draft),
         "memory_bytes_per_second": bandwidth,
+        "cudnn_attention": args.cudnn_attention,
         "rows": [],
         "skipped": [],
         "failed": [],
@@ -85,14 +87,8 @@ def main() -> None:
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # what is called compiled must be
     bench = Bench(args, model, draft, bandwidth)
     for case in tqdm(list(cases(args, device)), unit="case"):
-        if time.perf_counter() - started > args.budget_seconds:
-            report["skipped"].append(dataclasses.asdict(case))
-        else:
-            try:
-                report["rows"].append(dataclasses.asdict(case) | bench.measure(case))
-            except (RuntimeError, ValueError) as error:  # out of memory, an operator that can't be captured
-                report["failed"].append(dataclasses.asdict(case) | {"error": str(error)[:500]})
-                bench.forget()
+        list_name, record = bench.attempt(case, in_time=time.perf_counter() - started < args.budget_seconds)
+        report[list_name].append(record)
         add_break_even(report["rows"])
         report["seconds"] = time.perf_counter() - started
         write_json(args.output, report)  # each time: what is measured is kept
@@ -113,6 +109,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--budget-seconds", type=float, default=300, help="no case is begun after so many seconds")
     parser.add_argument("--dtype", default=None, help="bfloat16, on a CPU float32, unless given")
     parser.add_argument("--device", default=None)
+    parser.add_argument("--cudnn-attention", action="store_true", help="let PyTorch choose cuDNN's kernels for attention too")
     parser.add_argument("--output", type=Path, default=Path("decode_bench.json"))
     return parser.parse_args()
 
@@ -150,7 +147,13 @@ class ShapedDrafter:
         self.parents = torch.tensor([[*range(-1, depth - 1), *[-1] * (num_nodes - depth)]], device=device)
 
     def propose(self, state: Any, last_token: torch.Tensor, *, generator: Any = None) -> DraftTree:
-        tree = self.drafter.propose(state, last_token)
+        return self.draft(state, last_token)
+
+    def trim(self, tree: DraftTree) -> DraftTree:
+        return tree
+
+    def draft(self, state: Any, last_token: torch.Tensor) -> DraftTree:
+        tree = self.drafter.draft(state, last_token)
         assert tree.num_nodes == self.max_nodes
         parents = self.parents.expand_as(tree.tokens)
         return DraftTree(tokens=tree.tokens.clamp(min=0), parents=parents, max_depth=self.depth)
@@ -183,6 +186,9 @@ class Bench:
     def __init__(self, args: argparse.Namespace, model: Any, draft: Any, bandwidth: float) -> None:
         self.args, self.model, self.draft, self.bandwidth = args, model, draft, bandwidth
         self.targets: dict[str, HFTarget] = {}
+        self.device = model.device
+        self.stream = torch.cuda.current_stream() if self.device.type == "cuda" else None
+        self.is_broken = False
         # Made once, on the device: of a billion parameters each time would take longer than what is measured.
         with model.device:
             options = {"kind": "redrafter", "head_init": "random", "tree_nodes": 1}
@@ -192,8 +198,24 @@ class Bench:
         """Begin anew, with all memory free."""
         self.targets.clear()
         torch._dynamo.reset()
-        if self.model.device.type == "cuda":
+        gc.collect()  # a target and its recorded functions refer to each other
+        if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def attempt(self, case: Case, *, in_time: bool) -> tuple[str, dict[str, Any]]:
+        """The list of the report that a case belongs to, and its record there."""
+        record = dataclasses.asdict(case)
+        if not in_time or self.is_broken:
+            return "skipped", record
+        try:
+            return "rows", record | self.measure(case)
+        except (RuntimeError, ValueError) as error:  # out of memory, an operator that can't be captured
+            record["error"] = str(error)[:500]
+        # Only here are the frames gone that held the case's memory.
+        self.is_broken = not is_usable(self.device, self.stream)
+        if not self.is_broken:
+            self.forget()
+        return "failed", record
 
     @torch.inference_mode()
     def measure(self, case: Case) -> dict[str, Any]:
@@ -263,39 +285,16 @@ def cache_bytes_per_token(model: LlamaForCausalLM) -> int:
     return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * model.dtype.itemsize
 
 
-READS = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "nonzero")
-
-
-@contextmanager
-def host_reads() -> Iterator[Counter[str]]:
-    """Counts values read as Python numbers. On the class itself, where compiled code doesn't see it."""
-    counts: Counter[str] = Counter()
-
-    def counted(name: str, method: Any) -> Any:
-        def read(*args: Any, **kwargs: Any) -> Any:
-            counts[name] += 1
-            return method(*args, **kwargs)
-
-        return read
-
-    for name in READS:
-        setattr(torch.Tensor, name, counted(name, getattr(torch.Tensor, name)))
-    try:
-        yield counts
-    finally:
-        for name in READS:
-            delattr(torch.Tensor, name)  # the base class has them
-
-
 def count_reads(steps: Iterator[Any], device: torch.device) -> tuple[float, float | None]:
     """Reads per step, and on CUDA synchronisations per step as PyTorch itself notices them."""
     next(steps)
     next(steps)  # what happens once has happened
-    with host_reads() as reads:
+    with patched_reads() as reads:
         for _ in range(COUNTED_STEPS):
             next(steps)
+    num_reads = sum(reads.values()) / COUNTED_STEPS
     if device.type != "cuda":
-        return reads.total() / COUNTED_STEPS, None
+        return num_reads, None
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
@@ -305,7 +304,22 @@ def count_reads(steps: Iterator[Any], device: torch.device) -> tuple[float, floa
         finally:
             torch.cuda.set_sync_debug_mode("default")
     synchronisations = sum("called a synchronizing" in str(each.message) for each in found)
-    return reads.total() / COUNTED_STEPS, synchronisations / COUNTED_STEPS
+    return num_reads, synchronisations / COUNTED_STEPS
+
+
+def is_usable(device: torch.device, stream: torch.cuda.Stream | None) -> bool:
+    """Whether the process can go on after an error, in the stream that it was in.
+
+    A capture that failed may have left another one behind. After some errors CUDA refuses all further work of a process.
+    """
+    if stream is None:
+        return True
+    try:
+        torch.cuda.set_stream(stream)
+        torch.cuda.synchronize(device)
+        return torch.ones(2, device=device).sum().item() == 2
+    except RuntimeError:
+        return False
 
 
 def compilations() -> int:

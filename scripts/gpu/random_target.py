@@ -4,6 +4,7 @@ Beside the scripts that import it, since those are run from here and not install
 """
 
 import time
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -13,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from outrider.data.manifest import TargetIdentity
 from outrider.eval.roofline import MAX_ACCELERATOR_BYTES, measure_bandwidth
 from outrider.models.hf_target import HFTarget
+from outrider.models.machine import turn_off_cudnn_attention
 
 LLAMA_8B = {
     "vocab_size": 128256,
@@ -37,6 +39,15 @@ MATRIX_SIZES = {True: (4096, 8192, 16384), False: (256, 512)}
 """On CUDA, and elsewhere."""
 
 
+def open_device(name: str | None, *, cudnn_attention: bool = False) -> torch.device:
+    """The device to measure on, the first accelerator unless named. cuDNN's attention is off, as `load_target` has it, unless
+    that is what is measured."""
+    device = torch.device(name or torch.accelerator.current_accelerator(check_available=True) or "cpu")
+    if not cudnn_attention:
+        turn_off_cudnn_attention(device)
+    return device
+
+
 def random_llama(shape: dict[str, int], dtype: torch.dtype, device: torch.device) -> LlamaForCausalLM:
     """A Llama of this shape, its weights drawn on the device."""
     config = LlamaConfig(**shape, bos_token_id=None, eos_token_id=None, pad_token_id=None)
@@ -52,7 +63,7 @@ def random_llama(shape: dict[str, int], dtype: torch.dtype, device: torch.device
     return model
 
 
-def target_of(model: LlamaForCausalLM, **form: bool) -> HFTarget:
+def target_of(model: LlamaForCausalLM, **form: Any) -> HFTarget:
     """The target around a model, in one of the forms of passes that `HFTarget` has."""
     identity = TargetIdentity(
         name="random",

@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 import train_flops
-from random_target import LLAMA_8B, TINY, clock, matrix_rate, random_llama, target_of, weight_bytes
+from random_target import LLAMA_8B, TINY, clock, matrix_rate, open_device, random_llama, target_of, weight_bytes
 from tqdm import tqdm
 
 from outrider.data.files import write_json
@@ -92,7 +92,7 @@ Measure = Callable[[Case], dict[str, Any]]
 def main() -> None:
     args = parse_args()
     started = time.perf_counter()
-    device = torch.device(args.device or torch.accelerator.current_accelerator() or "cpu")
+    device = open_device(args.device, cudnn_attention=args.cudnn_attention)
     dtype = getattr(torch, args.dtype or ("float32" if device.type == "cpu" else "bfloat16"))
     rate = matrix_rate(device, dtype)
     target = simple_target(args.shape, dtype, device)
@@ -100,6 +100,7 @@ def main() -> None:
         "shape": args.shape,
         "dtype": str(dtype).removeprefix("torch."),
         "horizon": args.horizon,
+        "cudnn_attention": args.cudnn_attention,
         "target_bytes": weight_bytes(target.model),
         "matrix_operations_per_second": rate,
         "rows": [],
@@ -136,6 +137,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=9, help="no case is begun that wouldn't end within them")
     parser.add_argument("--dtype", default=None, help="bfloat16, on a CPU float32, unless given")
     parser.add_argument("--device", default=None)
+    parser.add_argument("--cudnn-attention", action="store_true", help="let PyTorch choose cuDNN's kernels for attention too")
     parser.add_argument("--output", type=Path, default=Path("train_bench.json"))
     args = parser.parse_args()
     if min(args.lengths) <= args.horizon:
@@ -162,7 +164,7 @@ def run_kind(kind: str, target: HFTarget, args: argparse.Namespace, deadline: fl
             row = measure(case)
             expected = (row["seconds"] + row.get("target_seconds", 0)) * (args.warm_up + args.steps) / case.num_tokens
             yield "rows", dataclasses.asdict(case) | row
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             text = "out of memory: " if isinstance(error, torch.OutOfMemoryError) else ""
             yield "failed", dataclasses.asdict(case) | {"error": text + str(error)[:300]}
         free_memory(target.device)
@@ -268,7 +270,8 @@ class TrainingStep:
             measured = timed(step, device, self.args, self.deadline)
         finally:
             self.optimizer.zero_grad()  # of a step that ran out of memory
-        assert all(math.isfinite(norm) and norm > 0 for norm in norms), f"nothing was learned: {norms}"
+        if not all(math.isfinite(norm) and norm > 0 for norm in norms):
+            raise RuntimeError(f"nothing was learned: the gradients' norms are {norms}")
         alone = timed(lambda: with_hidden_states(batch, target, self.reads), device, self.args, self.deadline)
         num_positions = int(batch.positions.sum())
         return measured | {

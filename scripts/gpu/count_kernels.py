@@ -1,0 +1,411 @@
+"""How many kernels a GPU would launch in a decode step, in labelling and in a training step: counted on a CPU.
+
+    python scripts/gpu/count_kernels.py --output benchmarks/gpu_kernels.json   # two minutes on one core
+
+A launch costs the host about 5 us, whatever the kernel does, so a step of many small kernels takes the host's time and not the
+card's. The number of kernels depends on the number of layers and not on their widths: the models here are tiny and have as
+many layers as one of 8B. They run on a CPU in bfloat16, along the paths that CUDA takes (`cuda_paths`).
+
+Counted is every operator that writes memory. Views, shapes and allocations launch nothing; `KERNELS` lists what launches
+several. So it is an estimate, for eager PyTorch: a compiler would fuse many of these kernels. Its use is to compare, and to
+notice when a change adds some.
+
+- `decoding`: of a step in which a draft token is accepted, by phase. Under CUDA graphs a replay is one launch, and
+  `kernels` counts what the graphs run while `launches` counts replays and what stays outside of them.
+- `labelling`: of `label_continuations`, the prefill and each further token.
+- `training`: of a micro batch, the target's pass, the loss and the backward pass.
+- `host_reads`: how often the host waits for the device (see `host_reads.py`).
+"""
+
+import argparse
+import contextlib
+import functools
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from host_reads import Transfers, waits_for_device
+from random_target import LLAMA_1B, LLAMA_8B, random_llama, target_of
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from train_bench import Case, random_batch
+
+from outrider.data.files import write_json
+from outrider.distill import branch_attention as labelling_attention
+from outrider.distill import continuations
+from outrider.models import hf_target, tree_attention
+from outrider.models.decoding import Acceptance, DraftTree, GreedyAcceptance, RowSeeds, Sampling, SpeculativeSampling, generate
+from outrider.models.decoding.types import NO_NODE, TargetOutput
+from outrider.models.drafters import NullDrafter, branch_attention, build_drafter, feature_drafter
+from outrider.models.drafters.draft_model import DraftModel, DraftModelConfig
+from outrider.models.drafters.objective import Objective
+from outrider.models.graphs import GraphedDrafter
+from outrider.models.hf_target import HFTarget
+from outrider.models.tree_cache import ACCELERATOR_EXTENT_STEP
+from outrider.train.data import target_reads, with_hidden_states
+
+SORT, COPY_AND_WRITE = 4, 2
+KERNELS = {
+    "aten::sort": SORT,  # CUB's radix sort: fill the indexes, several passes, gather
+    "aten::topk": 6,  # radix selection over many blocks: counts, their sums, the gathering; then a sort of what was found
+    "aten::logsumexp": 6,  # a maximum, its guard against infinity, a difference, exp, a sum, a logarithm
+    "aten::nonzero": 3,  # count, prefix sums, write
+    "aten::scatter": COPY_AND_WRITE,
+    "aten::scatter_add": COPY_AND_WRITE,
+    "aten::masked_fill": COPY_AND_WRITE,
+    "aten::index_put": COPY_AND_WRITE,
+    "aten::index_add": COPY_AND_WRITE,
+    "aten::nll_loss_backward": COPY_AND_WRITE,
+    "aten::embedding_dense_backward": SORT + 2,  # rows of one token are added in the order of a sort
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": 3,  # on CUDA: sums of rows, gradients, their conversion
+}
+"""Kernels of the operators that launch more than one, by the reading of PyTorch's sources."""
+NO_KERNEL = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_")}
+"""Operators that return memory and launch nothing."""
+
+DTYPE, CPU = torch.bfloat16, torch.device("cpu")
+NARROW = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+}
+"""Widths, with groups of as many heads as in a model of 8B."""
+PROMPT_TOKENS, SETTLED_STEPS = 20, 2
+"""Of the prompt that is answered; steps before those of which one is counted."""
+HORIZON = 5
+LABELLED = Case("labelling", seq=512, batch=4)
+TRAINED = Case("training", seq=64, batch=2)
+TRAINED_POSITIONS = 64
+REST = "rest"
+
+
+def main() -> None:
+    args = parse_args()
+    started = time.perf_counter()
+    with cuda_paths():
+        report = {
+            "layers": args.layers,
+            "kernels_of_operators": KERNELS,
+            "decoding": [decode_step(kind, args.layers, graphs=graphs) for kind in KINDS for graphs in (False, True)],
+            "labelling": labelling(args.layers),
+            "training": [training_step(kind, args.layers) for kind in TRAINED_KINDS],
+            "torch": torch.__version__,
+        }
+    report["seconds"] = time.perf_counter() - started
+    write_json(args.output, report)
+    print_report(report)
+    print(f"Written to {args.output}")
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=LLAMA_8B["num_hidden_layers"], help="of the target")
+    parser.add_argument("--output", type=Path, default=Path("gpu_kernels.json"))
+    return parser.parse_args()
+
+
+# --- the paths that CUDA takes
+
+
+@contextlib.contextmanager
+def cuda_paths() -> Iterator[None]:
+    """Within, what chooses by the device takes on a CPU what it takes on CUDA: all of those choices, in one place."""
+    with contextlib.ExitStack() as stack:
+        for owner, name, on_cuda in (
+            (tree_attention, "has_grouped_kernel", lambda device: False),
+            (hf_target, "extent_step", lambda device, is_fixed: ACCELERATOR_EXTENT_STEP),
+            (feature_drafter, "extent_step", lambda device, is_fixed: ACCELERATOR_EXTENT_STEP),
+            (branch_attention.Entries, "attend", _attend_densely),
+            (labelling_attention, "_flash_attention_cpu", labelling_attention.attention_with_lse),
+        ):
+            stack.enter_context(patch.object(owner, name, on_cuda))
+        yield
+
+
+def _attend_densely(entries: branch_attention.Entries, query: Any, seen: torch.Tensor, scale: float) -> torch.Tensor:
+    return branch_attention.attend_densely(query, entries.text, entries.own, seen, scale)
+
+
+# --- counting
+
+
+class Counted(TorchDispatchMode):
+    """Counts kernels, launches, replays and host reads by phase. Within a replay kernels run, and nothing is launched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = REST
+        self.reset()
+        self._is_replaying = self._is_paused = False
+
+    def reset(self) -> None:
+        self.kernels, self.launches, self.replays, self.host_reads = (Counter[str]() for _ in range(4))
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with self:
+            parts = function.decompose(*args, **kwargs)  # under inference mode, composite operators arrive whole
+        if parts is not NotImplemented:
+            return parts
+        output = function(*args, **kwargs)
+        if not self._is_paused:
+            if waits_for_device(function, args):
+                self.read()
+            self._launch(num_kernels(function, args, kwargs, output))
+        return output
+
+    def within(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, whose kernels count as this phase's."""
+
+        @functools.wraps(function)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            outer, self.phase = self.phase, phase
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.phase = outer
+
+        return counted
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
+    @contextlib.contextmanager
+    def replaying(self) -> Iterator[None]:
+        self.replays[self.phase] += 1
+        self.launches[self.phase] += 1
+        self._is_replaying = True
+        try:
+            yield
+        finally:
+            self._is_replaying = False
+
+    def _launch(self, count: int) -> None:
+        self.kernels[self.phase] += count
+        if not self._is_replaying:
+            self.launches[self.phase] += count
+
+    def read(self) -> None:
+        if not self._is_paused:
+            self.host_reads[self.phase] += 1
+
+
+def num_kernels(function: Any, args: Any, kwargs: Any, output: Any) -> int:
+    """Kernels of an operator: none where it writes no memory, as for views, allocations and what is empty."""
+    name = function.overloadpacket._qualified_op_name
+    inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+    outputs = [each for each in tree_leaves(output) if isinstance(each, torch.Tensor)]
+    if function._schema.is_mutable:
+        writes = any(each.numel() for each in outputs or inputs[:1])
+    else:
+        known = {each.untyped_storage()._cdata for each in inputs}
+        writes = any(each.numel() and each.untyped_storage()._cdata not in known for each in outputs)
+    return KERNELS.get(name, 1) if writes and name not in NO_KERNEL else 0
+
+
+class CountingRecorder:
+    """In place of `CudaGraphRecorder`: a replay calls the function again, and counts as one launch."""
+
+    def __init__(self, counted: Counted) -> None:
+        self.counted, self.num_recordings = counted, 0
+
+    def __call__(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        self.num_recordings += 1
+        output = function()
+
+        def replay() -> None:
+            with self.counted.replaying():
+                again = function()
+            with self.counted.paused():
+                for old, new in zip(_tensors(output), _tensors(again), strict=True):
+                    old.copy_(new)
+
+        return replay, output
+
+    def forget(self) -> None:
+        """Nothing is kept."""
+
+
+def _tensors(output: Any) -> list[torch.Tensor]:
+    values = [getattr(output, field.name) for field in fields(output)] if is_dataclass(output) else [output]
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+# --- decoding
+
+GREEDY = GreedyAcceptance()
+REDRAFTER = {"kind": "redrafter", "beam_width": 4, "beam_length": 5}
+KINDS: dict[str, tuple[dict[str, Any] | None, Any]] = {
+    "plain": (None, GREEDY),
+    "redrafter 4x5": (REDRAFTER, GREEDY),
+    "redrafter, padded": ({**REDRAFTER, "tree_padding": "full"}, GREEDY),
+    "medusa": ({"kind": "medusa"}, GREEDY),
+    "eagle-1": ({"kind": "eagle", "tree": "static"}, GREEDY),
+    "eagle-2": ({"kind": "eagle"}, GREEDY),
+    "eagle-3": ({"kind": "eagle3", "depth": 6, "top_k": 8, "tree_nodes": 48}, GREEDY),
+    "draft model": ({"kind": "draft_model", "length": 4}, GREEDY),
+    "redrafter, T = 1": (REDRAFTER, SpeculativeSampling(sampling=Sampling(temperature=1.0))),
+    "redrafter, top-p": (REDRAFTER, SpeculativeSampling(sampling=Sampling(temperature=1.0, top_p=0.9))),
+}
+"""Drafters and rules. The host reads the size of ReDrafter's tree once more, to cut its padding, unless it stays padded."""
+
+
+class OneAccepted:
+    """Counts the rule's decision, then accepts the first draft token in its place, since a random drafter's never is."""
+
+    lossless = False
+
+    def __init__(self, rule: Any, counted: Counted) -> None:
+        self.rule, self.counted = rule, counted
+
+    def __call__(self, tree: DraftTree, output: TargetOutput, *, generator: Any = None) -> Acceptance:
+        decision = self.rule(tree, output, generator=generator)
+        if tree.num_nodes == 0:
+            return decision
+        with self.counted.paused():
+            path = torch.full_like(decision.path, NO_NODE)
+            path[:, 0] = 0
+            return replace(decision, path=path, num_accepted=torch.ones_like(decision.num_accepted))
+
+
+def decode_step(kind: str, layers: int, *, graphs: bool) -> dict[str, Any]:
+    """The counts of one step of one row, by phase."""
+    counted = Counted()
+    options, rule = KINDS[kind]
+    recorder = CountingRecorder(counted)
+    form = {"cuda_graphs": True, "recorder": recorder} if graphs else {}
+    target = target_of(narrow(layers), **form)
+    drafter = decoding_drafter(options, target, form)
+    drafter.propose = counted.within("propose", drafter.propose)
+    target.verify = counted.within("verify", target.verify)
+    seeds = RowSeeds([0]) if isinstance(rule, SpeculativeSampling) else None
+    prompt = torch.arange(PROMPT_TOKENS)[None]
+    steps = generate(target, drafter, OneAccepted(rule, counted), prompt, max_new_tokens=64, generator=seeds)
+    with counted, Transfers(counted.read):
+        for _ in range(1 + SETTLED_STEPS):
+            next(steps)
+        num_recordings = -1
+        while num_recordings != recorder.num_recordings:  # a tree of a new size is recorded
+            num_recordings = recorder.num_recordings
+            counted.reset()
+            next(steps)
+    return {
+        "kind": kind,
+        "form": "cuda_graphs" if graphs else "eager",
+        "kernels": {phase: counted.kernels[phase] for phase in ("propose", "verify", REST)},
+        "launches": {phase: counted.launches[phase] for phase in ("propose", "verify", REST)},
+        "replays": counted.replays.total(),
+        "host_reads": counted.host_reads.total(),
+    }
+
+
+def decoding_drafter(options: dict[str, Any] | None, target: HFTarget, form: dict[str, Any]) -> Any:
+    """A drafter with fresh weights as evaluation runs it: replayed where the target is, if it can be."""
+    if options is None:
+        return NullDrafter()
+    if options["kind"] == "draft_model":
+        reader = target_of(narrow(LLAMA_1B["num_hidden_layers"]), **form)
+        return DraftModel(DraftModelConfig(length=options["length"]), reader)
+    drafter: Any = build_drafter(options, target).to(DTYPE).eval().requires_grad_(False)
+    return GraphedDrafter(drafter, form["recorder"]) if form and drafter.recordable else drafter
+
+
+@functools.cache
+def narrow(layers: int) -> Any:
+    """A model of so many layers and tiny widths. A target is made anew around it for each count."""
+    return random_llama({**LLAMA_8B, **NARROW, "num_hidden_layers": layers}, DTYPE, CPU)
+
+
+# --- labelling and training
+
+
+def labelling(layers: int) -> dict[str, Any]:
+    """The counts of labelling all positions of `LABELLED`: a random target never agrees with the text, so each is a branch."""
+    counted, target = Counted(), target_of(narrow(layers))
+    texts = torch.randint(target.vocab_size, (LABELLED.batch, LABELLED.seq), generator=torch.Generator().manual_seed(0))
+    everywhere = torch.ones_like(texts, dtype=torch.bool)
+    with (
+        patch.object(continuations, "_prefill", counted.within("prefill", continuations._prefill)),
+        patch.object(continuations, "_branch_hidden_states", counted.within("token", continuations._branch_hidden_states)),
+        counted,
+        Transfers(counted.read),
+    ):
+        continuations.label_continuations(target, texts, everywhere, everywhere, horizon=HORIZON)
+    return {
+        "texts": LABELLED.batch,
+        "tokens_of_a_text": LABELLED.seq,
+        "prefill": counted.kernels["prefill"],
+        "each_further_token": counted.kernels["token"] // (HORIZON - 1),
+        "rest": counted.kernels[REST],
+        "host_reads": counted.host_reads.total(),
+    }
+
+
+TRAINED_KINDS = {
+    "redrafter": "cross_entropy",
+    "medusa": "cross_entropy",
+    "eagle": "kl",
+    "eagle3": "kl",
+    "draft_model": "cross_entropy",
+}
+"""And the loss of the recipes for a target of 8B."""
+
+
+def training_step(kind: str, layers: int) -> dict[str, Any]:
+    """The counts of a micro batch, by phase."""
+    counted, target = Counted(), target_of(narrow(layers))
+    drafter = build_drafter({"kind": kind}, target).train()
+    loss = TRAINED_KINDS[kind]
+    objective = Objective(loss=loss, head=None if loss == "cross_entropy" else target.head)
+    batch = random_batch(TRAINED, target.vocab_size, HORIZON, TRAINED_POSITIONS)
+    reads = target_reads(drafter, objective)
+    with counted, Transfers(counted.read):
+        filled = counted.within("target", with_hidden_states)(batch, target, reads)
+        with torch.autocast(CPU.type, dtype=DTYPE):
+            found = counted.within("loss", drafter.loss)(filled, objective)
+        counted.within("backward", lambda: found.sums.sum().backward())()
+    return {
+        "kind": kind,
+        "kernels": {phase: counted.kernels[phase] for phase in ("target", "loss", "backward")},
+        "host_reads": {phase: counted.host_reads[phase] for phase in ("target", "loss", "backward")},
+    }
+
+
+# --- printing
+
+
+def print_report(report: dict[str, Any]) -> None:
+    print(f"Decode step, {report['layers']} layers, one row: kernels by phase, and what the host launches")
+    print(f"{'drafter':<22}{'form':<12}{'propose':>8}{'verify':>8}{'rest':>6}{'launches':>9}{'replays':>8}{'reads':>6}")
+    for row in report["decoding"]:
+        kernels = row["kernels"]
+        print(
+            f"{row['kind']:<22}{row['form']:<12}{kernels['propose']:>8}{kernels['verify']:>8}{kernels['rest']:>6}"
+            f"{sum(row['launches'].values()):>9}{row['replays']:>8}{row['host_reads']:>6}"
+        )
+    row = report["labelling"]
+    print(
+        f"\nLabelling {row['texts']} texts of {row['tokens_of_a_text']} tokens: prefill {row['prefill']}, each further token "
+        f"{row['each_further_token']},\nrest {row['rest']} kernels; {row['host_reads']} host reads"
+    )
+    print(f"\nMicro batch of training\n{'drafter':<22}{'target':>8}{'loss':>8}{'backward':>10}{'host reads':>14}")
+    for row in report["training"]:
+        reads = "+".join(str(count) for count in row["host_reads"].values())
+        print("{:<22}{:>8}{:>8}{:>10}".format(row["kind"], *row["kernels"].values()) + f"{reads:>14}")
+
+
+if __name__ == "__main__":
+    main()

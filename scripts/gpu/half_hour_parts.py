@@ -1,0 +1,317 @@
+"""What `half_hour.py` runs: the parts, the seconds that each may take, and what is expected of each.
+
+Nothing but Python's own library is imported here, so that a machine that lacks packages still gets its report.
+"""
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parents[2]
+SCRIPTS = REPOSITORY / "scripts" / "gpu"
+
+LIMITS = {
+    "facts": 30,
+    "tests": 240,
+    "recipe": 200,
+    "certificate_float32": 70,
+    "certificate_bfloat16": 70,
+    "decode_tiny": 80,
+    "decode_graphs": 100,
+    "decode_forms": 270,
+    "decode_cudnn": 60,
+    "distill": 90,
+    "train": 170,
+    "profile": 70,
+}
+"""Seconds after which a part is killed. What it has written until then is kept. Together they are 25 minutes at most."""
+
+Report = Any
+"""What a part has written: a JSON value, or the end of its output where it writes none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One thing that is expected of a part's report: a value between `least` and `most`."""
+
+    says: str
+    value: Callable[[Report], Any]
+    """Raises LookupError, TypeError or ValueError where the report doesn't hold it."""
+    least: float | None = None
+    most: float | None = None
+    only_on_gpu: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A command, the JSON file that it writes, and what is expected of that."""
+
+    name: str
+    command: Sequence[str]
+    tiny: Sequence[str] | None
+    """The command on a CPU; None where the part is for a GPU alone."""
+    checks: Sequence[Check] = ()
+    writes_report: bool = True
+    tiny_environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def limit_seconds(self) -> int:
+        return LIMITS[self.name]
+
+
+def parts(scratch: Path) -> list[Part]:
+    """All parts, in their order. Reports and bulky files go to `scratch`."""
+    return [
+        Part(
+            name="facts",
+            command=script("facts.py", scratch, "facts"),
+            tiny=script("facts.py", scratch, "facts"),
+            checks=FACTS,
+        ),
+        Part(
+            name="tests",
+            command=(sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--maxfail=20", "-p", "no:cacheprovider", "tests/gpu"),
+            tiny=(sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", *QUICK_TESTS),
+            tiny_environment={"OUTRIDER_TEST_DEVICE": "cpu"},
+            checks=TESTS,
+            writes_report=False,
+        ),
+        *recipe_parts(scratch),
+        *decode_parts(scratch),
+        *train_parts(scratch),
+        Part(
+            name="profile",
+            command=script("profile_steps.py", scratch, "profile"),
+            tiny=script("profile_steps.py", scratch, "profile", "--shape", "tiny", "--device", "cpu", "--prompt-tokens", "16"),
+            checks=PROFILE,
+        ),
+    ]
+
+
+QUICK_TESTS = ("tests/gpu/test_attention_on_gpu.py",)
+"""Run on a CPU too: enough to know that the tests are found and that the device is chosen as it should."""
+
+
+def script(name: str, scratch: Path, part: str, *options: str) -> tuple[str, ...]:
+    """One of the scripts beside this one, which writes the report of a part."""
+    return (sys.executable, str(SCRIPTS / name), "--output", str(report_path(scratch, part)), *options)
+
+
+def report_path(scratch: Path, part: str) -> Path:
+    return scratch / f"{part}.json"
+
+
+# --- the recipe, and certificates of its drafter
+
+
+def recipe_parts(scratch: Path) -> Iterator[Part]:
+    folder = scratch / "demo"
+    recipe = (sys.executable, "train.py", "conf=demo")
+    yield Part(
+        name="recipe",
+        command=(
+            *script("killed_recipe.py", scratch, "recipe", "--folder", str(folder), "--kill-at", "50", "--", *recipe),
+            *("mixed_precision=bf16", "num_threads=null", "data.limit=200", "train.steps=200", "train.checkpoint_every=20"),
+            *("stages=[distill,train,eval]", "eval.suites=[{name:stdlib,limit:8}]", "eval.max_new_tokens=64"),
+            "eval.settings=[{beam_width:4,beam_length:3,tree_nodes:5}]",
+        ),
+        tiny=(
+            *script("killed_recipe.py", scratch, "recipe", "--folder", str(folder), "--kill-at", "11", "--", *recipe),
+            *("target.device=cpu", "data.limit=12", "data.max_length=256", "stages=[distill,train]"),
+            *("train.steps=24", "train.checkpoint_every=8", "train.max_positions=256", "train.batch_size=4"),
+        ),
+        tiny_environment={"ACCELERATE_USE_CPU": "true"},
+        checks=RECIPE,
+    )
+    drafter = ("--drafter", str(folder / "drafter"))
+    for dtype in ("float32", "bfloat16"):
+        name = f"certificate_{dtype}"
+        small = ("--device", "cpu", "--prompts", "1", "--max-new-tokens", "8", "--small")
+        yield Part(
+            name=name,
+            command=script("certificate.py", scratch, name, *drafter, "--dtype", dtype, "--device", "cuda"),
+            tiny=script("certificate.py", scratch, name, *drafter, "--dtype", dtype, *small),
+            checks=CERTIFICATE,
+        )
+
+
+# --- speed
+
+
+def decode_parts(scratch: Path) -> Iterator[Part]:
+    tiny = ("--shape", "tiny", "--batches", "1", "3")
+
+    def bench(name: str, *options: str) -> tuple[str, ...]:
+        return script("decode_bench.py", scratch, name, *options)
+
+    on_cpu = ("--device", "cpu", "--forms", "eager", "--trees", "8", "--prompt-tokens", "16", "--steps", "6", "--warm-up", "1")
+    yield Part(
+        name="decode_tiny",
+        command=bench("decode_tiny", *tiny, "--trees", "8", "--steps", "10", "--budget-seconds", "55"),
+        tiny=bench("decode_tiny", *tiny, *on_cpu),
+        checks=DECODE,
+    )
+    yield Part(
+        name="decode_graphs",
+        command=bench(
+            *("decode_graphs", "--forms", "cuda_graph", "--trees", "8", "16", "32"),
+            *("--batches", "1", "--budget-seconds", "60"),
+        ),
+        tiny=None,
+        checks=(*DECODE, *GRAPHS),
+    )
+    yield Part(
+        name="decode_forms",
+        command=bench(
+            *("decode_forms", "--forms", "eager", "cuda_graph", "compiled_cuda_graph", "--trees", "16", "32"),
+            *("--batches", "1", "8", "--budget-seconds", "170"),
+        ),
+        tiny=None,
+        checks=(*DECODE, *FORMS),
+    )
+    yield Part(
+        name="decode_cudnn",
+        command=bench(
+            *("decode_cudnn", "--forms", "eager", "--trees", "16", "--batches", "1"),
+            *("--cudnn-attention", "--budget-seconds", "35"),
+        ),
+        tiny=None,
+        checks=CUDNN,
+    )
+
+
+def train_parts(scratch: Path) -> Iterator[Part]:
+    sizes = ("--lengths", "2048", "--batches")
+    tiny = ("--shape", "tiny", "--device", "cpu", "--lengths", "24", "--batches", "2", "--steps", "2", "--warm-up", "1")
+    yield Part(
+        name="distill",
+        command=script("train_bench.py", scratch, "distill", "--kinds", "distill", *sizes, "4", "--minutes", "1"),
+        tiny=script("train_bench.py", scratch, "distill", "--kinds", "distill", *tiny),
+        checks=LABELLING,
+    )
+    kinds = ("--kinds", "eagle3", "redrafter")
+    yield Part(
+        name="train",
+        command=script("train_bench.py", scratch, "train", *kinds, *sizes, "1", "4", "--minutes", "2.2"),
+        tiny=script("train_bench.py", scratch, "train", *kinds, *tiny),
+        checks=TRAINING,
+    )
+
+
+# --- what is expected. Milliseconds are estimates for an 8B target on an H100: see docs/gpu.md.
+
+
+def rows(report: Report, **wanted: Any) -> list[dict[str, Any]]:
+    """The rows with these values. Raises LookupError where there are none."""
+    found = [row for row in report["rows"] if all(row[name] == value for name, value in wanted.items())]
+    if not found:
+        raise LookupError(f"no row with {wanted}")
+    return found
+
+
+def most_of(name: str, **wanted: Any) -> Callable[[Report], Any]:
+    return lambda report: max(row[name] for row in rows(report, **wanted))
+
+
+def least_of(name: str, **wanted: Any) -> Callable[[Report], Any]:
+    return lambda report: min(row[name] for row in rows(report, **wanted))
+
+
+def failures(report: Report) -> int:
+    """Cases that failed, but for those that the memory was too small for."""
+    return sum("out of memory" not in case["error"].lower() for case in report["failed"])
+
+
+FACTS = (
+    Check(says="packages that are missing", value=lambda facts: len(facts["missing"]), most=0),
+    Check(says="packages older than outrider asks for", value=lambda facts: len(facts["older"]), most=0),
+)
+TESTS = (
+    Check(says="tests that passed", value=lambda output: int(re.findall(r"(\d+) passed", output)[-1]), least=30),
+    Check(
+        says="tests that passed on a GPU",
+        value=lambda output: int(re.findall(r"(\d+) passed", output)[-1]),
+        least=80,
+        only_on_gpu=True,
+    ),
+)
+RECIPE = (
+    Check(says="the run was killed in its training (1: yes)", value=lambda report: int(report["was_killed"]), least=1),
+    Check(says="steps computed before the kill and after it", value=lambda report: report["steps_computed_twice"], least=1),
+    Check(
+        says="largest relative difference of their losses",
+        value=lambda report: report["largest_difference"],
+        most=2e-3,
+    ),
+    Check(says="last loss over the first one", value=lambda report: report["last_loss"] / report["first_loss"], most=0.8),
+)
+CERTIFICATE = (
+    Check(says="the certificate's verdict (1: lossless)", value=lambda report: int(report["passed"]), least=1),
+    Check(says="its lines", value=lambda report: len(report["lines"]), least=4),
+)
+DECODE = (
+    Check(says="cases that failed", value=failures, most=0),
+    Check(says="cases measured", value=lambda report: len(report["rows"]), least=4),
+    Check(says="most host reads in a step", value=most_of("host_reads"), most=1),
+    Check(says="most synchronisations in a step", value=most_of("synchronisations"), most=1, only_on_gpu=True),
+)
+PLAIN, TREE = {"nodes": 0, "batch": 1}, {"drafter": "redrafter", "nodes": 16, "batch": 1}
+STEP = "milliseconds_per_step"
+GRAPHS = (
+    Check(says="plain step in a graph, ms", value=most_of(STEP, form="cuda_graph", **PLAIN), most=8),
+    Check(says="break-even tokens of 16 nodes", value=most_of("break_even", form="cuda_graph", **TREE), most=1.3),
+    Check(says="a draft model runs in graphs (ms)", value=most_of(STEP, drafter="draft_model"), most=60),
+)
+FORMS = (
+    Check(says="plain step, eager, ms", value=most_of(STEP, form="eager", **PLAIN), most=9),
+    Check(says="plain step, compiled, in a graph, ms", value=most_of(STEP, form="compiled_cuda_graph", **PLAIN), most=6),
+    Check(
+        says="its share of the memory bandwidth",
+        value=least_of("bandwidth_share", form="compiled_cuda_graph", **PLAIN),
+        least=0.75,
+    ),
+)
+CUDNN = (
+    Check(says="cases that failed", value=failures, most=0),
+    Check(says="plain step with cuDNN's attention, eager, ms (more: it plans anew)", value=most_of(STEP, **PLAIN), most=9),
+    Check(says="step over 16 nodes with it, ms", value=most_of(STEP, **TREE), most=12),
+)
+LABELLING = (
+    Check(says="cases that failed", value=failures, most=0),
+    Check(says="tokens labelled in a second", value=least_of("tokens_per_second"), least=5_000, only_on_gpu=True),
+    Check(says="agreement with the text, as it was set", value=least_of("agreement"), least=0.3, most=0.7),
+)
+TRAINING = (
+    Check(says="cases that failed", value=failures, most=0),
+    Check(
+        says="EAGLE-3's share of the card's matrix rate",
+        value=most_of("matrix_share", kind="eagle3"),
+        least=0.35,
+        only_on_gpu=True,
+    ),
+    Check(says="ReDrafter's share", value=most_of("matrix_share", kind="redrafter"), least=0.35, only_on_gpu=True),
+)
+PROFILE = (
+    Check(
+        says="share of matrix products in the card's work",
+        value=lambda report: report["shares"]["matrix"],
+        least=0.65,
+        only_on_gpu=True,
+    ),
+    Check(
+        says="attention in a step, ms (more: split the keys)",
+        value=lambda report: report["group_microseconds"]["attention"] / 1e3 / report["steps"],
+        most=0.5,
+        only_on_gpu=True,
+    ),
+    Check(
+        says="longest wait of the card between two kernels, ms",
+        value=lambda report: max(report["longest_gaps_microseconds"]) / 1e3,
+        most=0.3,
+        only_on_gpu=True,
+    ),
+    Check(says="kernels in the trace", value=lambda report: report["num_kernels"], least=100),
+)

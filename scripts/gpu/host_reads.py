@@ -1,0 +1,100 @@
+"""Counts what makes the host wait for an accelerator: values read as Python numbers, shapes that depend on values.
+
+All of this works on a CPU, where nothing has to wait: what is counted is what would wait elsewhere. Beside the scripts that
+import it, since those are run from here and not installed; the tests load it too (tests/host_reads.py).
+
+Not seen: copies between devices (`to`), which wait as well where the memory on the host is pageable.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+METHODS = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "nonzero")
+"""Methods of a tensor that read values."""
+SCALAR_OPERATORS = frozenset({"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero"})
+"""What the methods, and C++ code by itself, dispatch to. `tolist` and `numpy` dispatch to nothing on a CPU."""
+SIZED_OPERATORS = frozenset({"aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::bincount"})
+"""Operators whose result has a size that depends on values."""
+
+
+class HostReads(TorchFunctionMode):
+    """Notes every read that Python code asks for, by name: `METHODS`, `unique`, and `mask` for a mask as an index."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", "")
+        if name in METHODS or name == "unique":
+            self.names.append(name)
+        # A mask as an index has a result of unknown size; so has no index tensor of integers.
+        if name in ("__getitem__", "__setitem__"):
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            self.names += ["mask" for part in index if isinstance(part, torch.Tensor) and part.dtype == torch.bool]
+        return function(*args, **(kwargs or {}))
+
+
+class ScalarReads(TorchDispatchMode):
+    """Counts the reads that reach the dispatcher, so those that C++ code makes by itself too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.overloadpacket._qualified_op_name in SCALAR_OPERATORS:
+            self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+class Transfers(TorchFunctionMode):
+    """Calls `on_read` for each read that no operator shows on a CPU. With `waits_for_device` it sees every read once."""
+
+    def __init__(self, on_read: Any) -> None:
+        super().__init__()
+        self.on_read = on_read
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(function, "__name__", "") in ("tolist", "cpu", "numpy"):
+            self.on_read()
+        return function(*args, **(kwargs or {}))
+
+
+def waits_for_device(function: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an accelerator's operator makes the host wait: a number, a result of unknown size, a mask as an index."""
+    name = function.overloadpacket._qualified_op_name
+    if name in SCALAR_OPERATORS or name in SIZED_OPERATORS or function is torch.ops.aten.repeat_interleave.Tensor:
+        return True
+    if name in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
+        # A mask under which one value is written is the exception: that is `masked_fill`.
+        fills = name != "aten::index" and args[2].numel() == 1
+        return not fills and any(index is not None and index.dtype == torch.bool for index in args[1])
+    return False
+
+
+@contextmanager
+def patched_reads() -> Iterator[Mapping[str, int]]:
+    """Counts the `METHODS` that are called, on the tensors' class itself: compiled code, unlike under a mode, runs as ever."""
+    counts: Counter[str] = Counter()
+
+    def counted(name: str, method: Any) -> Any:
+        def read(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return method(*args, **kwargs)
+
+        return read
+
+    for name in METHODS:
+        setattr(torch.Tensor, name, counted(name, getattr(torch.Tensor, name)))
+    try:
+        yield counts
+    finally:
+        for name in METHODS:
+            delattr(torch.Tensor, name)  # the base class has them

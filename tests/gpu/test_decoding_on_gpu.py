@@ -1,0 +1,287 @@
+"""Decoding on a GPU: the tokens are a CPU's, in every form, and a step waits for the device once."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.models import graphs, tree_cache
+from outrider.models.config import TargetConfig
+from outrider.models.decoding import GreedyAcceptance, Prompts, RowSeeds, Sampling, SpeculativeSampling, chain_tree, generate
+from outrider.models.drafters import NullDrafter, build_drafter
+from outrider.models.drafters.draft_model import DraftModel, DraftModelConfig
+from outrider.models.graphs import GraphedDrafter
+from outrider.models.hf_target import HFTarget
+from outrider.models.target import load_target
+
+from ..host_reads import HostReads, ScalarReads
+from ..models.recorder import ReplayingRecorder
+
+pytestmark = [
+    pytest.mark.gpu,
+    # What PyTorch says once whenever the mode is set.
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
+]
+
+PROMPTS = [[1, 70, 71, 72, 2], [9, 8], [40, 41, 42, 43, 44, 45, 46, 47]]
+LIMITS = [24, 9, 17]
+"""New tokens of each prompt: rows leave the batch one by one."""
+STEP = 16
+"""Columns by which the part of the cache that is read grows: it does so several times in an answer."""
+OPTIONS: dict[str, dict[str, Any]] = {
+    "redrafter": {"beam_width": 3, "beam_length": 3, "tree_nodes": 6},
+    "medusa": {"num_heads": 3, "tree_nodes": 6},
+    "eagle": {"depth": 3, "top_k": 3, "tree_nodes": 6},
+    "eagle3": {"depth": 3, "top_k": 3, "tree_nodes": 6},
+    "draft_model": {"length": 3, "init": "target_layers", "num_layers": 1},
+}
+KINDS = ("plain", *OPTIONS)
+
+
+@pytest.fixture
+def model(tiny_target_dir, device) -> HFTarget:
+    """The eager target on the device, in float32, around whose model the others are made."""
+    return load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="float32"), device)
+
+
+@pytest.fixture
+def on_cpu(tiny_target_dir) -> HFTarget:
+    return load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="float32"), torch.device("cpu"))
+
+
+def grow_in_steps_of(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the part of a cache that passes see grow so, on every device."""
+    monkeypatch.setattr(tree_cache, "EXTENT_STEP", columns)
+    monkeypatch.setattr(tree_cache, "ACCELERATOR_EXTENT_STEP", columns)
+
+
+def form_of(target: HFTarget, **form: bool) -> HFTarget:
+    """The same model in another form. On a CPU graphs are played by operators that are run again."""
+    recorder = None if target.device.type == "cuda" else ReplayingRecorder()
+    return HFTarget(target.model, target.tokenizer, target.identity, recorder=recorder, **form)
+
+
+def drafter_for(kind: str, target: HFTarget) -> Any:
+    """A drafter whose weights are the same on every device, as evaluation would run it with this target."""
+    if kind == "plain":
+        return NullDrafter()
+    if kind == "draft_model":  # the target itself, so that drafts are accepted
+        reader = form_of(target, compiled=target.compiled, cuda_graphs=target.cuda_graphs)
+        return DraftModel(DraftModelConfig(length=3), reader)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        weights = build_drafter({"kind": kind, **OPTIONS[kind]}, whole_cpu_copy(target)).state_dict()
+    drafter: Any = build_drafter({"kind": kind, **OPTIONS[kind]}, target)
+    drafter.load_state_dict(weights)
+    drafter.eval().requires_grad_(False)
+    if not (target.cuda_graphs and drafter.recordable):
+        return drafter
+    return GraphedDrafter(drafter, None if target.device.type == "cuda" else ReplayingRecorder())
+
+
+def whole_cpu_copy(target: HFTarget) -> HFTarget:
+    """The target on a CPU: random first weights are drawn there, whatever the device."""
+    model = type(target.model)(target.model.config)
+    model.load_state_dict(target.model.state_dict())
+    return HFTarget(model.eval().requires_grad_(False), target.tokenizer, target.identity)
+
+
+def answers(target: HFTarget, drafter: Any, prompts=PROMPTS, limits=LIMITS, rule=None, seeds=None) -> list[list[int]]:
+    rows = [torch.tensor(row, device=target.device) for row in prompts]
+    generator = RowSeeds(seeds) if seeds is not None else None
+    found: list[list[int]] = [[] for _ in rows]
+    for step in generate(target, drafter, rule or GreedyAcceptance(), rows, max_new_tokens=limits, generator=generator):
+        for row, tokens in zip(step.rows, step.tokens, strict=True):
+            found[row] += tokens
+    return found
+
+
+# --- the same tokens
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_tokens_are_those_of_a_cpu(model, on_cpu, kind):
+    drafter = drafter_for(kind, model)
+    expected = answers(on_cpu, NullDrafter())
+    assert [len(tokens) for tokens in expected] == LIMITS
+    assert answers(model, drafter) == expected
+    assert answers(model, drafter, PROMPTS[2:], LIMITS[2:]) == expected[2:], "alone"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_in_graphs_decode_what_eager_steps_do(model, monkeypatch, kind):
+    grow_in_steps_of(STEP, monkeypatch)
+    graphed = form_of(model, cuda_graphs=True)
+    drafter, eager = drafter_for(kind, graphed), drafter_for(kind, model)
+    cases = [
+        (PROMPTS, LIMITS),
+        (PROMPTS[:1], [60]),  # the cache has to grow, and with it the recordings go
+        (PROMPTS[1:2], [6]),  # a shorter prompt in the larger cache
+        (PROMPTS[::-1], LIMITS),
+    ]
+    for prompts, limits in cases:
+        assert answers(graphed, drafter, prompts, limits) == answers(model, eager, prompts, limits)
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's advice, on TF32 and on its worker processes
+@pytest.mark.parametrize("kind", ["plain", "redrafter"])
+def test_compiled_steps_in_graphs_decode_what_eager_steps_do(model, kind):
+    """Few shapes, since each is compiled."""
+    if model.device.type != "cuda":
+        pytest.skip("on a CPU compiling takes minutes; tests/models/test_graphs.py traces without compiling")
+    compiled = form_of(model, compiled=True, cuda_graphs=True)
+    drafter, eager = drafter_for(kind, compiled), drafter_for(kind, model)
+    try:
+        for prompts, limits in ((PROMPTS[:1], [30]), (PROMPTS[2:], [12])):
+            assert answers(compiled, drafter, prompts, limits) == answers(model, eager, prompts, limits)
+    finally:
+        torch._dynamo.reset()
+
+
+def test_more_shapes_than_recordings_are_kept_change_nothing(model, monkeypatch):
+    grow_in_steps_of(STEP, monkeypatch)
+    monkeypatch.setattr(graphs, "MAX_RECORDINGS", 3)
+    graphed, expected = form_of(model, cuda_graphs=True), answers(model, NullDrafter())
+    drafter = drafter_for("redrafter", graphed)
+    for _ in range(2):
+        assert answers(graphed, drafter) == expected
+
+
+def test_a_draft_model_records_again_when_its_cache_has_grown(model, monkeypatch):
+    """Its last outputs are alive then, in memory of the graphs that went with the smaller cache."""
+    grow_in_steps_of(8, monkeypatch)
+    graphed = form_of(model, cuda_graphs=True)
+    for options in ({}, {"top_k": 3, "tree_nodes": 5}):
+        own = DraftModel(DraftModelConfig(length=3, **options), form_of(model, cuda_graphs=True))
+        for limit in (20, 60, 120):
+            assert answers(graphed, own, PROMPTS[:1], [limit]) == answers(model, NullDrafter(), PROMPTS[:1], [limit])
+
+
+# --- waiting
+
+
+@contextmanager
+def no_wait(device: torch.device) -> Iterator[None]:
+    """Within, whatever makes the host wait for the device is an error."""
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    else:
+        with HostReads() as reads, ScalarReads() as scalars:
+            yield
+        assert not reads.names
+        assert not scalars.count
+
+
+@pytest.mark.parametrize("form", ["eager", "graphs"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_nothing_waits_but_the_reading_of_the_tokens(model, monkeypatch, kind, form, temperature):
+    target = form_of(model, cuda_graphs=form == "graphs")
+    drafter = drafter_for(kind, target)
+    rule = SpeculativeSampling(sampling=Sampling(temperature=temperature)) if temperature else GreedyAcceptance()
+    settled, num_calls = False, 0
+
+    def strict(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal num_calls
+            if not settled:
+                return function(*args, **kwargs)
+            num_calls += 1
+            with no_wait(target.device):
+                return function(*args, **kwargs)
+
+        call.lossless = True  # what a rule has
+        return call
+
+    for owner, name in ((drafter, "propose"), (target, "verify"), (target, "commit"), (drafter, "advance")):
+        monkeypatch.setattr(owner, name, strict(getattr(owner, name)))
+    rows = [torch.tensor(row, device=target.device) for row in PROMPTS]
+    steps = generate(target, drafter, strict(rule), rows, max_new_tokens=60, generator=RowSeeds([3, 4, 5]))
+    for number, _ in enumerate(steps):
+        settled = number >= 3  # what is allocated or recorded once has been
+        if number == 9:
+            break
+    assert num_calls >= 25
+
+
+# --- a model that can't be recorded
+
+
+def test_after_a_failed_recording_the_process_decodes_on_in_its_stream(model):
+    if model.device.type != "cuda":
+        pytest.skip("only a capture fails and leaves the stream that it ran in")
+    expected, stream = answers(model, NullDrafter()), torch.cuda.current_stream()
+
+    def read_a_number(layer: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        args[0].sum().item()
+
+    hook = model.model.model.layers[0].register_forward_pre_hook(read_a_number)
+    graphed = form_of(model, cuda_graphs=True)
+    with pytest.raises(ValueError, match="can't be recorded as a CUDA graph"):
+        answers(graphed, NullDrafter())
+    hook.remove()
+    assert torch.cuda.current_stream() == stream
+    assert answers(model, NullDrafter()) == expected
+    assert answers(form_of(model, cuda_graphs=True), NullDrafter()) == expected, "what can be recorded still is"
+
+
+# --- sampling by row
+
+
+@pytest.mark.parametrize("kind", ["plain", "redrafter", "eagle3"])
+def test_a_rows_seed_gives_its_text_alone_and_in_a_batch_with_a_tree_and_without(model, kind):
+    rule, seeds = SpeculativeSampling(sampling=Sampling(temperature=1.2, top_p=0.95)), [11, 12, 13]
+    together = answers(model, NullDrafter(), rule=rule, seeds=seeds)
+    drafter = drafter_for(kind, model)
+    assert answers(model, drafter, rule=rule, seeds=seeds) == together
+    for row, seed in enumerate(seeds):
+        alone = answers(model, drafter, PROMPTS[row : row + 1], LIMITS[row : row + 1], rule, [seed])
+        assert alone == together[row : row + 1]
+    assert answers(model, NullDrafter(), rule=rule, seeds=[14, 15, 16]) != together
+
+
+# --- memory
+
+
+@torch.inference_mode()
+def test_what_is_taken_of_a_row_is_what_the_cache_holds(model):
+    """Through pinned memory the copy is made while the host goes on: it must have ended before anybody reads it."""
+    prompts = Prompts.of([torch.tensor(row, device=model.device) for row in PROMPTS])
+    model.prefill(prompts, max_new_tokens=200, max_nodes=4)
+    for token in range(3):
+        last = torch.full((3,), token + 5, device=model.device)
+        model.verify(last, chain_tree(torch.full((3, 2), token + 9, device=model.device)))
+        model.keep(None, torch.tensor([3, 1, 2], device=model.device), [3, 1, 2])
+    cache = model._cache
+    for row, prompt in enumerate(PROMPTS):
+        length = len(prompt) + 3 * [3, 1, 2][row]
+        taken = model.take(row)
+        held = [buffer[:, row, :, :length].cpu().clone() for buffer in cache._buffers]
+        assert all(each.device.type == "cpu" for each in taken)
+        assert len(taken) == len(held) > 0
+        assert all(torch.equal(mine, own) for mine, own in zip(taken, held, strict=True))
+        for buffer in cache._buffers:
+            buffer[:, row] = 0
+        assert all(torch.equal(mine, own) for mine, own in zip(taken, held, strict=True)), "a copy"
+
+
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+def test_a_released_cache_gives_all_its_memory_back(model, cuda_graphs):
+    if model.device.type != "cuda":
+        pytest.skip("a CPU's memory isn't counted")
+    target = form_of(model, cuda_graphs=cuda_graphs)
+    answers(target, NullDrafter())  # what libraries keep for themselves is allocated
+    target.release_cache()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    for limit in (40, 400):
+        answers(target, NullDrafter(), limits=[limit] * 3)
+    target.release_cache()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_allocated() - before < 2**20

@@ -1,0 +1,91 @@
+"""How many kernels a decode step launches: bounds, so that a change that adds some is noticed on a CPU."""
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+SCRIPTS = Path(__file__).parents[2] / "scripts" / "gpu"
+MOST_KERNELS_PER_LAYER = 45
+"""Of the target's pass over a draft tree, in eager PyTorch."""
+
+
+@pytest.fixture
+def counting(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    module = importlib.import_module("count_kernels")
+    with module.cuda_paths():
+        yield module
+    module.narrow.cache_clear()
+
+
+def test_a_layer_of_the_target_launches_no_more_kernels_than_it_did(counting: Any) -> None:
+    for kind in ("plain", "redrafter 4x5"):
+        few, many = (counting.decode_step(kind, layers, graphs=False)["kernels"]["verify"] for layers in (1, 3))
+        per_layer = (many - few) / 2
+        assert 20 < per_layer <= MOST_KERNELS_PER_LAYER, (kind, per_layer)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_the_host_waits_once_in_a_decode_step_of_each_kind(counting: Any, graphs: bool) -> None:
+    """And once more where ReDrafter cuts the padding of its tree."""
+    reads = {kind: counting.decode_step(kind, 1, graphs=graphs)["host_reads"] for kind in counting.KINDS}
+    trimmed = {kind for kind, (options, _) in counting.KINDS.items() if options == counting.REDRAFTER}
+    assert len(reads) >= 10
+    assert reads == {kind: 2 if kind in trimmed else 1 for kind in counting.KINDS}
+
+
+def test_under_graphs_the_target_is_one_launch_and_its_inputs(counting: Any) -> None:
+    eager, graphed = (counting.decode_step("redrafter, padded", 2, graphs=graphs) for graphs in (False, True))
+    assert graphed["replays"] == 2, "the drafter's and the target's"
+    assert graphed["launches"]["verify"] <= 5 < eager["launches"]["verify"]
+    # Copies of the inputs and of the logits come on top.
+    assert eager["kernels"]["verify"] <= graphed["kernels"]["verify"] <= eager["kernels"]["verify"] + 8
+
+
+def test_training_counts_every_phase(counting: Any) -> None:
+    for kind in counting.TRAINED_KINDS:
+        row = counting.training_step(kind, 3)
+        assert (row["kernels"]["target"] == 0) == (kind == "draft_model"), "a draft model reads no states of the target"
+        assert min(row["kernels"]["loss"], row["kernels"]["backward"]) > 50
+
+
+def test_views_and_allocations_are_no_kernels_and_a_sort_is_several(counting: Any) -> None:
+    counted, values = counting.Counted(), torch.arange(6.0)
+
+    def kernels(work: Any) -> int:
+        counted.reset()
+        with counted:
+            work()
+        return counted.kernels.total()
+
+    assert kernels(lambda: values.view(2, 3).T[1:]) == 0
+    assert kernels(lambda: torch.empty_like(values)) == 0
+    assert kernels(lambda: values[:0] + 1) == 0
+    assert kernels(lambda: values.add_(1)) == 1
+    assert kernels(lambda: values.view(2, 3).T.reshape(6)) == 1
+    assert kernels(lambda: values.sort()) == counting.SORT
+    with torch.inference_mode():
+        assert kernels(lambda: torch.nn.functional.linear(values[None], torch.ones(2, 6))) == 2, "the weights and the product"
+
+
+def test_every_read_is_seen_once(counting: Any) -> None:
+    counted, values = counting.Counted(), torch.arange(6)
+    reads = {
+        "tolist": lambda: values.tolist(),
+        "item": lambda: values[0].item(),
+        "bool": lambda: bool(values.any()),
+        "int": lambda: int(values.max()),
+        "nonzero": lambda: values.nonzero(),
+        "mask": lambda: values[values > 2],
+        "fill": lambda: values.index_put_((values > 2,), torch.tensor(1)),
+    }
+    found = {}
+    for name, read in reads.items():
+        counted.reset()
+        with counted, counting.Transfers(counted.read):
+            read()
+        found[name] = counted.host_reads.total()
+    assert found == {**dict.fromkeys(reads, 1), "fill": 0}
