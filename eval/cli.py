@@ -53,13 +53,12 @@ def eval_command(
 
     Interrupted, the same command goes on where it stopped. Exits with 1 where a drafter's answers are not the target's own.
     """
-    import torch  # it, and all that uses it, loads too slowly for --help
 
     from ..data.chat import use_chat_template
     from ..data.files import locked
     from ..models.config import TargetConfig
     from ..models.drafters.hub import resolve_drafter
-    from ..models.target import load_target
+    from ..models.target import default_device, load_target
     from .rows import is_broken
     from .run import check_inputs, evaluate
     from .tables import print_table
@@ -84,7 +83,7 @@ def eval_command(
         raise ValueError("--tuned takes its settings from `outrider tune`; leave out --setting, --beam-width and the like")
     drafter = [resolve_drafter(each) for each in drafter]
     check_inputs(config, drafter)
-    place = device or str(torch.accelerator.current_accelerator() or "cpu")
+    place = device or str(default_device())
     # A CPU emulates bfloat16, and only float32 can be held to the very same tokens.
     dtype = dtype or ("float32" if place == "cpu" else "auto")
     options = tokenizer_options(tokenizer_option or [])

@@ -3,7 +3,7 @@
 import os
 import platform
 import subprocess
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ def describe_environment(device: torch.device) -> Environment:
     """This process's environment; `num_threads` is torch's current setting."""
     return Environment(
         python=platform.python_version(),
-        packages={name: version(name) for name in PACKAGES},
+        packages={name: _version(name) for name in PACKAGES},
         system=f"{platform.system()} {platform.machine()}",
         cpu=cpu_model(),
         num_cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
@@ -26,6 +26,13 @@ def describe_environment(device: torch.device) -> Environment:
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
         git_hash=_git_hash(Path(__file__).parents[1]),
     )
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"  # a checkout on the import path has no version of its own; `git_hash` names it
 
 
 def _git_hash(directory: Path) -> str | None:

@@ -52,12 +52,11 @@ def tune_command(
     The target answers some prompts once; every setting drafts for those answers, and the target's step is timed by the size of
     batch and tree. The few settings that come out fastest then decode for real. Takes minutes, not the hours of measuring all.
     """
-    import torch  # it, and all that uses it, loads too slowly for --help
 
     from ..data.chat import use_chat_template
     from ..models.config import TargetConfig
     from ..models.drafters.hub import HUB_ID, resolve_drafter
-    from ..models.target import load_target
+    from ..models.target import default_device, load_target
     from .cli import parse_setting, tokenizer_options
     from .run import check_inputs
     from .tune import tune
@@ -84,7 +83,7 @@ def tune_command(
         )
     drafter = resolve_drafter(drafter)
     check_inputs(config, [drafter])
-    place = device or str(torch.accelerator.current_accelerator() or "cpu")
+    place = device or str(default_device())
     loaded = load_target(
         TargetConfig(
             name_or_path=target,

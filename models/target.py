@@ -34,7 +34,7 @@ def load_target(config: TargetConfig | str, device: torch.device | None = None, 
     """
     config = TargetConfig(name_or_path=config) if isinstance(config, str) else config
     tokenizer = load_tokenizer(config)  # a second's work: its mistakes come first
-    place = _parse_device(config.device) if config.device else device or _default_device()
+    place = _parse_device(config.device) if config.device else device or default_device()
     if config.cuda_graphs and place.type != "cuda":
         raise ValueError(f"target.cuda_graphs is on, and the target goes to {place}; choose a CUDA device, or turn it off")
     model = _load_model(config, place, safetensors_only)
@@ -182,5 +182,7 @@ def _parse_device(name: str) -> torch.device:
     return device
 
 
-def _default_device() -> torch.device:
-    return torch.accelerator.current_accelerator() or torch.device("cpu")
+def default_device() -> torch.device:
+    """Return the first accelerator that is there, else the CPU. PyTorch's CUDA build names CUDA also on
+    a machine without a GPU, so its being there is asked for."""
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")

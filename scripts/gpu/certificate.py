@@ -42,6 +42,8 @@ def main() -> None:
                 dtype=args.dtype,
                 device=args.device,
                 rules=False,
+                compiled=args.compiled,
+                cuda_graphs=args.cuda_graphs,
                 output=args.output,
             )
         except typer.Exit as end:
@@ -55,6 +57,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--device", default=None)
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--cuda-graphs", action="store_true")
     parser.add_argument("--small", action="store_true", help="sample few texts")
     parser.add_argument("--output", type=Path, required=True)
     return parser.parse_args()

@@ -19,9 +19,10 @@ LIMITS = {
     "recipe": 200,
     "certificate_float32": 70,
     "certificate_bfloat16": 70,
+    "certificate_graphs": 70,
     "decode_tiny": 80,
     "decode_graphs": 100,
-    "decode_forms": 270,
+    "decode_forms": 250,
     "decode_cudnn": 60,
     "distill": 90,
     "train": 170,
@@ -136,6 +137,13 @@ def recipe_parts(scratch: Path) -> Iterator[Part]:
             tiny=script("certificate.py", scratch, name, *drafter, "--dtype", dtype, *small),
             checks=CERTIFICATE,
         )
+    graphs = ("--cuda-graphs", "--device", "cuda", "--prompts", "4", "--small")
+    yield Part(
+        name="certificate_graphs",
+        command=script("certificate.py", scratch, "certificate_graphs", *drafter, *graphs),
+        tiny=None,
+        checks=CERTIFICATE,
+    )
 
 
 # --- speed
