@@ -143,6 +143,7 @@ class ShapedDrafter:
     def __init__(self, drafter: Any, num_nodes: int, depth: int, device: torch.device) -> None:
         self.drafter, self.depth = drafter, depth
         self.max_nodes, self.feature_layers = num_nodes, ()
+        self.tree_sizes = (num_nodes,)
         self.init_state, self.advance, self.select = drafter.init_state, drafter.advance, drafter.select
         self.parents = torch.tensor([[*range(-1, depth - 1), *[-1] * (num_nodes - depth)]], device=device)
 
