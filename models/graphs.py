@@ -14,13 +14,14 @@ from jaxtyping import Int
 from .decoding.sampling import Randomness
 from .decoding.tree import DraftTree
 from .interfaces import Drafter
+from .machine import is_out_of_memory
 
 Output = TypeVar("Output")
 
-MAX_RECORDINGS = 128
+MAX_RECORDINGS = 256
 """Recordings kept; beyond them the one is dropped that was used longest ago. Batch sizes, tree
-sizes and lengths make as many shapes: 5 x 4 x 4 for batches of up to 16, trees in four buckets, and
-texts of 2,048 tokens."""
+sizes and lengths make many shapes: 5 x 5 x 4 for batches of up to 16, trees in five buckets, and
+texts of 2,048 tokens; and so for each setting of a drafter."""
 
 WARM_UP_CALLS = 3
 """Calls before the recording, in which libraries set themselves up; what PyTorch's documentation advises."""
@@ -95,11 +96,11 @@ class CudaGraphRecorder:
         try:
             with torch.cuda.graph(graph, pool=self._pool):
                 output = function()
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
             self._leave_capture(stream)
-            raise
-        except RuntimeError as error:  # the model reads numbers from the device, as mixtures of experts may
-            self._leave_capture(stream)
+            if is_out_of_memory(error):
+                raise
+            # The model reads numbers from the device, as mixtures of experts may.
             raise ValueError(f"this model can't be recorded as a CUDA graph ({error}); turn target.cuda_graphs off") from error
         return graph.replay, output
 

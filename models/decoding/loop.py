@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..interfaces import AcceptanceRule, Drafter, Target
 from ..machine import synchronize
+from .acceptance import GreedyAcceptance
 from .prompts import Prompts
 from .sampling import Randomness, RowSeeds
 from .stopping import Stopping
@@ -33,12 +34,15 @@ def generate(
 ) -> Iterator[Step]:
     """Answer a batch of prompts, step by step. A row leaves the batch when its answer ends.
 
-    `prompts` are rows of one length, or vectors of any lengths; `max_new_tokens` is one limit, or a limit for each of them. The
-    tokens are exactly those that plain decoding with the same rule would emit: whatever ends an answer (see `Stopping`) also
-    cuts an accepted path. The host reads from the device once per step, for the whole batch. `stop_strings` need the
-    `tokenizer`. With `RowSeeds` as `generator`, what a row samples depends neither on its neighbours nor on the drafter; a
-    torch.Generator is shared by all rows. `timed` takes the seconds of each phase; it synchronises an accelerator after each,
-    so leave it off where the whole is being timed.
+    `prompts` are rows of one length, or vectors of any lengths; `max_new_tokens` is one limit, or a
+    limit for each of them. The tokens are exactly those that plain decoding with the same rule would
+    emit: whatever ends an answer (see `Stopping`) also cuts an accepted path. The host reads from the
+    device once per step, for the whole batch (a drafter may read once more, to cut the padding of its
+    tree). `stop_strings` need the `tokenizer`.
+
+    With `RowSeeds` as `generator`, what a row samples depends neither on its neighbours nor on the
+    drafter; a torch.Generator is shared by all rows. `timed` takes the seconds of each phase; it
+    synchronises an accelerator after each, so leave it off where the whole is being timed.
 
     Raises ValueError for prompts that are empty or fill the context window and for logits that aren't numbers, RuntimeError
     where somebody else uses the target before the answers have ended.
@@ -73,7 +77,10 @@ def generate(
                 "the target has begun another answer meanwhile, and it has one KV cache: finish one `generate` before the next "
                 "begins, and let a draft model be a target of its own"
             )
-        kept = kept_places([step.rows.index(row) for row in going], len(rows), few_sizes=target.has_fixed_shapes)
+        # Copies of a row must decode what it does: by the same random numbers, or by none.
+        are_alike = isinstance(generator, RowSeeds) or (isinstance(rule, GreedyAcceptance) and not step.drawn)
+        few_sizes = target.has_fixed_shapes and are_alike
+        kept = kept_places([step.rows.index(row) for row in going], len(rows), few_sizes=few_sizes)
         if len(going) < len(step.rows):
             rows = [step.rows[place] for place in kept]
             target.select(kept)
@@ -102,7 +109,7 @@ def kept_places(places: Sequence[int], batch: int, *, few_sizes: bool) -> list[i
 
     With `few_sizes` the size falls from one power of two to the next, since each other size would
     be compiled or recorded first. The last row is repeated to fill it: its copies decode the same
-    text, need no more room than the row itself, and are not looked at.
+    text, so they need no more room than the row itself. Nothing reads or counts them.
 
         5 of 8 go on   0 2 3 6 7   ->   0 2 3 6 7 7 7 7        4 of 8 go on   0 2 3 6   ->   0 2 3 6
     """

@@ -131,8 +131,9 @@ class RowSeeds:
     whether a tree is there or not, the draw of token t is independent of the text before it.
 
     Other decisions (`draw`, `flip`) are made of the seed, t, and how many were made since. On a CPU the values that a seeded
-    generator gives first do not depend on how many are asked for, so padding behind a row's own nodes changes nothing;
-    elsewhere drafters' trees are of one size in all batches. Good for one call of `generate`.
+    generator gives first do not depend on how many are asked for, so padding behind a row's own nodes
+    changes nothing; elsewhere that matters to drawn trees only, which are of one size in all batches.
+    Good for one call of `generate`.
     """
 
     def __init__(self, seeds: Sequence[int], positions: Sequence[int] | None = None) -> None:

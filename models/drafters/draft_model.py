@@ -233,7 +233,7 @@ class DraftModel(TrainableDrafter):
         """A chain drawn from the model's own distribution."""
         sampling = Sampling(temperature=self.config.temperature)
         probs, tokens = [warp(logits, sampling)], [draw(warp(logits, sampling)[:, 0], generator)]
-        while len(tokens) < self.config.length:
+        while len(tokens) < self.max_nodes:
             chain = chain_tree(torch.stack(tokens, dim=1))
             probs.append(warp(self.reader.verify(last_token, chain, num_read=len(tokens)).logits, sampling))
             tokens.append(draw(probs[-1][:, 0], generator))

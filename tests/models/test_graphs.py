@@ -1,5 +1,8 @@
 """Steps with fixed shapes: compiled, and recorded once and replayed, they give what plain steps give."""
 
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -18,7 +21,7 @@ from outrider.models.decoding import (
 from outrider.models.decoding.loop import kept_places
 from outrider.models.drafters import NullDrafter, build_drafter
 from outrider.models.drafters.draft_model import DraftModel, DraftModelConfig
-from outrider.models.graphs import GraphedDrafter, GraphedFunction
+from outrider.models.graphs import CudaGraphRecorder, GraphedDrafter, GraphedFunction
 from outrider.models.hf_target import HFTarget
 from outrider.models.target import load_target
 
@@ -228,3 +231,88 @@ def test_a_recorded_function_is_replayed_with_new_inputs():
         assert graphed(torch.full((2,), value)).tolist() == [2 * value] * 2
     assert graphed(torch.ones(3)).tolist() == [2.0] * 3
     assert len(calls) == len(graphed) == 2
+
+
+class FakeCuda:
+    """What a recorder asks of `torch.cuda`, in order. A capture runs its function, or fails on its way out."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.stream = "the first stream"
+        self.pools: list[object] = []
+        self.captured_into: list[object] = []
+        self.failure: BaseException | None = None
+        side = SimpleNamespace(wait_stream=lambda other: None)
+        main = SimpleNamespace(wait_stream=lambda other: None)
+        for name, replacement in {
+            "graph_pool_handle": self.new_pool,
+            "current_stream": lambda: main,
+            "Stream": lambda: side,
+            "stream": lambda stream: nullcontext(),
+            "set_stream": lambda stream: setattr(self, "stream", stream),
+            "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),
+            "graph": self.capture,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, replacement)
+        self.main = main
+
+    def new_pool(self) -> object:
+        self.pools.append(object())
+        return self.pools[-1]
+
+    @contextmanager
+    def capture(self, graph, pool):
+        self.captured_into.append(pool)
+        before, self.stream = self.stream, "the capture's stream"
+        yield
+        if self.failure is not None:
+            raise self.failure  # as PyTorch does: before it leaves its stream
+        self.stream = before
+
+
+def test_dropped_recordings_take_their_pool_with_them(monkeypatch):
+    """PyTorch asserts against a recording into a pool that has no graph left but a tensor in use."""
+    cuda = FakeCuda(monkeypatch)
+    double = GraphedFunction(lambda x: 2 * x, CudaGraphRecorder())
+    double(torch.ones(1)), double(torch.ones(2))
+    assert len(cuda.pools) == 1, "graphs that live together share their memory"
+    double.forget()
+    double(torch.ones(1))
+    assert cuda.captured_into == [cuda.pools[0], cuda.pools[0], cuda.pools[1]]
+
+
+@pytest.mark.parametrize(
+    ("failure", "raised"),
+    [
+        (RuntimeError("CUDA error: operation not permitted when stream is capturing"), ValueError),
+        (torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError),
+    ],
+    ids=["reads a number", "out of memory"],
+)
+def test_a_capture_that_fails_leaves_its_stream_and_its_pool(monkeypatch, failure, raised):
+    """Otherwise all later work of the process would go to a stream that nothing waits for."""
+    cuda = FakeCuda(monkeypatch)
+    recorder = CudaGraphRecorder()
+    cuda.failure = failure
+    with pytest.raises(raised):
+        recorder(lambda: torch.ones(1))
+    assert cuda.stream is cuda.main
+    cuda.failure = None
+    recorder(lambda: torch.ones(1))
+    assert cuda.captured_into == cuda.pools
+    assert len(cuda.pools) == 2
+
+
+@pytest.mark.parametrize("randomness", ["shared generator", "row seeds", "greedy"])
+def test_copies_fill_a_batch_only_where_they_decode_what_their_row_does(target, graphed, redrafter, randomness):
+    """With random numbers of their own they would outgrow their row, and take numbers from the others."""
+    prompts = [torch.tensor([70 + row, 9, 8]) for row in range(6)]
+    rule = GreedyAcceptance() if randomness == "greedy" else SpeculativeSampling(sampling=Sampling())
+    generators = {"shared generator": torch.Generator().manual_seed, "row seeds": lambda seed: RowSeeds(range(6))}
+    texts = {}
+    for each in (target, graphed):
+        make = generators.get(randomness)
+        options = {"max_new_tokens": [19, 4, 11, 7, 16, 5], "generator": make and make(0)}
+        texts[each] = [step.tokens for step in generate(each, redrafter, rule, prompts, **options)]
+    assert texts[graphed] == texts[target]
+    sizes = {shapes[1][0] for shapes in graphed._graphs._recorded}
+    assert (sizes == {6, 4, 2, 1}) == (randomness != "shared generator")

@@ -1,10 +1,15 @@
 """Waiting for a device, and running out of its memory: the same on every kind of accelerator, and free on a CPU."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from outrider.models.config import TargetConfig
 from outrider.models.decoding.loop import Stopwatch
-from outrider.models.machine import is_out_of_memory, release_memory, synchronize
+from outrider.models.machine import is_out_of_memory, release_memory, synchronize, turn_off_cudnn_attention
+from outrider.models.target import load_target
+from outrider.models.tree_cache import extent_step
 
 
 @pytest.fixture
@@ -44,3 +49,38 @@ def test_memory_that_ran_out_is_told_from_other_errors() -> None:
     assert is_out_of_memory(RuntimeError("MPS backend out of memory (MPS allocated: 9.0 GiB)"))
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert not is_out_of_memory(ValueError("MPS backend out of memory"))
+
+
+def test_cudnns_attention_is_turned_off_on_cuda_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It plans anew for each length of a text: tens of milliseconds in each step of decoding."""
+    switched: list[bool] = []
+    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: True)
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", switched.append)
+    turn_off_cudnn_attention(torch.device("cpu"))
+    turn_off_cudnn_attention(torch.device("mps"))
+    assert not switched
+    turn_off_cudnn_attention(torch.device("cuda:1"))
+    assert switched == [False]
+    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: False)
+    turn_off_cudnn_attention(torch.device("cuda"))
+    assert switched == [False], "it is off already"
+
+
+def test_loading_a_target_turns_cudnns_attention_off_for_its_device(
+    tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices: list[torch.device] = []
+    monkeypatch.setattr("outrider.models.target.turn_off_cudnn_attention", devices.append)
+    load_target(TargetConfig(name_or_path=str(tiny_target_dir)), torch.device("cpu"))
+    assert devices == [torch.device("cpu")]
+
+
+@pytest.mark.parametrize("name", ["cuda", "xpu", "mps"])
+def test_extents_come_in_steps_on_accelerators_in_every_form(name: str) -> None:
+    """One length of keys for each token would mean a plan, or an odd address of a mask, for each."""
+    for is_fixed in (True, False):
+        step = extent_step(torch.device(name), is_fixed=is_fixed)
+        assert step >= 256
+        assert step % 8 == 0
+    assert extent_step(torch.device("cpu"), is_fixed=False) == 1
+    assert extent_step(torch.device("cpu"), is_fixed=True) > 1

@@ -92,6 +92,14 @@ def test_the_cache_grows_with_a_long_answer(target, monkeypatch):
     assert all(step.num_accepted == (2,) for step in steps[1:])
 
 
+def test_a_drawn_chain_has_no_more_nodes_than_it_may(target, small):
+    """The caches have room for `max_nodes`."""
+    drafter = DraftModel(DraftModelConfig(length=4, tree_nodes=2, temperature=1.0), small)
+    rule = SpeculativeSampling(sampling=Sampling())
+    steps = list(generate(target, drafter, rule, torch.tensor([PROMPTS[0]]), max_new_tokens=12))
+    assert {step.num_nodes for step in steps[1:]} == {2} == {drafter.max_nodes}
+
+
 @pytest.mark.parametrize("length", [1, 3, 6, 8])
 def test_drafts_may_reach_beyond_a_table_of_positions(target, length):
     torch.manual_seed(0)
