@@ -6,9 +6,11 @@ import socket
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from threading import RLock
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from outrider.data.types import DrafterBatch
 from outrider.models.drafters.objective import Objective
@@ -36,6 +38,8 @@ def fork(processes: int, work: Callable[[], Any]) -> list[int]:
     for rank in range(processes):
         pid = os.fork()
         if pid == 0:
+            # tqdm's own lock is shared with forked processes, and stays locked where one of them is killed holding it.
+            tqdm.set_lock(RLock())
             if processes > 1:
                 launch = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "MASTER_PORT": port}
                 os.environ.update({key: str(value) for key, value in launch.items()}, MASTER_ADDR="127.0.0.1")
