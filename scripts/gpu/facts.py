@@ -7,10 +7,13 @@ Imports nothing but torch, and runs without that: what is missing is part of the
 
 import argparse
 import json
+import os
 import platform
 import re
 import subprocess
+import sys
 import tomllib
+import warnings
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -18,11 +21,14 @@ from typing import Any
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 TEST_PACKAGES = ("pytest", "beartype")
 NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version,clocks.max.sm", "--format=csv,noheader")
+SEE_CARD = "import json, facts; print(json.dumps(facts.card()))"
+SEE_SECONDS, ERROR_CHARACTERS = 120, 300
+INSTALL = "install torch built for CUDA: make install TORCH_INDEX=https://download.pytorch.org/whl/cu130"
 
 
 def main() -> None:
     args = parse_args()
-    facts = {"python": platform.python_version(), **packages(), **card(), "nvidia_smi": nvidia_smi()}
+    facts = {"commit": commit(), "python": platform.python_version(), **packages(), **card(), "nvidia_smi": nvidia_smi()}
     args.output.write_text(json.dumps(facts, indent=2))
     print(json.dumps(facts, indent=2))
 
@@ -36,7 +42,7 @@ def parse_args() -> argparse.Namespace:
 def packages() -> dict[str, Any]:
     """Versions of what outrider depends on, and which are missing, or older than it asks for."""
     asked = tomllib.loads(PROJECT.read_text())["project"]["dependencies"]
-    least = dict(re.fullmatch(r"([\w-]+)(?:>=([\d.]+))?.*", line).groups() for line in asked)  # type: ignore[union-attr]
+    least = dict(re.fullmatch(r"([\w-]+)(?:>=([\d.]+))?.*", line).groups() for line in asked)  # type: ignore[misc, union-attr]
     found = {name: installed(name) for name in ("outrider", *least, *TEST_PACKAGES)}
     return {
         "packages": found,
@@ -62,30 +68,78 @@ def numbers(text: str) -> list[int]:
 
 
 def card() -> dict[str, Any]:
-    """What torch sees."""
+    """What torch sees, and the reason where torch does not see a card."""
     try:
         import torch
-    except ImportError as error:
-        return {"cuda": False, "torch_error": str(error)}
-    if not torch.cuda.is_available():
-        return {"cuda": False}
+    except (ImportError, OSError) as error:  # OSError: a library of CUDA is missing
+        return {"cuda": False, "torch": None, "torch_error": str(error)}
+    build = {"torch": str(torch.__version__), "cuda_version": torch.version.cuda}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        has_cuda = torch.cuda.is_available()
+    if not has_cuda:  # of an old driver torch only warns
+        return {"cuda": False, **build, "torch_error": " ".join(str(warning.message) for warning in caught) or None}
     properties = torch.cuda.get_device_properties(0)
     return {
         "cuda": True,
+        **build,
         "device": properties.name,
         "memory_bytes": properties.total_memory,
         "capability": list(torch.cuda.get_device_capability(0)),
         "num_devices": torch.cuda.device_count(),
-        "cuda_version": torch.version.cuda,
         "cudnn_version": torch.backends.cudnn.version(),
     }
 
 
-def nvidia_smi() -> str | None:
+def seen_by_torch() -> dict[str, Any]:
+    """What `card` finds, from a process that ends: a process that holds torch takes memory of the card."""
+    command = [sys.executable, "-c", SEE_CARD]
     try:
-        return subprocess.run(NVIDIA_SMI, capture_output=True, text=True, timeout=20, check=False).stdout.strip() or None
+        done = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False, timeout=SEE_SECONDS
+        )
+        return dict(json.loads(done.stdout.splitlines()[-1]))
+    except subprocess.TimeoutExpired:
+        return {"cuda": False, "torch_error": f"torch was not ready after {SEE_SECONDS} s"}
+    except (IndexError, ValueError):
+        return {"cuda": False, "torch_error": f"python ended with {done.returncode}: {done.stderr.strip()[-ERROR_CHARACTERS:]}"}
+
+
+def unseen(listed: str, seen: dict[str, Any]) -> str:
+    """The message where nvidia-smi names a card that torch does not see: what there is, the rule and the remedy."""
+    version, cuda_version, hidden = seen.get("torch"), seen.get("cuda_version"), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if version is None:
+        torch, remedy = "torch cannot be imported", INSTALL
+    elif cuda_version is None:
+        torch, remedy = f"torch {version} is built without CUDA", INSTALL
+    elif hidden is not None:
+        torch, remedy = f"torch {version} does not see it", f"unset CUDA_VISIBLE_DEVICES, which is {hidden!r}"
+    else:
+        torch = f"torch {version} (CUDA {cuda_version}) does not see it"
+        remedy = f"install a driver for CUDA {cuda_version}, or torch built for the CUDA version that nvidia-smi shows"
+    reason = f" ({seen['torch_error']})" if seen.get("torch_error") else ""
+    return f"""nvidia-smi names a card ({listed}), but {torch}{reason}.
+Without --tiny the parts measure the card, so torch must see it. Nothing was run.
+Remedy: {remedy}. `--only facts` lists what is installed and what is missing. `--tiny` runs small shapes on the CPU."""
+
+
+def nvidia_smi() -> str | None:
+    """The cards that the driver names. None where it names none, and where there is no driver."""
+    try:
+        done = subprocess.run(NVIDIA_SMI, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
+    return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def commit() -> str | None:
+    """The commit that is checked out, with `-dirty` where files differ from it. None without git or a repository."""
+    command = ("git", "describe", "--always", "--dirty")
+    try:
+        done = subprocess.run(command, cwd=PROJECT.parent, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None
 
 
 if __name__ == "__main__":

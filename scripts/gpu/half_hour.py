@@ -7,11 +7,16 @@ The parts are those of `half_hour_parts.py`. Each is a process of its own with a
 no other. A later call does not run a part again, whatever came of it, unless `--again` is given. So a machine on which a
 command may last ten minutes is used in several calls, each with `--minutes 9.5`. The results:
 
-- `first_half_hour.json`: of each part the command, exit status, seconds, last lines, its own report, and the verdict;
+- `first_half_hour.json`: of each part the command, the commit, exit status, seconds, last lines, its own report, the verdict;
 - `first_half_hour.md`: the same for a reader: what was expected, what was found.
 
+The tiny form writes `first_half_hour_tiny.json` and `.md`, so it never replaces what a GPU has measured. Without `--tiny` it
+runs only where neither torch nor nvidia-smi sees a card. Where nvidia-smi names one that torch does not see, nothing is run.
+
 Verdicts: `ok`; `look` where something is not as expected, or wasn't measured; `failed` where a part ended with an error, ran
-out of time or left no report. The exit status is 1 where a part failed.
+out of time or left no report. The exit status is 1 where one of the chosen parts failed, 2 where nothing could be run, and
+128 and the signal's number after SIGHUP, SIGINT or SIGTERM. After such a signal the running part is killed, and both files
+are written.
 
 Nothing but Python's own library is imported here: a machine that lacks packages still gets its report.
 """
@@ -19,48 +24,69 @@ Nothing but Python's own library is imported here: a machine that lacks packages
 import argparse
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from half_hour_parts import REPOSITORY, Check, Part, parts, report_path
+from facts import commit, nvidia_smi, seen_by_torch, unseen
+from half_hour_parts import REPOSITORY, Check, Part, details, parts, report_path
+from killed_recipe import ending_with_this_process
 
-JSON_FILE, PAGE_FILE = "first_half_hour.json", "first_half_hour.md"
+GPU, TINY = "gpu", "tiny"
+FILES = {GPU: "first_half_hour", TINY: "first_half_hour_tiny"}
+"""The names of each form's two files, without their endings."""
 TAIL_LINES, LINE_CHARACTERS = 40, 300
 """Of a part's output that are kept."""
 OK, LOOK, FAILED = "ok", "look", "failed"
-HAS_CUDA = "import torch; raise SystemExit(not torch.cuda.is_available())"
+POLL_SECONDS = 0.05
+STOP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 
 Record = dict[str, Any]
 """What came of a part."""
 
 
+@dataclass
+class Call:
+    """What holds for all parts of one call."""
+
+    form: str
+    form_line: str
+    """The form, and why it was taken."""
+    commit: str | None
+    every_part: Sequence[Part]
+    scratch: Path
+    out: Path
+    stop_signal: int | None = None
+    """The first signal that asked for the end."""
+    stopped_part: str | None = None
+    """The part that ran then."""
+
+
 def main() -> None:
     args = parse_args()
-    tiny = args.tiny or not has_cuda()
-    scratch = args.scratch / ("tiny" if tiny else "gpu")
-    scratch.mkdir(parents=True, exist_ok=True)
-    chosen = [part for part in parts(scratch) if not args.only or part.name.startswith(tuple(args.only))]
-    records = read_records(scratch / JSON_FILE)
-    ends_at = time.monotonic() + 60 * args.minutes
-    for part in chosen:
-        command = part.tiny if tiny else part.command
-        has_run = part.name in records and not args.again
-        if command is None or has_run or time.monotonic() + part.limit_seconds > ends_at:
-            continue
-        print(f"=== {part.name}: at most {part.limit_seconds} s", flush=True)
-        record = run(part, command, scratch, part.tiny_environment if tiny else {})
-        records[part.name] = judged(part, record, tiny=tiny)
-        print(f"=== {part.name}: {record['verdict']}, {record['seconds']:.0f} s", flush=True)
-        publish(records, parts(scratch), tiny, (scratch, args.out))  # each time: what has run is kept
-    publish(records, parts(scratch), tiny, (scratch, args.out))
-    print(f"Written to {args.out / JSON_FILE} and {args.out / PAGE_FILE}")
-    sys.exit(any(record["verdict"] == FAILED for record in records.values()))
+    chosen = [part for part in parts(args.scratch) if not args.only or part.name.startswith(tuple(args.only))]
+    form, form_line = choose_form(args.tiny, [part.name for part in chosen])
+    say(form_line)
+    scratch = args.scratch / form
+    scratch.mkdir(exist_ok=True)
+    call = Call(form, form_line, commit(), parts(scratch), scratch, args.out)
+    records = read_records(scratch / f"{FILES[form]}.json")
+    names = {part.name for part in chosen}
+    with noting_signals(call):
+        run_parts(call, [part for part in call.every_part if part.name in names], records, args)
+        publish(call, records)
+    say(f"Written to {args.out / FILES[form]}.json and .md")
+    if call.stop_signal is not None:
+        say(f"Stopped by {signal.Signals(call.stop_signal).name}")
+        sys.exit(128 + call.stop_signal)
+    sys.exit(any(records[name]["verdict"] == FAILED for name in names & records.keys()))
 
 
 def parse_args() -> argparse.Namespace:
@@ -68,49 +94,138 @@ def parse_args() -> argparse.Namespace:
     out, scratch = Path(os.environ.get("OUT", "gpu_first")), Path("outputs/first_half_hour")
     parser.add_argument("--out", type=Path, default=out, help="where the two files go: $OUT unless given, else gpu_first")
     parser.add_argument("--scratch", type=Path, default=scratch, help="what the parts write, and what has run")
-    parser.add_argument("--tiny", action="store_true", help="small shapes on a CPU; without CUDA always")
+    parser.add_argument("--tiny", action="store_true", help="small shapes on a CPU; on a machine without a card always")
     parser.add_argument("--only", nargs="+", help="the parts whose names begin so")
     parser.add_argument("--again", action="store_true", help="run parts that have run")
     parser.add_argument("--minutes", type=float, default=60, help="begin no part that may not end within them")
     args = parser.parse_args()
+    known = [part.name for part in parts(args.scratch)]
+    for start in args.only or ():
+        if not start or not any(name.startswith(start) for name in known):
+            parser.error(f"--only {start!r}: must be how a part's name begins; the parts are {', '.join(known)}")
+    if not (args.minutes > 0 and math.isfinite(args.minutes)):
+        parser.error(f"--minutes {args.minutes:g}: must be a number above 0; without it the limit is 60")
     args.out, args.scratch = args.out.resolve(), args.scratch.resolve()
+    for option, folder in (("--out ($OUT)", args.out), ("--scratch", args.scratch)):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            parser.error(
+                f"{option} {folder}: must be a folder, or a path where one can be made ({error.strerror}); name another"
+            )
+        if not os.access(folder, os.W_OK | os.X_OK):
+            parser.error(f"{option} {folder}: must be a folder that can be written to; name another")
     return args
 
 
-def has_cuda() -> bool:
-    return subprocess.run([sys.executable, "-c", HAS_CUDA], capture_output=True, check=False).returncode == 0
+# --- the form
+
+
+def choose_form(asks_for_tiny: bool, names: Sequence[str]) -> tuple[str, str]:
+    """The form, and a line that names it and the reason. Ends the script where torch does not see the machine's card."""
+    tiny = "TINY FORM, small shapes on a CPU: no speed is measured. Reason:"
+    if asks_for_tiny:
+        return TINY, f"{tiny} --tiny was given."
+    seen, listed = seen_by_torch(), nvidia_smi()
+    if seen["cuda"]:
+        return GPU, f"GPU FORM, on {seen['device']}."
+    if listed is None:
+        return TINY, f"{tiny} torch does not see a card, and nvidia-smi names none."
+    card = listed.replace("\n", "; ")
+    if list(names) == ["facts"]:
+        return GPU, f"GPU FORM, facts alone: nvidia-smi names a card that torch does not see ({card})."
+    print(f"half_hour.py: error: {unseen(card, seen)}", file=sys.stderr)
+    sys.exit(2)
 
 
 # --- running
 
 
-def run(part: Part, command: Sequence[str], scratch: Path, environment: dict[str, str]) -> Record:
+def run_parts(call: Call, chosen: Sequence[Part], records: dict[str, Record], args: argparse.Namespace) -> None:
+    """Run the parts that have not run yet and that may end in time. Each is added to the records, and published."""
+    ends_at = time.monotonic() + 60 * args.minutes
+    for part in chosen:
+        command, left_seconds = part.tiny if call.form == TINY else part.command, ends_at - time.monotonic()
+        if call.stop_signal is not None:
+            return
+        if command is None:
+            say(f"not in the tiny form: {part.name}")
+        elif part.name in records and not args.again:
+            earlier = records[part.name]
+            say(f"already run: {part.name}, {earlier['verdict']}{at_commit(earlier, call.commit)} (run again with --again)")
+        elif part.limit_seconds > left_seconds:
+            say(f"left for another call: {part.name}, which may take {part.limit_seconds} s; {left_seconds:.0f} s are left")
+        else:
+            say(f"=== {part.name}: at most {part.limit_seconds} s")
+            record = run(part, command, call)
+            if call.stop_signal is not None:
+                call.stopped_part = part.name
+                return
+            records[part.name] = judged(part, record, tiny=call.form == TINY)
+            publish(call, records)  # after each part: what has run is kept
+            say(f"=== {part.name}: {record['verdict']}, {record['seconds']:.0f} s")
+
+
+def at_commit(record: Record, now: str | None) -> str:
+    """Where a part was run at another commit than the present one: which."""
+    earlier = record.get("commit")
+    return f", at commit {earlier or 'unknown'}, not {now or 'unknown'}" if earlier != now else ""
+
+
+@contextlib.contextmanager
+def noting_signals(call: Call) -> Iterator[None]:
+    """Note the first signal that asks for the end, and nothing more: no write is cut off, no child is left behind."""
+
+    def note(number: int, frame: object) -> None:
+        call.stop_signal = call.stop_signal or number
+
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    for number, handler in before.items():
+        if handler != signal.SIG_IGN:  # nohup ignores SIGHUP, so that the script outlives the terminal
+            signal.signal(number, note)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def say(line: str) -> None:
+    """Print a line. Where the terminal or the reading end of a pipe is gone, print no more."""
+    try:
+        print(line, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def run(part: Part, command: Sequence[str], call: Call) -> Record:
     """Run a part's command, for as long as it may take, and collect what it left."""
-    report_path(scratch, part.name).unlink(missing_ok=True)
-    log = scratch / f"{part.name}.log"
+    report_path(call.scratch, part.name).unlink(missing_ok=True)
+    log = call.scratch / f"{part.name}.log"
+    run_commit = commit()
     started = time.monotonic()
     with open(log, "wb") as output:
         process = subprocess.Popen(
             command,
             cwd=REPOSITORY,
-            env={**os.environ, **environment},
+            env={**os.environ, **(part.tiny_environment if call.form == TINY else {})},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            process_group=0,  # and no session of its own, so that it ends with ours
+            # A group of its own, to be killed with its children. A terminal's signals reach only this script's group, so this
+            # script has to end the part. Where this script is killed with SIGKILL, Linux kills the part.
+            process_group=0,
+            preexec_fn=ending_with_this_process(),  # noqa: PLW1509 - this process has no threads
         )
         try:
-            status = process.wait(part.limit_seconds)
-            timed_out = False
-        except subprocess.TimeoutExpired:
-            timed_out = True
+            timed_out = wait(process, part.limit_seconds, call)
         finally:
             kill_group(process.pid)
-        if timed_out:
-            status = process.wait()
-    report, problem = read_report(scratch, part)
+        status = process.wait()
+    report, problem = read_report(call.scratch, part)
     return {
         "command": list(command),
+        "commit": run_commit,
         "limit_seconds": part.limit_seconds,
         "exit_status": status,
         "timed_out": timed_out,
@@ -119,6 +234,16 @@ def run(part: Part, command: Sequence[str], scratch: Path, environment: dict[str
         "report": report,
         "report_problem": problem,
     }
+
+
+def wait(process: subprocess.Popen[bytes], limit_seconds: float, call: Call) -> bool:
+    """Wait for the end of a part, or for a signal. Whether the limit came first."""
+    ends_at = time.monotonic() + limit_seconds
+    while process.poll() is None and call.stop_signal is None:
+        if time.monotonic() >= ends_at:
+            return True
+        time.sleep(POLL_SECONDS)
+    return False
 
 
 def kill_group(leader: int) -> None:
@@ -204,37 +329,33 @@ def read_records(path: Path) -> dict[str, Record]:
         return {}
 
 
-def publish(records: dict[str, Record], every_part: Sequence[Part], tiny: bool, folders: Sequence[Path]) -> None:
+def publish(call: Call, records: dict[str, Record]) -> None:
     """Write both files, each whole or not at all."""
-    ordered = {part.name: records[part.name] for part in every_part if part.name in records}
-    whole = {"form": "tiny" if tiny else "gpu", "parts": ordered}
-    missing = [part.name for part in every_part if part.name not in records and (part.tiny or not tiny)]
-    for folder in folders:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in ((JSON_FILE, json.dumps(whole, indent=1)), (PAGE_FILE, page(whole, missing))):
+    ordered = {part.name: records[part.name] for part in call.every_part if part.name in records}
+    whole = {"form": call.form, "commit": call.commit, "parts": ordered}
+    for folder in (call.scratch, call.out):
+        for ending, text in (("json", json.dumps(whole, indent=1)), ("md", page(call, ordered))):
+            name = f"{FILES[call.form]}.{ending}"
             temporary = folder / f".{name}.tmp"
             temporary.write_text(text)
             os.replace(temporary, folder / name)
 
 
-def page(whole: Record, missing: Sequence[str]) -> str:
+def page(call: Call, records: dict[str, Record]) -> str:
     """The readable form."""
-    records: dict[str, Record] = whole["parts"]
-    facts = (records.get("facts") or {}).get("report") or {}
-    packages = facts.get("packages") or {}
-    lines = [
-        "# The first half hour on a GPU",
-        "",
-        "The tiny form: small shapes on a CPU. It says whether this script works, and nothing about speed."
-        if whole["form"] == "tiny"
-        else f"{facts.get('device')}, CUDA {facts.get('cuda_version')}, cuDNN {facts.get('cudnn_version')}.",
-        f"Python {facts.get('python')}, torch {packages.get('torch')}, transformers {packages.get('transformers')}.",
-        "",
-        "| part | verdict | seconds | limit |",
-        "| --- | --- | ---: | ---: |",
-    ]
+    lines = [f"# The first half hour on a GPU: {call.form} form", "", call.form_line, *machine(records)]
+    lines += [f"Commit {call.commit or 'unknown'}."]
     for name, record in records.items():
-        lines.append(f"| {name} | {record['verdict']} | {record['seconds']:.0f} | {record['limit_seconds']} |")
+        if record.get("commit") != call.commit:
+            lines += ["", f"**Another commit**: {name}{at_commit(record, call.commit)}."]
+    if call.stop_signal is not None:
+        during = f" while {call.stopped_part} ran; that part counts as not run" if call.stopped_part else ""
+        lines += ["", f"**Stopped** by {signal.Signals(call.stop_signal).name}{during}."]
+    lines += ["", "| part | verdict | seconds | limit | commit |", "| --- | --- | ---: | ---: | --- |"]
+    for name, record in records.items():
+        seconds = f"{record['seconds']:.0f} | {record['limit_seconds']}"
+        lines.append(f"| {name} | {record['verdict']} | {seconds} | {record.get('commit') or 'unknown'} |")
+    missing = [part.name for part in call.every_part if part.name not in records and (part.tiny or call.form == GPU)]
     if missing:
         lines += ["", f"Not run yet: {', '.join(missing)}."]
     for name, record in records.items():
@@ -242,8 +363,22 @@ def page(whole: Record, missing: Sequence[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def machine(records: dict[str, Record]) -> list[str]:
+    """What the facts say of the machine."""
+    facts = (records.get("facts") or {}).get("report") or {}
+    packages = facts.get("packages") or {}
+    if not facts:
+        return ["The part facts has left no report."]
+    card = (
+        [f"{facts['device']}, CUDA {facts.get('cuda_version')}, cuDNN {facts.get('cudnn_version')}."]
+        if facts.get("cuda")
+        else []
+    )
+    return [*card, f"Python {facts.get('python')}, torch {packages.get('torch')}, transformers {packages.get('transformers')}."]
+
+
 def section(name: str, record: Record) -> list[str]:
-    """A part: its command, what was expected and found, and where it failed, why."""
+    """A part: its command, what was expected and found, and where it failed or is to be looked at, the details."""
     command = " ".join(record["command"]).replace(f"{REPOSITORY}/", "")
     lines = [f"## {name}: {record['verdict']}", "", f"`{command}`"]
     if record["checks"]:
@@ -253,9 +388,10 @@ def section(name: str, record: Record) -> list[str]:
         lines.append(f"| {check['says']} | {check['expected']} | {found} | {check['verdict']} |")
     if record["problem"] is not None:
         lines += ["", f"**Failed**: {record['problem']}. Its last lines:", "", "```", *record["last_lines"], "```"]
+    elif record["verdict"] == LOOK:
+        lines += ["", "What the part left:", "", "```", *(details(record["report"]) or record["last_lines"]), "```"]
     return lines
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the part that is running is killed too
     main()

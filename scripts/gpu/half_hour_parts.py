@@ -30,6 +30,9 @@ LIMITS = {
 }
 """Seconds after which a part is killed. What it has written until then is kept. Together they are 25 minutes at most."""
 
+DETAIL_LINES, DETAIL_CHARACTERS = 60, 1000
+"""Of a report that the page shows where a part is to be looked at."""
+
 Report = Any
 """What a part has written: a JSON value, or the end of its output where it writes none."""
 
@@ -236,6 +239,7 @@ def failures(report: Report) -> int:
 FACTS = (
     Check(says="packages that are missing", value=lambda facts: len(facts["missing"]), most=0),
     Check(says="packages older than outrider asks for", value=lambda facts: len(facts["older"]), most=0),
+    Check(says="torch sees the card (1: yes)", value=lambda facts: int(facts["cuda"]), least=1, only_on_gpu=True),
 )
 TESTS = (
     Check(says="tests that passed", value=lambda output: int(re.findall(r"(\d+) passed", output)[-1]), least=30),
@@ -323,3 +327,29 @@ PROFILE = (
     ),
     Check(says="kernels in the trace", value=lambda report: report["num_kernels"], least=100),
 )
+
+
+# --- what the page shows of a report that is not as expected
+
+
+def details(report: Report) -> list[str]:
+    """List a report's values in lines, with what failed or is missing first. None of a report that is no JSON object."""
+    if not isinstance(report, dict):
+        return []
+    lines = []
+    for name in sorted(report, key=lambda name: name not in ("failed", "missing", "older")):  # the rest keeps its order
+        value = report[name]
+        if isinstance(value, list) and any(isinstance(item, dict) for item in value):
+            lines += [f"{name}: {in_one_line(item)}" for item in value]
+        elif value not in ([], {}, None):
+            lines.append(f"{name}: {in_one_line(value)}")
+    return [" ".join(line.split())[:DETAIL_CHARACTERS] for line in lines[:DETAIL_LINES]]
+
+
+def in_one_line(value: Any) -> str:
+    """Write a value of a report without brackets."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {in_one_line(item)}" for name, item in value.items())
+    if isinstance(value, list):
+        return ", ".join(in_one_line(item) for item in value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -6,18 +6,26 @@
 With several steps from one checkpoint to the next (train.checkpoint_every), those between the last checkpoint and the kill are
 computed twice. `largest_difference` is that of their losses, relative: 0 on a CPU, some 1e-3 on a GPU, whose sums come in
 another order each time. The recipe must run in one process, without a launcher: that process is what is killed.
+On Linux the recipe ends when this script ends, also by SIGKILL.
 """
 
 import argparse
+import ctypes
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 POLL_SECONDS = 0.02
+LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+PR_SET_PDEATHSIG = 1
+"""From <linux/prctl.h>: the signal that a process gets when its parent ends."""
 
 
 def main() -> None:
@@ -28,7 +36,8 @@ def main() -> None:
     was_killed = run_until(command, metrics, args.kill_at)
     killed_after, before = time.perf_counter() - started, losses(metrics)
     checkpoint = max((int(path.name.removeprefix("step-")) for path in checkpoints.glob("step-*")), default=0)
-    done = subprocess.run(command, check=False, stdin=subprocess.DEVNULL)
+    ending = ending_with_this_process()
+    done = subprocess.run(command, check=False, stdin=subprocess.DEVNULL, preexec_fn=ending)
     after = losses(metrics)
     twice = [step for step in before if step > checkpoint and step in after]
     report = {
@@ -62,7 +71,8 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
 
 def run_until(command: list[str], metrics: Path, step: int) -> bool:
     """Run the command and kill it when `step` is recorded. Whether that came before its end."""
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    ending = ending_with_this_process()
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=ending)  # noqa: PLW1509 - no threads here
     while process.poll() is None:
         if max(losses(metrics), default=0) >= step:
             process.kill()
@@ -70,6 +80,22 @@ def run_until(command: list[str], metrics: Path, step: int) -> bool:
             return True
         time.sleep(POLL_SECONDS)
     return False
+
+
+def ending_with_this_process() -> Callable[[], None]:
+    """Make the function with which a child asks Linux to be killed when this process ends, however it ends.
+
+    For `preexec_fn`. The child's own children do not inherit the request. On other systems the function does nothing.
+    """
+    parent = os.getpid()
+
+    def ask() -> None:
+        if LIBC is not None:
+            LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if os.getppid() != parent:  # the parent ended before the request
+                os._exit(1)
+
+    return ask
 
 
 def losses(metrics: Path) -> dict[int, float]:

@@ -2,8 +2,12 @@
 
 import importlib
 import json
+import os
+import signal
+import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +55,9 @@ def call(half_hour: Any, table: Any, tmp_path: Path, monkeypatch: pytest.MonkeyP
         with pytest.raises(SystemExit) as end:
             half_hour.main()
         folder = tmp_path / "out"
-        assert sorted(path.name for path in folder.iterdir()) == ["first_half_hour.json", "first_half_hour.md"]
-        whole = json.loads((folder / "first_half_hour.json").read_text())
-        return whole["parts"], (folder / "first_half_hour.md").read_text(), int(end.value.code or 0)
+        assert sorted(path.name for path in folder.iterdir()) == ["first_half_hour_tiny.json", "first_half_hour_tiny.md"]
+        whole = json.loads((folder / "first_half_hour_tiny.json").read_text())
+        return whole["parts"], (folder / "first_half_hour_tiny.md").read_text(), int(end.value.code or 0)
 
     return run
 
@@ -90,6 +94,298 @@ def test_a_part_that_hangs_is_killed_with_its_children_and_keeps_what_it_wrote(c
     assert parts["good"]["verdict"] == "ok"
     assert status == 1
     assert is_gone(int(child.read_text()))
+
+
+# --- the form
+
+
+@pytest.fixture
+def machine(half_hour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Call the script without --tiny, with one part `facts` and one part `speed`, on a machine with this nvidia-smi."""
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    (tmp_path / "bin").mkdir()
+
+    def run(nvidia_smi: str, seen: dict[str, Any] | None, *options: str) -> Any:
+        script = tmp_path / "bin" / "nvidia-smi"
+        script.write_text(f"#!/bin/sh\n{nvidia_smi}\n")
+        script.chmod(0o755)
+        if seen is not None:
+            monkeypatch.setattr(half_hour, "seen_by_torch", lambda: seen)
+        table = importlib.import_module("half_hour_parts")
+        monkeypatch.setattr(table, "LIMITS", {"facts": 20, "speed": 20})
+        monkeypatch.setattr(
+            half_hour,
+            "parts",
+            lambda scratch: [
+                table.Part(name=name, command=echo(scratch, name, "gpu"), tiny=echo(scratch, name, "tiny"))
+                for name in table.LIMITS
+            ],
+        )
+        monkeypatch.setattr(
+            sys, "argv", ["half_hour.py", "--out", str(tmp_path / "out"), "--scratch", str(tmp_path / "scratch"), *options]
+        )
+        with pytest.raises(SystemExit) as end:
+            half_hour.main()
+        return int(end.value.code or 0), sorted(path.name for path in (tmp_path / "out").iterdir())
+
+    return run
+
+
+def echo(scratch: Path, name: str, form: str) -> tuple[str, ...]:
+    return (sys.executable, "-c", WRITE, str(scratch / f"{name}.json"), json.dumps({"form": form}))
+
+
+H100 = "echo 'NVIDIA H100, 81559 MiB, 550.54, 1980 MHz'"
+UNSEEN = {"cuda": False, "torch": "2.13.0+cpu", "cuda_version": None}
+
+
+@pytest.mark.parametrize(
+    ("seen", "reason", "remedy"),
+    [
+        (UNSEEN, "torch 2.13.0+cpu is built without CUDA", "install torch built for CUDA"),
+        (
+            {"cuda": False, "torch": None, "torch_error": "No module"},
+            "cannot be imported (No module)",
+            "install torch built for CUDA",
+        ),
+        ({"cuda": False, "torch": "2.13.0", "cuda_version": "13.0", "torch_error": "too old"}, "(too old)", "install a driver"),
+    ],
+)
+def test_a_card_that_torch_does_not_see_is_an_error_and_no_tiny_run(
+    machine: Any,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    seen: dict[str, Any],
+    reason: str,
+    remedy: str,
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert machine(H100, seen) == (2, [])
+    error = capsys.readouterr().err
+    for words in ("NVIDIA H100", reason, "torch must see it", f"Remedy: {remedy}", "--tiny"):
+        assert words in error
+
+
+def test_a_hidden_card_is_found_by_the_real_torch(
+    machine: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert machine(H100, None) == (2, [])
+    assert "but torch 2." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("nvidia_smi", "seen", "options", "first_words", "form"),
+    [
+        (H100, {"cuda": True, "device": "NVIDIA H100"}, (), "GPU FORM, on NVIDIA H100.", "gpu"),
+        (H100, UNSEEN, ("--only", "facts"), "GPU FORM, facts alone", "gpu"),
+        (H100, None, ("--tiny",), "TINY FORM, small shapes on a CPU: no speed is measured. Reason: --tiny", "tiny"),
+        (
+            "echo 'it has failed'; exit 9",
+            UNSEEN,
+            (),
+            "TINY FORM, small shapes on a CPU: no speed is measured. Reason: torch",
+            "tiny",
+        ),
+    ],
+)
+def test_output_and_page_begin_with_the_form_and_its_reason(
+    machine: Any,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    nvidia_smi: str,
+    seen: Any,
+    options: Any,
+    first_words: str,
+    form: str,
+) -> None:
+    name = "first_half_hour" if form == "gpu" else "first_half_hour_tiny"
+    assert machine(nvidia_smi, seen, *options) == (0, [f"{name}.json", f"{name}.md"])
+    assert capsys.readouterr().out.startswith(first_words)
+    heading, _, line = (tmp_path / "out" / f"{name}.md").read_text().splitlines()[:3]
+    assert heading.endswith(f": {form} form")
+    assert line.startswith(first_words)
+
+
+def test_a_tiny_run_leaves_the_page_of_a_gpu(machine: Any, tmp_path: Path) -> None:
+    machine(H100, {"cuda": True, "device": "NVIDIA H100"})
+    before = {path.name: path.read_text() for path in (tmp_path / "out").iterdir()}
+    _, names = machine(H100, None, "--tiny")
+    assert len(before) == 2
+    assert len(names) == 4
+    assert {name: (tmp_path / "out" / name).read_text() for name in before} == before
+
+
+# --- signals: the script as a process of its own, on a part that starts a child and waits
+
+STOPPED = """
+import sys
+sys.path.insert(0, {scripts!r})
+import half_hour, half_hour_parts
+half_hour_parts.LIMITS = dict.fromkeys(("first", "second"), 50)
+command = (sys.executable, *{command!r})
+half_hour.parts = lambda scratch: [
+    half_hour_parts.Part(name=name, command=command, tiny=command, writes_report=False) for name in half_hour_parts.LIMITS
+]
+half_hour.main()
+"""
+WAIT = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(60)"
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Any:
+    """Start the script, whose first part is `killed_recipe.py`; the script, and the ids of part and recipe."""
+    started: list[Any] = []
+
+    def start() -> tuple[Any, list[int]]:
+        child = tmp_path / "child"
+        recipe = (sys.executable, "-c", WAIT, str(child))
+        options = ("--folder", str(tmp_path / "run"), "--kill-at", "5", "--output", str(tmp_path / "recipe.json"))
+        code = STOPPED.format(scripts=str(SCRIPTS), command=(str(SCRIPTS / "killed_recipe.py"), *options, "--", *recipe))
+        folders = ("--out", str(tmp_path / "out"), "--scratch", str(tmp_path / "scratch"))
+        script = subprocess.Popen(
+            [sys.executable, "-c", code, "--tiny", *folders], stdout=subprocess.PIPE, text=True, process_group=0
+        )
+        started.append(script)
+        pid = until(lambda: int(child.read_text()) if child.exists() and child.read_text() else None)
+        part = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        assert part not in (script.pid, os.getpid())
+        return script, [part, pid]
+
+    yield start
+    for script in started:
+        script.kill()
+        script.wait()
+        script.stdout.close()
+
+
+def until(condition: Callable[[], Any]) -> Any:
+    for _ in range(300):
+        if value := condition():
+            return value
+        time.sleep(0.05)
+    raise AssertionError("it did not come within 15 s")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_the_first_part_ends_the_part_and_its_recipe_and_leaves_a_page(
+    running: Any, tmp_path: Path, number: signal.Signals
+) -> None:
+    script, processes = running()
+    script.stdout.close()  # a lost terminal: nothing can be printed
+    script.send_signal(number)
+    assert script.wait(15) == 128 + number
+    assert [is_gone(pid) for pid in processes] == [True, True]
+    page = (tmp_path / "out" / "first_half_hour_tiny.md").read_text()
+    assert f"**Stopped** by {number.name} while first ran" in page
+    assert "Not run yet: first, second." in page
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a child with its parent")
+def test_a_script_that_is_killed_takes_its_part_and_the_recipe_along(running: Any) -> None:
+    script, processes = running()
+    script.kill()
+    assert [is_gone(pid) for pid in processes] == [True, True]
+
+
+# --- options
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--only", "nosuch"), ("'nosuch'", "must be", "facts, tests, recipe")),
+        (("--only", "facts", "nosuch"), ("'nosuch'", "must be", "facts, tests, recipe")),
+        (("--minutes", "0"), ("--minutes 0", "above 0")),
+        (("--minutes", "-3"), ("--minutes -3", "above 0")),
+        (("--minutes", "nan"), ("--minutes nan", "above 0")),
+        (("--out", "{file}"), ("--out", "{file}", "must be a folder")),
+        (("--out", "{file}/below"), ("--out", "{file}/below", "must be a folder")),
+        (("--scratch", "{file}"), ("--scratch", "{file}", "must be a folder")),
+    ],
+)
+def test_a_wrong_option_is_an_error_before_anything_runs(
+    half_hour: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: tuple[str, ...],
+    words: tuple[str, ...],
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("kept")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(half_hour, "run", lambda *_: pytest.fail("a part was run"))
+    monkeypatch.setattr(sys, "argv", ["half_hour.py", "--tiny", *(option.format(file=file) for option in options)])
+    with pytest.raises(SystemExit) as end:
+        half_hour.main()
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    for word in words:
+        assert word.format(file=file) in error
+    assert file.read_text() == "kept"
+
+
+# --- what is skipped, the commit, and the exit status
+
+
+def test_a_part_that_is_skipped_is_named_with_how_to_run_it_again(call: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    call({"one": GOOD})
+    capsys.readouterr()
+    call({"one": GOOD, "two": GOOD}, "--minutes", "0.1")
+    output = capsys.readouterr().out
+    assert "already run: one, ok (run again with --again)" in output
+    assert "left for another call: two, which may take 20 s; 6 s are left" in output
+
+
+def test_a_part_of_another_commit_is_marked(
+    call: Any, half_hour: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(half_hour, "commit", lambda: "v1-2-gabc")
+    parts, page, _ = call({"one": GOOD})
+    assert parts["one"]["commit"] == "v1-2-gabc"
+    assert "\nCommit v1-2-gabc.\n" in page
+    assert "Another commit" not in page
+    monkeypatch.setattr(half_hour, "commit", lambda: "v1-3-gdef-dirty")
+    parts, page, _ = call({"one": GOOD, "two": GOOD})
+    assert [part["commit"] for part in parts.values()] == ["v1-2-gabc", "v1-3-gdef-dirty"]
+    assert "\nCommit v1-3-gdef-dirty.\n" in page
+    assert "**Another commit**: one, at commit v1-2-gabc, not v1-3-gdef-dirty." in page
+    assert page.count("Another commit") == 1
+    assert "already run: one, ok, at commit v1-2-gabc, not v1-3-gdef-dirty (run again" in capsys.readouterr().out
+
+
+def test_the_commit_is_what_git_describes(half_hour: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    facts = importlib.import_module("facts")
+    monkeypatch.setattr(facts, "PROJECT", tmp_path / "pyproject.toml")
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):  # a commit hook sets them
+        monkeypatch.delenv(name, raising=False)
+    assert facts.commit() is None
+    git = ("git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c")
+    (tmp_path / "file").write_text("1")
+    for command in (("init", "-q"), ("add", "file"), ("commit", "-qm", "one"), ("tag", "-am", "one", "v1")):
+        subprocess.run([*git, *command], check=True)
+    assert facts.commit() == "v1"
+    (tmp_path / "file").write_text("2")
+    assert facts.commit() == "v1-dirty"
+
+
+def test_only_the_chosen_parts_count_for_the_exit_status(call: Any) -> None:
+    codes = {"bad": ("raise SystemExit(3)", ""), "good": GOOD}
+    assert call(codes)[2] == 1
+    assert call(codes, "--only", "good")[2] == 0
+    assert call(codes, "--only", "bad")[2] == 1, "it was chosen, though it is not run again"
+
+
+def test_the_page_has_the_details_of_what_is_to_be_looked_at(call: Any, table: Any) -> None:
+    facts = {"packages": {"torch": "2.13"}, "cuda": False, "missing": ["numpy", "hydra-core"], "older": ["tqdm 1.0, needs 4.0"]}
+    _, page, _ = call({"facts": (WRITE, json.dumps(facts))}, checks=table.FACTS)
+    assert "\nmissing: numpy, hydra-core\nolder: tqdm 1.0, needs 4.0\n" in page
+    bench = {"rows": [{"form": "eager", "ms": 1.23456}], "failed": [{"form": "graph", "error": "INTERNAL\nASSERT"}]}
+    _, page, _ = call({"bench": (WRITE, json.dumps(bench))}, checks=table.DECODE)
+    assert "\nfailed: form graph, error INTERNAL ASSERT\nrows: form eager, ms 1.235\n" in page
 
 
 def is_gone(pid: int) -> bool:
@@ -137,7 +433,7 @@ def test_a_part_that_may_not_end_in_time_is_left_to_the_next_call(call: Any) -> 
 
 def test_a_record_of_earlier_calls_that_was_cut_off_counts_as_none(call: Any, tmp_path: Path) -> None:
     call({"good": GOOD})
-    (tmp_path / "scratch" / "tiny" / "first_half_hour.json").write_text('{"parts": {"go')
+    (tmp_path / "scratch" / "tiny" / "first_half_hour_tiny.json").write_text('{"parts": {"go')
     parts, _, status = call({"good": GOOD})
     assert parts["good"]["verdict"] == "ok"
     assert status == 0
