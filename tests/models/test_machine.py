@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from outrider.models.decoding.loop import Stopwatch
-from outrider.models.machine import is_out_of_memory, release_memory, synchronize
+from outrider.models.machine import MAX_CHAINED_ERRORS, find_out_of_memory, is_out_of_memory, release_memory, synchronize
 
 
 @pytest.fixture
@@ -44,3 +44,54 @@ def test_memory_that_ran_out_is_told_from_other_errors() -> None:
     assert is_out_of_memory(RuntimeError("MPS backend out of memory (MPS allocated: 9.0 GiB)"))
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert not is_out_of_memory(ValueError("MPS backend out of memory"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
+        "CUDA driver error: out of memory",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    ],
+)
+def test_memory_outside_of_pytorchs_allocator_runs_out_too(text: str) -> None:
+    assert is_out_of_memory(RuntimeError(text))
+
+
+def chained(*errors: Exception, from_each: bool = True) -> Exception:
+    """The last of these errors, each raised while the one before it was handled."""
+    try:
+        if len(errors) > 1:
+            raise chained(*errors[:-1], from_each=from_each)
+        raise errors[0]
+    except Exception as error:
+        if error is errors[-1]:
+            return error
+        try:
+            if from_each:
+                raise errors[-1] from error
+            raise errors[-1]
+        except Exception as last:
+            return last
+
+
+@pytest.mark.parametrize("from_each", [True, False], ids=["cause", "context"])
+def test_memory_that_ran_out_is_found_behind_other_errors(from_each: bool) -> None:
+    """As where a capture fails: its end raises an error of its own, and that becomes a ValueError."""
+    ran_out, end = torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: operation failed")
+    error = chained(ran_out, end, ValueError("this model can't be recorded"), from_each=from_each)
+    assert is_out_of_memory(error)
+    assert find_out_of_memory(error) is ran_out
+    assert not is_out_of_memory(chained(RuntimeError("shapes"), ValueError("can't be recorded"), from_each=from_each))
+    long = chained(torch.OutOfMemoryError(), *map(ValueError, range(2 * MAX_CHAINED_ERRORS)), from_each=from_each)
+    assert not is_out_of_memory(long), "the search ends"
+
+
+def test_an_error_that_disclaims_what_came_before_is_its_own() -> None:
+    try:
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        except RuntimeError:
+            raise ValueError("a wrong option") from None
+    except ValueError as error:
+        assert not is_out_of_memory(error)
