@@ -101,8 +101,8 @@ class Bench:
     against, so all of them are here."""
     without_profile: list[OutOfMemory] = field(default_factory=list)
     """What fits with the phase timers off and didn't with them: its figures stay, and its profile isn't tried again."""
-    warned_counts: set[int] = field(default_factory=set)
-    """Numbers of recordings that `_warn_of_dropped_recordings` has warned of."""
+    warnings: set[str] = field(default_factory=set)
+    """Warnings that are given once in a run, and have been."""
 
     def measure(self, suites: Sequence[PromptSet]) -> None:
         """Measure whatever the records lack, but for what doesn't fit into memory."""
@@ -272,9 +272,10 @@ class Bench:
         return lengths.longest
 
     def _warn_of_dropped_recordings(self, num_planned: int) -> None:
-        """Warn, once for each number, where the target drops recordings before anything is measured."""
-        if self.target.cuda_graphs and num_planned > graphs.MAX_RECORDINGS and num_planned not in self.warned_counts:
-            self.warned_counts.add(num_planned)
+        """Warn, once, where the target drops recordings before anything is measured."""
+        subject = "recordings"
+        if self.target.cuda_graphs and num_planned > graphs.MAX_RECORDINGS and subject not in self.warnings:
+            self.warnings.add(subject)
             logger.warning(
                 "%d shapes are planned, and the target keeps %d recordings: some are recorded again while answers are "
                 "measured; give fewer settings or batch sizes, or each a folder of its own",
