@@ -21,7 +21,7 @@ from ..models.export.certificate import read_certificate
 from ..models.export.package import UNNAMED, UNNAMED_TARGET, require_names, require_whole
 from .names import BASELINE
 from .report_runs import Run, cell_of, read_run
-from .rows import Row, decoding_name, is_broken
+from .rows import Row, decoding_name, fault, is_broken
 from .tables import escape_markdown
 
 TITLES = {
@@ -180,7 +180,7 @@ def _line(row: Row, run: Run, saved: DrafterFile) -> tuple[str, ...]:
             decoding_name(row),
             _setting(method["config"], method["setting"], saved),
             _with_interval(row["tokens_per_step"], run.intervals.get(cell_of(row))),
-            "none: not lossless" if is_broken(row) else _with_interval(row["speedup"], row["speedup_ci95"], "x"),
+            f"none: {fault(row)}" if is_broken(row) else _with_interval(row["speedup"], row["speedup_ci95"], "x"),
             f"{row['tokens_per_second']:.1f} ({plain['tokens_per_second']:.1f})",
             row["lossless_label"],
         )

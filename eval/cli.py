@@ -59,7 +59,7 @@ def eval_command(
     from ..models.config import TargetConfig
     from ..models.drafters.hub import resolve_drafter
     from ..models.target import default_device, load_target
-    from .rows import is_broken
+    from .rows import is_broken, is_unproven
     from .run import check_inputs, evaluate
     from .tables import print_table
     from .tune import tuned_settings
@@ -105,8 +105,12 @@ def eval_command(
     console = Console()
     print_table(rows, console)
     console.print(f"Records, summary, tables and plots: {escape(str(output))}", soft_wrap=True)
-    if broken := dict.fromkeys(row["method"] for row in rows if is_broken(row)):
-        console.print(f"[bold red]NOT LOSSLESS:[/] {escape(', '.join(broken))}", soft_wrap=True)
+    unproven = dict.fromkeys(row["method"] for row in rows if is_unproven(row))
+    broken = dict.fromkeys(row["method"] for row in rows if is_broken(row) and not is_unproven(row))
+    for verdict, names in (("NOT PROVEN LOSSLESS", unproven), ("NOT LOSSLESS", broken)):
+        if names:
+            console.print(f"[bold red]{verdict}:[/] {escape(', '.join(names))}", soft_wrap=True)
+    if broken or unproven:
         raise typer.Exit(1)
 
 

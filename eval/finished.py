@@ -24,6 +24,7 @@ ADDED_LATER = {
     "num_batches": None,
     "answer_tokens_per_second": None,
     "out_of_memory": False,
+    "num_unaudited": 0,
 }
 """Keys that the summaries of earlier versions lack, and what stands for them."""
 NEEDED = {
@@ -49,10 +50,13 @@ class Finished:
     """The file for want of which they are; empty where they are made of records."""
 
 
-def complete(records: Iterable[EvalRecord], out_of_memory: Iterable[OutOfMemory]) -> list[EvalRecord]:
-    """The records without those of methods that ran out of memory where they were made, and so lack answers."""
-    left_out = {missing.cell for missing in out_of_memory}
-    return [record for record in records if record.cell not in left_out]
+def complete(
+    records: Iterable[EvalRecord], out_of_memory: Iterable[OutOfMemory], without_profile: Iterable[OutOfMemory] = ()
+) -> list[EvalRecord]:
+    """The records without those of methods that ran out of memory where they were made, and so lack answers; and without
+    the profiled ones of methods that ran out of it in their profile."""
+    left_out, unprofiled = ({missing.cell for missing in lost} for lost in (out_of_memory, without_profile))
+    return [record for record in records if record.cell not in left_out and not (record.profiled and record.cell in unprofiled)]
 
 
 def rows_of(records: Iterable[EvalRecord], info: RunInfo, facts: Facts) -> list[Row]:
@@ -64,11 +68,12 @@ def rows_of(records: Iterable[EvalRecord], info: RunInfo, facts: Facts) -> list[
     order = list(config["suites"])
     if missing := sorted(config["suites"].keys() - facts.num_turns.keys()):
         raise ValueError(f"the evaluation of {', '.join(missing)} isn't finished; finish it with the command that began it")
-    records = sorted(complete(records, facts.out_of_memory), key=lambda record: order.index(record.suite))
+    records = complete(records, facts.out_of_memory, facts.without_profile)
+    records.sort(key=lambda record: order.index(record.suite))
     names = ("max_new_tokens", "temperatures", "batch_sizes", "repeats", "seed")
     return build_rows(
         records,
-        judged(records, info.dtype, facts.audits),
+        judged(records, info.dtype, facts.audits, facts.unaudited),
         config=EvalConfig(suites=[SuiteConfig(name=name) for name in order], **{name: config[name] for name in names}),
         dtype=info.dtype,
         roofline=info.roofline,
@@ -103,7 +108,7 @@ def read_finished(directory: Path) -> Finished:
         raise ValueError(f"{directory}: {error}") from error
     if summary.is_file():
         _check_summary(rows, _read_summary(summary), summary)
-    return Finished(rows=rows, records=complete(records, facts.out_of_memory), lacks="")
+    return Finished(rows=rows, records=complete(records, facts.out_of_memory, facts.without_profile), lacks="")
 
 
 def _read_summary(path: Path) -> list[Row]:

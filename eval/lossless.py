@@ -1,7 +1,7 @@
 """Is every answer the one that plain decoding gives? And where it isn't, is arithmetic noise the reason?"""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
@@ -16,6 +16,8 @@ class Mismatch:
     record: EvalRecord
     position: int
     within_noise: bool = False
+    unaudited: bool = False
+    """Whether memory ran out in its audit, so that nobody knows whether noise explains it."""
 
 
 NUM_AUDITED = 3
@@ -111,14 +113,21 @@ def _unchecked_batches(records: Sequence[EvalRecord]) -> list[EvalRecord]:
     return chosen
 
 
-def judged(records: Sequence[EvalRecord], dtype: str, audits: Mapping[str, Audit]) -> list[Mismatch]:
+def judged(
+    records: Sequence[EvalRecord], dtype: str, audits: Mapping[str, Audit], unaudited: Collection[str] = ()
+) -> list[Mismatch]:
     """Every answer that is not the target's own, and whether noise explains it, which an audit says (by `answer_digest`).
 
-    Raises ValueError for an answer that must be audited and wasn't.
+    An answer of `unaudited`, in whose audit memory ran out, counts as a mismatch: nothing proves it. Raises ValueError for
+    another answer that must be audited and wasn't.
     """
     found = {mismatch.record.key: mismatch for mismatch in find_mismatches(records)}
     for record in to_audit(records, list(found.values()), dtype):
         audit = audits.get(record.answer_digest)
+        if audit is None and record.answer_digest in unaudited:
+            position = found[record.key].position if record.key in found else 0
+            found[record.key] = Mismatch(record=record, position=position, unaudited=True)
+            continue
         if audit is None:
             raise ValueError(
                 f"{record.name} was not audited, or was altered since; run the evaluation's command again, which audits it"
@@ -146,6 +155,8 @@ class Verdict:
     num_prompts: int
     num_mismatched: int
     num_within_noise: int
+    num_unaudited: int
+    """Those of which no answer is known to be wrong, and not all were audited."""
     by_rule: bool
     lossy: bool
     first: dict[str, Any] | None
@@ -155,7 +166,14 @@ class Verdict:
         return self.num_mismatched > self.num_within_noise
 
     @property
+    def unproven(self) -> bool:
+        """Whether nothing is wrong but that memory ran out in audits."""
+        return self.broken and self.num_mismatched - self.num_within_noise == self.num_unaudited
+
+    @property
     def label(self) -> str:
+        if self.unproven:
+            return f"unproven ({self.num_unaudited} of {self.num_prompts} prompts not audited)"
         if self.broken:
             return f"NO ({self.num_mismatched - self.num_within_noise} of {self.num_prompts} prompts)"
         if self.lossy:
@@ -169,14 +187,16 @@ def judge(records: Sequence[EvalRecord], mismatches: Sequence[Mismatch]) -> Verd
     """Sum up the mismatches among the records of one method on one suite at one temperature."""
     mismatched = {mismatch.record.prompt_id for mismatch in mismatches}
     unexplained = [mismatch for mismatch in mismatches if not mismatch.within_noise]
+    wrong = [mismatch for mismatch in unexplained if not mismatch.unaudited]
     examples = [
         {"prompt_id": mismatch.record.prompt_id, "turn": mismatch.record.turn, "position": mismatch.position}
-        for mismatch in [*unexplained, *mismatches]
+        for mismatch in [*wrong, *unexplained, *mismatches]
     ]
     return Verdict(
         num_prompts=len({record.prompt_id for record in records}),
         num_mismatched=len(mismatched),
         num_within_noise=len(mismatched - {mismatch.record.prompt_id for mismatch in unexplained}),
+        num_unaudited=len({mismatch.record.prompt_id for mismatch in unexplained} - {item.record.prompt_id for item in wrong}),
         by_rule=any(record.is_other_sample for record in records),
         lossy=not all(record.lossless_rule for record in records),
         first=examples[0] if examples else None,

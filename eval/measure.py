@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from ..data.chat import encode_prompt
 from ..data.prompts import Prompt, PromptSet
 from ..data.types import Turn
+from ..models import graphs
 from ..models.hf_target import HFTarget
 from ..models.interfaces import AcceptanceRule, Drafter
 from .config import EvalConfig
@@ -26,7 +27,7 @@ from .names import OOM
 from .records import BASELINE, EvalRecord, RecordFile, RecordKey
 from .run_files import Environment, OutOfMemory, Place
 from .timing import Generation, time_generation
-from .warm_up import reachable_sizes, shapes_of, text_lengths, visit
+from .warm_up import num_recordings, reachable_sizes, shapes_of, text_lengths, visit
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +99,10 @@ class Bench:
     out_of_memory: list[OutOfMemory] = field(default_factory=list)
     """What didn't fit, and isn't tried again by this run. Where plain decoding doesn't fit, there is nothing to hold the others
     against, so all of them are here."""
+    without_profile: list[OutOfMemory] = field(default_factory=list)
+    """What fits with the phase timers off and didn't with them: its figures stay, and its profile isn't tried again."""
+    warnings: set[str] = field(default_factory=set)
+    """Warnings that are given once in a run, and have been."""
 
     def measure(self, suites: Sequence[PromptSet]) -> None:
         """Measure whatever the records lack, but for what doesn't fit into memory."""
@@ -116,11 +121,11 @@ class Bench:
                     continue
                 length = max(map(len, batch.input_ids)) + self.config.max_new_tokens
                 if length > warm_length:
-                    warm_length = self._prepare(suites, batch.turns[0].suite, length)
-                    if not self._fits(batch.turns[0], method):
+                    warm_length = self._prepare(suites, batch.turns[0].suite, length, profiled)
+                    if not self._fits(batch.turns[0], method, profiled):
                         continue
                 answer = partial(self._records, batch, method, repeat, profiled)
-                if (records := self._within_memory(batch, method, answer)) is None:
+                if (records := self._within_memory(batch, method, answer, profiled)) is None:
                     warm_length = 0  # all caches were given back
                 else:
                     self.file.append(*records)
@@ -156,7 +161,7 @@ class Bench:
                     batches = self._batches(suite, group, index, temperature, size)
                     while self._fits_at(suite, temperature, size, BASELINE) and (batch := next(batches, None)) is not None:
                         for method in (*methods[first:], *methods[:first]):
-                            if self._fits_at(suite, temperature, size, method.name):
+                            if self._fits_at(suite, temperature, size, method.name, profiled):
                                 yield batch, method, repeat, profiled
 
     def _groups(self, suite: PromptSet, prompts: Iterable[Prompt], size: int) -> Iterator[list[Prompt]]:
@@ -217,7 +222,7 @@ class Bench:
             )
         return fits
 
-    def _prepare(self, suites: Sequence[PromptSet], suite: PromptSet, length: int) -> int:
+    def _prepare(self, suites: Sequence[PromptSet], suite: PromptSet, length: int, profiled: bool) -> int:
         """Before a measurement of texts of up to `length` tokens: check the place, and let every method decode all that costs
         more the first time. Returns the length of texts that everything is warm for.
 
@@ -229,11 +234,11 @@ class Bench:
                 "can't be compared: finish the run where it was begun, or give another output directory"
             )
         while True:
-            warm_length = self.context_length if self.target.form == "eager" else self._visit_shapes(suites, length)
-            if self._answer_briefly(suite):
+            warm_length = self.context_length if self.target.form == "eager" else self._visit_shapes(suites, length, profiled)
+            if self._answer_briefly(suite, profiled):
                 return warm_length
 
-    def _answer_briefly(self, suite: PromptSet) -> bool:
+    def _answer_briefly(self, suite: PromptSet, profiled: bool) -> bool:
         """Let every method answer the first prompts, in batches of every size; False where one ran out of memory."""
         num_tokens = min(self.config.max_new_tokens, WARMUP_NEW_TOKENS)
         for size in self.config.batch_sizes:
@@ -243,47 +248,72 @@ class Bench:
                     first_turns = next(self._batches(suite, group, index, temperature, size))
                     for method in self.methods[temperature, size]:
                         answer = partial(self._time, first_turns, method, num_tokens)
-                        fits = self._fits(first_turns.turns[0], method)
-                        if fits and self._within_memory(first_turns, method, answer) is None:
+                        fits = self._fits(first_turns.turns[0], method, profiled)
+                        if fits and self._within_memory(first_turns, method, answer, profiled) is None:
                             return False
         return True
 
-    def _visit_shapes(self, suites: Sequence[PromptSet], length: int) -> int:
+    def _visit_shapes(self, suites: Sequence[PromptSet], length: int, profiled: bool) -> int:
         """Let every method take a step of each shape that its answers may come to, in texts of `length` tokens and in all that
         can be foreseen. Returns the length of the longest."""
         rows: dict[Drafter[Any], set[int]] = {}
         for (temperature, size), methods in self.methods.items():
             for method in methods:
                 for suite in suites:
-                    if self._fits_at(suite, temperature, size, method.name):
+                    if self._fits_at(suite, temperature, size, method.name, profiled):
                         rows.setdefault(method.drafter, set()).update(reachable_sizes(size, len(suite.prompts)))
         limits = {"max_new_tokens": self.config.max_new_tokens, "context_length": self.context_length}
         foreseen = text_lengths(suites, self.tokenizer, **limits)
         lengths = replace(foreseen, longest=max(foreseen.longest, length))
         shapes = shapes_of(rows, lengths, extent_step=self.target.extent_step, context_length=self.context_length)
+        self._warn_of_dropped_recordings(num_recordings(shapes, self.target.extent_step))
         text = encode_prompt([Turn(role="user", content=suites[0].prompts[0].turns[0])], self.tokenizer)[0]
         visit(shapes, text.to(self.target.device), self.target, next(iter(self.rules.values())))
         return lengths.longest
 
-    def _fits(self, turn: PromptTurn, method: Method) -> bool:
-        return self._fits_at(turn.suite, turn.temperature, turn.batch_size, method.name)
+    def _warn_of_dropped_recordings(self, num_planned: int) -> None:
+        """Warn, once, where the target drops recordings before anything is measured."""
+        subject = "recordings"
+        if self.target.cuda_graphs and num_planned > graphs.MAX_RECORDINGS and subject not in self.warnings:
+            self.warnings.add(subject)
+            logger.warning(
+                "%d shapes are planned, and the target keeps %d recordings: some are recorded again while answers are "
+                "measured; give fewer settings or batch sizes, or each a folder of its own",
+                num_planned,
+                graphs.MAX_RECORDINGS,
+            )
 
-    def _fits_at(self, suite: PromptSet, temperature: float, batch_size: int, method: str) -> bool:
-        """Whether a method hasn't run out of memory there."""
-        return (suite.name, temperature, batch_size, method) not in {missing.cell for missing in self.out_of_memory}
+    def _fits(self, turn: PromptTurn, method: Method, profiled: bool) -> bool:
+        return self._fits_at(turn.suite, turn.temperature, turn.batch_size, method.name, profiled)
 
-    def _within_memory(self, batch: TurnBatch, method: Method, work: Callable[[], T]) -> T | None:
+    def _fits_at(self, suite: PromptSet, temperature: float, batch_size: int, method: str, profiled: bool = False) -> bool:
+        """Whether a method hasn't run out of memory there, or, if it is to be `profiled`, in its profile."""
+        lost = [*self.out_of_memory, *(self.without_profile if profiled else ())]
+        return (suite.name, temperature, batch_size, method) not in {missing.cell for missing in lost}
+
+    def _within_memory(self, batch: TurnBatch, method: Method, work: Callable[[], T], profiled: bool) -> T | None:
         """What `work` returns for a batch; None where it runs out of memory, and the method is left out there from then on."""
         result = within_memory(work, self.target)
         if result is None:
-            self._leave_out(batch.turns[0], method)
+            self._leave_out(batch.turns[0], method, profiled)
         return result
 
-    def _leave_out(self, turn: PromptTurn, method: Method) -> None:
-        """Note what ran out of memory, and with plain decoding all that would be held against it."""
+    def _leave_out(self, turn: PromptTurn, method: Method, profiled: bool) -> None:
+        """Note what ran out of memory, and with plain decoding all that would be held against it.
+
+        Profiles come after all other answers, so that what is lost in their pass is only the method's profile.
+        """
         where = f"{turn.suite.name} (temperature {turn.temperature:g}, batch size {turn.batch_size})"
         left_out = [method]
-        if method.name == BASELINE:
+        if profiled:
+            lost = "no row there has a ceiling" if method.name == BASELINE else "its row has no ceiling"
+            logger.warning(
+                "%s ran out of memory on %s when it was profiled: its row has no time split, and %s; all other figures stay",
+                method.name,
+                where,
+                lost,
+            )
+        elif method.name == BASELINE:
             left_out = [*self.methods[turn.temperature, turn.batch_size]]
             logger.warning(
                 "plain decoding ran out of memory on %s: no method has a speedup there, so none is measured; for figures lower "
@@ -292,7 +322,7 @@ class Bench:
             )
         else:
             logger.warning("%s ran out of memory on %s: its row in the table is %s", method.name, where, OOM)
-        self.out_of_memory.extend(
+        (self.without_profile if profiled else self.out_of_memory).extend(
             OutOfMemory(
                 suite=turn.suite.name,
                 prompt_set_revision=turn.suite.revision,
@@ -302,7 +332,7 @@ class Bench:
                 method=lost.name,
             )
             for lost in left_out
-            if self._fits(turn, lost)
+            if self._fits(turn, lost, profiled)
         )
 
     def _time(self, batch: TurnBatch, method: Method, max_new_tokens: int, timed: bool = False) -> Generation:

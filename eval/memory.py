@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ..models.hf_target import HFTarget
-from ..models.machine import is_out_of_memory, release_memory
+from ..models.machine import find_out_of_memory, release_memory
 
 logger = logging.getLogger(__name__)
 
@@ -16,10 +16,11 @@ def within_memory(work: Callable[[], T], target: HFTarget) -> T | None:
     """What `work` returns, or None where it ran out of memory. The target's caches are then given back."""
     try:
         return work()
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
+    except Exception as error:  # of any type: memory may have run out behind it
+        failed_allocation = str(find_out_of_memory(error) or "")
+        if not failed_allocation:
             raise
-        logger.warning("%s", str(error).partition("\n")[0])
+        logger.warning("%s", failed_allocation.partition("\n")[0])
     # Not before the error is gone: its traceback keeps the tensors of every frame that it went through.
     target.release_cache()
     release_memory(target.device)

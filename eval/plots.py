@@ -8,7 +8,7 @@ from typing import Any
 
 from ..data.files import replacing
 from .names import BASELINE, OOM
-from .rows import Row, decoding_name, is_broken, is_lossy
+from .rows import Row, decoding_name, fault, is_broken, is_lossy
 
 COLORS = ("#1b6ca8", "#d1603d", "#3b8f5a", "#8e5ea2", "#b8860b", "#5f6a72")
 """One per method, or per temperature; a seventh takes the first again."""
@@ -120,7 +120,8 @@ def _dots(left: Any, right: Any, row: Row, place: float, color: str) -> None:
             text = spec.format(value) + (NOT_LOSSLESS if axes is right and is_lossy(row) else "")
             axes.annotate(text, (value, place), (0, 4.5), **style)
     if is_broken(row) or row["out_of_memory"]:
-        right.annotate(OOM if row["out_of_memory"] else "not lossless", (1.0, place), (0, -3), color=color, **style)
+        reason = OOM if row["out_of_memory"] else fault(row)
+        right.annotate(reason, (1.0, place), (0, -3), color=color, **style)
         return
     if row["speedup_ci95"]:
         right.plot(row["speedup_ci95"], [place] * 2, color=color, linewidth=1.2, solid_capstyle="butt")

@@ -7,6 +7,7 @@ holds for sampled answers too, unless the drafts are drawn themselves.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from ..models.decoding.types import Acceptance, TargetOutput
 from ..models.drafters import NullDrafter
 from ..models.hf_target import UNLIMITED, HFTarget
 from ..models.interfaces import AcceptanceRule
+from .memory import within_memory
 
 CERTAIN = 1e4
 """The logit of the token that the target is known to say; all others have 0. Every type can hold it."""
@@ -52,7 +54,31 @@ def answer_prompts(
     feature_layers: tuple[int, ...] = (),
     batch_size: int = 8,
 ) -> list[Answered]:
-    """The target's answers by plain decoding, and what it makes of them."""
+    """The target's answers by plain decoding, and what it makes of them.
+
+    Where a batch doesn't fit into memory, half of it is tried. Raises ValueError where a single prompt doesn't.
+    """
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "feature_layers": feature_layers}
+    while batch_size:
+        work = partial(_answer_prompts, target, prompts, rule, **options, batch_size=batch_size)
+        if (answered := within_memory(work, target)) is not None:
+            return answered
+        batch_size //= 2
+    raise ValueError(
+        f"plain decoding ran out of memory while the target answered {len(prompts)} prompts one by one; lower "
+        "--max-new-tokens or --limit, or load the target in a narrower type (--dtype)"
+    )
+
+
+def _answer_prompts(
+    target: HFTarget,
+    prompts: Sequence[Int[torch.Tensor, " _"]],
+    rule: AcceptanceRule,
+    *,
+    max_new_tokens: int,
+    feature_layers: tuple[int, ...],
+    batch_size: int,
+) -> list[Answered]:
     answered = []
     for start in range(0, len(prompts), batch_size):
         batch = list(prompts[start : start + batch_size])
@@ -78,9 +104,9 @@ class ReplayTarget:
     Where a tree leaves the answer, its output is that of the answer's token at that depth, which no rule comes to look at.
     """
 
-    def __init__(self, answered: Sequence[Answered], vocab_size: int) -> None:
+    def __init__(self, answered: Sequence[Answered], vocab_size: int, *, has_fixed_shapes: bool = False) -> None:
         self.context_length = UNLIMITED
-        self.has_fixed_shapes = False
+        self.has_fixed_shapes = has_fixed_shapes  # as the real target, so that batches shrink as with it
         self.num_prefills = 0
         self._vocab_size = vocab_size
         self._text = pad_sequence([each.text for each in answered], batch_first=True)

@@ -6,7 +6,7 @@ from typing import Any
 from .report_runs import Entry, Group, decoding
 from .report_sections import NO_MEMORY
 from .report_tables import Column, Line, Section, Table, Value, column, number, table
-from .rows import is_wrong
+from .rows import fault, is_wrong
 
 VARIED = ("beam_width", "share_prefixes")
 """Options in which the settings of one table differ."""
@@ -104,6 +104,6 @@ def _speed(entries: dict[tuple[int, int, bool], Entry], batch: int, width: int, 
     if speed is None:
         return NO_MEMORY
     if is_wrong(entry.row):
-        return Value(text=f"{speed:.1f}", number=speed, note="not lossless", tone="bad")
+        return Value(text=f"{speed:.1f}", number=speed, note=fault(entry.row), tone="bad")
     ratio = f"{speed / other_speed:.2f}x" if shared and other_speed is not None and not is_wrong(other.row) else ""
     return Value(text=f"{speed:.1f}", number=speed, note=ratio)

@@ -8,7 +8,7 @@ from typing import Any
 from .names import BASELINE, OOM
 from .report_runs import Entry, Group
 from .report_tables import Column, Line, Section, Table, Value, column, number, table
-from .rows import is_broken, is_lossy, is_wrong
+from .rows import fault, is_broken, is_lossy, is_wrong
 from .tables import BUFFER, BY_RULE_NOTE, FEW_UNITS, too_few
 
 PHASES = ("draft", "verify", "accept", "rest")
@@ -24,7 +24,7 @@ def speedup(entry: Entry) -> Value:
     if row["out_of_memory"]:
         return NO_MEMORY
     if is_broken(row):
-        return Value(text="not lossless", note=row["lossless_label"], tone="bad")
+        return Value(text=fault(row), note=row["lossless_label"], tone="bad")
     value = number(row["speedup"], ".2f", "x", row["speedup_ci95"])
     return replace(value, note="not lossless", tone="bad") if is_lossy(row) else value
 
@@ -250,7 +250,7 @@ def _speed(entry: Entry | None, speed_of: Callable[[Entry], float | None]) -> Va
         return NO_MEMORY
     value = number(speed_of(entry), ".1f")
     # A speed stays a speed, but who reads it must know.
-    return value if not is_wrong(entry.row) else Value(text=value.text, number=value.number, note="not lossless", tone="bad")
+    return value if not is_wrong(entry.row) else replace(value, note=fault(entry.row), tone="bad")
 
 
 def _fixed_options(entries: Sequence[Entry]) -> str:

@@ -73,6 +73,8 @@ class Row(TypedDict):
     num_mismatched_prompts: int
     num_within_noise: int
     """Mismatched prompts that the audit, of low precision or of samples, explains by arithmetic noise."""
+    num_unaudited: int
+    """Mismatched prompts of which nothing is known to be wrong, but memory ran out in an audit."""
     first_mismatch: dict[str, Any] | None
     outliers: list[dict[str, Any]]
     """Answers that took far longer per step than the method's others (Outlier); they are in every figure."""
@@ -111,8 +113,9 @@ def build_rows(
             rows.append(_row(plain, own, wrong, config, dtype, roofline, skipped, drafters.get(method)))
         of_group = rows[-len(names) :] if names else []
         if any(is_broken(row) and row["method"] == BASELINE for row in of_group):
+            cause = "is unproven" if any(is_unproven(row) and row["method"] == BASELINE for row in of_group) else "is wrong"
             for row in of_group:
-                _withdraw(row)
+                _withdraw(row, cause)
         empty = sorted(
             (missing for missing in out_of_memory if missing.group_key == group_key),
             key=lambda missing: missing.method != BASELINE,
@@ -121,13 +124,14 @@ def build_rows(
     return rows
 
 
-def _withdraw(row: Row) -> None:
-    """Plain decoding was wrong, so nobody knows what the others, which were held against it, are worth."""
+def _withdraw(row: Row, cause: str) -> None:
+    """Plain decoding was wrong, or is unproven: nobody knows what the others, which were held against it, are worth."""
     row["speedup"], row["speedup_ci95"], row["ceiling"], row["lossless"] = None, None, None, False
     for values in row["by_category"].values():
         values.update(speedup=None, speedup_ci95=None)
     if row["method"] != BASELINE:
-        row["lossless_label"] = f"NO: plain decoding is wrong ({row['lossless_label']} against it)"
+        verdict = "NO" if cause == "is wrong" else "unproven"
+        row["lossless_label"] = f"{verdict}: plain decoding {cause} ({row['lossless_label']} against it)"
 
 
 def decoding_name(row: Row) -> str:
@@ -137,14 +141,24 @@ def decoding_name(row: Row) -> str:
 
 
 def is_broken(row: Row) -> bool:
-    """Whether a method that claims to be lossless gave an answer that neither the target nor its noise explains."""
+    """Whether a method that claims to be lossless gave an answer that neither the target nor its noise is known to explain."""
     return row["speedup"] is None and not row["out_of_memory"]
+
+
+def is_unproven(row: Row) -> bool:
+    """Whether such a row is broken for want of audits alone, in which memory ran out: nothing is known to be wrong."""
+    return is_broken(row) and row["lossless_label"].startswith("unproven")
 
 
 def is_wrong(row: Mapping[str, Any]) -> bool:
     """Whether a row's answers are not the target's own, by mistake or by a lossy rule. Where the arithmetic's noise explains
     all that differs, they are."""
     return row["lossless"] is False and row["num_within_noise"] < max(1, row["num_mismatched_prompts"])
+
+
+def fault(row: Row) -> str:
+    """What a reader is told of a wrong row in a word or two."""
+    return "unproven" if is_unproven(row) else "not lossless"
 
 
 def is_lossy(row: Row) -> bool:
@@ -209,6 +223,7 @@ def _row(
         lossless_label=lossless.label,
         num_mismatched_prompts=lossless.num_mismatched,
         num_within_noise=lossless.num_within_noise,
+        num_unaudited=lossless.num_unaudited,
         first_mismatch=lossless.first,
         outliers=[asdict(outlier) for outlier in find_outliers(own)],
         by_category=categories,
@@ -258,6 +273,7 @@ def _row_without_figures(
         lossless_label="-",
         num_mismatched_prompts=0,
         num_within_noise=0,
+        num_unaudited=0,
         first_mismatch=None,
         outliers=[],
         by_category={},

@@ -4,6 +4,7 @@ import dataclasses
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from .environment import describe_environment
 from .finished import complete, rows_of
 from .lossless import Audit, find_mismatches, to_audit
 from .measure import Bench, answer_seed
+from .memory import within_memory
 from .methods import MethodSpec, Settings, TunedSettings, load_drafters, method_specs, methods_by_place, recorded_methods
 from .names import FACTS_FILE, RECORDS_FILE, RUN_FILE, SUMMARY_FILE, TABLE_FILE
 from .plots import plot_comparison, plot_suite
@@ -84,13 +86,16 @@ def evaluate(
             recorded_environment=info.environment,
         )
         bench.measure(suites)
-        records = complete(file.records.values(), bench.out_of_memory)
+        records = complete(file.records.values(), bench.out_of_memory, bench.without_profile)
         check_measured(bench, records, suites)
+        audits, unaudited = audit_answers(bench, records, suites)
         facts = Facts(
             drafters={name: drafter_facts(drafter, specs[name].path) for name, drafter in drafters.items()},
             num_turns={suite.name: sum(len(prompt.turns) for prompt in suite.prompts) for suite in suites},
-            audits=audit_answers(bench, records, suites),
+            audits=audits,
             out_of_memory=bench.out_of_memory,
+            without_profile=bench.without_profile,
+            unaudited=unaudited,
         )
     write_sealed(output_dir / FACTS_FILE, facts)
     rows = rows_of(records, info, facts)
@@ -216,10 +221,14 @@ def check_measured(bench: Bench, records: Sequence[EvalRecord], suites: Sequence
             logger.warning("no prompt of %s fits the context window: the table has no row for it", suite.name)
 
 
-def audit_answers(bench: Bench, records: Sequence[EvalRecord], suites: Sequence[PromptSet]) -> dict[str, Audit]:
-    """The audits of those answers that need one (see `to_audit`), by `EvalRecord.answer_digest`."""
+def audit_answers(
+    bench: Bench, records: Sequence[EvalRecord], suites: Sequence[PromptSet]
+) -> tuple[dict[str, Audit], list[str]]:
+    """Audit those answers that need it (see `to_audit`). Return the audits by `EvalRecord.answer_digest`, and the digests of
+    the answers in whose audit memory ran out twice: before the second attempt all caches are given back."""
     prompts = {(suite.name, prompt.id): (suite, prompt) for suite in suites for prompt in suite.prompts}
-    audits = {}
+    audits: dict[str, Audit] = {}
+    unaudited: list[str] = []
     for record in to_audit(records, find_mismatches(records), str(bench.target.dtype)):
         turns = bench.prompt_turns(*prompts[record.suite, record.prompt_id], record.temperature, record.batch_size)
         input_ids = next(turn.input_ids for turn in turns if turn.turn == record.turn)
@@ -230,10 +239,19 @@ def audit_answers(bench: Bench, records: Sequence[EvalRecord], suites: Sequence[
             "temperature": record.temperature,
             "seed": seed,
         }
-        result = audit(bench.target, input_ids, record.token_ids, **options)
+        work = partial(audit, bench.target, input_ids, record.token_ids, **options)
+        result = within_memory(work, bench.target) or within_memory(work, bench.target)
+        if result is None:
+            unaudited.append(record.answer_digest)
+            logger.warning(
+                "%s was not audited, since memory ran out: nothing proves it to be the target's own, so its row has no "
+                "speedup; run the same command again with more free memory, which audits it",
+                record.name,
+            )
+            continue
         logger.info("%s: deficit %.4g, noise %.4g", record.key, result.deficit, result.noise)
         audits[record.answer_digest] = result
-    return audits
+    return audits, unaudited
 
 
 def write_results(rows: Sequence[Row], output_dir: Path) -> None:

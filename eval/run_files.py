@@ -171,6 +171,10 @@ class Facts:
     """Of the answers that noise may explain, by `EvalRecord.answer_digest`."""
     out_of_memory: list[OutOfMemory] = field(default_factory=list)
     """In the order in which it happened."""
+    without_profile: list[OutOfMemory] = field(default_factory=list)
+    """What ran out of memory with the phase timers on, after all its figures had been measured."""
+    unaudited: list[str] = field(default_factory=list)
+    """The answers in whose audit memory ran out, by `EvalRecord.answer_digest`: nothing proves them."""
 
 
 def read_info(path: Path) -> RunInfo:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from .lossless import LOSSY
 from .names import BASELINE, OOM
-from .rows import Row, decoding_name, is_broken
+from .rows import Row, decoding_name, is_broken, is_unproven
 
 RESULT_COLUMNS = ("Tok/step", "Tok/s", "Speedup [95 %]", "Ceiling*", "Lossless")
 COST_COLUMNS = ("Params", "Trained s", "Draft ms", "Draft", "Verify", "Accept", "Rest", "Of roofline")
@@ -217,6 +217,14 @@ def _mismatch_note(row: Row) -> str:
     assert first is not None
     where = f"{row['method']} on {row['suite']} ({decoding_name(row)})"
     place = f"prompt {first['prompt_id']}, turn {first['turn'] + 1}, token {first['position']}"
+    if is_unproven(row) and not row["num_unaudited"]:
+        return f"{where} is NOT PROVEN to be lossless, so it has no speedup: plain decoding is unproven there."
+    if is_unproven(row):
+        return (
+            f"{where} is NOT PROVEN to be lossless, so it has no speedup: memory ran out in the audits of answers to "
+            f"{row['num_unaudited']} prompts, the first to prompt {first['prompt_id']}, turn {first['turn'] + 1}. Run the "
+            "evaluation's command again with more free memory, which audits them."
+        )
     if is_broken(row):
         return (
             f"{where} is NOT LOSSLESS, so it has no speedup: {row['num_mismatched_prompts']} prompts "

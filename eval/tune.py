@@ -5,6 +5,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from ..models.packing import packed_linears
 from .config import EvalConfig
 from .environment import describe_environment
 from .grids import Grid, candidates, extended, grid_of
+from .memory import within_memory
 from .methods import TunedSettings
 from .replay import Answered, answer_prompts
 from .run import acceptance_rule, cpu_threads, load_suites
@@ -113,7 +115,7 @@ def tune(
     with ExitStack() as stack:
         stack.enter_context(cpu_threads(config.num_threads))
         _require_trees_of_the_text(drafter_dir, settings)
-        drafter = load_drafter(drafter_dir, target, **settings[0])
+        drafter = _first_fitting(drafter_dir, target, settings)
         if config.pack_weights:
             stack.enter_context(packed_linears(target.model))
         longest = min(target.context_length, drafter.context_length or target.context_length)
@@ -136,6 +138,20 @@ def tune(
     if write:
         save_tuned(drafter_dir, place, tuning.choices)
     return tuning
+
+
+def _first_fitting(drafter_dir: Path, target: HFTarget, settings: Sequence[dict[str, Any]]) -> TrainableDrafter:
+    """Load the drafter in the first setting that fits into memory. Raises ValueError where none does.
+
+    A setting that doesn't fit is left out, and named, where it is replayed.
+    """
+    for setting in settings:
+        if (drafter := within_memory(partial(load_drafter, drafter_dir, target, **setting), target)) is not None:
+            return drafter
+    raise ValueError(
+        f"{drafter_dir} ran out of memory while it was loaded, in every setting; load the target in a narrower type "
+        "(--dtype) or on a larger device"
+    )
 
 
 def _require_trees_of_the_text(drafter_dir: Path, settings: Sequence[dict[str, Any]]) -> None:

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from ..models.decoding.loop import generate
+from ..models.decoding.loop import generate, kept_places
 from ..models.decoding.sampling import RowSeeds
+from ..models.decoding.types import Step
 from ..models.drafters import NullDrafter, load_drafter
 from ..models.drafters.tuned import Choice
 from ..models.hf_target import HFTarget
@@ -66,6 +67,7 @@ class Pass:
     """One verify step of a batch. Seconds are 0 unless phases were timed."""
 
     rows: int
+    """That the target reads, copies included (`kept_places`)."""
     nodes: int
     own_seconds: float
     """Of drafter and rule."""
@@ -121,20 +123,30 @@ def run(
     started = time.perf_counter()
     steps = list(stream)
     synchronize(device)
+    num_rows = rows_read(steps, len(answered), few_sizes=target.has_fixed_shapes)
     return Run(
         seconds=time.perf_counter() - started,
         num_tokens=sum(len(tokens) for step in steps for tokens in step.tokens),
         num_steps=sum(len(step.rows) for step in steps),
         passes=tuple(
             Pass(
-                rows=len(step.rows),
+                rows=rows,
                 nodes=step.num_nodes,
                 own_seconds=0.0 if step.seconds is None else step.seconds.draft + step.seconds.accept,
                 verify_seconds=0.0 if step.seconds is None else step.seconds.verify,
             )
-            for step in steps
+            for step, rows in zip(steps, num_rows, strict=True)
         ),
     )
+
+
+def rows_read(steps: Sequence[Step], batch: int, *, few_sizes: bool) -> list[int]:
+    """Return how many rows the target reads in each verify step of a batch of this size."""
+    sizes = []
+    for step in steps:
+        batch = len(kept_places(range(len(step.rows)), batch, few_sizes=few_sizes))
+        sizes.append(batch)
+    return sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +190,11 @@ def replay_all(trial: Trial, settings: Sequence[Setting], batch_sizes: Sequence[
     replays = []
     with tqdm(total=len(settings) * len(batch_sizes), desc="settings", unit="setting") as progress:
         for setting in settings:
-            with trial.drafter(setting) as drafter:
+            with ExitStack() as stack:
+                drafter = within_memory(partial(stack.enter_context, trial.drafter(setting)), trial.target)
+                if drafter is None:
+                    progress.update(len(batch_sizes))
+                    continue
                 for size in batch_sizes:
                     if (total := within_memory(partial(_replay, trial, drafter, size), trial.target)) is not None:
                         replays.append(Replay(setting=setting, batch_size=size, run=total))
@@ -187,9 +203,14 @@ def replay_all(trial: Trial, settings: Sequence[Setting], batch_sizes: Sequence[
 
 
 def _replay(trial: Trial, drafter: Drafter[Any], batch_size: int) -> Run:
-    groups, vocab_size = trial.batches(batch_size), trial.target.vocab_size
-    run(ReplayTarget(groups[0], vocab_size), drafter, trial.rule, groups[0], timed=False)  # warms up
-    return sum_of([run(ReplayTarget(group, vocab_size), drafter, trial.rule, group, timed=True) for group in groups])
+    groups = trial.batches(batch_size)
+
+    def replay(group: Sequence[Answered], timed: bool) -> Run:
+        target = ReplayTarget(group, trial.target.vocab_size, has_fixed_shapes=trial.target.has_fixed_shapes)
+        return run(target, drafter, trial.rule, group, timed=timed)
+
+    replay(groups[0], timed=False)  # warms up
+    return sum_of([replay(group, timed=True) for group in groups])
 
 
 def predict(replay: Replay, times: StepTimes) -> Prediction | None:

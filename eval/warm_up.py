@@ -103,6 +103,25 @@ def shapes_of(
     return sorted(shapes, key=lambda shape: (-shape.num_rows, -shape.length - shape.num_nodes))
 
 
+def num_recordings(shapes: Iterable[Shape], extent_step: int) -> int:
+    """Return how many recordings of the target these shapes make, at least.
+
+    Drafters share a recording where their trees have one size (and one depth, which isn't known
+    here) and they read the same layers.
+    """
+    return len(
+        {
+            (
+                shape.num_rows,
+                shape.num_nodes,
+                _rounded_up(shape.length + 1 + shape.num_nodes, extent_step),
+                tuple(shape.drafter.feature_layers),
+            )
+            for shape in shapes
+        }
+    )
+
+
 def tree_sizes(drafter: Drafter[Any]) -> Sequence[int]:
     """Return the numbers of nodes that a drafter's trees come in: its largest, unless it says more."""
     return drafter.tree_sizes if isinstance(drafter, SizedDrafter) else (drafter.max_nodes,)

@@ -23,11 +23,40 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
+OUT_OF_MEMORY_TEXTS = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "MPS backend out of memory",
+    # Memory that isn't from PyTorch's allocator: of a CUDA graph, a kernel or a library.
+    "CUDA error: out of memory",
+    "CUDA driver error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
+"""What only their text tells from other RuntimeErrors."""
+MAX_CHAINED_ERRORS = 16
+
+
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed. A CPU and Apple's GPUs raise a RuntimeError that only its text tells from others."""
-    texts = ("DefaultCPUAllocator: can't allocate memory", "MPS backend out of memory")
+    """Return whether an allocation failed, here or in an error behind this one."""
+    return find_out_of_memory(error) is not None
+
+
+def find_out_of_memory(error: BaseException) -> BaseException | None:
+    """Return the failed allocation that this error is, or was raised because of.
+
+    Where memory runs out in a CUDA graph's capture, the end of the capture fails too, and its error
+    replaces the first one. So the errors behind this one are searched as a traceback shows them.
+    """
+    link: BaseException | None = error
+    for _ in range(MAX_CHAINED_ERRORS):
+        if link is None or _is_failed_allocation(link):
+            return link
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    return None
+
+
+def _is_failed_allocation(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+        isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY_TEXTS)
     )
 
 

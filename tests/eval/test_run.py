@@ -16,13 +16,14 @@ import torch
 
 from outrider.data.chat import encode_prompt
 from outrider.data.types import Turn
-from outrider.eval import measure, methods, run
+from outrider.eval import lossless, measure, methods, run
 from outrider.eval.config import EvalConfig, SuiteConfig
+from outrider.eval.lossless import Audit
 from outrider.eval.measure import Generation, answer_seed, evenly_spaced
 from outrider.eval.records import EvalRecord, RecordFile
 from outrider.eval.report import write_report
 from outrider.eval.report_runs import read_groups
-from outrider.eval.rows import Row, is_broken
+from outrider.eval.rows import Row, is_broken, is_unproven
 from outrider.eval.run import check_inputs, evaluate
 from outrider.eval.run_files import Place, read_info
 from outrider.models.config import TargetConfig
@@ -563,15 +564,17 @@ ON_A_CPU = RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCP
 def run_out_of_memory(
     monkeypatch: pytest.MonkeyPatch,
     is_too_large: Callable[[Any, Sequence[torch.Tensor]], bool],
-    error: RuntimeError = ON_A_GPU,
+    error: Exception = ON_A_GPU,
+    timed_only: bool = False,
 ) -> list[int]:
-    """A device whose memory is too small for some drafters' batches of prompts. Returns a list of the caches given back."""
+    """A device whose memory is too small for some drafters' batches of prompts, or only where phases are timed. Returns a list
+    of the caches given back."""
     released: list[int] = []
     original, release = measure.time_generation, HFTarget.release_cache
 
     def limited(target: HFTarget, drafter: Any, rule: Any, prompts: Sequence[torch.Tensor], **options: Any) -> Generation:
         result = original(target, drafter, rule, prompts, **options)
-        if is_too_large(drafter, prompts):
+        if is_too_large(drafter, prompts) and (options["timed"] or not timed_only):
             raise error
         return result
 
@@ -677,3 +680,125 @@ def test_an_error_that_is_not_of_memory_ends_the_evaluation(
     monkeypatch.setattr(measure, "time_generation", fail)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         run_tiny(tmp_path / "eval")
+
+
+def test_memory_that_runs_out_behind_another_error_is_out_of_memory_too(
+    run_tiny: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a capture whose end fails because of it."""
+    error = ValueError("this model can't be recorded as a CUDA graph")
+    error.__cause__ = RuntimeError("CUDA error: operation failed due to a previous error during capture")
+    error.__cause__.__context__ = ON_A_GPU
+    run_out_of_memory(monkeypatch, lambda drafter, prompts: getattr(drafter, "max_nodes", 0) == 6, error)
+    rows = run_tiny(tmp_path / "eval")
+    assert [row["method"] for row in rows if row["out_of_memory"]] == ["redrafter"]
+    assert "CUDA out of memory. Tried to allocate 2.00 GiB." in caplog.text, "what ran out is named, not what it led to"
+
+
+@pytest.mark.parametrize("lost", ["baseline", "redrafter"])
+def test_memory_that_runs_out_in_a_profile_costs_the_profile_alone(
+    lost: str, run_tiny: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its second batch is too large, so that what was profiled of the first one isn't shown either."""
+    num_nodes = {"baseline": 0, "redrafter": 6}[lost]
+    tried: list[int] = []
+
+    def is_too_large(drafter: Any, prompts: Sequence[torch.Tensor]) -> bool:
+        return drafter.max_nodes == num_nodes and (tried.append(1) or len(tried) > NUM_TURNS + 2)
+
+    run_out_of_memory(monkeypatch, is_too_large, timed_only=True)
+    rows = run_tiny(tmp_path / "eval")
+    assert f"{lost} ran out of memory on mt_bench (temperature 0, batch size 1) when it was profiled" in caplog.text
+    assert [row["method"] for row in rows if row["time_split"] is None] == [lost]
+    with_ceiling = {row["method"] for row in rows if row["ceiling"] is not None}
+    assert with_ceiling == (set() if lost == "baseline" else {"redrafter beam_width=1"})
+    for row in rows:
+        assert (row["out_of_memory"], row["lossless"], row["num_turns"]) == (False, True, NUM_TURNS)
+        assert row["speedup"] is not None
+    facts = json.loads((tmp_path / "eval" / "facts.json").read_text())
+    assert facts["out_of_memory"] == []
+    assert [missing["method"] for missing in facts["without_profile"]] == [lost]
+    assert len([record for record in read(tmp_path / "eval") if record.profiled and record.method == lost]) == 1
+    (line,) = [line for line in (tmp_path / "eval" / "table.md").read_text().splitlines() if f"| {lost} |" in line]
+    assert " - |" in line
+    write_report([tmp_path / "eval"], tmp_path / "report", figures=True)
+
+    monkeypatch.undo()
+    again = run_tiny(tmp_path / "eval")
+    assert all(row["time_split"] is not None for row in again), "the same command profiles the rest"
+
+
+@pytest.fixture
+def differing(tiny_target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding in low precision, of which one method's first answer ends otherwise than plain decoding's."""
+    monkeypatch.setattr(run, "to_audit", lambda records, mismatches, dtype: [item.record for item in mismatches])
+    monkeypatch.setattr(lossless, "to_audit", run.to_audit)
+    original = measure.Bench._records
+    changed: list[str] = []
+
+    def swapped(self: Any, batch: Any, method: Any, repeat: int, profiled: bool) -> list[EvalRecord]:
+        records = original(self, batch, method, repeat, profiled)
+        if method.name == "redrafter" and not changed:
+            changed.append(method.name)
+            tokens = records[0].token_ids
+            records[0] = replace(records[0], token_ids=[*tokens[:-1], (tokens[-1] + 1) % 50])
+        return records
+
+    monkeypatch.setattr(measure.Bench, "_records", swapped)
+
+
+def run_out_in_audits(monkeypatch: pytest.MonkeyPatch, num_failing: int) -> list[int]:
+    """Let so many audits fail, and find all other answers right. Returns a list of all attempts."""
+    tried: list[int] = []
+
+    def limited(*arguments: Any, **options: Any) -> Audit:
+        tried.append(1)
+        if len(tried) <= num_failing:
+            raise ON_A_GPU
+        return Audit(deficit=0.0, position=0, noise=1.0, ends_rightly=True, within_noise=True)
+
+    monkeypatch.setattr(run, "audit", limited)
+    return tried
+
+
+def test_an_audit_that_runs_out_of_memory_is_tried_once_more(
+    run_tiny: Evaluate, differing: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = run_out_in_audits(monkeypatch, 1)
+    assert [row["lossless_label"] for row in run_tiny(tmp_path)] == ["yes", "within noise (1)", "yes"]
+    assert len(tried) == 2
+
+
+def test_an_answer_whose_audit_runs_out_of_memory_twice_is_unproven(
+    run_tiny: Evaluate, differing: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_out_in_audits(monkeypatch, 2)
+    folder = tmp_path / "eval"
+    plain, unproven, narrow = run_tiny(folder)
+    assert unproven["lossless_label"] == "unproven (1 of 2 prompts not audited)"
+    assert (unproven["lossless"], unproven["speedup"], unproven["num_unaudited"]) == (False, None, 1)
+    assert unproven["tokens_per_second"] is not None
+    assert is_unproven(unproven)
+    assert [row["lossless_label"] for row in (plain, narrow)] == ["yes", "yes"]
+    assert "was not audited, since memory ran out" in caplog.text
+    table = (folder / "table.md").read_text()
+    assert "NOT PROVEN to be lossless" in table
+    assert "NOT LOSSLESS" not in table
+    page = write_report([folder], tmp_path / "report", figures=True).read_text()
+    assert ">unproven<" in page
+
+    run_out_in_audits(monkeypatch, 0)
+    assert run_tiny(folder)[1]["lossless_label"] == "within noise (1)", "the same command audits it"
+
+
+def test_plain_decoding_whose_audit_runs_out_of_memory_proves_nothing(
+    run_tiny: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no prompt is answered alone, some plain answers are audited; without these nothing is held against the target."""
+    run_out_in_audits(monkeypatch, 100)
+    rows = run_tiny(tmp_path, batch_sizes=[2])
+    assert [row["lossless"] for row in rows] == [False] * 3
+    assert [row["speedup"] for row in rows] == [None] * 3
+    assert rows[0]["lossless_label"] == "unproven (2 of 2 prompts not audited)"
+    assert rows[1]["lossless_label"] == "unproven: plain decoding is unproven (yes against it)"
+    assert "NOT LOSSLESS" not in (tmp_path / "table.md").read_text()

@@ -21,15 +21,17 @@ from outrider.eval.run import acceptance_rule, load_suites
 from outrider.eval.step_times import StepTimes, measure_step_times
 from outrider.eval.tune import MAX_EXTENSIONS, TUNING_FILE, LeftOut, Tuning, tune, tuned_settings
 from outrider.eval.tune_cli import tune_command, verdict
-from outrider.eval.tuning import Pass, Prediction, Replay, Run, Speed, choose, finalists, regret, run
+from outrider.eval.tuning import Pass, Prediction, Replay, Run, Speed, Trial, choose, finalists, regret, replay_all, run
 from outrider.models.decoding.tree import DraftTree
 from outrider.models.decoding.types import TargetOutput
-from outrider.models.drafters import DRAFTERS, NullDrafter, build_drafter, save_drafter
+from outrider.models.drafters import DRAFTERS, NullDrafter, build_drafter, load_drafter, save_drafter
 from outrider.models.drafters.oracle import OracleDrafter
 from outrider.models.drafters.redrafter import Redrafter
 from outrider.models.drafters.registry import parse_runtime_config
 from outrider.models.drafters.tuned import TUNED_FILE, Choice, describe_place, load_tuned, save_tuned, tuned_choice
 from outrider.models.hf_target import HFTarget
+
+from ..models.recorder import ReplayingRecorder
 
 PROMPTS = [[1, 70, 71, 72, 2], [9, 8], [40, 41, 42, 43, 44, 45, 46, 47]]
 WIDE: dict[str, dict[str, Any]] = {
@@ -230,6 +232,72 @@ def test_a_batch_size_at_which_plain_decoding_does_not_fit_has_no_choice(
     largest = 0
     with pytest.raises(ValueError, match="plain decoding ran out of memory in batches of 1, 2, .* lower --batch-size"):
         tune(config, tiny_target, tiny_drafter_dir, tmp_path, **options)
+
+
+@pytest.fixture
+def tune_tiny(tiny_target: HFTarget, tiny_drafter_dir: Path, questions: Path, tmp_path: Path) -> Callable[..., Tuning]:
+    config = EvalConfig(suites=[SuiteConfig(name="mt_bench", path=str(questions))], max_new_tokens=6, pack_weights=False)
+
+    def tune_it(settings: list[dict[str, Any]]) -> Tuning:
+        return tune(config, tiny_target, tiny_drafter_dir, tmp_path, settings=settings, write=False)
+
+    return tune_it
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["the first one", "another one"])
+def test_a_setting_whose_drafter_does_not_load_is_left_out_and_named(
+    first: bool, tune_tiny: Callable[..., Tuning], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def limited(*arguments: Any, **setting: Any) -> Any:
+        if setting["beam_width"] == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return load_drafter(*arguments, **setting)
+
+    for module in (tune_module, tuning_module):
+        monkeypatch.setattr(module, "load_drafter", limited)
+    small, large = {"beam_width": 1}, {"beam_width": 3}
+    tuning = tune_tiny([large, small] if first else [small, large])
+    assert tuning.left_out == [LeftOut(setting=large, batch_size=1)]
+    assert [speed.setting for speed in tuning.predictions] == [None, small]
+    assert "{'beam_width': 3} ran out of memory in batches of 1 and is left out" in caplog.text
+    with pytest.raises(ValueError, match="ran out of memory while it was loaded, in every setting; .* a narrower type"):
+        tune_tiny([large])
+
+
+def test_plain_answers_are_given_in_smaller_batches_where_memory_runs_out(
+    tune_tiny: Callable[..., Tuning], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill = HFTarget.prefill
+    largest, tried = 1, []
+
+    def limited(self: HFTarget, prompts: Any, **options: Any) -> TargetOutput:
+        tried.append(len(prompts.lengths))
+        if len(prompts.lengths) > largest:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return prefill(self, prompts, **options)
+
+    monkeypatch.setattr(HFTarget, "prefill", limited)
+    assert tune_tiny([{"beam_width": 1}]).left_out == []
+    assert tried[0] == 2, "two prompts fit the context window"
+    largest = 0
+    with pytest.raises(ValueError, match="ran out of memory while the target answered 2 prompts one by one; lower --max-new"):
+        tune_tiny([{"beam_width": 1}])
+
+
+@pytest.mark.parametrize("is_fixed", [False, True], ids=["eager", "recorded"])
+def test_a_replay_counts_the_rows_that_the_target_reads(is_fixed: bool, tiny_target: HFTarget, tmp_path: Path) -> None:
+    """Five rows of eight go on: a recorded target reads eight all the same."""
+    answered = answered_by(tiny_target, 0.0)[:1] * 8
+    answered = [replace(each, answer=each.answer[: 3 if row < 3 else 9]) for row, each in enumerate(answered)]
+    graphed = HFTarget(
+        tiny_target.model, tiny_target.tokenizer, tiny_target.identity, cuda_graphs=is_fixed, recorder=ReplayingRecorder()
+    )
+    trial = Trial(directory=tmp_path, target=graphed, rule=acceptance_rule("exact", 0.0), answered=answered, pack=False)
+    (replayed,) = replay_all(trial, [None], [8])
+    real = run(graphed, NullDrafter(), trial.rule, answered, timed=False)
+    assert [each.rows for each in replayed.run.passes] == [8, 8] + [8 if is_fixed else 5] * 6
+    assert [each.rows for each in real.passes] == [each.rows for each in replayed.run.passes]
+    assert replayed.run.num_steps == 8 * 2 + 5 * 6, "copies answer nothing"
 
 
 def test_times_between_measured_points_lie_on_lines() -> None:

@@ -15,7 +15,7 @@ from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.measure import Bench
 from outrider.eval.run import evaluate
 from outrider.eval.timing import Generation
-from outrider.eval.warm_up import Lengths, Shape, reachable_sizes, shapes_of, text_lengths, visit
+from outrider.eval.warm_up import Lengths, Shape, num_recordings, reachable_sizes, shapes_of, text_lengths, visit
 from outrider.models import graphs, tree_cache
 from outrider.models.decoding import GreedyAcceptance
 from outrider.models.drafters import NullDrafter, build_drafter, save_drafter
@@ -173,3 +173,32 @@ def test_a_shape_that_does_not_fit_into_memory_is_left_out_and_the_rest_is_warm_
     shapes = [Shape(drafter=drafter, num_rows=rows, length=length, num_nodes=0) for rows in (4, 2, 1) for length in (9, 5)]
     visit(shapes, torch.tensor([1, 2]), tiny_target, GreedyAcceptance())
     assert taken == [(4, 9), (4, 5), (2, 9), *[(4, 5), (2, 5)], *[(1, 9), (1, 5)]], "without what needs as much, from the start"
+
+
+def test_drafters_share_the_targets_recordings() -> None:
+    lengths = Lengths(shortest=3, longest=20)
+    one, other, plain = Nodes(5), Nodes(5), Nodes(0)
+    alone = shapes_of({one: {1, 2}, plain: {1}}, lengths, extent_step=8, context_length=100)
+    both = shapes_of({one: {1, 2}, other: {1, 2}, plain: {1}}, lengths, extent_step=8, context_length=100)
+    assert num_recordings(alone, 8) == len(alone) == 2 * 3 + 4
+    assert len(both) == 2 * 2 * 3 + 4
+    assert num_recordings(both, 8) == num_recordings(alone, 8)
+    other.feature_layers = (1,)
+    assert num_recordings(both, 8) == len(both), "a recording has the inputs of some layers"
+
+
+@pytest.mark.parametrize("num_kept", [3, 1000])
+def test_more_shapes_than_recordings_are_kept_is_a_warning(
+    num_kept: int,
+    evaluate_graphed: Callable[..., Any],
+    recordings: Counter[bool],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(graphs, "MAX_RECORDINGS", num_kept)
+    evaluate_graphed(batch_sizes=[1])
+    warnings = [record.getMessage() for record in caplog.records if "shapes are planned" in record.getMessage()]
+    assert len(warnings) == (num_kept == 3), "one, however often caches were cold"
+    for warning in warnings:
+        assert "the target keeps 3 recordings" in warning
+        assert "fewer settings or batch sizes, or each a folder of its own" in warning

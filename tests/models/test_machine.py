@@ -1,5 +1,6 @@
 """Waiting for a device, and running out of its memory: the same on every kind of accelerator, and free on a CPU."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,14 @@ import torch
 
 from outrider.models.config import TargetConfig
 from outrider.models.decoding.loop import Stopwatch
-from outrider.models.machine import is_out_of_memory, release_memory, synchronize, turn_off_cudnn_attention
+from outrider.models.machine import (
+    MAX_CHAINED_ERRORS,
+    find_out_of_memory,
+    is_out_of_memory,
+    release_memory,
+    synchronize,
+    turn_off_cudnn_attention,
+)
 from outrider.models.target import load_target
 from outrider.models.tree_cache import extent_step
 
@@ -84,3 +92,42 @@ def test_extents_come_in_steps_on_accelerators_in_every_form(name: str) -> None:
         assert step % 8 == 0
     assert extent_step(torch.device("cpu"), is_fixed=False) == 1
     assert extent_step(torch.device("cpu"), is_fixed=True) > 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
+        "CUDA driver error: out of memory",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    ],
+)
+def test_memory_outside_of_pytorchs_allocator_runs_out_too(text: str) -> None:
+    assert is_out_of_memory(RuntimeError(text))
+
+
+def chained(*errors: Exception, from_each: bool = True) -> Exception:
+    """The last of these errors, each raised from the one before it, or while that was handled."""
+    for earlier, error in pairwise(errors):
+        error.__context__ = earlier
+        if from_each:
+            error.__cause__ = earlier
+    return errors[-1]
+
+
+@pytest.mark.parametrize("from_each", [True, False], ids=["cause", "context"])
+def test_memory_that_ran_out_is_found_behind_other_errors(from_each: bool) -> None:
+    """As where a capture fails: its end raises an error of its own, and that becomes a ValueError."""
+    ran_out, end = torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: operation failed")
+    error = chained(ran_out, end, ValueError("this model can't be recorded"), from_each=from_each)
+    assert is_out_of_memory(error)
+    assert find_out_of_memory(error) is ran_out
+    assert not is_out_of_memory(chained(RuntimeError("shapes"), ValueError("can't be recorded"), from_each=from_each))
+    long = chained(torch.OutOfMemoryError(), *map(ValueError, range(2 * MAX_CHAINED_ERRORS)), from_each=from_each)
+    assert not is_out_of_memory(long), "the search ends"
+
+
+def test_an_error_that_disclaims_what_came_before_is_its_own() -> None:
+    error = chained(torch.OutOfMemoryError("CUDA out of memory"), ValueError("a wrong option"), from_each=False)
+    error.__suppress_context__ = True  # as `raise ... from None` does
+    assert not is_out_of_memory(error)
