@@ -12,10 +12,10 @@ from omegaconf.errors import OmegaConfBaseException
 from ..data.config import DataConfig
 from ..distill.config import DistillConfig
 from ..eval.config import EvalConfig
-from ..models.config import TargetConfig
-from ..models.drafters.registry import parse_drafter_config, require_horizon
+from ..models.drafters.saved.build import parse_drafter_config, require_horizon
 from ..models.export.config import ExportConfig
 from ..models.export.registry import find_format
+from ..models.target.config import TargetConfig
 from ..train.config import TrainConfig
 
 STAGES = ("distill", "train", "eval", "export")

@@ -22,8 +22,8 @@ def verify_command(
     # They load torch.
     from ..data.manifest import MANIFEST_FILE, TargetIdentity
     from ..data.verify import find_damage
-    from ..distill.answers import find_damage as find_damaged_answers
-    from ..distill.answers import is_answers
+    from ..distill.regenerate.answers import find_damage as find_damaged_answers
+    from ..distill.regenerate.answers import is_answers
 
     if not directory.is_dir():
         raise ValueError(f"{directory} is {'no folder' if directory.exists() else 'not there'}; name one that distill wrote")
@@ -45,7 +45,7 @@ def verify_command(
             f"{num_bytes / 1e6:.1f} MB"
         )
     if target is not None:
-        from ..models.target import load_target
+        from ..models.target.loading import load_target
 
         if differences := identity.differences(load_target(target).identity):
             problems.append(

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..eval.cli import parse_setting
+from .eval import parse_setting
 
 if TYPE_CHECKING:
-    from ..models.hf_target import HFTarget
+    from ..models.target.hf_target import HFTarget
 
 WANTED = ["*.json", "*.safetensors", "*.bin", "*.pt", "*.model", "*.jinja", "merges.txt", "vocab.txt"]
 """Files of a Hub repository that are downloaded: nothing that could be run."""
@@ -37,8 +37,8 @@ def export_command(
     """
     import torch  # it, and all that uses it, loads too slowly for --help
 
-    from ..models.drafters.files import read_drafter_config
-    from ..models.drafters.hub import resolve_drafter
+    from ..models.drafters.saved.files import read_drafter_config
+    from ..models.drafters.saved.hub import resolve_drafter
     from ..models.export.config import DTYPES
     from ..models.export.registry import export_drafter, find_format
 
@@ -67,8 +67,8 @@ def import_command(
     Only plain tensors are read, never code, and only where they fit the target.
     """
     from ..models.drafters import save_drafter
-    from ..models.drafters.hub import resolve_folder
     from ..models.drafters.registry import kind_of
+    from ..models.drafters.saved.hub import resolve_folder
     from ..models.export.registry import find_format, format_of, import_drafter
 
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -94,7 +94,7 @@ def _load(target: str, revision: str | None) -> "HFTarget":
     """The target on the CPU, in its own type: only its sizes, tokenizer, embeddings and head are looked at."""
     import torch
 
-    from ..models.config import TargetConfig
-    from ..models.target import load_target
+    from ..models.target.config import TargetConfig
+    from ..models.target.loading import load_target
 
     return load_target(TargetConfig(name_or_path=target, revision=revision, device="cpu", dtype="auto"), torch.device("cpu"))

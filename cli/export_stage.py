@@ -9,18 +9,18 @@ from pathlib import Path
 import torch
 
 from ..data.files import sha256_file
-from ..eval.card import CardOptions, model_card, rows_of
-from ..eval.names import SUMMARY_FILE
-from ..eval.rows import is_broken
-from ..models.drafters.files import WEIGHTS_FILE, read_drafter_config
+from ..eval.records.names import SUMMARY_FILE
+from ..eval.report.card import CardOptions, model_card, rows_of
+from ..eval.results.rows import is_broken
+from ..models.drafters.base import TrainableDrafter
 from ..models.drafters.registry import kind_of
+from ..models.drafters.saved.files import WEIGHTS_FILE, read_drafter_config
 from ..models.export.certificate import read_certificate
 from ..models.export.config import ExportConfig
 from ..models.export.hub import push
 from ..models.export.package import make_package, names_left_open
 from ..models.export.registry import FORMATS, export_drafter
-from ..models.hf_target import HFTarget
-from ..models.interfaces import TrainableDrafter
+from ..models.target.hf_target import HFTarget
 from .config import DrafterRun
 
 log = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ def package_command(
     Nothing leaves this machine: `outrider push` uploads it.
     """
     # They load torch.
-    from ..eval.card import CardOptions, model_card
+    from ..eval.report.card import CardOptions, model_card
     from ..models.export.package import make_package, package_files
 
     options = CardOptions(
@@ -54,10 +54,15 @@ def push_command(
     """
     from huggingface_hub.utils import validate_repo_id
 
-    from ..models.drafters.files import read_drafter_config
-    from ..models.drafters.hub import HUB_ID, READ_FILES, telling_hub_errors
+    from ..models.drafters.saved.files import read_drafter_config
+    from ..models.drafters.saved.hub import HUB_ID, READ_FILES, telling_hub_errors
     from ..models.export.certificate import read_certificate
-    from ..models.export.package import CERTIFICATE_FILE, README_FILE, is_package, package_files
+    from ..models.export.package import (
+        CERTIFICATE_FILE,
+        README_FILE,
+        is_package,
+        package_files,
+    )
 
     if HUB_ID.fullmatch(repo) is None or "@" in repo:
         raise ValueError(f"{repo!r} is no name of a repository; give user/name")
@@ -117,7 +122,7 @@ def pull_command(
 
 
 def _packaged(drafter: Path, output: Path, repo: str) -> Path:
-    from ..eval.card import CardOptions, model_card
+    from ..eval.report.card import CardOptions, model_card
     from ..models.export.package import make_package
 
     make_package(drafter, output, model_card(drafter, CardOptions(repo=repo)))

@@ -6,14 +6,14 @@ from typing import Annotated
 
 import typer
 
-from ..eval.certify_cli import certify_command
-from ..eval.cli import eval_command
-from ..eval.report_cli import report_command
-from ..eval.tune_cli import tune_command
+from .certify import certify_command
 from .data import app as data_app
 from .errors import user_errors
+from .eval import eval_command
 from .export import export_command, import_command
 from .hub import package_command, pull_command, push_command
+from .report import report_command
+from .tune import tune_command
 
 app = typer.Typer(
     help="Train drafters for speculative decoding, and measure them.",

@@ -19,22 +19,27 @@ from ..data.chat import use_chat_template
 from ..data.decontamination import PromptOverlap
 from ..data.files import atomic_write_text, locked
 from ..data.manifest import load_manifest
-from ..data.prompts import load_suite
 from ..data.sources import load_conversations
+from ..data.suites import load_suite
 from ..data.types import Example
-from ..distill.continuations import require_branch_attention
-from ..distill.estimate import estimate, estimate_regeneration, estimate_table, regeneration_table
-from ..distill.regenerate import missing_conversations, regenerate
-from ..distill.run import distill, load_examples, missing_examples
-from ..eval.rows import Row, is_broken
+from ..distill.estimate import (
+    estimate,
+    estimate_regeneration,
+    estimate_table,
+    regeneration_table,
+)
+from ..distill.label.continuations import require_branch_attention
+from ..distill.label.run import distill, load_examples, missing_examples
+from ..distill.regenerate.run import missing_conversations, regenerate
+from ..eval.results.rows import Row, is_broken
+from ..eval.results.tables import print_table
 from ..eval.run import check_inputs, evaluate
-from ..eval.tables import print_table
 from ..models.drafters import build_drafter
-from ..models.drafters.files import read_drafter_config
-from ..models.drafters.registry import require_horizon
-from ..models.hf_target import HFTarget
-from ..models.target import load_target
-from ..models.tensor_parallel import Worker
+from ..models.drafters.saved.build import require_horizon
+from ..models.drafters.saved.files import read_drafter_config
+from ..models.target.hf_target import HFTarget
+from ..models.target.loading import load_target
+from ..models.target.tensor_parallel import Worker
 from ..train.launch import make_accelerator
 from ..train.processes import require_supported_launch
 from ..train.run import train

@@ -16,14 +16,14 @@ from tqdm import tqdm
 from ..data.config import DataConfig
 from ..data.sources import describe_drops
 from ..data.types import Conversation, Example
-from ..models.hf_target import HFTarget
-from ..models.tensor_parallel import agreed
+from ..models.target.hf_target import HFTarget
+from ..models.target.tensor_parallel import agreed
 from .config import DistillConfig
-from .engines.registry import open_engine
-from .features import bytes_per_token
+from .label.features import bytes_per_token
+from .label.run import label_shard, length_batches
 from .plan import plan_shards
-from .regenerate import answer_conversations, answer_limits, count_turns
-from .run import label_shard, length_batches
+from .regenerate.engines.registry import open_engine
+from .regenerate.run import answer_conversations, answer_limits, count_turns
 
 TIME = "time, h:mm:ss"
 

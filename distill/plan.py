@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 
 from ..data.types import Conversation, Example
-from ..models.tensor_parallel import Worker
+from ..models.target.tensor_parallel import Worker
 
 T = TypeVar("T")
 Shards = list[list[Example]]

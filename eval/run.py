@@ -12,32 +12,53 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from ..data.files import atomic_write_text, write_json, write_sealed
-from ..data.prompts import PromptSet, load_suite
-from ..models.decoding.acceptance import GreedyAcceptance, SpeculativeSampling, TypicalAcceptance
+from ..data.suites import PromptSet, load_suite
+from ..models.decoding.acceptance import (
+    GreedyAcceptance,
+    SpeculativeSampling,
+    TypicalAcceptance,
+)
+from ..models.decoding.protocols import AcceptanceRule
 from ..models.decoding.sampling import Sampling
-from ..models.drafters.files import read_training_facts
-from ..models.hf_target import HFTarget
-from ..models.interfaces import AcceptanceRule, TrainableDrafter
-from ..models.packing import packed_linears
-from .answers import write_answers
-from .audit import audit
-from .checks import check_records, foreign
+from ..models.drafters.base import TrainableDrafter
+from ..models.drafters.saved.files import read_training_facts
+from ..models.target.hf_target import HFTarget
+from ..models.target.packed_linears import packed_linears
 from .config import EvalConfig
-from .digests import differences, digest_of
-from .environment import describe_environment
-from .finished import complete, rows_of
-from .lossless import Audit, find_mismatches, to_audit
-from .measure import Bench, answer_seed
-from .memory import within_memory
-from .methods import MethodSpec, Settings, TunedSettings, load_drafters, method_specs, methods_by_place, recorded_methods
-from .names import FACTS_FILE, RECORDS_FILE, RUN_FILE, SUMMARY_FILE, TABLE_FILE
-from .plots import plot_comparison, plot_suite
-from .records import EvalRecord, GroupKey, RecordFile, group_name
-from .roofline import measure_roofline
-from .rows import Row
-from .run_files import RECORDED_OPTIONS, DrafterFacts, Environment, Facts, RunInfo, read_info
-from .table_files import csv_table, latex_table
-from .tables import markdown
+from .measure.audit import audit
+from .measure.bench import Bench, answer_seed
+from .measure.environment import describe_environment
+from .measure.memory import within_memory
+from .measure.methods import (
+    MethodSpec,
+    Settings,
+    TunedSettings,
+    load_drafters,
+    method_specs,
+    methods_by_place,
+    recorded_methods,
+)
+from .measure.roofline import measure_roofline
+from .records.checks import check_records, foreign
+from .records.digests import differences, digest_of
+from .records.names import FACTS_FILE, RECORDS_FILE, RUN_FILE, SUMMARY_FILE, TABLE_FILE
+from .records.records import EvalRecord, GroupKey, RecordFile, group_name
+from .records.run_files import (
+    RECORDED_OPTIONS,
+    Audit,
+    DrafterFacts,
+    Environment,
+    Facts,
+    RunInfo,
+    read_info,
+)
+from .results.finished import complete, rows_of
+from .results.judge_files import write_answers
+from .results.lossless import find_mismatches, to_audit
+from .results.plots import plot_comparison, plot_suite
+from .results.rows import Row
+from .results.table_files import csv_table, latex_table
+from .results.tables import markdown
 
 logger = logging.getLogger(__name__)
 

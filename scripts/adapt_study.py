@@ -38,11 +38,11 @@ from outrider.data.config import DataConfig
 from outrider.data.files import read_json, write_json
 from outrider.data.manifest import load_manifest
 from outrider.data.sources import load_conversations
-from outrider.eval.environment import describe_environment
-from outrider.models.config import TargetConfig
+from outrider.eval.measure.environment import describe_environment
 from outrider.models.drafters import load_drafter
 from outrider.models.drafters.objective import Objective
-from outrider.models.target import load_target
+from outrider.models.target.config import TargetConfig
+from outrider.models.target.loading import load_target
 from outrider.train.tracking import METRICS_FILE, read_records
 from outrider.train.validation import Validator, hold_out
 

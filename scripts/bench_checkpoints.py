@@ -29,7 +29,7 @@ from torch import nn
 from tqdm import tqdm
 
 from outrider.data.files import write_json
-from outrider.eval.environment import describe_environment
+from outrider.eval.measure.environment import describe_environment
 from outrider.train.checkpoint import Checkpoints
 
 METHODS = ("none", "save_state", "at_once", "background")

@@ -23,17 +23,18 @@ import torch
 
 from outrider.data.chat import encode_prompt
 from outrider.data.files import write_json
-from outrider.data.prompts import load_suite
+from outrider.data.suites import load_suite
 from outrider.data.types import Turn
-from outrider.eval.environment import describe_environment
-from outrider.models.config import TargetConfig
+from outrider.eval.measure.environment import describe_environment
 from outrider.models.decoding import DraftTree, GreedyAcceptance, Prompts, generate
 from outrider.models.decoding.loop import read_tokens
 from outrider.models.drafters import NullDrafter
-from outrider.models.drafters.draft_model import DraftModel, DraftModelConfig
-from outrider.models.hf_target import HFTarget
-from outrider.models.target import load_target
-from outrider.models.tree_attention import grouped_heads, masks_by_kind
+from outrider.models.drafters.draft_model import DraftModel
+from outrider.models.drafters.small_models import DraftModelConfig
+from outrider.models.target.config import TargetConfig
+from outrider.models.target.hf_target import HFTarget
+from outrider.models.target.loading import load_target
+from outrider.models.target.tree_attention import grouped_heads, masks_by_kind
 
 TREE = (-1, -1, -1, -1, 0, 0, 0, 1, 1, 2, 4, 4, 5, 7, 10, 14)
 """Parents of 16 nodes, five deep."""

@@ -30,11 +30,14 @@ from tqdm import tqdm
 from outrider.data.files import write_json
 from outrider.data.stdlib import code_conversations
 from outrider.data.types import UNKNOWN
-from outrider.distill.continuations import label_continuations, require_branch_attention
-from outrider.eval.environment import describe_environment
-from outrider.models.config import TargetConfig
-from outrider.models.hf_target import HFTarget
-from outrider.models.target import load_target
+from outrider.distill.label.continuations import (
+    label_continuations,
+    require_branch_attention,
+)
+from outrider.eval.measure.environment import describe_environment
+from outrider.models.target.config import TargetConfig
+from outrider.models.target.hf_target import HFTarget
+from outrider.models.target.loading import load_target
 
 HEAD_CHUNK = 2048
 

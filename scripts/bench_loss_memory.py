@@ -34,11 +34,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from outrider.data.files import write_json
 from outrider.data.manifest import TargetIdentity
 from outrider.data.types import DrafterBatch
-from outrider.eval.environment import describe_environment
+from outrider.eval.measure.environment import describe_environment
 from outrider.models.drafters import build_drafter
 from outrider.models.drafters import objective as objective_module
 from outrider.models.drafters.objective import DraftVocabulary, Labels, Objective, score
-from outrider.models.hf_target import HFTarget
+from outrider.models.target.hf_target import HFTarget
 
 MIB = 2**20
 STEP_DEPTHS = 4

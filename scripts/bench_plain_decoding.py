@@ -17,14 +17,14 @@ import torch
 
 from outrider.data.chat import encode_prompt
 from outrider.data.files import write_json
-from outrider.data.prompts import load_suite
+from outrider.data.suites import load_suite
 from outrider.data.types import Turn
-from outrider.eval.environment import describe_environment
-from outrider.models.config import TargetConfig
+from outrider.eval.measure.environment import describe_environment
 from outrider.models.decoding import GreedyAcceptance, generate
 from outrider.models.drafters import NullDrafter
-from outrider.models.hf_target import HFTarget
-from outrider.models.target import load_target
+from outrider.models.target.config import TargetConfig
+from outrider.models.target.hf_target import HFTarget
+from outrider.models.target.loading import load_target
 
 
 def main() -> None:

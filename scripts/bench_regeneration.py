@@ -26,15 +26,15 @@ from outrider.data.config import DataConfig
 from outrider.data.files import write_json
 from outrider.data.sources import load_conversations
 from outrider.distill.config import DistillConfig
-from outrider.distill.dialogues import answer_seed, questions
-from outrider.distill.engine import Request
-from outrider.distill.engines.registry import open_engine
-from outrider.distill.regenerate import answer_limits
-from outrider.eval.environment import describe_environment
-from outrider.models.config import TargetConfig
-from outrider.models.drafters.checkpoint import read_drafter_config
-from outrider.models.hf_target import HFTarget
-from outrider.models.target import load_target
+from outrider.distill.regenerate.dialogues import answer_seed, questions
+from outrider.distill.regenerate.engine import Request
+from outrider.distill.regenerate.engines.registry import open_engine
+from outrider.distill.regenerate.run import answer_limits
+from outrider.eval.measure.environment import describe_environment
+from outrider.models.drafters.saved.checkpoint import read_drafter_config
+from outrider.models.target.config import TargetConfig
+from outrider.models.target.hf_target import HFTarget
+from outrider.models.target.loading import load_target
 
 Seconds = tuple[float, float]
 """By the clock, and of the processor."""

@@ -33,8 +33,8 @@ from rich.table import Table
 from tqdm import tqdm
 
 from outrider.data.files import write_json
-from outrider.distill.engine import Limits, Request
-from outrider.distill.engines.batch import (
+from outrider.distill.regenerate.engine import Limits, Request
+from outrider.distill.regenerate.engines.batch import (
     FIRST_PART,
     LEAST_SHARE,
     MOST_HELD,
@@ -42,9 +42,14 @@ from outrider.distill.engines.batch import (
     UNKNOWN_SHARE,
     BatchDecoder,
 )
-from outrider.distill.lengths import Buckets, LengthPredictor, Predicted, Seen
-from outrider.distill.predictors import make_predictor
-from outrider.distill.schedule import (
+from outrider.distill.regenerate.lengths.buckets import (
+    Buckets,
+    LengthPredictor,
+    Predicted,
+    Seen,
+)
+from outrider.distill.regenerate.lengths.predictors import make_predictor
+from outrider.distill.regenerate.lengths.schedule import (
     Decode,
     Decoded,
     Known,
@@ -61,11 +66,11 @@ from outrider.distill.schedule import (
     summarise,
     supervise,
 )
-from outrider.eval.environment import describe_environment
-from outrider.models.config import TargetConfig
+from outrider.eval.measure.environment import describe_environment
 from outrider.models.decoding import Sampling
-from outrider.models.hf_target import HFTarget
-from outrider.models.target import load_target
+from outrider.models.target.config import TargetConfig
+from outrider.models.target.hf_target import HFTarget
+from outrider.models.target.loading import load_target
 
 HELD_OUT = 700
 """Prompts of this number and above are never learnt from."""

@@ -36,12 +36,12 @@ from outrider.data.files import write_json
 from outrider.data.layout import packed, padded
 from outrider.data.manifest import Manifest
 from outrider.data.types import TOKENS_ONLY, UNKNOWN, DrafterBatch
-from outrider.distill.run import distill, load_examples
-from outrider.eval.environment import describe_environment
+from outrider.distill.label.run import distill, load_examples
+from outrider.eval.measure.environment import describe_environment
 from outrider.models.drafters import build_drafter
 from outrider.models.drafters.objective import Objective
-from outrider.models.hf_target import HFTarget
-from outrider.models.target import load_target
+from outrider.models.target.hf_target import HFTarget
+from outrider.models.target.loading import load_target
 from outrider.train.data import BatchStream, target_reads, with_hidden_states
 
 KINDS = ("redrafter", "medusa", "eagle", "eagle3")

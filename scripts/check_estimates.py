@@ -21,14 +21,14 @@ from outrider.data.chat import use_chat_template
 from outrider.data.config import DataConfig
 from outrider.data.files import read_json, write_json
 from outrider.data.manifest import load_manifest
-from outrider.distill.run import load_examples
-from outrider.eval.environment import describe_environment
-from outrider.models.config import TargetConfig
+from outrider.distill.label.run import load_examples
+from outrider.eval.measure.environment import describe_environment
 from outrider.models.decoding import GreedyAcceptance, RowSeeds, generate
+from outrider.models.decoding.protocols import Drafter
 from outrider.models.drafters import load_drafter
-from outrider.models.hf_target import HFTarget
-from outrider.models.interfaces import Drafter
-from outrider.models.target import load_target
+from outrider.models.target.config import TargetConfig
+from outrider.models.target.hf_target import HFTarget
+from outrider.models.target.loading import load_target
 
 BATCH_SIZE = 16
 NUM_RESAMPLES = 2000

@@ -28,14 +28,14 @@ from outrider.data.shards import read_shard, write_shard
 from outrider.data.states import STATE_DTYPES, encode_states
 from outrider.data.types import DistilledExample
 from outrider.distill.config import DistillConfig
-from outrider.distill.continuations import label_continuations
-from outrider.distill.features import TextFeatures, bytes_per_token, stored_example
-from outrider.distill.run import distill
-from outrider.eval.environment import describe_environment
+from outrider.distill.label.continuations import label_continuations
+from outrider.distill.label.features import TextFeatures, bytes_per_token, stored_example
+from outrider.distill.label.run import distill
+from outrider.eval.measure.environment import describe_environment
 from outrider.models.drafters import build_drafter
 from outrider.models.drafters.objective import Objective
-from outrider.models.hf_target import HFTarget
-from outrider.models.target import load_target
+from outrider.models.target.hf_target import HFTarget
+from outrider.models.target.loading import load_target
 from outrider.train.data import BatchStream, target_reads, with_hidden_states
 from outrider.train.run import train
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from outrider.data.files import read_json, write_json
-from outrider.eval.environment import describe_environment
+from outrider.eval.measure.environment import describe_environment
 
 REFERENCE = ("cross_entropy", "uniform")
 

@@ -21,9 +21,9 @@ from hydra import compose, initialize_config_module
 
 from outrider.cli.config import register, to_run_config
 from outrider.data.files import read_json, write_json
-from outrider.distill.run import load_examples
-from outrider.eval.environment import describe_environment
-from outrider.models.target import load_tokenizer
+from outrider.distill.label.run import load_examples
+from outrider.eval.measure.environment import describe_environment
+from outrider.models.target.loading import load_tokenizer
 
 TRAIN = Path(__file__).parents[1] / "train.py"
 NUM_RESAMPLES = 4000

@@ -10,7 +10,7 @@ from typing import Any
 from ..data.files import parse_dataclass, read_json, write_json
 from ..data.manifest import TargetIdentity
 from ..models.drafters import save_drafter
-from ..models.interfaces import TrainableDrafter
+from ..models.drafters.base import TrainableDrafter
 
 BEST_DIR = "best"
 RECORD_FILE = "best.json"

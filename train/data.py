@@ -18,11 +18,17 @@ from jaxtyping import Int
 from ..data.collate import collate
 from ..data.manifest import Manifest
 from ..data.shards import read_shard
-from ..data.types import TOKENS_ONLY, UNKNOWN, DistilledExample, DrafterBatch, TargetReads
+from ..data.types import (
+    TOKENS_ONLY,
+    UNKNOWN,
+    DistilledExample,
+    DrafterBatch,
+    TargetReads,
+)
+from ..models.drafters.base import TrainableDrafter
 from ..models.drafters.objective import Objective
-from ..models.hf_target import HFTarget
-from ..models.interfaces import TrainableDrafter
-from ..models.text_states import states_of_texts
+from ..models.target.hf_target import HFTarget
+from ..models.target.text_states import states_of_texts
 from .config import TrainConfig
 
 # Any token will do: the attention mask hides the padding.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from jaxtyping import Int
 
-from ..models.interfaces import Loss
+from ..models.drafters.objective import Loss
 
 NO_STEP = -1
 

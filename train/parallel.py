@@ -15,7 +15,7 @@ from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..models.interfaces import TrainableDrafter
+from ..models.drafters.base import TrainableDrafter
 
 BUCKET_MIB = 100
 """Gradients that DDP exchanges at a time. A drafter's backward is short, so fewer and larger exchanges than by default."""

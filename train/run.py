@@ -16,20 +16,39 @@ from ..data.manifest import Manifest, load_manifest
 from ..data.shards import verify_shards
 from ..data.types import DrafterBatch, TargetReads
 from ..models.drafters import build_drafter
-from ..models.drafters.objective import Objective
-from ..models.hf_target import HFTarget
-from ..models.interfaces import Loss, TrainableDrafter
+from ..models.drafters.base import TrainableDrafter
+from ..models.drafters.objective import Loss, Objective
 from ..models.machine import hardware
-from ..models.text_states import require_packing
+from ..models.target.hf_target import HFTarget
+from ..models.target.text_states import require_packing
 from .best import Best
 from .checkpoint import Checkpoints
 from .config import SCHEDULES, TrainConfig
-from .data import BatchStream, count_label_tokens, label_counts, target_reads, with_hidden_states
+from .data import (
+    BatchStream,
+    count_label_tokens,
+    label_counts,
+    target_reads,
+    with_hidden_states,
+)
 from .metrics import LOSS_FIELDS, Meter, add_losses
-from .parallel import backward, finish_step, make_anchor, micro_batch, needs_whole_copy, prepare
+from .parallel import (
+    backward,
+    finish_step,
+    make_anchor,
+    micro_batch,
+    needs_whole_copy,
+    prepare,
+)
 from .precision import tensor_float32
 from .processes import SIGTERM_EXIT_CODE, Sigterm, StepPatience, require_supported_launch
-from .results import CHECKPOINTS_DIR, describe_run, is_trained, save_results, take_over_options
+from .results import (
+    CHECKPOINTS_DIR,
+    describe_run,
+    is_trained,
+    save_results,
+    take_over_options,
+)
 from .resume import resume, save_step
 from .spikes import SpikeWatch
 from .tracking import Tracker, require_tracker

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ..models.interfaces import Loss
+from ..models.drafters.objective import Loss
 from .metrics import NO_STEP
 
 WINDOW = 128

@@ -12,9 +12,9 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..data.types import DrafterBatch, TargetReads
+from ..models.drafters.base import TrainableDrafter
 from ..models.drafters.objective import Objective
-from ..models.hf_target import HFTarget
-from ..models.interfaces import TrainableDrafter
+from ..models.target.hf_target import HFTarget
 from .best import Best
 from .checkpoint import Checkpoints
 from .config import TrainConfig

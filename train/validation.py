@@ -21,11 +21,12 @@ from ..data.manifest import Manifest
 from ..data.shards import read_shard
 from ..data.types import TOKENS_ONLY, DistilledExample, DrafterBatch, Example
 from ..models.decoding import GreedyAcceptance, RowSeeds, generate
+from ..models.decoding.protocols import Drafter
 from ..models.drafters import NullDrafter
-from ..models.drafters.objective import Objective
-from ..models.hf_target import HFTarget
-from ..models.interfaces import Drafter, Loss, TrainableDrafter
-from ..models.tensor_parallel import Worker
+from ..models.drafters.base import TrainableDrafter
+from ..models.drafters.objective import Loss, Objective
+from ..models.target.hf_target import HFTarget
+from ..models.target.tensor_parallel import Worker
 from .data import PAD_ID, TextPlace, derived_seed, target_reads, with_hidden_states
 from .metrics import LOSS_FIELDS, add_losses, summarize
 

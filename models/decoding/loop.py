@@ -8,10 +8,10 @@ import torch
 from jaxtyping import Int
 from transformers import PreTrainedTokenizerBase
 
-from ..interfaces import AcceptanceRule, Drafter, Target
 from ..machine import synchronize
 from .acceptance import GreedyAcceptance
 from .prompts import Prompts
+from .protocols import AcceptanceRule, Drafter, Target
 from .sampling import Randomness, RowSeeds
 from .stopping import Stopping
 from .tree import DraftTree, empty_tree

@@ -5,16 +5,18 @@ from typing import TYPE_CHECKING
 from ..lazy import lazily
 
 if TYPE_CHECKING:
-    from .checkpoint import load_drafter, save_drafter
     from .null import NullDrafter
-    from .registry import DRAFTERS, build_drafter
+    from .registry import DRAFTERS
+    from .saved.build import build_drafter
+    from .saved.checkpoint import load_drafter, save_drafter
 
 __all__ = ["DRAFTERS", "NullDrafter", "build_drafter", "load_drafter", "save_drafter"]
 __getattr__ = lazily(
     __name__,
     {
-        "checkpoint": ("load_drafter", "save_drafter"),
+        "saved.checkpoint": ("load_drafter", "save_drafter"),
+        "saved.build": ("build_drafter",),
         "null": ("NullDrafter",),
-        "registry": ("DRAFTERS", "build_drafter"),
+        "registry": ("DRAFTERS",),
     },
 )

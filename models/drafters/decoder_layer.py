@@ -13,11 +13,11 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
 
-from ..hf_target import HFTarget
-from ..hidden_states import decoder_layers
-from ..tree_attention import IMPLEMENTATION as GROUPED_HEADS
-from ..weights import require_plain_weights, whole
-from .branch_attention import Entries
+from ..target.hf_target import HFTarget
+from ..target.hidden_states import decoder_layers
+from ..target.plain_weights import require_plain_weights, whole
+from ..target.tree_attention import IMPLEMENTATION as GROUPED_HEADS
+from .branches.attention import Entries
 
 LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 """Exactly these: another norm would have its place, which isn't known."""

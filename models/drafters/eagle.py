@@ -17,11 +17,10 @@ from torch.nn import functional as F
 
 from ...data.types import DrafterBatch
 from ..decoding.types import TargetOutput
-from ..hf_target import HFTarget
-from ..interfaces import Loss
+from ..target.hf_target import HFTarget
 from .decoder_layer import start_from_target
 from .feature_drafter import FeatureDrafter, TreeOptions
-from .objective import Labels, Objective, score
+from .objective import Labels, Loss, Objective, score
 
 MEASURED_EVERY = 4
 """Depths that aren't trained cost a layer and a head each, for an estimate: so it is made of a share of the positions."""

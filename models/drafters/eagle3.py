@@ -16,12 +16,19 @@ from torch import nn
 
 from ...data.types import UNKNOWN, DrafterBatch
 from ..decoding.types import TargetOutput
-from ..hf_target import HFTarget
-from ..hidden_states import decoder_layers
-from ..interfaces import Loss
+from ..target.hf_target import HFTarget
+from ..target.hidden_states import decoder_layers
 from .decoder_layer import start_from_target
 from .feature_drafter import FeatureDrafter, TreeOptions
-from .objective import DraftVocabulary, Labels, Objective, commonest_tokens, require_draft_tokens, score
+from .objective import (
+    DraftVocabulary,
+    Labels,
+    Loss,
+    Objective,
+    commonest_tokens,
+    require_draft_tokens,
+    score,
+)
 
 
 @dataclass(kw_only=True)

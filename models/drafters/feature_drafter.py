@@ -24,13 +24,13 @@ from ..decoding.prompts import Prompts
 from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree
 from ..decoding.types import NO_NODE, Acceptance, TargetOutput
-from ..hf_target import HFTarget
-from ..interfaces import TrainableDrafter
-from ..tree_attention import visible_columns
-from ..tree_cache import TreeCache, extent_step
+from ..target.hf_target import HFTarget
+from ..target.tree_attention import visible_columns
+from ..target.tree_cache import TreeCache, extent_step
+from .base import TrainableDrafter
 from .beams import MAX_SEARCH_NODES, SearchTree, pack_likeliest
-from .branch_attention import Entries, KeysAndValues
-from .branches import Branches
+from .branches.attention import Entries, KeysAndValues
+from .branches.layout import Branches
 from .decoder_layer import check_form, make_layer, make_rotary
 from .objective import DraftVocabulary, Labels
 

@@ -26,9 +26,9 @@ from ..decoding.prompts import Prompts
 from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree
 from ..decoding.types import NO_NODE, Acceptance, TargetOutput
-from ..hf_target import HFTarget
-from ..interfaces import Loss, TrainableDrafter
-from .objective import HIT_RANKS, DraftVocabulary, Labels, Objective, score
+from ..target.hf_target import HFTarget
+from .base import TrainableDrafter
+from .objective import HIT_RANKS, DraftVocabulary, Labels, Loss, Objective, score
 from .redrafter import ResidualBlock
 
 RankPath = tuple[int, ...]

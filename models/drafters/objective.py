@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ...data.types import UNKNOWN, DrafterBatch
-from ..interfaces import Loss
 
 HIT_RANKS = 10
 """Training reports how often the label is among the 1..HIT_RANKS likeliest tokens."""
@@ -33,6 +32,22 @@ DIVERGENCES = ("cross_entropy", "kl", "reverse_kl")
 LOSSES = (*DIVERGENCES, "tv", "acceptance", "kl_tv", "kl_acceptance")
 WEIGHTS = ("uniform", "reached")
 TEACHERS = ("full", "top_k")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """Sums and counts by depth, never a mean: whoever adds batches or processes together divides once, at the end.
+
+    `depth` counts draft tokens from 0. `hits[d, k]` counts positions whose label is among the k + 1 likeliest tokens at depth
+    d; `joint_hits[d]` those whose labels at depths 0..d are all the likeliest token, which is what a chain would have
+    accepted. `sums` are of the depths that are trained, which are the first ones and may be fewer: their mean is over the
+    labels of those depths alone.
+    """
+
+    sums: Float[torch.Tensor, " trained_depth"]
+    counts: Int[torch.Tensor, " depth"]
+    hits: Int[torch.Tensor, "depth rank"]
+    joint_hits: Int[torch.Tensor, " depth"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,10 +27,25 @@ from ..decoding.prompts import Prompts
 from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree
 from ..decoding.types import Acceptance, TargetOutput
-from ..hf_target import HFTarget
-from ..interfaces import Loss, TrainableDrafter
-from .beams import MAX_CANDIDATES, MAX_SEARCH_NODES, beam_search, pack_likeliest, pack_separately, pack_survivors
-from .objective import DraftVocabulary, Labels, Objective, commonest_tokens, require_draft_tokens, score
+from ..target.hf_target import HFTarget
+from .base import TrainableDrafter
+from .beams import (
+    MAX_CANDIDATES,
+    MAX_SEARCH_NODES,
+    beam_search,
+    pack_likeliest,
+    pack_separately,
+    pack_survivors,
+)
+from .objective import (
+    DraftVocabulary,
+    Labels,
+    Loss,
+    Objective,
+    commonest_tokens,
+    require_draft_tokens,
+    score,
+)
 
 TREE_PADDINGS = ("exact", "bucket", "full")
 NUM_BUCKETS = 5

@@ -14,7 +14,7 @@ s_0 = 0, s_t = SiLU(W e_t + U s_{t-1} + b): a drafter with `initial_state: zero`
 from typing import Any
 
 from ..drafters.redrafter import Redrafter, RedrafterConfig
-from ..hf_target import HFTarget
+from ..target.hf_target import HFTarget
 from .folders import Folder
 from .formats import Format, Layout, Reading
 from .llama import raise_refusal, require_sizes

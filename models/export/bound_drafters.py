@@ -13,11 +13,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...data.manifest import TargetIdentity
-from ..digests import config_digest, tokenizer_digest, weights_digest
-from ..drafters.checkpoint import load_drafter, require_fitting_target
 from ..drafters.draft_model import DraftModel
-from ..drafters.files import CONFIG_FILE, WEIGHTS_FILE, read_drafter_config
-from ..hf_target import HFTarget
+from ..drafters.saved.checkpoint import load_drafter, require_fitting_target
+from ..drafters.saved.files import CONFIG_FILE, WEIGHTS_FILE, read_drafter_config
+from ..target.digests import config_digest, tokenizer_digest, weights_digest
+from ..target.hf_target import HFTarget
 
 logger = logging.getLogger(__name__)
 

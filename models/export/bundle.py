@@ -24,7 +24,9 @@ ROOT = Path(__file__).parents[2]
 START = "models.export.custom_generate"
 FOLDER = "custom_generate"
 START_FILE, REQUIREMENTS_FILE, LICENCE_FILE = "generate.py", "requirements.txt", "LICENSE"
-LEFT_OUT = frozenset({"models.config", "models.quantization", "models.target", "models.tensor_parallel"})
+LEFT_OUT = frozenset(
+    {"models.target.config", "models.target.quantization", "models.target.loading", "models.target.tensor_parallel"}
+)
 """Loading, quantising and slicing a target: whoever calls `generate` has loaded it."""
 PACKAGES = ("torch", "transformers")
 """What users have. transformers itself brings safetensors, huggingface_hub and numpy."""

@@ -18,7 +18,7 @@ import torch
 
 from ..drafters.decoder_layer import form_config
 from ..drafters.eagle import Eagle, EagleConfig
-from ..hf_target import HFTarget
+from ..target.hf_target import HFTarget
 from .folders import Folder
 from .formats import Format, Layout, Reading, Tensors
 from .llama import (

@@ -18,11 +18,19 @@ from typing import Any
 import torch
 
 from ..drafters.eagle3 import Eagle3, Eagle3Config
-from ..hf_target import HFTarget
-from ..hidden_states import decoder_layers
+from ..target.hf_target import HFTarget
+from ..target.hidden_states import decoder_layers
 from .folders import Folder
 from .formats import Format, Layout, Reading, Tensors
-from .llama import LAYER_WEIGHTS, layer_problems, raise_refusal, read_config, require_target_parts, target_parts, write_config
+from .llama import (
+    LAYER_WEIGHTS,
+    layer_problems,
+    raise_refusal,
+    read_config,
+    require_target_parts,
+    target_parts,
+    write_config,
+)
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 KEYS = frozenset(

@@ -16,12 +16,20 @@ import torch
 
 from ...data.files import atomic_write_bytes, parse_dataclass, read_json, write_json
 from ...data.manifest import TargetIdentity
-from ..drafters.checkpoint import require_fitting_target
-from ..drafters.files import CONFIG_FILE, WEIGHTS_FILE
-from ..drafters.registry import DRAFTERS, kind_of, parse_drafter_config, parse_runtime_config
-from ..hf_target import HFTarget
-from ..interfaces import TrainableDrafter
-from .folders import NOTE_FILE, Folder, open_folder, raise_problems, shape_problems, to_json
+from ..drafters.base import TrainableDrafter
+from ..drafters.registry import DRAFTERS, kind_of
+from ..drafters.saved.build import parse_drafter_config, parse_runtime_config
+from ..drafters.saved.checkpoint import require_fitting_target
+from ..drafters.saved.files import CONFIG_FILE, WEIGHTS_FILE
+from ..target.hf_target import HFTarget
+from .folders import (
+    NOTE_FILE,
+    Folder,
+    open_folder,
+    raise_problems,
+    shape_problems,
+    to_json,
+)
 
 NOTE_VERSION = 1
 Tensors = dict[str, torch.Tensor]

@@ -19,8 +19,8 @@ from transformers.generation.logits_process import (
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria
 
 from ..decoding.acceptance import GreedyAcceptance, SpeculativeSampling
+from ..decoding.protocols import AcceptanceRule
 from ..decoding.sampling import Sampling
-from ..interfaces import AcceptanceRule
 from .bound_drafters import PLAIN
 
 MAX_SEED = 2**63 - 1

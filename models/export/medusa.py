@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..drafters.medusa import Medusa, MedusaConfig
-from ..hf_target import HFTarget
+from ..target.hf_target import HFTarget
 from .folders import Folder
 from .formats import Format, Layout, Reading
 from .llama import GENERAL_KEYS, raise_refusal, require_sizes

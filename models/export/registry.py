@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from ..drafters.checkpoint import require_fitting_target
-from ..drafters.files import read_drafter_config
-from ..drafters.registry import drafter_of_weights, parse_drafter_config
-from ..hf_target import HFTarget
-from ..interfaces import TrainableDrafter
+from ..drafters.base import TrainableDrafter
+from ..drafters.saved.build import drafter_of_weights, parse_drafter_config
+from ..drafters.saved.checkpoint import require_fitting_target
+from ..drafters.saved.files import read_drafter_config
+from ..target.hf_target import HFTarget
 from . import apple, eagle1, eagle3, medusa, speculators, transformers_model
 from .folders import WEIGHT_FILES, open_folder
 from .formats import Format, read_folder, read_note, write_folder

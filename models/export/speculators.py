@@ -9,8 +9,14 @@ by `Eagle3SpeculatorConfig` and `Eagle3DraftModel` (src/speculators/models/eagle
 from typing import Any
 
 from ..drafters.eagle3 import Eagle3
-from ..hf_target import HFTarget
-from .eagle3 import NUM_FEATURES, layer_refusals, names_of, vocabulary_reading, write_vocabulary
+from ..target.hf_target import HFTarget
+from .eagle3 import (
+    NUM_FEATURES,
+    layer_refusals,
+    names_of,
+    vocabulary_reading,
+    write_vocabulary,
+)
 from .folders import Folder
 from .formats import Format, Layout, Reading
 from .llama import GENERAL_KEYS, raise_refusal, read_config, write_config

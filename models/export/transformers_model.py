@@ -15,13 +15,13 @@ import torch
 from transformers import GenerationConfig, PreTrainedConfig
 
 from ...data.files import write_json
-from ..config import TargetConfig
-from ..digests import tokenizer_digest
 from ..drafters.draft_model import DraftModel, tied_parameters
-from ..drafters.files import CONFIG_FILE
+from ..drafters.saved.files import CONFIG_FILE
 from ..drafters.small_models import NOT_ARCHITECTURE, architecture_of, build_model
-from ..hf_target import HFTarget
-from ..target import load_tokenizer
+from ..target.config import TargetConfig
+from ..target.digests import tokenizer_digest
+from ..target.hf_target import HFTarget
+from ..target.loading import load_tokenizer
 from .folders import Folder, to_json
 from .formats import NOTE_FILE, Format, Layout, Reading, Tensors
 from .llama import SAME_NUMBER

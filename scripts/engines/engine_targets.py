@@ -56,8 +56,8 @@ def make_target(directory: Path, rope: dict[str, Any]) -> Any:
 
 def load_target(directory: Path) -> Any:
     """The target that `make_target` wrote."""
-    from outrider.models import target
-    from outrider.models.config import TargetConfig
+    from outrider.models.target import loading as target
+    from outrider.models.target.config import TargetConfig
 
     return target.load_target(TargetConfig(name_or_path=str(directory.resolve()), device="cpu", dtype="float32"))
 

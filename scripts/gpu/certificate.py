@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 import typer
 
-from outrider.eval import certify
-from outrider.eval.certify_cli import certify_command
-from outrider.models.config import TargetConfig
+from outrider.cli.certify import certify_command
+from outrider.eval.certify import certificate as certify
 from outrider.models.drafters import build_drafter, save_drafter
-from outrider.models.target import load_target
+from outrider.models.target.config import TargetConfig
+from outrider.models.target.loading import load_target
 
 TARGET = Path(__file__).parents[2] / "models" / "demo_target"
 SMALL = {"NUM_TEXTS": 16, "SAMPLED_BATCH_SIZE": 16}

@@ -36,17 +36,27 @@ from torch.utils._pytree import tree_leaves
 from train_bench import Case, random_batch
 
 from outrider.data.files import write_json
-from outrider.distill import branch_attention as labelling_attention
-from outrider.distill import continuations
-from outrider.models import hf_target, tree_attention
-from outrider.models.decoding import Acceptance, DraftTree, GreedyAcceptance, RowSeeds, Sampling, SpeculativeSampling, generate
+from outrider.distill.label import branch_attention as labelling_attention
+from outrider.distill.label import continuations
+from outrider.models.decoding import (
+    Acceptance,
+    DraftTree,
+    GreedyAcceptance,
+    RowSeeds,
+    Sampling,
+    SpeculativeSampling,
+    generate,
+)
 from outrider.models.decoding.types import NO_NODE, TargetOutput
-from outrider.models.drafters import NullDrafter, branch_attention, build_drafter, feature_drafter
-from outrider.models.drafters.draft_model import DraftModel, DraftModelConfig
+from outrider.models.drafters import NullDrafter, build_drafter, feature_drafter
+from outrider.models.drafters.branches import attention as branch_attention
+from outrider.models.drafters.draft_model import DraftModel
+from outrider.models.drafters.graphed import GraphedDrafter
 from outrider.models.drafters.objective import Objective
-from outrider.models.graphs import GraphedDrafter
-from outrider.models.hf_target import HFTarget
-from outrider.models.tree_cache import ACCELERATOR_EXTENT_STEP
+from outrider.models.drafters.small_models import DraftModelConfig
+from outrider.models.target import hf_target, tree_attention
+from outrider.models.target.hf_target import HFTarget
+from outrider.models.target.tree_cache import ACCELERATOR_EXTENT_STEP
 from outrider.train.data import target_reads, with_hidden_states
 
 SORT, COPY_AND_WRITE = 4, 2

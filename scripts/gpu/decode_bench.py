@@ -40,13 +40,20 @@ from tqdm import tqdm
 from transformers import LlamaForCausalLM
 
 from outrider.data.files import write_json
-from outrider.eval.environment import describe_environment
-from outrider.models.decoding import Acceptance, DraftTree, GreedyAcceptance, TargetOutput, generate
+from outrider.eval.measure.environment import describe_environment
+from outrider.models.decoding import (
+    Acceptance,
+    DraftTree,
+    GreedyAcceptance,
+    TargetOutput,
+    generate,
+)
 from outrider.models.decoding.acceptance import follow
 from outrider.models.drafters import NullDrafter, build_drafter
-from outrider.models.drafters.draft_model import DraftModel, DraftModelConfig
-from outrider.models.graphs import GraphedDrafter
-from outrider.models.hf_target import HFTarget
+from outrider.models.drafters.draft_model import DraftModel
+from outrider.models.drafters.graphed import GraphedDrafter
+from outrider.models.drafters.small_models import DraftModelConfig
+from outrider.models.target.hf_target import HFTarget
 
 SHAPES = {"llama8b": (LLAMA_8B, LLAMA_1B), "tiny": (TINY, {**TINY, "num_hidden_layers": 1})}
 FORMS = {

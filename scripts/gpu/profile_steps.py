@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from outrider.data.files import write_json
 from outrider.models.decoding import generate
 from outrider.models.drafters import build_drafter
-from outrider.models.graphs import GraphedDrafter
+from outrider.models.drafters.graphed import GraphedDrafter
 
 GROUPS = {
     "attention": ("fmha", "flash", "attention", "cudnn_generated"),

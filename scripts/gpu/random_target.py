@@ -12,9 +12,9 @@ from tokenizers.models import BPE
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from outrider.data.manifest import TargetIdentity
-from outrider.eval.roofline import MAX_ACCELERATOR_BYTES, measure_bandwidth
-from outrider.models.hf_target import HFTarget
+from outrider.eval.measure.roofline import MAX_ACCELERATOR_BYTES, measure_bandwidth
 from outrider.models.machine import turn_off_cudnn_attention
+from outrider.models.target.hf_target import HFTarget
 
 LLAMA_8B = {
     "vocab_size": 128256,

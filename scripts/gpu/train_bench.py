@@ -38,11 +38,11 @@ from tqdm import tqdm
 
 from outrider.data.files import write_json
 from outrider.data.types import DrafterBatch
-from outrider.distill.continuations import label_continuations
-from outrider.eval.environment import describe_environment
+from outrider.distill.label.continuations import label_continuations
+from outrider.eval.measure.environment import describe_environment
 from outrider.models.drafters import build_drafter
 from outrider.models.drafters.objective import Objective
-from outrider.models.hf_target import HFTarget
+from outrider.models.target.hf_target import HFTarget
 from outrider.train.data import target_reads, with_hidden_states
 
 SHAPES = {"llama8b": LLAMA_8B, "tiny": TINY}

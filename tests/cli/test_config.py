@@ -16,10 +16,10 @@ from outrider.cli.main import run_command
 from outrider.data.files import write_json
 from outrider.data.manifest import TargetIdentity
 from outrider.eval.config import EvalConfig, SuiteConfig
-from outrider.models.drafters.files import DrafterFile
 from outrider.models.drafters.medusa import MedusaConfig
 from outrider.models.drafters.objective import LOSSES
-from outrider.models.drafters.registry import parse_drafter_config
+from outrider.models.drafters.saved.build import parse_drafter_config
+from outrider.models.drafters.saved.files import DrafterFile
 from outrider.train.config import TrainConfig
 
 CONF = Path(__file__).parents[2] / "conf"

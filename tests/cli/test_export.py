@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from outrider.cli.export import UNWANTED, WANTED, export_command, import_command
 from outrider.cli.hub import push_command
 from outrider.models.drafters import build_drafter, load_drafter, save_drafter
-from outrider.models.target import load_target
+from outrider.models.target.loading import load_target
 
 app = typer.Typer()
 app.command("export")(export_command)
@@ -78,7 +78,7 @@ def test_a_published_folder_is_read_with_options_of_drafting(drafter, tiny_targe
 
 def test_mistakes_are_named_before_anything_is_loaded(drafter, tiny_target_dir, tmp_path, monkeypatch):
     target = ("--target", tiny_target_dir, "--output", tmp_path / "out")
-    monkeypatch.setattr("outrider.models.target.load_target", lambda *arguments: pytest.fail("the target was loaded"))
+    monkeypatch.setattr("outrider.models.target.loading.load_target", lambda *arguments: pytest.fail("the target was loaded"))
     with pytest.raises(ValueError, match="the format is 'vllm'; there are: .*eagle1-vllm"):
         call("export", drafter, *target, "--to", "vllm")
     with pytest.raises(ValueError, match="--dtype is 'int8'"):
@@ -102,7 +102,7 @@ def test_nothing_that_could_be_run_is_downloaded(drafter, tiny_target_dir, tmp_p
         return os.fspath(tmp_path / "theirs")
 
     call("export", drafter, "--target", tiny_target_dir, "--to", "medusa", "--output", tmp_path / "theirs")
-    monkeypatch.setattr("outrider.models.drafters.hub.snapshot_download", download)
+    monkeypatch.setattr("outrider.models.drafters.saved.hub.snapshot_download", download)
     call("import", "org/heads", "--target", tiny_target_dir, "--output", tmp_path / "again", "--folder-revision", "abc")
     assert asked == {"name": "org/heads", "revision": "abc", "allow_patterns": WANTED, "ignore_patterns": UNWANTED}
     assert not any(pattern.endswith((".py", "*")) for pattern in WANTED)

@@ -8,6 +8,24 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from outrider.eval.certify.enumerate_rules import (
+    DRAWINGS,
+    EXACT,
+    SHAPES,
+    check_rule,
+    sampled_tokens,
+    sequence_counts,
+    step_distributions,
+    total_variation,
+)
+from outrider.eval.certify.gtest import g_test
+from outrider.eval.certify.toy_models import (
+    TreeShape,
+    drawn_tokens,
+    joint,
+    make_trees,
+    random_tables,
+)
 from outrider.models.decoding import (
     GreedyAcceptance,
     Prompts,
@@ -20,18 +38,6 @@ from outrider.models.decoding import (
 )
 from outrider.models.decoding import acceptance as acceptance_module
 from outrider.models.decoding import sampling as sampling_module
-from outrider.models.decoding.certificate import (
-    DRAWINGS,
-    EXACT,
-    SHAPES,
-    check_rule,
-    sampled_tokens,
-    sequence_counts,
-    step_distributions,
-    total_variation,
-)
-from outrider.models.decoding.g_test import g_test
-from outrider.models.decoding.toys import TreeShape, drawn_tokens, joint, make_trees, random_tables
 from outrider.models.decoding.types import NO_NODE
 from outrider.models.drafters import NullDrafter
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from outrider.data.types import UNKNOWN, DrafterBatch
-from outrider.models.config import TargetConfig
 from outrider.models.decoding import (
     DraftTree,
     GreedyAcceptance,
@@ -19,11 +18,18 @@ from outrider.models.decoding import (
     TypicalAcceptance,
     generate,
 )
-from outrider.models.drafters import DRAFTERS, NullDrafter, build_drafter, load_drafter, save_drafter
-from outrider.models.drafters.objective import LOSSES, WEIGHTS, Objective
-from outrider.models.hf_target import HFTarget
-from outrider.models.interfaces import Loss, TrainableDrafter
-from outrider.models.target import load_target
+from outrider.models.drafters import (
+    DRAFTERS,
+    NullDrafter,
+    build_drafter,
+    load_drafter,
+    save_drafter,
+)
+from outrider.models.drafters.base import TrainableDrafter
+from outrider.models.drafters.objective import LOSSES, WEIGHTS, Loss, Objective
+from outrider.models.target.config import TargetConfig
+from outrider.models.target.hf_target import HFTarget
+from outrider.models.target.loading import load_target
 
 from ..host_reads import HostReads, ScalarReads
 

@@ -8,8 +8,8 @@ import pytest
 
 from outrider.data.config import DataConfig
 from outrider.data.decontamination import PromptOverlap, without_overlap
-from outrider.data.prompts import Prompt, PromptSet, load_suite
 from outrider.data.sources import load_conversations
+from outrider.data.suites import Prompt, PromptSet, load_suite
 from outrider.data.types import Conversation, Turn
 
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from outrider.models.config import TargetConfig
-from outrider.models.hf_target import HFTarget
-from outrider.models.target import load_target
+from outrider.models.target.config import TargetConfig
+from outrider.models.target.hf_target import HFTarget
+from outrider.models.target.loading import load_target
 
 
 @pytest.fixture

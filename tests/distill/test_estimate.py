@@ -13,14 +13,14 @@ from outrider.data.sources import load_conversations
 from outrider.distill import estimate as estimate_module
 from outrider.distill.config import DistillConfig
 from outrider.distill.estimate import estimate, estimate_regeneration, estimate_table
-from outrider.distill.features import bytes_per_token
-from outrider.distill.regenerate import missing_conversations, regenerate
-from outrider.distill.run import load_examples, missing_examples
-from outrider.models.config import TargetConfig
-from outrider.models.hf_target import HFTarget
-from outrider.models.target import load_target
+from outrider.distill.label.features import bytes_per_token
+from outrider.distill.label.run import load_examples, missing_examples
+from outrider.distill.regenerate.run import missing_conversations, regenerate
+from outrider.models.target.config import TargetConfig
+from outrider.models.target.hf_target import HFTarget
+from outrider.models.target.loading import load_target
 
-from .test_run import run, write_conversations
+from .label.test_run import run, write_conversations
 
 
 @pytest.fixture

@@ -11,13 +11,13 @@ import pytest
 from accelerate import Accelerator
 
 from outrider.data.shards import verify_shards
-from outrider.distill.answers import load_answers_manifest
-from outrider.models.config import TargetConfig
-from outrider.models.hf_target import HFTarget
-from outrider.models.target import load_target
+from outrider.distill.regenerate.answers import load_answers_manifest
+from outrider.models.target.config import TargetConfig
+from outrider.models.target.hf_target import HFTarget
+from outrider.models.target.loading import load_target
 
 from .killed_distill import make
-from .test_run import contents, write_conversations
+from .label.test_run import contents, write_conversations
 
 NUM_KILLS = 20
 NUM_CONVERSATIONS, NUM_SHARDS = 300, 140

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.eval.records import EvalRecord
-from outrider.models.config import TargetConfig
+from outrider.eval.records.records import EvalRecord
 from outrider.models.drafters import build_drafter, save_drafter
-from outrider.models.hf_target import HFTarget
-from outrider.models.target import load_target
+from outrider.models.target.config import TargetConfig
+from outrider.models.target.hf_target import HFTarget
+from outrider.models.target.loading import load_target
 
 MakeRecord = Callable[..., EvalRecord]
 

@@ -16,22 +16,31 @@ import torch
 
 from outrider.data.chat import encode_prompt
 from outrider.data.types import Turn
-from outrider.eval import lossless, measure, methods, run
+from outrider.eval import run
 from outrider.eval.config import EvalConfig, SuiteConfig
-from outrider.eval.lossless import Audit
-from outrider.eval.measure import Generation, answer_seed, evenly_spaced
-from outrider.eval.records import EvalRecord, RecordFile
-from outrider.eval.report import write_report
-from outrider.eval.report_runs import read_groups
-from outrider.eval.rows import Row, is_broken, is_unproven
+from outrider.eval.measure import bench as measure
+from outrider.eval.measure import methods
+from outrider.eval.measure.bench import Generation, answer_seed, evenly_spaced
+from outrider.eval.records.records import EvalRecord, RecordFile
+from outrider.eval.records.run_files import Audit, Place, read_info
+from outrider.eval.report.page import write_report
+from outrider.eval.report.runs import read_groups
+from outrider.eval.results import lossless
+from outrider.eval.results.rows import Row, is_broken, is_unproven
 from outrider.eval.run import check_inputs, evaluate
-from outrider.eval.run_files import Place, read_info
-from outrider.models.config import TargetConfig
-from outrider.models.decoding import Acceptance, DraftTree, GreedyAcceptance, Sampling, SpeculativeSampling, TargetOutput
+from outrider.models.decoding import (
+    Acceptance,
+    DraftTree,
+    GreedyAcceptance,
+    Sampling,
+    SpeculativeSampling,
+    TargetOutput,
+)
 from outrider.models.decoding.sampling import Randomness
 from outrider.models.drafters import build_drafter, load_drafter, save_drafter
-from outrider.models.hf_target import HFTarget
-from outrider.models.target import load_target
+from outrider.models.target.config import TargetConfig
+from outrider.models.target.hf_target import HFTarget
+from outrider.models.target.loading import load_target
 
 NEW_TOKENS = 12
 NUM_TURNS = 4  # the second prompt doesn't fit

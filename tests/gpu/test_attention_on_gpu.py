@@ -11,9 +11,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from outrider.data.manifest import TargetIdentity
 from outrider.models.decoding import DraftTree, Prompts
-from outrider.models.drafters.branch_attention import attend_densely
-from outrider.models.hf_target import HFTarget
-from outrider.models.tree_attention import IMPLEMENTATION, tree_attention_mask
+from outrider.models.drafters.branches.attention import attend_densely
+from outrider.models.target.hf_target import HFTarget
+from outrider.models.target.tree_attention import IMPLEMENTATION, tree_attention_mask
 
 # A backend that was chosen and doesn't take the inputs says why in warnings.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::UserWarning")]

@@ -7,14 +7,24 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.models import graphs, tree_cache
-from outrider.models.config import TargetConfig
-from outrider.models.decoding import GreedyAcceptance, Prompts, RowSeeds, Sampling, SpeculativeSampling, chain_tree, generate
+from outrider.models.decoding import (
+    GreedyAcceptance,
+    Prompts,
+    RowSeeds,
+    Sampling,
+    SpeculativeSampling,
+    chain_tree,
+    generate,
+)
 from outrider.models.drafters import NullDrafter, build_drafter
-from outrider.models.drafters.draft_model import DraftModel, DraftModelConfig
-from outrider.models.graphs import GraphedDrafter
-from outrider.models.hf_target import HFTarget
-from outrider.models.target import load_target
+from outrider.models.drafters.draft_model import DraftModel
+from outrider.models.drafters.graphed import GraphedDrafter
+from outrider.models.drafters.small_models import DraftModelConfig
+from outrider.models.target import cuda_graphs as graphs
+from outrider.models.target import tree_cache
+from outrider.models.target.config import TargetConfig
+from outrider.models.target.hf_target import HFTarget
+from outrider.models.target.loading import load_target
 
 from ..host_reads import HostReads, ScalarReads
 from ..models.recorder import ReplayingRecorder
@@ -130,7 +140,7 @@ def test_steps_in_graphs_decode_what_eager_steps_do(model, monkeypatch, kind):
 def test_compiled_steps_in_graphs_decode_what_eager_steps_do(model, kind):
     """Few shapes, since each is compiled."""
     if model.device.type != "cuda":
-        pytest.skip("on a CPU compiling takes minutes; tests/models/test_graphs.py traces without compiling")
+        pytest.skip("on a CPU compiling takes minutes; tests/models/target/test_cuda_graphs.py traces without compiling")
     compiled = form_of(model, compiled=True, cuda_graphs=True)
     drafter, eager = drafter_for(kind, compiled), drafter_for(kind, model)
     try:

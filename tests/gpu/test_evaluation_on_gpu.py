@@ -9,16 +9,16 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from outrider.eval import roofline
-from outrider.eval.certify_cli import certify_command
+from outrider.cli.certify import certify_command
 from outrider.eval.config import EvalConfig, SuiteConfig
-from outrider.eval.roofline import measure_bandwidth
+from outrider.eval.measure import roofline
+from outrider.eval.measure.roofline import measure_bandwidth
 from outrider.eval.run import evaluate
-from outrider.models.config import TargetConfig
 from outrider.models.drafters import build_drafter, save_drafter
 from outrider.models.drafters.redrafter import Redrafter
 from outrider.models.machine import is_out_of_memory, release_memory
-from outrider.models.target import load_target
+from outrider.models.target.config import TargetConfig
+from outrider.models.target.loading import load_target
 
 pytestmark = pytest.mark.gpu
 

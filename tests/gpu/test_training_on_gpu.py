@@ -15,17 +15,20 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from outrider.data.manifest import load_manifest
 from outrider.data.types import UNKNOWN, DrafterBatch
-from outrider.distill.continuations import label_continuations, require_branch_attention
-from outrider.distill.engine import Limits, Request
-from outrider.distill.engines.continuous import ContinuousEngine
-from outrider.distill.engines.decoder import DecoderEngine
-from outrider.models.config import TargetConfig
+from outrider.distill.label.continuations import (
+    label_continuations,
+    require_branch_attention,
+)
+from outrider.distill.regenerate.engine import Limits, Request
+from outrider.distill.regenerate.engines.continuous import ContinuousEngine
+from outrider.distill.regenerate.engines.decoder import DecoderEngine
 from outrider.models.decoding import Sampling
 from outrider.models.drafters import DRAFTERS, NullDrafter, build_drafter
 from outrider.models.drafters.objective import Objective
-from outrider.models.hf_target import HFTarget
-from outrider.models.target import load_target
-from outrider.models.text_states import require_packing, states_of_texts
+from outrider.models.target.config import TargetConfig
+from outrider.models.target.hf_target import HFTarget
+from outrider.models.target.loading import load_target
+from outrider.models.target.text_states import require_packing, states_of_texts
 from outrider.train.checkpoint import Checkpoints, complete_checkpoints
 from outrider.train.config import TrainConfig
 from outrider.train.data import BatchStream, target_reads, to_device, with_hidden_states

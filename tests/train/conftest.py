@@ -14,9 +14,9 @@ from accelerate import Accelerator
 from outrider.data.manifest import Manifest, TargetIdentity, save_manifest
 from outrider.data.shards import write_shard
 from outrider.data.types import UNKNOWN, DistilledExample, Example
-from outrider.models.config import TargetConfig
-from outrider.models.hf_target import HFTarget
-from outrider.models.target import load_target
+from outrider.models.target.config import TargetConfig
+from outrider.models.target.hf_target import HFTarget
+from outrider.models.target.loading import load_target
 from outrider.train.config import TrainConfig
 from outrider.train.run import train
 

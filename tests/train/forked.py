@@ -13,9 +13,8 @@ import torch
 from tqdm import tqdm
 
 from outrider.data.types import DrafterBatch
-from outrider.models.drafters.objective import Objective
+from outrider.models.drafters.objective import Loss, Objective
 from outrider.models.drafters.redrafter import Redrafter
-from outrider.models.interfaces import Loss
 
 
 class DropoutDrafter(Redrafter):

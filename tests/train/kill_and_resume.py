@@ -19,9 +19,9 @@ import torch
 from accelerate import Accelerator
 from forked import DropoutDrafter
 
-from outrider.models.config import TargetConfig
 from outrider.models.drafters import DRAFTERS
-from outrider.models.target import load_target
+from outrider.models.target.config import TargetConfig
+from outrider.models.target.loading import load_target
 from outrider.train import checkpoint as checkpoint_module
 from outrider.train import results as results_module
 from outrider.train import run as run_module

@@ -19,8 +19,8 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
-from outrider.models.config import TargetConfig
-from outrider.models.target import load_target
+from outrider.models.target.config import TargetConfig
+from outrider.models.target.loading import load_target
 from outrider.train.config import TrainConfig
 from outrider.train.launch import make_accelerator
 from outrider.train.run import train

@@ -18,8 +18,8 @@ import torch
 from accelerate import Accelerator
 from forked import ends, fork
 
-from outrider.models.config import TargetConfig
-from outrider.models.target import load_target
+from outrider.models.target.config import TargetConfig
+from outrider.models.target.loading import load_target
 from outrider.train import checkpoint as checkpoint_module
 from outrider.train.config import TrainConfig
 from outrider.train.run import train

@@ -22,9 +22,9 @@ import torch
 from accelerate import Accelerator
 from forked import DropoutDrafter, ends, fork
 
-from outrider.models.config import TargetConfig
 from outrider.models.drafters import DRAFTERS
-from outrider.models.target import load_target
+from outrider.models.target.config import TargetConfig
+from outrider.models.target.loading import load_target
 from outrider.train.checkpoint import latest_checkpoint
 from outrider.train.config import TrainConfig
 from outrider.train.run import train

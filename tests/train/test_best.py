@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from outrider.models.drafters import build_drafter, load_drafter
-from outrider.models.hf_target import HFTarget
-from outrider.models.interfaces import TrainableDrafter
+from outrider.models.drafters.base import TrainableDrafter
+from outrider.models.target.hf_target import HFTarget
 from outrider.train import best as best_module
 from outrider.train.best import Best
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from outrider.models.interfaces import Loss
+from outrider.models.drafters.objective import Loss
 from outrider.train import metrics as metrics_module
 from outrider.train.metrics import Meter, add_losses, estimate_tokens_per_step, summarize
 

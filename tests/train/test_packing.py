@@ -11,10 +11,9 @@ import torch
 from outrider.data.manifest import load_manifest
 from outrider.data.types import DrafterBatch
 from outrider.models.drafters import build_drafter
-from outrider.models.drafters.objective import Labels, Objective
-from outrider.models.hf_target import HFTarget
-from outrider.models.interfaces import Loss
-from outrider.models.text_states import require_packing, states_of_texts
+from outrider.models.drafters.objective import Labels, Loss, Objective
+from outrider.models.target.hf_target import HFTarget
+from outrider.models.target.text_states import require_packing, states_of_texts
 from outrider.train.config import TrainConfig
 from outrider.train.data import BatchStream, target_reads, with_hidden_states
 from outrider.train.tracking import read_records

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from outrider.data.manifest import load_manifest, save_manifest
 from outrider.data.types import UNKNOWN, DistilledExample
 from outrider.models.drafters import DRAFTERS as REGISTERED
-from outrider.models.hf_target import HFTarget
+from outrider.models.target.hf_target import HFTarget
 
 from .conftest import Run, write_shards
 from .launching import CONFIG, DRAFTERS, IN_ONE_PROCESS, STEPS, launch, numbers, weights

@@ -19,12 +19,11 @@ from outrider.data.manifest import load_manifest, save_manifest
 from outrider.data.states import StoredStates
 from outrider.data.types import DistilledExample, DrafterBatch
 from outrider.models.drafters import DRAFTERS, load_drafter
-from outrider.models.drafters.files import read_training_facts
-from outrider.models.drafters.objective import Objective
+from outrider.models.drafters.objective import Loss, Objective
 from outrider.models.drafters.redrafter import Redrafter
-from outrider.models.hf_target import HFTarget
-from outrider.models.interfaces import Loss
+from outrider.models.drafters.saved.files import read_training_facts
 from outrider.models.machine import hardware
+from outrider.models.target.hf_target import HFTarget
 from outrider.train import run as run_module
 from outrider.train.checkpoint import complete_checkpoints
 from outrider.train.config import TrainConfig

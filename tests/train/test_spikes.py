@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from outrider.models.interfaces import Loss
+from outrider.models.drafters.objective import Loss
 from outrider.train.spikes import LEAST, WINDOW, SpikeWatch
 
 from ..host_reads import HostReads, ScalarReads

@@ -15,7 +15,7 @@ from outrider.data.states import StoredStates, encode_states
 from outrider.data.types import DistilledExample, TargetReads, TopTokens
 from outrider.models.drafters import build_drafter
 from outrider.models.drafters.objective import Objective
-from outrider.models.hf_target import HFTarget
+from outrider.models.target.hf_target import HFTarget
 from outrider.train.config import TrainConfig
 from outrider.train.data import BatchStream, target_reads, with_hidden_states
 from outrider.train.tracking import read_records

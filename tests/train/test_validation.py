@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outrider.data.manifest import load_manifest
 from outrider.data.types import UNKNOWN
-from outrider.models.config import TargetConfig
 from outrider.models.decoding import GreedyAcceptance, generate
 from outrider.models.drafters import NullDrafter, build_drafter, load_drafter
 from outrider.models.drafters.objective import Objective
-from outrider.models.hf_target import HFTarget
-from outrider.models.target import load_target
+from outrider.models.target.config import TargetConfig
+from outrider.models.target.hf_target import HFTarget
+from outrider.models.target.loading import load_target
 from outrider.train.config import TrainConfig
 from outrider.train.data import BatchStream
 from outrider.train.run import train

@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 
 from outrider.data.types import DrafterBatch
 from outrider.models.drafters import load_drafter
-from outrider.models.hf_target import HFTarget
-from outrider.models.interfaces import Loss, TrainableDrafter
+from outrider.models.drafters.base import TrainableDrafter
+from outrider.models.drafters.objective import Loss
+from outrider.models.target.hf_target import HFTarget
 from outrider.train import spikes as spikes_module
 from outrider.train.checkpoint import complete_checkpoints
 from outrider.train.data import BatchStream

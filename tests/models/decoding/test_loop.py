@@ -5,10 +5,19 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from outrider.models.decoding import DraftTree, Finish, GreedyAcceptance, Sampling, SpeculativeSampling, Step, generate
+from outrider.models.decoding import (
+    DraftTree,
+    Finish,
+    GreedyAcceptance,
+    Sampling,
+    SpeculativeSampling,
+    Step,
+    generate,
+)
 from outrider.models.drafters import NullDrafter, build_drafter
-from outrider.models.drafters.draft_model import DraftModel, DraftModelConfig
-from outrider.models.hf_target import HFTarget
+from outrider.models.drafters.draft_model import DraftModel
+from outrider.models.drafters.small_models import DraftModelConfig
+from outrider.models.target.hf_target import HFTarget
 
 MAX_NEW_TOKENS = 40
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from outrider.eval.certify.gtest import g_test
 from outrider.models.decoding import RowSeeds, Sampling, warp
-from outrider.models.decoding.g_test import g_test
 from outrider.models.decoding.sampling import choose, draw, draw_several, flip
 
 LOGITS = torch.tensor([[2.0, 0.5, 1.0, -1.0, 1.0]], dtype=torch.float64)

@@ -10,6 +10,8 @@ import yaml
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from outrider.data.types import UNKNOWN, DrafterBatch
+from outrider.eval.certify.enumerate_rules import EXACT, Replay, total_variation
+from outrider.eval.certify.gtest import g_test
 from outrider.models.decoding import (
     GreedyAcceptance,
     Prompts,
@@ -17,15 +19,27 @@ from outrider.models.decoding import (
     SpeculativeSampling,
     generate,
 )
-from outrider.models.decoding.certificate import EXACT, Replay, total_variation
-from outrider.models.decoding.g_test import g_test
-from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, save_drafter
-from outrider.models.drafters.draft_model import DraftModel, DraftModelConfig
+from outrider.models.drafters import (
+    NullDrafter,
+    build_drafter,
+    load_drafter,
+    save_drafter,
+)
+from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.objective import Objective
-from outrider.models.drafters.registry import parse_drafter_config
-from outrider.models.hf_target import HFTarget
+from outrider.models.drafters.saved.build import parse_drafter_config
+from outrider.models.drafters.small_models import DraftModelConfig
+from outrider.models.target.hf_target import HFTarget
 
-from .tiny_texts import PROMPT, TEMPERATURE, VOCAB, code, joint, make_tiny, sampled_counts
+from .tiny_texts import (
+    PROMPT,
+    TEMPERATURE,
+    VOCAB,
+    code,
+    joint,
+    make_tiny,
+    sampled_counts,
+)
 
 PROMPTS = [[1, 70, 71, 72, 2], [9, 8], [40, 41, 42, 43, 44, 45, 46, 47]]
 

@@ -13,13 +13,18 @@ from outrider.data.manifest import TargetIdentity
 from outrider.data.types import UNKNOWN, DrafterBatch
 from outrider.models.decoding import GreedyAcceptance, Prompts, generate
 from outrider.models.decoding.acceptance import sibling_rank
-from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, save_drafter
+from outrider.models.drafters import (
+    NullDrafter,
+    build_drafter,
+    load_drafter,
+    save_drafter,
+)
 from outrider.models.drafters.eagle import Eagle
 from outrider.models.drafters.eagle3 import Eagle3, default_feature_layers
 from outrider.models.drafters.feature_drafter import STATIC_FIRST_HIT, FeatureDrafter
 from outrider.models.drafters.objective import Labels, Objective
-from outrider.models.hf_target import HFTarget
-from outrider.models.hidden_states import decoder_layers
+from outrider.models.target.hf_target import HFTarget
+from outrider.models.target.hidden_states import decoder_layers
 
 VOCAB, HIDDEN, HORIZON = 90, 32, 4
 SMALL = {

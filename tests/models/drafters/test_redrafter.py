@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from outrider.data.types import UNKNOWN, DrafterBatch
-from outrider.models.decoding.g_test import g_test
+from outrider.eval.certify.gtest import g_test
 from outrider.models.drafters import build_drafter, load_drafter, save_drafter
 from outrider.models.drafters.objective import Objective
 from outrider.models.drafters.redrafter import Redrafter

@@ -11,10 +11,10 @@ from outrider.data.manifest import TargetIdentity
 from outrider.data.types import UNKNOWN, DrafterBatch
 from outrider.models.drafters import DRAFTERS, build_drafter
 from outrider.models.drafters import objective as objective_module
+from outrider.models.drafters.base import TrainableDrafter
 from outrider.models.drafters.objective import LOSSES, Objective
-from outrider.models.hf_target import HFTarget
-from outrider.models.interfaces import TrainableDrafter
-from outrider.models.text_states import states_of_texts
+from outrider.models.target.hf_target import HFTarget
+from outrider.models.target.text_states import states_of_texts
 
 from ..largest import Largest
 

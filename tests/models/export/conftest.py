@@ -20,12 +20,12 @@ from transformers import (
 )
 
 from outrider.data.manifest import TargetIdentity
-from outrider.models.config import TargetConfig
-from outrider.models.digests import tokenizer_digest
 from outrider.models.drafters import build_drafter, save_drafter
 from outrider.models.export.package import make_package
-from outrider.models.hf_target import HFTarget
-from outrider.models.target import load_target
+from outrider.models.target.config import TargetConfig
+from outrider.models.target.digests import tokenizer_digest
+from outrider.models.target.hf_target import HFTarget
+from outrider.models.target.loading import load_target
 
 HIDDEN, VOCAB = 32, 300
 FAMILIES: dict[str, tuple[Any, Any]] = {

@@ -14,17 +14,16 @@ import typer
 from huggingface_hub import constants
 from typer.testing import CliRunner
 
+from outrider.cli.tune import tune_command
 from outrider.data.files import sha256_file
-from outrider.eval.tune_cli import tune_command
-from outrider.models.config import TargetConfig
 from outrider.models.drafters import build_drafter, load_drafter
-from outrider.models.drafters.hub import resolve_drafter
 from outrider.models.drafters.medusa import Medusa
 from outrider.models.drafters.redrafter import Redrafter
-from outrider.models.drafters.registry import starting_weights
+from outrider.models.drafters.saved.build import starting_weights
+from outrider.models.drafters.saved.hub import resolve_drafter
 from outrider.models.export.hub import pull, push
-from outrider.models.interfaces import TrainableDrafter
-from outrider.models.target import load_target
+from outrider.models.target.config import TargetConfig
+from outrider.models.target.loading import load_target
 
 from .hub_server import READER, WRITER, Hub, serving
 
@@ -295,15 +294,12 @@ def test_a_drafter_is_loaded_from_the_hub_without_its_code(hub, folder, tiny_tar
     assert fetched == {"config.json", "model.safetensors"}
 
 
-def test_a_class_reads_its_own_kind_from_the_hub_and_the_base_class_any(hub, folder, package_dirs, tiny_target_dir):
+def test_a_revision_of_the_hub_may_hold_another_kind_of_drafter(hub, folder, package_dirs, tiny_target_dir):
     push(folder, REPO)
     push(package_dirs["medusa"], REPO, revision="heads")
     target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="float32", device="cpu"))
-    assert Redrafter.from_pretrained(REPO, target, beam_width=2).config.beam_width == 2
-    assert type(TrainableDrafter.from_pretrained(REPO, target, revision="heads")) is Medusa
-    assert type(Redrafter.from_pretrained(folder, target)) is Redrafter
-    with pytest.raises(ValueError, match=r"user/drafter holds a Medusa and no Redrafter; call Medusa\.from_pretrained"):
-        Redrafter.from_pretrained(REPO, target, revision="heads")
+    assert type(load_drafter(REPO, target, beam_width=2)) is Redrafter
+    assert type(load_drafter(REPO, target, revision="heads")) is Medusa
 
 
 def test_a_training_starts_from_a_drafter_of_the_hub(hub, folder, tiny_target_dir):

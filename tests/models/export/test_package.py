@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from outrider.models.config import TargetConfig
 from outrider.models.drafters import load_drafter
 from outrider.models.export.package import make_package, package_files
-from outrider.models.target import load_target
+from outrider.models.target.config import TargetConfig
+from outrider.models.target.loading import load_target
 
 
 @pytest.fixture

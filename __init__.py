@@ -1,0 +1,1 @@
+"""The folders beside this file are the packages of outrider."""

@@ -1,0 +1,1 @@
+"""Labels texts with the target's own continuations: conversations to shards."""

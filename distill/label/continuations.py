@@ -1,0 +1,246 @@
+"""The target's own greedy continuation of every position of a text, in as many forward passes as it has tokens.
+
+Decoding the next `horizon` tokens after each of n positions one by one costs n * horizon passes. Here pass 1 is the ordinary
+prefill and gives the first token after all positions. Pass k feeds, for all positions at once, the token that pass k - 1
+chose (see `branch_attention`). And where the target's first token is the text's own next token, nothing is decoded at all:
+
+    text            a b c d          continuation(i) = [x(i + 1)] + continuation(i + 1) without its last token
+    first tokens    b x d .          so position 0 borrows from 1, and 2 from 3; only 1 and 3 are branches
+
+With an agreement rate a on the wanted positions the work is about 1 + (1 - a)(horizon - 1) prefills.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from transformers import DynamicCache, PreTrainedModel
+
+from ...data.types import UNKNOWN
+from ...models.target.hf_target import HFTarget
+from .branch_attention import (
+    BYPASSED,
+    Branches,
+    branch_attention,
+    require_full_attention,
+)
+from .features import TextFeatures
+
+# Logits held at a time: the head's output is [chunk, vocab] with about this many elements, whatever the vocabulary.
+LOGIT_ELEMENTS = 2**23
+
+# Relative error of hidden states that rounding may explain, for types of at least float32's precision and for narrower ones.
+PROBE_TOLERANCE, NARROW_PROBE_TOLERANCE = 0.01, 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabelStats:
+    """What labelling cost: `num_positions` were wanted, at `num_agreeing` of them the target's first token is the text's own
+    next token, and `num_branch_tokens` tokens were fed besides the `num_text_tokens` of the prefill (padding not counted)."""
+
+    num_text_tokens: int
+    num_positions: int
+    num_agreeing: int
+    num_branch_tokens: int
+
+    @property
+    def agreement(self) -> float:
+        """Share of wanted positions where the target agrees with the text."""
+        return self.num_agreeing / max(1, self.num_positions)
+
+
+@torch.inference_mode()
+def label_continuations(
+    target: HFTarget,
+    input_ids: Int[torch.Tensor, "batch seq"],
+    attention_mask: Bool[torch.Tensor, "batch seq"],
+    wanted: Bool[torch.Tensor, "batch seq"],
+    *,
+    horizon: int,
+    prune: bool = True,
+    feature_layers: tuple[int, ...] = (),
+    top_k: int | None = None,
+) -> tuple[Int[torch.Tensor, "batch seq horizon"], TextFeatures, LabelStats]:
+    """The target's greedy next `horizon` tokens after every wanted position of right-padded texts.
+
+    Entry [b, i, k] is the token that the target says k tokens after the one that follows position i; UNKNOWN at positions
+    that are not wanted and after a stop token, which is itself a label. Besides, the target's last hidden states of the texts,
+    the inputs of its `feature_layers`, and its `top_k` likeliest next tokens at the wanted positions and where their
+    continuations may get to. `prune=False` decodes every wanted position; the labels are the same.
+    """
+    assert not (attention_mask[:, 1:] & ~attention_mask[:, :-1]).any(), "texts are padded on the right"
+    asked_for = _within(wanted, attention_mask, horizon)
+    first, (hidden_states, layers), cache = _prefill(target, input_ids, asked_for, feature_layers)
+    top_tokens, top_log_probs = _top(target.model, hidden_states, asked_for, top_k) if top_k else (None, None)
+    stop_ids = torch.tensor(target.stop_ids, dtype=torch.long, device=input_ids.device)
+    stopped = torch.isin(first, stop_ids)
+    agrees = torch.zeros_like(wanted)
+    agrees[:, :-1] = (first[:, :-1] == input_ids[:, 1:]) & attention_mask[:, 1:]
+    borrows = agrees & ~stopped if prune else torch.zeros_like(wanted)
+    depth = _needed_depth(wanted, borrows, horizon)
+
+    continuations = torch.full((*input_ids.shape, horizon), UNKNOWN, dtype=torch.long, device=input_ids.device)
+    continuations[:, :, 0] = first
+    rows, positions = ((depth > 1) & ~borrows).nonzero(as_tuple=True)
+    tokens = first[rows, positions]
+    branches = _make_branches(cache, rows, positions)
+    num_branch_tokens = 0
+    with branch_attention(target.model):
+        for step in range(1, horizon):
+            live = (depth[branches.rows, branches.positions] > step) & ~torch.isin(tokens, stop_ids)
+            if not live.all():
+                branches.keep(live.nonzero()[:, 0])
+                tokens = tokens[live]
+            if len(tokens):
+                tokens = _greedy(target.model, _branch_hidden_states(target.model, branches, tokens, step))
+                continuations[branches.rows, branches.positions, step] = tokens
+                num_branch_tokens += len(tokens)
+            borrowed = continuations[:, 1:, step - 1]
+            continuations[:, :-1, step] = torch.where(borrows[:, :-1], borrowed, continuations[:, :-1, step])
+    continuations[~wanted] = UNKNOWN
+    stats = LabelStats(
+        num_text_tokens=int(attention_mask.sum()),
+        num_positions=int(wanted.sum()),
+        num_agreeing=int((agrees & wanted).sum()),
+        num_branch_tokens=num_branch_tokens,
+    )
+    features = TextFeatures(hidden_states=hidden_states, layers=layers, top_tokens=top_tokens, top_log_probs=top_log_probs)
+    return continuations, features, stats
+
+
+def require_branch_attention(target: HFTarget, num_tokens: int) -> None:
+    """Raise ValueError where texts and continuations of up to `num_tokens` tokens can't be labelled rightly with this target.
+
+    Beside what its configuration tells, tries it: branches of a short text must give the hidden states of plain forward passes.
+    """
+    if num_tokens > target.context_length:
+        raise ValueError(
+            f"a text and its continuation take up to {num_tokens} tokens, but the target's context window has "
+            f"{target.context_length}: lower data.max_length by at least {num_tokens - target.context_length}"
+        )
+    require_full_attention(target.model, num_tokens)
+    _probe(target)
+
+
+@torch.inference_mode()
+def _probe(target: HFTarget) -> None:
+    text = torch.arange(1, 13, device=target.device) % target.vocab_size
+    positions = torch.tensor([4, 8], device=target.device)
+    tokens = text[[2, 9]]
+    _, _, cache = _prefill(target, text[None], torch.zeros_like(text, dtype=torch.bool)[None])
+    branches = _make_branches(cache, torch.zeros_like(positions), positions)
+    with branch_attention(target.model):
+        _branch_hidden_states(target.model, branches, tokens, 1)
+        branch_states = _branch_hidden_states(target.model, branches, tokens, 2)
+    tolerance = PROBE_TOLERANCE if torch.finfo(target.dtype).eps <= torch.finfo(torch.float32).eps else NARROW_PROBE_TOLERANCE
+    for index, position in enumerate(positions.tolist()):
+        plain_text = torch.cat([text[: position + 1], tokens[index].expand(2)])[None]
+        plain_states = target.hidden_states(plain_text, torch.ones_like(plain_text, dtype=torch.bool))[0][0, -1].float()
+        logits = target.model(plain_text, use_cache=False).logits[0, -1].float()
+        error = ((branch_states[index].float() - plain_states).norm() / plain_states.norm()).item()
+        regret = ((logits.max() - logits[_greedy(target.model, branch_states[index : index + 1])]) / logits.std()).item()
+        if not max(error, regret) < tolerance:
+            raise ValueError(
+                f"{type(target.model).__name__} decodes branches differently from plain texts (relative error {error:.2g} of "
+                f"its hidden states, {regret:.2g} of its best logit): its attention or head computes more than outrider knows "
+                "of, so its labels would be wrong. Choose another target"
+            )
+
+
+def _make_branches(
+    cache: DynamicCache, rows: Int[torch.Tensor, " branch"], positions: Int[torch.Tensor, " branch"]
+) -> Branches:
+    layers: list[Any] = cache.layers
+    if any(layer.keys is None for layer in layers):
+        raise ValueError(BYPASSED)
+    return Branches([layer.keys for layer in layers], [layer.values for layer in layers], rows, positions)
+
+
+def _prefill(
+    target: HFTarget,
+    input_ids: Int[torch.Tensor, "batch seq"],
+    labelled: Bool[torch.Tensor, "batch seq"],
+    feature_layers: tuple[int, ...] = (),
+) -> tuple[Int[torch.Tensor, "batch seq"], tuple[torch.Tensor, dict[int, torch.Tensor]], DynamicCache]:
+    """The first greedy token where `labelled` (UNKNOWN elsewhere), the last hidden states and the inputs of layers, and all
+    keys and values."""
+    cache = DynamicCache()
+    # No mask: under causal attention no token sees the padding on its right.
+    hidden_states, features = target.read_texts(feature_layers, cache, input_ids=input_ids)
+    inputs = () if features is None else features.split(hidden_states.shape[-1], dim=-1)
+    first = torch.full_like(input_ids, UNKNOWN)
+    first[labelled] = _greedy(target.model, hidden_states[labelled])
+    return first, (hidden_states, dict(zip(feature_layers, inputs, strict=True))), cache
+
+
+def _within(
+    wanted: Bool[torch.Tensor, "batch seq"], attention_mask: Bool[torch.Tensor, "batch seq"], horizon: int
+) -> Bool[torch.Tensor, "batch seq"]:
+    """The wanted positions and the next horizon - 1 after each: all whose first token may be needed."""
+    labelled = wanted.clone()
+    for _ in range(horizon - 1):
+        labelled[:, 1:] |= labelled[:, :-1].clone()
+    return labelled & attention_mask
+
+
+def _needed_depth(
+    wanted: Bool[torch.Tensor, "batch seq"], borrows: Bool[torch.Tensor, "batch seq"], horizon: int
+) -> Int[torch.Tensor, "batch seq"]:
+    """How many tokens of each position's continuation are needed: `horizon` where it is wanted, and one less than its left
+    neighbour needs where that one borrows."""
+    depth = wanted * horizon
+    for _ in range(horizon - 1):
+        lent = torch.where(borrows, depth - 1, 0)
+        depth[:, 1:] = torch.maximum(depth[:, 1:], lent[:, :-1])
+    return depth
+
+
+def _branch_hidden_states(
+    model: PreTrainedModel, branches: Branches, tokens: Int[torch.Tensor, " branch"], step: int
+) -> Float[torch.Tensor, "branch hidden"]:
+    """Feed each branch its token, the `step`-th behind its text."""
+    # One row, so that the linear layers see no padding; the attention sorts out whose token is whose.
+    positions = branches.positions + step
+    output = model.base_model(input_ids=tokens[None], position_ids=positions[None], use_cache=False, branches=branches)
+    assert branches.num_steps == step
+    hidden_states: torch.Tensor = output.last_hidden_state[0]
+    return hidden_states
+
+
+def _greedy(model: PreTrainedModel, hidden_states: Float[torch.Tensor, "position hidden"]) -> Int[torch.Tensor, " position"]:
+    """The likeliest next token of each position, in chunks, so that [position, vocab] never exists as a whole.
+
+    Some models scale or soft-cap what their head gives: both are monotonic, so they leave the arg-max as it is.
+    """
+    return torch.cat([logits.argmax(-1) for logits in _logit_chunks(model, hidden_states)])
+
+
+def _top(
+    model: PreTrainedModel,
+    hidden_states: Float[torch.Tensor, "batch seq hidden"],
+    asked_for: Bool[torch.Tensor, "batch seq"],
+    top_k: int,
+) -> tuple[Int[torch.Tensor, "batch seq top"], Float[torch.Tensor, "batch seq top"]]:
+    """The likeliest next tokens where they are `asked_for`, and their log-probabilities; UNKNOWN and minus infinity elsewhere.
+
+    Needs a head that is only multiplied with (`HFTarget.require_plain_head`).
+    """
+    tokens = torch.full((*asked_for.shape, top_k), UNKNOWN, device=hidden_states.device)
+    log_probs = torch.full(tokens.shape, -math.inf, device=hidden_states.device)
+    if asked_for.any():
+        chunks = [logits.float().log_softmax(-1).topk(top_k) for logits in _logit_chunks(model, hidden_states[asked_for])]
+        log_probs[asked_for] = torch.cat([chunk.values for chunk in chunks])
+        tokens[asked_for] = torch.cat([chunk.indices for chunk in chunks])
+    return tokens, log_probs
+
+
+def _logit_chunks(
+    model: PreTrainedModel, hidden_states: Float[torch.Tensor, "position hidden"]
+) -> Iterator[Float[torch.Tensor, "chunk vocab"]]:
+    """What the head gives, a chunk of positions at a time."""
+    head = model.get_output_embeddings()
+    chunk = max(1, LOGIT_ELEMENTS // model.config.get_text_config().vocab_size)
+    return (head(states) for states in hidden_states.split(chunk))

@@ -1,0 +1,118 @@
+"""What is stored of the target beside the tokens: checked before any long work, computed, and counted in bytes."""
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+
+from ...data.shards import TOP_BYTES
+from ...data.states import encode_states, state_bytes
+from ...data.types import DistilledExample, Example, TopTokens
+from ...models.target.hf_target import HFTarget
+from ...models.target.hidden_states import decoder_layers
+from ..config import DistillConfig
+
+TOKEN_BYTES = 4
+"""Of a token's id, and of each token of its label."""
+MASK_BYTES = 1
+
+
+@runtime_checkable
+class HasWidth(Protocol):
+    """A target, or what identifies one."""
+
+    @property
+    def hidden_size(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextFeatures:
+    """What the target computed of right-padded texts beside their labels; meaningless on padding.
+
+    `hidden_states` are the last ones, after the final norm, `layers` the inputs of layers by number. `top_tokens` and
+    `top_log_probs` are None where they weren't asked for.
+    """
+
+    hidden_states: Float[torch.Tensor, "batch seq hidden"]
+    layers: dict[int, Float[torch.Tensor, "batch seq hidden"]]
+    top_tokens: Int[torch.Tensor, "batch seq top"] | None
+    top_log_probs: Float[torch.Tensor, "batch seq top"] | None
+
+
+def bytes_per_token(config: DistillConfig, target: HasWidth, *, labelled: float = 1.0) -> float:
+    """What a token of text takes on disk: its id and mask, its label, and what is stored of the target's states.
+
+    `labelled` is the share of tokens that have likeliest tokens, where these are stored: about that of the assistant's.
+    """
+    num_states = config.last_hidden + len(config.feature_layers)
+    states = num_states * state_bytes(target.hidden_size, config.features_dtype)
+    top = 0.0 if config.top_logprobs is None else MASK_BYTES + labelled * config.top_logprobs * TOP_BYTES
+    return TOKEN_BYTES * (1 + config.horizon) + MASK_BYTES + states + top
+
+
+def require_features(config: DistillConfig, target: HFTarget) -> None:
+    """Raise ValueError where this target can't give what is to be stored."""
+    num_layers = len(decoder_layers(target.model))
+    if beyond := [layer for layer in config.feature_layers if layer >= num_layers]:
+        raise ValueError(
+            f"distill.feature_layers has {', '.join(map(str, beyond))}, and the target {target.identity.name} has the layers 0 "
+            f"to {num_layers - 1}; name some of those"
+        )
+    if config.top_logprobs is None:
+        return
+    if config.top_logprobs > target.vocab_size:
+        raise ValueError(
+            f"distill.top_logprobs is {config.top_logprobs}, and the target {target.identity.name} has {target.vocab_size} "
+            "tokens; lower it"
+        )
+    target.require_plain_head("leave distill.top_logprobs out")
+
+
+def require_space(config: DistillConfig, target: HasWidth, examples: Sequence[Example], output_dir: Path) -> None:
+    """Raise ValueError where the shards of these examples don't fit on the disk."""
+    num_tokens = sum(len(example.input_ids) for example in examples)
+    # Likeliest tokens are stored at a few positions more, so it is an estimate from below.
+    num_labelled = sum(int(example.wanted.sum()) for example in examples)
+    needed = int(num_tokens * bytes_per_token(config, target, labelled=num_labelled / max(1, num_tokens)))
+    folder = next(parent for parent in (output_dir, *output_dir.absolute().parents) if parent.exists())
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise ValueError(
+            f"the shards take about {needed / 1e6:,.1f} MB ({num_tokens} tokens of {needed / num_tokens:.0f} bytes), and the "
+            f"disk of {output_dir} has {free / 1e6:,.1f} MB left; store less (distill.features, feature_layers, top_logprobs), "
+            "in fewer bits (distill.features_dtype), of fewer texts, or choose another output directory"
+        )
+
+
+def stored_example(
+    config: DistillConfig,
+    example: Example,
+    continuations: Int[torch.Tensor, "seq horizon"],
+    features: TextFeatures,
+    row: int,
+) -> DistilledExample:
+    """The example with its labels and what the configuration wants stored of row `row` of the features, on the CPU.
+
+    Raises ValueError, naming the example, where the target's states aren't finite.
+    """
+    num_tokens = len(example.input_ids)
+    try:
+        layers = {
+            layer: encode_states(features.layers[layer][row, :num_tokens], config.features_dtype)
+            for layer in config.feature_layers
+        }
+        last = encode_states(features.hidden_states[row, :num_tokens], config.features_dtype) if config.last_hidden else None
+    except ValueError as error:
+        raise ValueError(f"example {example.id!r}: {error}") from error
+    top = None
+    if features.top_tokens is not None and features.top_log_probs is not None:
+        top = TopTokens(
+            tokens=features.top_tokens[row, :num_tokens].cpu(), log_probs=features.top_log_probs[row, :num_tokens].cpu()
+        )
+    return DistilledExample(
+        example=example, continuations=continuations[:num_tokens], hidden_states=last, layers=layers, top=top
+    )

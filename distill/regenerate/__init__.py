@@ -1,0 +1,1 @@
+"""Replaces the answers of conversations by the target's own."""

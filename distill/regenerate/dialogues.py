@@ -1,0 +1,159 @@
+"""One conversation, answered anew turn after turn: its prompts, the examples that it becomes, and where it ends early.
+
+An example's tokens are the very ones that the target read and wrote. Where the next prompt, rendered by the chat template with
+the answers so far, begins with them, the example goes on:
+
+    example 0   <system> <user> question 1 <assistant> answer 1 <user> question 2 <assistant> answer 2
+
+Otherwise (a template that drops earlier thinking, a tokenizer that merges differently across the seam) it ends there, and the
+prompt begins the next one, in which the earlier answers are read but not learned:
+
+    example 0   <user> question 1 <assistant> <think> ... </think> answer 1
+    example 1   <user> question 1 <assistant> answer 1 <user> question 2 <assistant> <think> ... </think> answer 2
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from ...data.chat import encode_prompt
+from ...data.types import Conversation, Turn
+from .answers import AnsweredExample, AnswerSpan
+from .engine import Answer, Limits, Request
+
+LOOP_TOKENS = 64
+"""Tokens at an answer's end (all of a shorter one) that a loop must fill to be called one."""
+LOOP_REPEATS = 8
+"""Times that its cycle must be run through there; so the longest cycle has LOOP_TOKENS / LOOP_REPEATS tokens."""
+
+NO_ROOM = "the prompt leaves no room for an answer"
+EMPTY = "empty answer"
+LOOP = "answer that ends in a loop"
+AFTER_CUT = "after a cut answer"
+AFTER_DROP = "after a dropped answer"
+
+
+class Dialogue:
+    """A conversation on its way. `dropped` counts the turns that have no answer, by reason."""
+
+    def __init__(
+        self,
+        conversation: Conversation,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        limits: Limits,
+        stop_ids: Collection[int],
+        seed: int,
+    ) -> None:
+        self.id = conversation.id
+        self.examples: list[AnsweredExample] = []
+        self.dropped: Counter[str] = Counter()
+        self.num_turns = len(questions(conversation.turns))
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._stop_ids = frozenset(stop_ids)
+        self._seed = seed
+        self._questions = questions(conversation.turns)
+        self._told = [turn.content for turn in conversation.turns if turn.role == "assistant"]
+        self._turn = 0
+        self._messages: list[Turn] = []
+        self._tokens: list[int] = []  # of the example that is growing
+        self._spans: list[AnswerSpan] = []
+        self._prompt: list[int] = []
+
+    @property
+    def num_done(self) -> int:
+        """Turns that are answered or dropped."""
+        return self._turn
+
+    def next_request(self) -> Request | None:
+        """What the target is to answer next; None at the end, the planned one or an earlier one."""
+        if self._turn == self.num_turns:
+            self._close()
+            return None
+        self._messages += self._questions[self._turn]
+        try:
+            prompt = encode_prompt(self._messages, self._tokenizer)[0]
+        except TemplateError as error:
+            self._end(f"rejected by the chat template ({error})")
+            return None
+        if self._limits.room(len(prompt)) < 1:
+            self._end(NO_ROOM)
+            return None
+        self._prompt = prompt.tolist()
+        told = self._told[self._turn] if self._turn < len(self._told) else None
+        return Request(
+            id=f"{self.id}#{self._turn}",
+            prompt_ids=prompt,
+            seed=answer_seed(self._seed, self.id, self._turn),
+            num_known_tokens=None if told is None else len(self._tokenizer(told, add_special_tokens=False).input_ids),
+        )
+
+    def take(self, answer: Answer) -> None:
+        """The answer to the last request. A cut one is the last, since what follows would answer a torso."""
+        room = self._limits.room(len(self._prompt))
+        tokens = answer.tokens.tolist()
+        cut = answer.cut or len(tokens) > room
+        tokens = tokens[:room]
+        said = tokens[:-1] if tokens and tokens[-1] in self._stop_ids else tokens
+        text: Any = self._tokenizer.decode(said, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if reason := EMPTY if not text.strip() else LOOP if ends_in_a_loop(said) else None:
+            self._end(reason, AFTER_DROP)
+            return
+        if self._prompt[: len(self._tokens)] != self._tokens:
+            self._close()
+        self._spans.append(AnswerSpan(start=len(self._prompt), num_tokens=len(tokens), cut=cut))
+        self._tokens = self._prompt + tokens
+        self._messages.append(Turn(role="assistant", content=text))
+        self._turn += 1
+        if cut and self._turn < self.num_turns:
+            self._end(AFTER_CUT)
+
+    def _end(self, reason: str, later: str | None = None) -> None:
+        """Drop this turn for one reason, and those after it for another."""
+        self.dropped[reason] += 1
+        if rest := self.num_turns - self._turn - 1:
+            self.dropped[later or reason] += rest
+        self._turn = self.num_turns
+        self._close()
+
+    def _close(self) -> None:
+        """End the growing example. The number in its id is there in the first one too, so that no two ids can meet."""
+        if self._spans:
+            id = f"{self.id}#{len(self.examples)}"
+            self.examples.append(AnsweredExample(id=id, input_ids=self._tokens, answers=self._spans))
+        self._tokens, self._spans = [], []
+
+
+def questions(turns: Sequence[Turn]) -> list[list[Turn]]:
+    """What is said before each answer. A question that the data leave open at the end is one more."""
+    groups: list[list[Turn]] = [[]]
+    for turn in turns:
+        if turn.role == "assistant":
+            groups.append([])
+        else:
+            groups[-1].append(turn)
+    return groups if groups[-1] and groups[-1][-1].role == "user" else groups[:-1]
+
+
+def ends_in_a_loop(tokens: Sequence[int]) -> bool:
+    """Whether the last LOOP_TOKENS tokens are one cycle, run through at least LOOP_REPEATS times.
+
+    Of a shorter answer, all of its tokens: nine times the same token is one, and so are `a b` eight times. A table's rule or a
+    row of blanks inside an answer is none.
+    """
+    tail = list(tokens[-LOOP_TOKENS:])
+    longest = len(tail) // LOOP_REPEATS
+    return any(tail[cycle:] == tail[:-cycle] for cycle in range(1, longest + 1))
+
+
+def answer_seed(seed: int, conversation_id: str, turn: int) -> int:
+    """The seed of one answer: neither the order of the work nor anybody else's answer has a say in it.
+
+    31 bits, which every server takes.
+    """
+    return int.from_bytes(hashlib.sha256(f"{seed}/{turn}/{conversation_id}".encode()).digest()[:4], "big") >> 1

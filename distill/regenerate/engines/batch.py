@@ -1,0 +1,200 @@
+"""The engine of padded batches: a batch is read, decoded side by side, and evicted where it overruns its room.
+
+It needs nothing but a target and a KV-memory budget. Which requests share a batch is `schedule`'s matter; here they are
+decoded, each row exactly as if it were alone: an evicted row's keys and values wait on the host, and go on where they stopped.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from ....models.decoding import (
+    GreedyAcceptance,
+    Prompts,
+    RowSeeds,
+    Sampling,
+    SpeculativeSampling,
+)
+from ....models.decoding.loop import read_tokens
+from ....models.decoding.tree import empty_tree
+from ....models.target.hf_target import HFTarget
+from ....models.target.tree_cache import KeptText
+from ..engine import Answer, Limits, Request
+from ..lengths.buckets import LengthPredictor, Predicted
+from ..lengths.schedule import (
+    BatchReport,
+    Decoded,
+    Policy,
+    Rectangle,
+    ScheduleStatistics,
+    Waiting,
+    kv_bytes_per_token,
+    shortest_text_first,
+    summarise,
+    supervise,
+)
+
+logger = logging.getLogger(__name__)
+
+RESERVED_SHARE = 0.5
+"""Predicted is the length that an answer keeps to with this probability."""
+
+FIRST_PART = 0.5
+"""Of the predicted length, reserved at first. Overruns are cheap, since nothing is read again, and room that a text does not
+fill yet makes batches narrow."""
+
+LEAST_SHARE = 0.5
+"""A batch ends when fewer of its rows go on, see `Policy.least_share`. A greater share makes fewer steps of more evictions,
+each of which moves a row's keys and values to the host and back."""
+
+MOST_HELD = 4
+"""Times the KV-memory budget: what evicted rows may hold on the host before no new request begins, see `Policy.most_held`."""
+
+UNKNOWN_SHARE = 0.25
+"""Reserved of the maximum as long as nothing is known of lengths."""
+
+
+class BatchEngine:
+    """Answers requests in padded batches by predicted length (see `Engine`).
+
+    Every call starts with a fresh predictor, and learns as its own answers come in: batches and answers are a function of the
+    requests alone. In narrow types a row's logits may differ in their last bits with the size of its batch, which is then the
+    same in every run too.
+    """
+
+    def __init__(
+        self,
+        target: HFTarget,
+        *,
+        sampling: Sampling,
+        limits: Limits,
+        kv_budget_bytes: int,
+        make_predictor: Callable[[], LengthPredictor],
+    ) -> None:
+        self.target = target
+        self.sampling = sampling
+        self.limits = limits
+        self.kv_budget_bytes = kv_budget_bytes
+        self.make_predictor = make_predictor
+        self.statistics: ScheduleStatistics | None = None
+        """Of all calls that came to their end; whoever reads it may set it to None, to begin anew."""
+
+    def answer(self, requests: Sequence[Request]) -> Iterator[Answer]:
+        """An answer to every request, batch by batch. Raises ValueError where one has no room in the limits, or might outgrow
+        the budget."""
+        if not requests:
+            return
+        started = time.perf_counter()
+        budget = self.kv_budget_bytes // kv_bytes_per_token(self.target)
+        decoder = BatchDecoder(self.target, requests, self.sampling, self.limits)
+        reservation = Predicted(
+            self.make_predictor(),
+            requests,
+            share=RESERVED_SHARE,
+            part=FIRST_PART,
+            unknown=math.ceil(UNKNOWN_SHARE * self.limits.max_new_tokens),
+        )
+        policy = Policy(
+            reservation=reservation,
+            order=shortest_text_first,
+            memory=Rectangle(),
+            may_overtake=True,
+            least_share=LEAST_SHARE,
+            most_held=MOST_HELD * budget,
+        )
+        reports: list[BatchReport] = []
+        lengths = [len(request.prompt_ids) for request in requests]
+        for report in supervise(lengths, decoder.rooms, policy, decoder.decode, budget=budget):
+            reports.append(report)
+            for row, decoded in report.pairs:
+                if decoded.ended:
+                    yield decoder.answer_of(row.index)
+        predicted, actual = reservation.compare([len(tokens) for tokens in decoder.tokens])
+        statistics = summarise(reports, predicted, actual, time.perf_counter() - started)
+        self.statistics = statistics if self.statistics is None else self.statistics + statistics
+        logger.debug("answered by length: %s", statistics)
+
+
+class BatchDecoder:
+    """Decodes batches of one call's requests, and keeps what they have said so far."""
+
+    def __init__(self, target: HFTarget, requests: Sequence[Request], sampling: Sampling, limits: Limits) -> None:
+        self.target = target
+        self.requests = requests
+        self.rule = GreedyAcceptance() if sampling.temperature == 0 else SpeculativeSampling(sampling=sampling)
+        self.stop_ids = frozenset(target.stop_ids)
+        self.rooms = [limits.room(len(request.prompt_ids)) for request in requests]
+        if min(self.rooms) < 1:
+            request = requests[self.rooms.index(min(self.rooms))]
+            raise ValueError(
+                f"request {request.id} has a prompt of {len(request.prompt_ids)} tokens, which leaves no room for an answer in "
+                f"{limits.max_tokens}; leave it out"
+            )
+        self.tokens: list[list[int]] = [[] for _ in requests]
+        self._kept: dict[int, KeptText] = {}
+
+    def answer_of(self, index: int) -> Answer:
+        tokens = self.tokens[index]
+        return Answer(id=self.requests[index].id, tokens=torch.tensor(tokens), cut=tokens[-1] not in self.stop_ids)
+
+    def is_ended(self, index: int) -> bool:
+        tokens = self.tokens[index]
+        return tokens[-1] in self.stop_ids or len(tokens) == self.rooms[index]
+
+    @torch.inference_mode()
+    def decode(self, batch: Sequence[Waiting], limits: Sequence[int], least: int) -> list[Decoded]:
+        """One more batch (see `schedule.Decode`)."""
+        full = {row.index: row.num_written + limit for row, limit in zip(batch, limits, strict=True)}
+        rows = self._begin(batch, full)
+        going = self._go_on(rows, full)
+        while len(going) >= max(1, least):
+            rows = self._leave(rows, going)
+            self._step(rows, going)
+            going = self._go_on(rows, full)
+        self._keep(rows, going)
+        return [Decoded(num_new=len(self.tokens[row.index]) - row.num_written, ended=self.is_ended(row.index)) for row in batch]
+
+    def _begin(self, batch: Sequence[Waiting], full: dict[int, int]) -> list[int]:
+        """Read the prompts of the rows that are new, and bring back the others. The order of the rows in the target."""
+        fresh = [row.index for row in batch if row.index not in self._kept]
+        resumed = [row.index for row in batch if row.index in self._kept]
+        prompts = [self.requests[index].prompt_ids.long().to(self.target.device) for index in fresh]
+        capacity = max(len(self.requests[index].prompt_ids) + full[index] for index in full)
+        texts = [self._kept.pop(index) for index in resumed]
+        output = self.target.resume(Prompts.of(prompts) if prompts else None, texts, capacity=capacity)
+        if output is not None:
+            tree = empty_tree(len(fresh), self.target.device)
+            acceptance = self.rule(tree, output, generator=self._seeds(fresh))
+            for index, tokens in zip(fresh, read_tokens(tree, output, acceptance), strict=True):
+                self.tokens[index] += tokens
+        return fresh + resumed
+
+    def _step(self, rows: Sequence[int], going: Sequence[int]) -> None:
+        """A token for every row."""
+        last = torch.tensor([self.tokens[index][-1] for index in rows], device=self.target.device)
+        tree = empty_tree(len(rows), self.target.device)
+        output = self.target.verify(last, tree)
+        acceptance = self.rule(tree, output, generator=self._seeds(rows))
+        new = read_tokens(tree, output, acceptance)
+        self.target.commit(tree, acceptance, [0] * len(rows))
+        for index, tokens in zip(rows, new, strict=True):
+            self.tokens[index] += tokens
+
+    def _go_on(self, rows: Sequence[int], full: dict[int, int]) -> list[int]:
+        """The rows whose answers have neither ended nor filled their room; of those that have filled it, keep the texts."""
+        self._keep(rows, [i for i in rows if len(self.tokens[i]) == full[i] and not self.is_ended(i)])
+        return [index for index in rows if len(self.tokens[index]) < full[index] and not self.is_ended(index)]
+
+    def _leave(self, rows: list[int], going: list[int]) -> list[int]:
+        if len(going) < len(rows):
+            self.target.select([rows.index(index) for index in going])
+        return going
+
+    def _keep(self, rows: Sequence[int], indices: Sequence[int]) -> None:
+        self._kept |= {index: self.target.take(rows.index(index)) for index in indices}
+
+    def _seeds(self, rows: Sequence[int]) -> RowSeeds:
+        return RowSeeds([self.requests[index].seed for index in rows], [len(self.tokens[index]) for index in rows])

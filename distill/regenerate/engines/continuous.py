@@ -1,0 +1,128 @@
+"""Regeneration by transformers' continuous batching: a paged KV cache, and new requests in the place of finished ones."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig
+
+from ....models.decoding.sampling import Sampling
+from ....models.target.hf_target import HFTarget
+from ..dialogues import answer_seed
+from ..engine import Answer, Limits, Request
+
+SCHEDULER_NAME = "outrider"
+POLL_SECONDS = 1.0
+CPU_PAGE_TOKENS, CPU_BATCH_TOKENS = 32, 256
+CPU_REQUESTS_PER_BATCH = 16
+"""On a CPU the cache is sized for so many of the longest texts; elsewhere transformers sizes it by the free memory."""
+
+
+class ContinuousEngine:
+    """One manager of continuous batching for each call, so that the memory of its cache is free in between.
+
+    Greedy answers depend on nothing but rounding. Sampled ones come from a single stream, seeded by the requests of the call:
+    on a CPU the same call gives the same answers, but an answer depends on those beside it. `scheduler` makes the scheduler in
+    place of first come, first served; it takes what the classes of transformers' `continuous_batching.scheduler` take, and
+    the call's `requests`.
+    """
+
+    def __init__(
+        self,
+        target: HFTarget,
+        *,
+        sampling: Sampling,
+        limits: Limits,
+        max_requests_per_batch: int | None = None,
+        scheduler: Callable[..., Any] | None = None,
+    ) -> None:
+        self._target = target
+        self._sampling = sampling
+        self._limits = limits
+        self._max_requests_per_batch = max_requests_per_batch
+        self._scheduler = scheduler
+
+    def answer(self, requests: Sequence[Request]) -> Iterator[Answer]:
+        """An answer to every request, as they end. Raises RuntimeError where transformers fails one."""
+        devices = [self._target.device] if self._target.device.type == "cuda" else []
+        model: Any = self._target.model
+        with torch.random.fork_rng(devices), self._registered_scheduler(requests) as scheduler_name:
+            manager = model.init_continuous_batching(
+                generation_config=self._generation_config(),
+                continuous_batching_config=self._batching_config(requests, scheduler_name),
+            )
+            # Before it runs: what is in the first batch must not depend on how fast they are handed over.
+            for request in requests:
+                manager.add_request(
+                    request.prompt_ids.tolist(),
+                    request_id=request.id,
+                    max_new_tokens=self._limits.room(len(request.prompt_ids)),
+                    eos_token_id=list(self._target.stop_ids),
+                )
+            manager.start()
+            try:
+                for _ in requests:
+                    yield self._wait(manager)
+            finally:
+                manager.stop(block=True, hard_stop=True)
+                manager.destroy()
+
+    def _wait(self, manager: Any) -> Answer:
+        while True:
+            result = manager.get_result(timeout=POLL_SECONDS)
+            if result is not None and result.error is not None:
+                raise RuntimeError(f"continuous batching failed the request {result.request_id!r}: {result.error}")
+            if result is not None and result.is_finished():
+                tokens: list[int] = result.generated_tokens  # none where the length limit left no room for any
+                cut = not tokens or tokens[-1] not in self._target.stop_ids
+                return Answer(id=result.request_id, tokens=torch.tensor(tokens, dtype=torch.long), cut=cut)
+            if result is None and not manager.is_running():
+                error = manager.background_thread_status.fatal_error
+                raise RuntimeError(f"continuous batching ended before all requests were answered: {error}") from error
+
+    def _generation_config(self) -> GenerationConfig:
+        # A fresh one: the model's own may bring penalties and filters that nobody asked for.
+        config = GenerationConfig(
+            do_sample=self._sampling.temperature > 0,
+            eos_token_id=list(self._target.stop_ids),
+            max_new_tokens=self._limits.max_new_tokens,
+        )
+        if config.do_sample:
+            config.temperature = self._sampling.temperature
+            config.top_k = self._sampling.top_k or 0
+            config.top_p = self._sampling.top_p or 1.0
+        return config
+
+    def _batching_config(self, requests: Sequence[Request], scheduler_name: str) -> ContinuousBatchingConfig:
+        config = ContinuousBatchingConfig(
+            seed=answer_seed(0, ",".join(str(request.seed) for request in requests), 0),
+            drop_unsupported_processors=False,
+            scheduler_type=scheduler_name,
+            max_requests_per_batch=self._max_requests_per_batch,
+        )
+        if self._target.device.type == "cpu":
+            rows = self._max_requests_per_batch or CPU_REQUESTS_PER_BATCH
+            prompts = [len(request.prompt_ids) for request in requests]
+            longest = max(num_tokens + self._limits.room(num_tokens) for num_tokens in prompts)
+            config.page_size = CPU_PAGE_TOKENS
+            config.num_blocks = rows * (math.ceil(longest / CPU_PAGE_TOKENS) + 1)
+            config.max_batch_tokens = max(rows, CPU_BATCH_TOKENS)
+        return config
+
+    @contextmanager
+    def _registered_scheduler(self, requests: Sequence[Request]) -> Iterator[str]:
+        if self._scheduler is None:
+            yield "fifo"
+            return
+        # The configuration takes a name, and this table is where names are looked up.
+        from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING
+
+        table: dict[str, Any] = SCHEDULER_MAPPING
+        table[SCHEDULER_NAME] = partial(self._scheduler, requests=requests)
+        try:
+            yield SCHEDULER_NAME
+        finally:
+            del table[SCHEDULER_NAME]

@@ -1,0 +1,105 @@
+"""Admission by predicted length for transformers' continuous batching: longest first, within the cache's free entries.
+
+First come, first served admits a request as soon as its prompt has room, and offloads requests when the answers outgrow the
+cache. Here a request is admitted when prompt and predicted answer fit beside what the requests that run have been promised; the
+longest go first, and shorter ones that fit overtake (first fit). Whoever outgrows its promise has it doubled.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
+from transformers.generation.continuous_batching.requests import RequestState
+from transformers.generation.continuous_batching.scheduler import FIFOScheduler
+
+from ..engine import Request
+from ..lengths.buckets import LengthPredictor, Predicted
+
+RESERVED_SHARE = 0.5
+"""Promised is the length that an answer keeps to with this probability; the sum of many is surer than each of them."""
+
+UNKNOWN_SHARE = 0.25
+"""Promised of its maximum as long as nothing is known of lengths."""
+
+
+class LengthAwareScheduler(FIFOScheduler):
+    """Runs requests that decode before those that wait, as its base does, and chooses among the waiting ones by length.
+
+    It learns lengths as requests end. Give `functools.partial(LengthAwareScheduler, make_predictor=...)` to `ContinuousEngine`,
+    which adds the `requests` that will be asked. `reset` forgets what they taught.
+    """
+
+    def __init__(
+        self,
+        cache: PagedAttentionCache,
+        safety_margin: float | None,
+        max_requests_per_batch: int,
+        *,
+        make_predictor: Callable[[], LengthPredictor],
+        requests: Sequence[Request],
+    ) -> None:
+        self._make_predictor = make_predictor
+        self._requests = requests
+        self._index = {request.id: index for index, request in enumerate(requests)}
+        super().__init__(cache, safety_margin, max_requests_per_batch)
+
+    def reset(self) -> None:
+        super().reset()
+        self._promised: dict[str, int] = {}
+        self._lengths: dict[int, int] = {}
+        self._predicted: Predicted | None = None
+
+    def finish_request(self, request_id: str) -> None:
+        state = self.active_requests.get(request_id)
+        super().finish_request(request_id)
+        if state is None or request_id not in self._index:
+            return
+        self._lengths[self._index[request_id]] = max(1, num_written(state))
+        running = [other for other in self.active_requests.values() if other.request_id in self._index]
+        written = {self._index[other.request_id]: max(1, num_written(other)) for other in running}
+        if self._reservation(state).observe(self._lengths, written):
+            for waiting in self.waiting_requests:
+                self._promised.pop(waiting, None)
+
+    def num_needed(self, state: RequestState) -> int:
+        """Cache entries that the request will fill from now on, as far as promised: what it still reads, and its answer."""
+        written, limit = num_written(state), state.max_new_tokens or math.inf
+        promised = self._promised.get(state.request_id, 1)
+        while promised <= written:
+            promised *= 2
+        left = min(promised, written + limit - state.generated_len()) - written
+        return int(len(state.remaining_prefill_tokens) + max(0, left))
+
+    def _get_waiting_candidates(self) -> list[RequestState]:
+        """Those that fit, longest first; the first of all where nothing runs, whatever it needs."""
+        waiting = super()._get_waiting_candidates()
+        self._promise(waiting)
+        waiting.sort(key=lambda state: (not state.is_cpu_offloaded, -self.num_needed(state), self._index[state.request_id]))
+        free = self.cache.compute_free_capacity() * self.cache.max_tokens_read
+        free -= sum(self.num_needed(state) for state in self.active_requests.values())
+        admitted: list[RequestState] = []
+        for state in waiting:
+            if self.num_needed(state) <= free or not (admitted or self.active_requests):
+                admitted.append(state)
+                free -= self.num_needed(state)
+        return admitted
+
+    def _promise(self, waiting: Sequence[RequestState]) -> None:
+        new = [state for state in waiting if state.request_id not in self._promised]
+        if new:
+            indices = [self._index[state.request_id] for state in new]
+            tokens = self._reservation(new[0]).reserve(indices)
+            self._promised |= {state.request_id: num for state, num in zip(new, tokens, strict=True)}
+
+    def _reservation(self, state: RequestState) -> Predicted:
+        if self._predicted is None:
+            unknown = math.ceil(UNKNOWN_SHARE * (state.max_new_tokens or 1))
+            self._predicted = Predicted(self._make_predictor(), self._requests, share=RESERVED_SHARE, unknown=unknown)
+        return self._predicted
+
+
+def num_written(state: Any) -> int:
+    """Tokens of the answer so far, those included that an offloaded request reads again as a part of its prompt."""
+    reread = len(state.initial_tokens) - state._true_initial_tokens if state._true_initial_tokens else 0
+    return reread + state.generated_len()

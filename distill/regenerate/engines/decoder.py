@@ -1,0 +1,75 @@
+"""Regeneration by outrider's own decode loop, plain or sped up by a drafter."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ....models.decoding.acceptance import GreedyAcceptance, SpeculativeSampling
+from ....models.decoding.loop import generate
+from ....models.decoding.protocols import Drafter
+from ....models.decoding.sampling import RowSeeds, Sampling
+from ....models.decoding.stopping import Finish
+from ....models.drafters.null import NullDrafter
+from ....models.target.hf_target import HFTarget
+from ..engine import Answer, Limits, Request
+
+DEFAULT_BATCH_SIZE = 16
+
+
+class DecoderEngine:
+    """Batches of requests of similar length; a batch ends with its longest answer.
+
+    An answer is the same whoever is beside it, up to rounding, and the same with any drafter whose trees are functions of the
+    text. `drafter_context` is the longest text that the drafter can read; requests that may outgrow it are decoded without.
+    """
+
+    def __init__(
+        self,
+        target: HFTarget,
+        drafter: Drafter[Any],
+        *,
+        sampling: Sampling,
+        limits: Limits,
+        batch_size: int = DEFAULT_BATCH_SIZE,
+        drafter_context: int | None = None,
+    ) -> None:
+        self._target = target
+        self._drafter = drafter
+        self._sampling = sampling
+        self._limits = limits
+        self._batch_size = batch_size
+        self._drafter_context = drafter_context
+
+    def answer(self, requests: Sequence[Request]) -> Iterator[Answer]:
+        """An answer to every request, those to the longest prompts first: memory runs out early or never."""
+        ordered = sorted(requests, key=lambda request: (-len(request.prompt_ids), request.id))
+        drafted = [request for request in ordered if self._fits_drafter(request)]
+        plain = [request for request in ordered if not self._fits_drafter(request)]
+        for group, drafter in ((plain, NullDrafter()), (drafted, self._drafter)):
+            for start in range(0, len(group), self._batch_size):
+                yield from self._answer_batch(group[start : start + self._batch_size], drafter)
+
+    def _fits_drafter(self, request: Request) -> bool:
+        num_tokens = len(request.prompt_ids)
+        return self._drafter_context is None or num_tokens + self._limits.room(num_tokens) <= self._drafter_context
+
+    def _answer_batch(self, batch: Sequence[Request], drafter: Drafter[Any]) -> Iterator[Answer]:
+        is_greedy = self._sampling.temperature == 0
+        rooms = [self._limits.room(len(request.prompt_ids)) for request in batch]
+        steps = generate(
+            self._target,
+            drafter,
+            GreedyAcceptance() if is_greedy else SpeculativeSampling(sampling=self._sampling),
+            [request.prompt_ids.to(self._target.device) for request in batch],
+            max_new_tokens=rooms,
+            stop_ids=self._target.stop_ids,
+            generator=None if is_greedy else RowSeeds([request.seed for request in batch]),
+        )
+        written: list[list[int]] = [[] for _ in batch]
+        for step in steps:
+            for row, tokens, finish in zip(step.rows, step.tokens, step.finishes, strict=True):
+                written[row] += tokens
+                if finish:
+                    cut = finish is not Finish.STOP_TOKEN
+                    yield Answer(id=batch[row].id, tokens=torch.tensor(written[row]), cut=cut)

@@ -1,0 +1,1 @@
+"""Predicts how long answers are, and batches requests by it."""

@@ -1,0 +1,335 @@
+"""The target answers every conversation anew: conversations in, examples of its own words out.
+
+Crash-safe like the labelling: work is done in shards of conversations, each written when it is complete, by whichever
+process is free (see `plan`).
+"""
+
+import hashlib
+import logging
+import operator
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from ...data.chat import require_template
+from ...data.config import DataConfig
+from ...data.decontamination import PromptOverlap
+from ...data.files import read_json, write_json
+from ...data.manifest import MANIFEST_FILE
+from ...data.sources import describe_drops, load_conversations
+from ...data.types import Conversation, Example
+from ...models.target.hf_target import HFTarget
+from ...models.target.tensor_parallel import Worker
+from ..config import DistillConfig
+from ..plan import deal, peak_memory_bytes, pending_shards, plan_sha256, plan_shards
+from .answers import (
+    AnswerCounts,
+    AnsweredExample,
+    AnswersEntry,
+    AnswersManifest,
+    SamplingFacts,
+    conversations_sha256,
+    is_written,
+    load_answers_manifest,
+    read_answers,
+    read_answers_entry,
+    require_same_answers,
+    save_answers_manifest,
+    stats_path,
+    verify_answers,
+    write_answers,
+)
+from .dialogues import Dialogue, questions
+from .engine import Engine, Limits
+from .engines.batch import BatchEngine
+from .engines.registry import open_engine
+from .lengths.schedule import ScheduleStatistics
+
+logger = logging.getLogger(__name__)
+
+STATS_FILE = "stats.json"
+LARGE_CUT_SHARE = 0.2
+"""Of the answers: where more are cut, a drafter hardly learns how the target ends."""
+
+
+def regenerate(
+    config: DistillConfig,
+    data: DataConfig,
+    target: HFTarget,
+    tokenizer: PreTrainedTokenizerBase,
+    output_dir: Path,
+    accelerator: Accelerator,
+    *,
+    overlap: PromptOverlap | None = None,
+) -> list[Example]:
+    """The examples that the target's answers to all conversations of `data` make, in a fixed order; `output_dir` keeps them.
+
+    Conversations with an `overlap` are left out: the evaluation asks their prompts too. Complete shards are kept, so an
+    interrupted run loses at most the shard that each process was at, and any number of processes goes on. An example's id is
+    its conversation's and a number. Raises ValueError where the folder holds another run's answers or damaged ones, where the
+    engine can't be had, and where no answer is left.
+    """
+    conversations, unread = load_conversations(data, overlap)
+    logger.info("%d conversations to regenerate | dropped: %s", len(conversations), describe_drops(unread))
+    plan = plan_shards(conversations, config.shard_examples)
+    limits = answer_limits(config, data, target)
+    manifest = describe_answers(config, plan, target, tokenizer, limits)
+    require_same_answers(output_dir, manifest)
+    pending = pending_shards(
+        accelerator,
+        len(plan),
+        check=lambda index: _check_shard(output_dir, index, plan[index]),
+        is_written=lambda index: is_written(output_dir, index),
+    )
+    if accelerator.is_main_process and not _is_manifest_complete(output_dir, len(plan)):
+        for path in output_dir.glob(".*.tmp"):  # of killed processes
+            path.unlink()
+        save_answers_manifest(output_dir, manifest)
+    accelerator.wait_for_everyone()
+    # A server answers whoever asks it.
+    together = target.tensor_parallel and config.engine != "openai"
+    worker = Worker.of(accelerator, tensor_parallel=together)
+    if own := deal(pending, worker):
+        finished = sum(map(count_turns, plan)) - sum(count_turns(plan[index]) for index in pending)
+        finished //= worker.num_workers  # its share of what there was
+        logger.info("%d of %d shards are to be answered, %d by this process", len(pending), len(plan), len(own))
+        with tqdm(
+            total=finished + sum(count_turns(plan[index]) for index in own),
+            initial=finished,
+            unit="answer",
+            desc="regenerate",
+            disable=not accelerator.is_main_process,
+        ) as progress:
+            shards = {index: plan[index] for index in own}
+            _answer_shards(config, shards, target, tokenizer, limits, output_dir, progress, worker)
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process and not _is_manifest_complete(output_dir, len(plan)):
+        _finish(output_dir, manifest, len(plan), unread, target.device)
+    accelerator.wait_for_everyone()
+    entries = load_answers_manifest(output_dir).shards
+    examples = [example.to_example() for entry in entries for example in read_answers(output_dir, entry)]
+    if not examples:
+        raise ValueError(
+            f"the target gave none of {len(conversations)} conversations an answer that can be used; dropped turns: "
+            f"{describe_drops(_total(entries)[1])}. Check data.max_length, the chat template and the target"
+        )
+    return examples
+
+
+def missing_conversations(
+    config: DistillConfig, data: DataConfig, target: HFTarget, conversations: Sequence[Conversation], output_dir: Path
+) -> list[Conversation]:
+    """The conversations that are still to be answered. Raises ValueError where the folder holds another run's answers."""
+    plan = plan_shards(conversations, config.shard_examples)
+    limits = answer_limits(config, data, target)
+    require_same_answers(output_dir, describe_answers(config, plan, target, target.tokenizer, limits))
+    return [each for index, shard in enumerate(plan) if not is_written(output_dir, index) for each in shard]
+
+
+def answer_limits(config: DistillConfig, data: DataConfig, target: HFTarget) -> Limits:
+    """Prompt and answer fit an example and, with the labels that reach beyond its end, the context window."""
+    window = target.context_length - max(config.horizon - 2, 0)
+    return Limits(max_new_tokens=config.max_new_tokens, max_tokens=min(data.max_length, window))
+
+
+def describe_answers(
+    config: DistillConfig,
+    plan: Sequence[Sequence[Conversation]],
+    target: HFTarget,
+    tokenizer: PreTrainedTokenizerBase,
+    limits: Limits,
+) -> AnswersManifest:
+    """What decides these answers, before there is any. Which engine runs the target has no say in it."""
+    data_sha256 = conversations_sha256(conversation for shard in plan for conversation in shard)
+    return AnswersManifest(
+        target=target.identity,
+        target_dtype=str(target.dtype),
+        chat_template_sha256=hashlib.sha256(require_template(tokenizer).encode()).hexdigest(),
+        sampling=SamplingFacts(
+            temperature=config.temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            seed=config.seed if config.temperature else 0,  # greedy answers draw nothing
+            max_new_tokens=config.max_new_tokens,
+        ),
+        max_tokens=limits.max_tokens,
+        data_sha256=data_sha256,
+        plan_sha256=plan_sha256(plan, data_sha256),
+        shards=[],
+        complete=False,
+    )
+
+
+def answer_conversations(
+    conversations: Sequence[Conversation],
+    tokenizer: PreTrainedTokenizerBase,
+    engine: Engine,
+    *,
+    limits: Limits,
+    stop_ids: Sequence[int],
+    seed: int,
+    progress: tqdm,
+) -> tuple[list[AnsweredExample], AnswerCounts]:
+    """All conversations' first answers, then their second, and so on. `progress` counts turns."""
+    dialogues = [
+        Dialogue(conversation, tokenizer, limits=limits, stop_ids=stop_ids, seed=seed) for conversation in conversations
+    ]
+    num_shown = 0
+    while asked := {request.id: (dialogue, request) for dialogue in dialogues if (request := dialogue.next_request())}:
+        for answer in engine.answer([request for _, request in asked.values()]):
+            dialogue, _ = asked.pop(answer.id)
+            before = dialogue.num_done
+            dialogue.take(answer)
+            progress.update(dialogue.num_done - before)
+            num_shown += dialogue.num_done - before
+        if asked:
+            raise RuntimeError(f"the engine {type(engine).__name__} left {len(asked)} requests unanswered")
+    num_turns = sum(dialogue.num_turns for dialogue in dialogues)
+    progress.update(num_turns - num_shown)  # those that were dropped before they were asked
+    examples = [example for dialogue in dialogues for example in dialogue.examples]
+    dropped = sum((dialogue.dropped for dialogue in dialogues), Counter[str]())
+    spans = [span for example in examples for span in example.answers]
+    counts = AnswerCounts(
+        num_turns=num_turns,
+        num_answers=len(spans),
+        num_cut=sum(span.cut for span in spans),
+        num_tokens=sum(span.num_tokens for span in spans),
+        dropped=dict(sorted(dropped.items())),
+    )
+    assert counts.num_turns == counts.num_answers + dropped.total()
+    return examples, counts
+
+
+def _answer_shards(
+    config: DistillConfig,
+    shards: Mapping[int, Sequence[Conversation]],
+    target: HFTarget,
+    tokenizer: PreTrainedTokenizerBase,
+    limits: Limits,
+    output_dir: Path,
+    progress: tqdm,
+    worker: Worker,
+) -> None:
+    """Answer and write these shards. `progress` counts turns."""
+    with open_engine(config, target, limits) as engine:
+        for index, conversations in shards.items():
+            started = time.perf_counter()
+            if isinstance(engine, BatchEngine):
+                engine.statistics = None
+            examples, counts = answer_conversations(
+                conversations,
+                tokenizer,
+                engine,
+                limits=limits,
+                stop_ids=target.stop_ids,
+                seed=config.seed,
+                progress=progress,
+            )
+            seconds = time.perf_counter() - started
+            progress.set_postfix_str(f"{counts.num_tokens / seconds:.0f} tok/s")
+            if not worker.speaks:
+                continue
+            note: dict[str, Any] = {"engine": type(engine).__name__, "seconds": seconds}
+            if isinstance(engine, BatchEngine) and engine.statistics is not None:
+                note["schedule"] = asdict(engine.statistics)
+            write_json(stats_path(output_dir, index), note)
+            write_answers(output_dir, index, [conversation.id for conversation in conversations], examples, counts)
+
+
+def count_turns(conversations: Sequence[Conversation]) -> int:
+    """Answers that are asked for."""
+    return sum(len(questions(conversation.turns)) for conversation in conversations)
+
+
+def _finish(output_dir: Path, manifest: AnswersManifest, num_shards: int, unread: Counter[str], device: torch.device) -> None:
+    """Merge all shards' entries into the complete manifest, after what they took into the statistics."""
+    shards = [entry for index in range(num_shards) if (entry := read_answers_entry(output_dir, index)) is not None]
+    assert len(shards) == num_shards, "every process has finished its shards"
+    num, dropped = _total(shards)
+    notes = {entry.index: note for entry in shards if (note := _read_note(output_dir, entry.index)) is not None}
+    seconds = {index: note["seconds"] for index, note in notes.items()}
+    schedules = [ScheduleStatistics(**note["schedule"]) for note in notes.values() if "schedule" in note]
+    num_timed_tokens = sum(entry.counts.num_tokens for entry in shards if entry.index in seconds)
+    cut_share = num["num_cut"] / max(1, num["num_answers"])
+    tokens_per_second = num_timed_tokens / max(1e-9, sum(seconds.values()))
+    statistics = {
+        "num_conversations": sum(len(entry.conversation_ids) for entry in shards),
+        "num_examples": sum(entry.num_examples for entry in shards),
+        **num,
+        "cut_share": cut_share,
+        "dropped_conversations": dict(unread.most_common()),
+        "dropped_turns": dict(dropped.most_common()),
+        "process_seconds": sum(seconds.values()),
+        "tokens_per_process_second": tokens_per_second,
+        "peak_memory_bytes": peak_memory_bytes(device),
+    }
+    if schedules:
+        schedule = reduce(operator.add, schedules)
+        statistics["schedule"] = schedule.record()
+        logger.info("by length: %s", schedule)
+    write_json(output_dir / STATS_FILE, statistics)
+    save_answers_manifest(output_dir, replace(manifest, shards=shards, complete=True))
+    logger.info(
+        "regenerated %d answers of %d conversations, %d tokens, %.0f per second and process; %.1f %% are cut by the length "
+        "limit | dropped turns: %s",
+        num["num_answers"],
+        statistics["num_conversations"],
+        num["num_tokens"],
+        tokens_per_second,
+        100 * cut_share,
+        describe_drops(dropped),
+    )
+    if cut_share > LARGE_CUT_SHARE:
+        logger.warning(
+            "many answers are cut by the length limit: raise distill.max_new_tokens (%d) or data.max_length (prompt and answer "
+            "together have %d tokens), or check that the target's stop tokens are those of the chat template",
+            manifest.sampling.max_new_tokens,
+            manifest.max_tokens,
+        )
+
+
+def _total(shards: Sequence[AnswersEntry]) -> tuple[dict[str, int], Counter[str]]:
+    names = ("num_turns", "num_answers", "num_cut", "num_tokens")
+    num = {name: sum(getattr(entry.counts, name) for entry in shards) for name in names}
+    return num, sum((Counter(entry.counts.dropped) for entry in shards), Counter[str]())
+
+
+def _check_shard(output_dir: Path, index: int, conversations: Sequence[Conversation]) -> None:
+    """Raise ValueError where shard `index` is there, and damaged or of other conversations than planned."""
+    entry = read_answers_entry(output_dir, index)
+    if entry is None:
+        return
+    if entry.conversation_ids != [conversation.id for conversation in conversations]:
+        raise ValueError(
+            f"{output_dir / entry.file} answers {len(entry.conversation_ids)} conversations, and this run plans others for it "
+            f"({len(conversations)}). Choose another output directory, or delete this one to regenerate anew"
+        )
+    verify_answers(output_dir, entry)
+
+
+def _is_manifest_complete(output_dir: Path, num_shards: int) -> bool:
+    """Whether the manifest says complete, and no shard was deleted since (to be made anew)."""
+    if not (output_dir / MANIFEST_FILE).exists() or not (manifest := load_answers_manifest(output_dir)).complete:
+        return False
+    return [read_answers_entry(output_dir, index) for index in range(num_shards)] == manifest.shards
+
+
+def _read_note(output_dir: Path, index: int) -> dict[str, Any] | None:
+    """What a shard took; None where the note is lost, which is no reason to answer it again."""
+    try:
+        note: dict[str, Any] = read_json(stats_path(output_dir, index))
+        float(note["seconds"])
+        if "schedule" in note:
+            ScheduleStatistics(**note["schedule"])
+    except (ValueError, KeyError, TypeError):
+        return None
+    return note

@@ -1,0 +1,1 @@
+"""Proves that decoding is lossless: rules exactly, targets with drafters on real prompts."""

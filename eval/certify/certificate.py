@@ -1,0 +1,315 @@
+"""The losslessness certificate: of the acceptance rules exactly, and of a target with a drafter on real prompts."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from ...data.chat import encode_prompt
+from ...data.files import write_json
+from ...data.suites import PromptSet
+from ...data.types import Turn
+from ...models.decoding.acceptance import (
+    GreedyAcceptance,
+    SpeculativeSampling,
+    TypicalAcceptance,
+)
+from ...models.decoding.loop import generate
+from ...models.decoding.protocols import AcceptanceRule, Drafter
+from ...models.decoding.sampling import RowSeeds, Sampling, warp
+from ...models.decoding.types import Step
+from ...models.drafters import NullDrafter
+from ...models.drafters.oracle import OracleDrafter
+from ...models.target.hf_target import HFTarget
+from ..measure.audit import audit
+from ..results.lossless import is_exact
+from .enumerate_rules import (
+    DRAWINGS,
+    EXACT,
+    SAMPLINGS,
+    SHAPES,
+    check_rule,
+    sampled_tokens,
+    sequence_counts,
+)
+from .gtest import g_test
+from .toy_models import TreeShape, joint, random_tables
+
+FALSE_ALARM_RATE = 1e-6
+"""Share of sound samplers that one G-test would call unsound."""
+NUM_SAMPLES = 100_000
+NUM_TEXTS, SAMPLED_TOKENS, SAMPLED_BATCH_SIZE, NUM_SAMPLED_PROMPTS = 1024, 4, 64, 4
+"""What is sampled from a target with each drafter."""
+NUM_PLACES = 8
+"""Cells of the places of sampled tokens."""
+BATCH_SIZE = 4
+LARGE_VOCAB, LARGE_SHAPES = 6, ("chain of 4", "3 siblings")
+GREEDY = Sampling(temperature=0.0)
+
+MakeRule = Callable[[Sampling], AcceptanceRule]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One line of the certificate."""
+
+    subject: str
+    method: str
+    num_cases: int
+    result: str
+    passed: bool | None
+    """None where nothing is claimed, so that nothing can fail."""
+    false_alarm_rate: float = 0.0
+    """Probability, at most, that this line fails although all is sound."""
+
+
+def certify_rules(*, vocab: int = 3, seed: int = 0) -> list[Line]:
+    """Enumerate the rules exactly, and test the sampler as it is. A few minutes on a CPU."""
+    jobs: list[Callable[[], Line]] = []
+    for drawing in DRAWINGS:
+        jobs += [
+            partial(_enumerate, "speculative sampling", _rule, drawing, vocab, seed),
+            partial(_enumerate, "speculative sampling", _rule, drawing, LARGE_VOCAB, seed),
+            partial(_enumerate, "greedy acceptance", _greedy_rule, drawing, vocab, seed, target_sampling=GREEDY),
+            partial(_enumerate, "typical acceptance", _typical_rule, drawing, vocab, seed, lossless=False),
+            partial(_test_sampler, drawing, vocab, seed),
+        ]
+    return sorted((job() for job in tqdm(jobs, desc="certify rules", unit="job")), key=lambda line: line.subject)
+
+
+def _enumerate(
+    name: str,
+    make_rule: MakeRule,
+    drawing: str,
+    vocab: int,
+    seed: int,
+    *,
+    lossless: bool = True,
+    target_sampling: Sampling | None = None,
+) -> Line:
+    """One rule on trees of one drawing. Of a rule that isn't meant to be `lossless` it is told how far from it it is."""
+    checks = list(
+        check_rule(
+            make_rule,
+            vocab=vocab,
+            seed=seed,
+            shapes=LARGE_SHAPES if vocab == LARGE_VOCAB else tuple(SHAPES),
+            drawings=[drawing],
+            samplings=("temperature 1",) if vocab == LARGE_VOCAB else tuple(SAMPLINGS),
+            target_sampling=target_sampling,
+        )
+    )
+    worst = f"total variation at most {max(check.total_variation for check in checks):.1e}"
+    return Line(
+        subject=f"{name}, {drawing} trees, {vocab} tokens",
+        method="every outcome enumerated",
+        num_cases=len(checks),
+        result=worst if lossless else f"not lossless: {worst}",
+        # NaN is below nothing.
+        passed=all(check.total_variation < EXACT for check in checks) if lossless else None,
+    )
+
+
+def _test_sampler(drawing: str, vocab: int, seed: int) -> Line:
+    values = [_sampler_p_value(shape, drawing, name, vocab, seed) for shape in SHAPES for name in SAMPLINGS]
+    return Line(
+        subject=f"the sampler, {drawing} trees, {vocab} tokens",
+        method=f"G-tests of {NUM_SAMPLES} texts",
+        num_cases=len(values),
+        result=f"p at least {min(values):.2g}",
+        passed=all(value > FALSE_ALARM_RATE for value in values),
+        false_alarm_rate=len(values) * FALSE_ALARM_RATE,
+    )
+
+
+@torch.inference_mode()
+def certify_decoding(
+    target: HFTarget,
+    drafters: dict[str, Drafter[Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    suites: Sequence[PromptSet],
+    *,
+    max_new_tokens: int,
+) -> list[Line]:
+    """Each drafter's greedy answers, alone and in batches, against plain decoding's, and what it samples against the target.
+
+    In float32 and float64 the greedy tokens must be the same. In narrower types every token must be the arg-max of plain
+    decoding, fed with the same text, or lie within twice the noise that the order of computing makes there (see `Audit`).
+    """
+    prompts = [
+        encode_prompt([Turn(role="user", content=prompt.turns[0])], tokenizer).to(target.device)
+        for suite in suites
+        for prompt in suite.prompts
+    ]
+    room = target.context_length - max(max_new_tokens, SAMPLED_TOKENS)
+    prompts = [prompt for prompt in prompts if prompt.shape[1] <= room]
+    if not prompts:
+        raise ValueError(f"no prompt fits the target's context window of {target.context_length} tokens; lower max_new_tokens")
+    jobs: list[Callable[[], Line]] = [partial(_certify_oracle, target, prompts, max_new_tokens)]
+    for name, drafter in drafters.items():
+        label = f"{name}, {_decoded_in(target)}"
+        jobs += [
+            partial(_certify_greedy, label, target, drafter, prompts, max_new_tokens, batch_size)
+            for batch_size in (1, BATCH_SIZE)
+        ]
+        jobs.append(partial(_certify_sampling, label, target, drafter, prompts[:NUM_SAMPLED_PROMPTS]))
+    return [job() for job in tqdm(jobs, desc="certify decoding", unit="job")]
+
+
+def _certify_greedy(
+    label: str, target: HFTarget, drafter: Drafter[Any], prompts: Sequence[torch.Tensor], max_new_tokens: int, batch_size: int
+) -> Line:
+    num_accepted, answers = 0, []
+    for start in range(0, len(prompts), batch_size):
+        steps = list(_greedy(target, drafter, prompts[start : start + batch_size], max_new_tokens))
+        num_accepted += sum(sum(step.num_accepted) for step in steps)
+        answers += _answers(steps, len(prompts[start : start + batch_size]))
+    together = "" if batch_size == 1 else f", {batch_size} prompts at a time"
+    return _compare(f"{label}, greedy{together}", target, prompts, answers, num_accepted, max_new_tokens)
+
+
+def _certify_oracle(target: HFTarget, prompts: Sequence[torch.Tensor], max_new_tokens: int) -> Line:
+    """Trees with the right answer in them, in batches: long accepted paths, whatever the drafters are worth."""
+    num_accepted, answers = 0, []
+    for start in range(0, len(prompts), BATCH_SIZE):
+        batch = prompts[start : start + BATCH_SIZE]
+        plain = [_answers(_greedy(target, NullDrafter(), [prompt], max_new_tokens), 1)[0] for prompt in batch]
+        # Every row is drafted right to another depth.
+        depths = [OracleDrafter.DEPTH - row % OracleDrafter.DEPTH for row in range(len(batch))]
+        oracle = OracleDrafter(plain, depths, target.vocab_size)
+        steps = list(_greedy(target, oracle, batch, max_new_tokens))
+        num_accepted += sum(sum(step.num_accepted) for step in steps)
+        answers += _answers(steps, len(batch))
+    label = f"a drafter that knows the answers, {_decoded_in(target)}, greedy, {BATCH_SIZE} prompts at a time"
+    return _compare(label, target, prompts, answers, num_accepted, max_new_tokens)
+
+
+def _compare(
+    label: str,
+    target: HFTarget,
+    prompts: Sequence[torch.Tensor],
+    answers: Sequence[list[int]],
+    num_accepted: int,
+    max_new_tokens: int,
+) -> Line:
+    exact = is_exact(str(target.dtype))
+    num_bad, worst = 0, 0.0
+    for prompt, answer in zip(prompts, answers, strict=True):
+        if exact:
+            num_bad += answer != _answers(_greedy(target, NullDrafter(), [prompt], max_new_tokens), 1)[0]
+        else:
+            margin = audit(target, prompt, answer, max_new_tokens=max_new_tokens)
+            num_bad += not margin.within_noise
+            worst = max(worst, margin.deficit / margin.noise if margin.noise else margin.deficit)
+    return Line(
+        subject=f"{label}: {sum(map(len, answers))} tokens, {num_accepted} of them accepted drafts",
+        method="the tokens of plain decoding" if exact else "every token the arg-max, within twice the noise",
+        num_cases=len(prompts),
+        result=f"{num_bad} answers differ" if exact else f"{num_bad} answers beyond the noise; worst deficit {worst:.2g} of it",
+        passed=not num_bad,
+    )
+
+
+def _certify_sampling(label: str, target: HFTarget, drafter: Drafter[Any], prompts: Sequence[torch.Tensor]) -> Line:
+    """The first tokens of many sampled answers, against what the target thinks of them in one plain forward pass.
+
+    A token's place is the sum of all probabilities greater than its own, and a random share of its own. If the tokens are draws
+    from the target's distributions, their places are uniform and independent of each other, whatever the texts (Rosenblatt's
+    transform). G-tests of each two neighbours' places, of all texts together.
+    """
+    sampling, generator = Sampling(), torch.Generator().manual_seed(0)
+    rule = SpeculativeSampling(sampling=sampling)
+    places, num_accepted = [], 0
+    for first_seed in range(0, NUM_TEXTS, SAMPLED_BATCH_SIZE):
+        texts = prompts[first_seed // SAMPLED_BATCH_SIZE % len(prompts)].expand(SAMPLED_BATCH_SIZE, -1)
+        seeds = RowSeeds(range(first_seed, first_seed + SAMPLED_BATCH_SIZE))
+        steps = list(generate(target, drafter, rule, texts, max_new_tokens=SAMPLED_TOKENS, generator=seeds))
+        num_accepted += sum(sum(step.num_accepted) for step in steps)
+        tokens = torch.tensor(_answers(steps, len(texts)), device=texts.device)
+        both = torch.cat([texts, tokens], dim=1)
+        probs = warp(target.model(both, use_cache=False, logits_to_keep=SAMPLED_TOKENS + 1).logits[:, :-1], sampling).cpu()
+        own = probs.gather(2, tokens[..., None].cpu())
+        share = torch.rand(tokens.shape, generator=generator)
+        places.append((probs * (probs > own)).sum(-1) + share * (probs * (probs == own)).sum(-1))
+    cell = (torch.cat(places) * NUM_PLACES).long().clamp(max=NUM_PLACES - 1)  # [text, token]
+    pairs = (cell[:, :-1] * NUM_PLACES + cell[:, 1:]).unbind(1)
+    even = torch.full((NUM_PLACES**2,), NUM_PLACES**-2, dtype=torch.float64)
+    values = [g_test(pair.bincount(minlength=len(even)), even) for pair in pairs]
+    return Line(
+        subject=f"{label}, sampled: {cell.numel()} tokens, {num_accepted} of them accepted drafts",
+        method=f"G-tests of {len(cell)} texts",
+        num_cases=len(values),
+        result=f"p at least {min(values):.2g}",
+        passed=all(value > FALSE_ALARM_RATE for value in values),
+        false_alarm_rate=len(values) * FALSE_ALARM_RATE,
+    )
+
+
+def passes(lines: Sequence[Line]) -> bool:
+    """The verdict: every line that claims something holds."""
+    return all(line.passed is not False for line in lines)
+
+
+def false_alarm_rate(lines: Sequence[Line]) -> float:
+    """Probability, at most, that the verdict is negative although all is sound: the sum over all tests (Bonferroni)."""
+    return sum(line.false_alarm_rate for line in lines)
+
+
+def write_certificate(lines: Sequence[Line], subject: dict[str, Any], path: Path) -> None:
+    """The certificate as JSON: verdict, its false-alarm rate, what was certified, and every line."""
+    verdict = {"passed": passes(lines), "false_alarm_rate": false_alarm_rate(lines)}
+    write_json(path, {**verdict, **subject, "lines": [asdict(line) for line in lines]})
+
+
+def certificate_table(lines: Sequence[Line]) -> Table:
+    """The certificate for a terminal."""
+    table = Table("What", "How", "Cases", "Result", "Verdict")
+    verdicts = {True: "[green]pass[/]", False: "[bold red]FAIL[/]", None: "none claimed"}
+    for line in lines:
+        table.add_row(line.subject, line.method, str(line.num_cases), line.result, verdicts[line.passed])
+    return table
+
+
+def _decoded_in(target: HFTarget) -> str:
+    """The target's type, and its form where it isn't the plain one."""
+    dtype = str(target.dtype).removeprefix("torch.")
+    return dtype if target.form == "eager" else f"{dtype} {target.form}"
+
+
+def _rule(sampling: Sampling) -> AcceptanceRule:
+    return SpeculativeSampling(sampling=sampling)
+
+
+def _greedy_rule(sampling: Sampling) -> AcceptanceRule:
+    return GreedyAcceptance()
+
+
+def _typical_rule(sampling: Sampling) -> AcceptanceRule:
+    return TypicalAcceptance(sampling=sampling)
+
+
+def _sampler_p_value(shape_name: str, drawing: str, sampling_name: str, vocab: int, seed: int) -> float:
+    sampling, shape = SAMPLINGS[sampling_name], TreeShape(parents=SHAPES[shape_name], drawing=drawing)
+    target, drafter = random_tables(vocab, shape.depth + 1, seed), random_tables(vocab, shape.depth + 1, seed + 1)
+    generator = torch.Generator().manual_seed(seed)
+    tokens = sampled_tokens(_rule(sampling), sampling, shape, target, drafter, num_samples=NUM_SAMPLES, generator=generator)
+    return g_test(sequence_counts(tokens, vocab), joint(target, sampling, shape.depth + 1).flatten())
+
+
+def _greedy(target: HFTarget, drafter: Drafter[Any], prompts: Sequence[torch.Tensor], max_new_tokens: int) -> Iterator[Step]:
+    rows = [prompt[0] for prompt in prompts]
+    return generate(target, drafter, GreedyAcceptance(), rows, max_new_tokens=max_new_tokens, stop_ids=target.stop_ids)
+
+
+def _answers(steps: Iterable[Step], num_rows: int) -> list[list[int]]:
+    answers: list[list[int]] = [[] for _ in range(num_rows)]
+    for step in steps:
+        for row, tokens in zip(step.rows, step.tokens, strict=True):
+            answers[row] += tokens
+    return answers

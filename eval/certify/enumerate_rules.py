@@ -1,0 +1,240 @@
+"""Is an acceptance rule lossless? Exactly, by playing every outcome of one step on toy models; and by samples of it.
+
+One step is enough: let J be the target's joint distribution of the next `depth + 1` tokens. A step emits some of them; complete
+every emission with the target's own conditional probabilities. If that gives J for every text before the step, then so does any
+number of steps, by induction, since the next step starts from a text that was drawn from J.
+
+Other code can import this: `step_distributions` takes any rule that leaves its decisions to the `generator`, by
+`sampling.draw` and `sampling.flip`, as many as it likes; one that asks for none has one outcome.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+
+from ...models.decoding.protocols import AcceptanceRule
+from ...models.decoding.sampling import Sampling, draw, warp
+from ...models.decoding.types import Acceptance, TargetOutput
+from .toy_models import (
+    Tables,
+    TreeShape,
+    adversarial_drafters,
+    after_nodes,
+    all_tokens,
+    drawn_tokens,
+    joint,
+    make_trees,
+    random_tables,
+)
+
+EXACT = 1e-12
+"""Total variation that float64's rounding may explain."""
+
+
+def total_variation(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Half the sum of all differences: the greatest difference in the probability of any event."""
+    return float((found - expected).abs().sum() / 2)
+
+
+class Replay:
+    """Plays one outcome of all decisions, the same in every row, and keeps how likely that was in each.
+
+    The first decisions are the script's, all later ones the first option.
+    """
+
+    def __init__(self, script: Sequence[int], batch: int) -> None:
+        self._script = script
+        self._made: list[tuple[int, int]] = []  # what was decided, among how many options
+        self.weight = torch.ones(batch, dtype=torch.float64)
+
+    def draw(self, probs: torch.Tensor) -> torch.Tensor:
+        shape = probs.shape[1:-1]
+        tokens = torch.tensor(self._decide(probs.shape[-1], shape.numel())).view(shape).expand(probs.shape[:-1])
+        chosen = probs.gather(-1, tokens[..., None])[..., 0] / probs.sum(-1)
+        self.weight = self.weight * chosen.reshape(len(probs), -1).prod(1)
+        return tokens
+
+    def flip(self, probs: torch.Tensor) -> torch.Tensor:
+        shape = probs.shape[1:]
+        coins = torch.tensor(self._decide(2, shape.numel())).bool().view(shape).expand(probs.shape)
+        self.weight = self.weight * torch.where(coins, probs, 1 - probs).reshape(len(probs), -1).prod(1)
+        return coins
+
+    def next_script(self) -> list[int] | None:
+        """The script of the next outcome, as an odometer counts; None after the last."""
+        script = list(self._made)
+        while script and script[-1][0] == script[-1][1] - 1:
+            script.pop()
+        return [*(option for option, _ in script[:-1]), script[-1][0] + 1] if script else None
+
+    def _decide(self, num_options: int, times: int) -> list[int]:
+        made = len(self._made)
+        decided = [*self._script[made : made + times], *[0] * times][:times]
+        self._made += [(option, num_options) for option in decided]
+        return decided
+
+
+def step_distributions(
+    rule: AcceptanceRule,
+    sampling: Sampling,
+    shapes: Sequence[TreeShape],
+    target: Tables,
+    drafter: Tables,
+    *,
+    draft_sampling: Sampling | None = None,
+) -> list[Float[torch.Tensor, "..."]]:
+    """The joint distribution of the next depth + 1 tokens when the first of them come from one step with `rule`, exactly.
+
+    One for each shape of tree. Every tree of any of them that the drafter may draw (with `draft_sampling`, by default the
+    target's) is a row of one batch, the smaller ones padded; every outcome of the rule's decisions is played on all of them.
+    """
+    tokens, drawn = zip(*(all_tokens(shape, drafter, draft_sampling or sampling) for shape in shapes), strict=True)
+    tree = make_trees(shapes, tokens, drafter, draft_sampling or sampling)
+    output = _target_output(target, shapes, tokens, tree.num_nodes)
+    vocab, sizes = output.logits.shape[-1], [len(rows) for rows in drawn]
+    emitted = [[torch.zeros(vocab**size, dtype=torch.float64) for size in range(shape.depth + 2)] for shape in shapes]
+    script: list[int] | None = []
+    while script is not None:
+        chance = Replay(script, sum(sizes))
+        acceptance = rule(tree, output, generator=chance)
+        weight, end = torch.cat(drawn) * chance.weight, 0
+        for counts, size in zip(emitted, sizes, strict=True):
+            rows = list(range(end, end := end + size))
+            _add_emissions(counts, tree.tokens[rows], acceptance.select(rows), weight[rows], vocab)
+        script = chance.next_script()
+    return [_complete(counts, target, sampling, shape.depth + 1) for counts, shape in zip(emitted, shapes, strict=True)]
+
+
+def sampled_tokens(
+    rule: AcceptanceRule,
+    sampling: Sampling,
+    shape: TreeShape,
+    target: Tables,
+    drafter: Tables,
+    *,
+    num_samples: int,
+    generator: torch.Generator,
+) -> Int[torch.Tensor, "sample length"]:
+    """The next depth + 1 tokens, `num_samples` times, by the sampler as it is: trees, acceptance and bonus drawn at random."""
+    drawn = drawn_tokens(shape, drafter, sampling, num_samples, generator)
+    tree = make_trees([shape], [drawn], drafter, sampling)
+    acceptance = rule(tree, _target_output(target, [shape], [drawn], tree.num_nodes), generator=generator)
+    length = shape.depth + 1
+    tokens = torch.zeros(num_samples, length, dtype=torch.long)
+    for position in range(length):
+        drafted = tree.tokens.gather(1, acceptance.path.clamp(min=0))[:, min(position, shape.depth - 1)]
+        prefix = tuple(tokens[:, earlier] for earlier in range(position))
+        own = draw(warp(target[position][prefix].expand(num_samples, -1), sampling), generator)
+        kept = torch.where(acceptance.num_accepted == position, acceptance.bonus_token, own)
+        tokens[:, position] = torch.where(position < acceptance.num_accepted, drafted, kept)
+    return tokens
+
+
+def sequence_counts(tokens: Int[torch.Tensor, "sample length"], vocab: int) -> Int[torch.Tensor, " cell"]:
+    """How often each text occurs, in the order of a flattened `joint`."""
+    place = vocab ** torch.arange(tokens.shape[1] - 1, -1, -1)
+    return torch.bincount((tokens * place).sum(1), minlength=math.prod([vocab] * tokens.shape[1]))
+
+
+def _target_output(target: Tables, shapes: Sequence[TreeShape], tokens: Sequence[torch.Tensor], num_nodes: int) -> TargetOutput:
+    logits = torch.cat([after_nodes(target, shape, rows, num_nodes) for shape, rows in zip(shapes, tokens, strict=True)])
+    return TargetOutput(logits=logits, hidden_states=logits[..., :0])
+
+
+def _add_emissions(
+    emitted: Sequence[torch.Tensor], tokens: torch.Tensor, acceptance: Acceptance, weight: torch.Tensor, vocab: int
+) -> None:
+    drafted = tokens.gather(1, acceptance.path.clamp(min=0))
+    for size in range(1, len(emitted)):
+        rows = acceptance.num_accepted == size - 1
+        new = torch.cat([drafted[rows, : size - 1], acceptance.bonus_token[rows, None]], dim=1)
+        place = vocab ** torch.arange(size - 1, -1, -1)
+        emitted[size].index_add_(0, (new * place).sum(1), weight[rows])
+
+
+def _complete(emitted: Sequence[torch.Tensor], target: Tables, sampling: Sampling, length: int) -> torch.Tensor:
+    vocab = target[0].shape[-1]
+    result = torch.zeros([vocab] * length, dtype=torch.float64)
+    for size in range(1, length + 1):
+        prefix = emitted[size].view([vocab] * size)
+        rest = torch.ones([], dtype=torch.float64)
+        for table in target[size:length]:
+            rest = rest[..., None] * warp(table, sampling) if rest.ndim else warp(table, sampling)
+        result += prefix.view([vocab] * size + [1] * (length - size)) * rest
+    return result
+
+
+# --- the certificate of the rules
+
+
+SHAPES = {
+    "one token": (-1,),
+    "chain of 3": (-1, 0, 1),
+    "chain of 4": (-1, 0, 1, 2),
+    "3 siblings": (-1, -1, -1),
+    "2 x 2": (-1, -1, 0, 0),
+    "uneven": (-1, 0, -1, 0, 1),
+    "late branch": (-1, -1, 1),
+}
+SAMPLINGS = {
+    "temperature 1": Sampling(),
+    "temperature 0.5": Sampling(temperature=0.5),
+    "top-k 2": Sampling(top_k=2),
+    "top-p 0.8": Sampling(temperature=1.3, top_p=0.8),
+    "greedy": Sampling(temperature=0.0),
+}
+DRAWINGS = ("beam", "distinct", "independent")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuleCheck:
+    """One exact enumeration: the rule's step against the target's joint distribution."""
+
+    shape: str
+    drawing: str
+    sampling: str
+    drafter: str
+    vocab: int
+    padded: bool
+    """Whether these were the rows with the first half of the shape's nodes, padded to those of the others."""
+    total_variation: float
+
+
+def check_rule(
+    make_rule: Callable[[Sampling], AcceptanceRule],
+    *,
+    vocab: int = 3,
+    seed: int = 0,
+    shapes: Sequence[str] = tuple(SHAPES),
+    drawings: Sequence[str] = DRAWINGS,
+    samplings: Sequence[str] = tuple(SAMPLINGS),
+    target_sampling: Sampling | None = None,
+) -> Iterator[RuleCheck]:
+    """Enumerate a rule on all shapes, ways of drawing, sampling parameters and drafters. Lossless: all below `EXACT`.
+
+    Rows of whole trees and of half trees share each batch. A rule that samples from the target with parameters of its own
+    says so in `target_sampling`; otherwise they are the drafter's.
+    """
+    target = random_tables(vocab, 6, seed)
+    drafters = adversarial_drafters(target, seed + 1)
+    for shape_name, drawing in itertools.product(shapes, drawings):
+        whole = TreeShape(parents=SHAPES[shape_name], drawing=drawing)
+        for sampling_name, (drafter_name, drafter) in itertools.product(samplings, drafters.items()):
+            draft_sampling = SAMPLINGS[sampling_name]
+            sampling = target_sampling or draft_sampling
+            rule, pair = make_rule(sampling), (whole, whole.half)
+            found = step_distributions(rule, sampling, pair, target, drafter, draft_sampling=draft_sampling)
+            for shape, distribution in zip(pair, found, strict=True):
+                yield RuleCheck(
+                    shape=shape_name,
+                    drawing=drawing,
+                    sampling=sampling_name,
+                    drafter=drafter_name,
+                    vocab=vocab,
+                    padded=shape is not whole,
+                    total_variation=total_variation(distribution, joint(target, sampling, shape.depth + 1)),
+                )

@@ -1,0 +1,1 @@
+"""Measures plain decoding and drafters, and describes where."""

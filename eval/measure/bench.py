@@ -1,0 +1,411 @@
+"""Timing of plain decoding and of drafters, interleaved, through the same loop, alone or in batches."""
+
+import hashlib
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import islice, zip_longest
+from typing import Any, TypeVar
+
+import torch
+from jaxtyping import Int
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from ...data.chat import encode_prompt
+from ...data.suites import Prompt, PromptSet
+from ...data.types import Turn
+from ...models.decoding.protocols import AcceptanceRule, Drafter
+from ...models.target import cuda_graphs as graphs
+from ...models.target.hf_target import HFTarget
+from ..config import EvalConfig
+from ..records.digests import differences, digest_of
+from ..records.names import OOM
+from ..records.records import BASELINE, EvalRecord, RecordFile, RecordKey
+from ..records.run_files import Environment, OutOfMemory, Place
+from .memory import within_memory
+from .timing import Generation, time_generation
+from .warm_up import num_recordings, reachable_sizes, shapes_of, text_lengths, visit
+
+logger = logging.getLogger(__name__)
+
+WARMUP_NEW_TOKENS = 32
+
+T = TypeVar("T")
+
+Pass = tuple[PromptSet, Sequence[Prompt], int, int, bool]
+"""Suite, those of its prompts to answer, batch size, repeat, profiled: every method goes through them once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """A way to decode: a drafter in one setting. The baseline's drafter proposes nothing."""
+
+    name: str
+    drafter: Drafter[Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptTurn:
+    """A turn of a prompt as the target reads it, earlier turns and their answers included: those of plain decoding at this
+    temperature and batch size.
+
+    `input_ids` is None where it, or an earlier turn, leaves no room for an answer in the target's context window.
+    """
+
+    suite: PromptSet
+    prompt: Prompt
+    turn: int
+    temperature: float
+    batch_size: int
+    input_ids: Int[torch.Tensor, "1 seq"] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnBatch:
+    """Turns that are answered together, in the order of the suite: the same turn of up to `batch_size` prompts.
+
+    `index` counts the groups of prompts of a pass: later turns of a group have the same one. A prompt leaves its group where
+    it has no further turn, or no room for one.
+    """
+
+    index: int
+    turns: Sequence[PromptTurn]
+    input_ids: Sequence[Int[torch.Tensor, " _"]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """What stays the same while a run measures, and the file that its records go to.
+
+    `rules` by temperature. `methods`, by temperature and batch size, include the baseline, whose first answer to a turn there
+    is part of the next turn's prompt for every method there: so a lossy method can't change what it is asked.
+    """
+
+    target: HFTarget
+    tokenizer: PreTrainedTokenizerBase
+    rules: Mapping[float, AcceptanceRule]
+    methods: Mapping[Place, Sequence[Method]]
+    config: EvalConfig
+    context_length: int
+    """Tokens, prompt and answer together, that the target and all drafters can read."""
+    file: RecordFile
+    config_digest: str
+    environment: Environment
+    recorded_environment: Environment
+    """Where the run was begun; new records are made nowhere else."""
+    out_of_memory: list[OutOfMemory] = field(default_factory=list)
+    """What didn't fit, and isn't tried again by this run. Where plain decoding doesn't fit, there is nothing to hold the others
+    against, so all of them are here."""
+    without_profile: list[OutOfMemory] = field(default_factory=list)
+    """What fits with the phase timers off and didn't with them: its figures stay, and its profile isn't tried again."""
+    warnings: set[str] = field(default_factory=set)
+    """Warnings that are given once in a run, and have been."""
+
+    def measure(self, suites: Sequence[PromptSet]) -> None:
+        """Measure whatever the records lack, but for what doesn't fit into memory."""
+        passes = self._passes(suites)
+        num_answers = sum(
+            len(prompt.turns) * len(self.methods[temperature, size])
+            for _, prompts, size, *_ in passes
+            for prompt in prompts
+            for temperature in self.rules
+        )
+        warm_length = 0  # of the longest texts that everything is warm for
+        with tqdm(total=num_answers, desc="eval", unit="answer") as progress:
+            for batch, method, repeat, profiled in self._plan(passes):
+                progress.update(len(batch.turns))
+                if all(_key(turn, method.name, repeat, profiled) in self.file.records for turn in batch.turns):
+                    continue
+                length = max(map(len, batch.input_ids)) + self.config.max_new_tokens
+                if length > warm_length:
+                    warm_length = self._prepare(suites, batch.turns[0].suite, length, profiled)
+                    if not self._fits(batch.turns[0], method, profiled):
+                        continue
+                answer = partial(self._records, batch, method, repeat, profiled)
+                if (records := self._within_memory(batch, method, answer, profiled)) is None:
+                    warm_length = 0  # all caches were given back
+                else:
+                    self.file.append(*records)
+            progress.total = progress.n  # the others were too long, or too large
+
+    def _passes(self, suites: Sequence[PromptSet]) -> list[Pass]:
+        """All that is to be measured. What is profiled are whole batches, since a smaller one takes another time."""
+        sizes, num_profiled = self.config.batch_sizes, self.config.profile_prompts
+        passes: list[Pass] = [
+            (suite, suite.prompts, size, repeat, False)
+            for repeat in range(self.config.repeats)
+            for suite in suites
+            for size in sizes
+        ]
+        return passes + [
+            (suite, evenly_spaced(suite.prompts, math.ceil(num_profiled / size) * size), size, 0, True)
+            for suite in suites
+            for size in sizes
+        ]
+
+    def _plan(self, passes: Iterable[Pass]) -> Iterator[tuple[TurnBatch, Method, int, bool]]:
+        """Every batch at every temperature with every method, interleaved; the order of the methods moves on by one from group
+        to group.
+
+        Lazy: a second turn is built when the baseline has answered the first; and what runs out of memory is left out of what
+        comes after.
+        """
+        for suite, prompts, size, repeat, profiled in passes:
+            for index, group in enumerate(self._groups(suite, prompts, size)):
+                for temperature in self.rules:
+                    methods = self.methods[temperature, size]
+                    first = (index + repeat) % len(methods)
+                    batches = self._batches(suite, group, index, temperature, size)
+                    while self._fits_at(suite, temperature, size, BASELINE) and (batch := next(batches, None)) is not None:
+                        for method in (*methods[first:], *methods[:first]):
+                            if self._fits_at(suite, temperature, size, method.name, profiled):
+                                yield batch, method, repeat, profiled
+
+    def _groups(self, suite: PromptSet, prompts: Iterable[Prompt], size: int) -> Iterator[list[Prompt]]:
+        """The prompts that have room for an answer, in groups of `size`; the last one may be smaller."""
+        temperature = next(iter(self.rules))  # a first turn is the same at each
+        fitting = (
+            prompt for prompt in prompts if next(self.prompt_turns(suite, prompt, temperature, size)).input_ids is not None
+        )
+        while group := list(islice(fitting, size)):
+            yield group
+
+    def _batches(
+        self, suite: PromptSet, group: Sequence[Prompt], index: int, temperature: float, size: int
+    ) -> Iterator[TurnBatch]:
+        """A group's first turns, its second turns, and so on."""
+        rows = [self.prompt_turns(suite, prompt, temperature, size) for prompt in group]
+        for together in zip_longest(*rows):
+            going_on = [(turn, turn.input_ids[0]) for turn in together if turn is not None and turn.input_ids is not None]
+            if going_on:
+                turns, input_ids = zip(*going_on, strict=True)
+                yield TurnBatch(index=index, turns=turns, input_ids=input_ids)
+
+    def prompt_turns(self, suite: PromptSet, prompt: Prompt, temperature: float, batch_size: int) -> Iterator[PromptTurn]:
+        """The turns of a prompt. The baseline must have answered one at this temperature and batch size before the next is
+        asked for."""
+        messages: list[Turn] = []
+        fits = True
+        for index, text in enumerate(prompt.turns):
+            messages.append(Turn(role="user", content=text))
+            input_ids = encode_prompt(messages, self.tokenizer).to(self.target.device) if fits else None
+            fits = input_ids is not None and self._has_room(input_ids, suite, prompt)
+            turn = PromptTurn(
+                suite=suite,
+                prompt=prompt,
+                turn=index,
+                temperature=temperature,
+                batch_size=batch_size,
+                input_ids=input_ids if fits else None,
+            )
+            yield turn
+            if fits and index + 1 < len(prompt.turns):
+                answer = self.file.records[_key(turn, BASELINE, 0, False)].token_ids
+                messages.append(Turn(role="assistant", content=self._text(answer)))
+
+    def _text(self, token_ids: list[int]) -> str:
+        text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        assert isinstance(text, str)  # one answer, not a batch of them
+        return text
+
+    def _has_room(self, input_ids: Int[torch.Tensor, "1 seq"], suite: PromptSet, prompt: Prompt) -> bool:
+        num_tokens = input_ids.shape[1] + self.config.max_new_tokens
+        fits = num_tokens <= self.context_length
+        if not fits and self.config.too_long == "error":
+            raise ValueError(
+                f"prompt {prompt.id!r} of {suite.name} leaves no room: {input_ids.shape[1]} tokens and "
+                f"{self.config.max_new_tokens} new ones exceed the context window of "
+                f"{self.context_length} tokens; lower max_new_tokens, or set too_long to skip"
+            )
+        return fits
+
+    def _prepare(self, suites: Sequence[PromptSet], suite: PromptSet, length: int, profiled: bool) -> int:
+        """Before a measurement of texts of up to `length` tokens: check the place, and let every method decode all that costs
+        more the first time. Returns the length of texts that everything is warm for.
+
+        What runs out of memory is left out, and leaves everything cold, so that it begins again without that.
+        """
+        if changes := differences(asdict(self.recorded_environment), asdict(self.environment)):
+            raise ValueError(
+                f"{self.file.path} was begun in another environment, which differs in {'; '.join(changes)}. Times of both "
+                "can't be compared: finish the run where it was begun, or give another output directory"
+            )
+        while True:
+            warm_length = self.context_length if self.target.form == "eager" else self._visit_shapes(suites, length, profiled)
+            if self._answer_briefly(suite, profiled):
+                return warm_length
+
+    def _answer_briefly(self, suite: PromptSet, profiled: bool) -> bool:
+        """Let every method answer the first prompts, in batches of every size; False where one ran out of memory."""
+        num_tokens = min(self.config.max_new_tokens, WARMUP_NEW_TOKENS)
+        for size in self.config.batch_sizes:
+            num_groups = math.ceil(self.config.warmup_prompts / size)
+            for index, group in enumerate(islice(self._groups(suite, suite.prompts, size), num_groups)):
+                for temperature in self.rules:
+                    first_turns = next(self._batches(suite, group, index, temperature, size))
+                    for method in self.methods[temperature, size]:
+                        answer = partial(self._time, first_turns, method, num_tokens)
+                        fits = self._fits(first_turns.turns[0], method, profiled)
+                        if fits and self._within_memory(first_turns, method, answer, profiled) is None:
+                            return False
+        return True
+
+    def _visit_shapes(self, suites: Sequence[PromptSet], length: int, profiled: bool) -> int:
+        """Let every method take a step of each shape that its answers may come to, in texts of `length` tokens and in all that
+        can be foreseen. Returns the length of the longest."""
+        rows: dict[Drafter[Any], set[int]] = {}
+        for (temperature, size), methods in self.methods.items():
+            for method in methods:
+                for suite in suites:
+                    if self._fits_at(suite, temperature, size, method.name, profiled):
+                        rows.setdefault(method.drafter, set()).update(reachable_sizes(size, len(suite.prompts)))
+        limits = {"max_new_tokens": self.config.max_new_tokens, "context_length": self.context_length}
+        foreseen = text_lengths(suites, self.tokenizer, **limits)
+        lengths = replace(foreseen, longest=max(foreseen.longest, length))
+        shapes = shapes_of(rows, lengths, extent_step=self.target.extent_step, context_length=self.context_length)
+        self._warn_of_dropped_recordings(num_recordings(shapes, self.target.extent_step))
+        text = encode_prompt([Turn(role="user", content=suites[0].prompts[0].turns[0])], self.tokenizer)[0]
+        visit(shapes, text.to(self.target.device), self.target, next(iter(self.rules.values())))
+        return lengths.longest
+
+    def _warn_of_dropped_recordings(self, num_planned: int) -> None:
+        """Warn, once, where the target drops recordings before anything is measured."""
+        subject = "recordings"
+        if self.target.cuda_graphs and num_planned > graphs.MAX_RECORDINGS and subject not in self.warnings:
+            self.warnings.add(subject)
+            logger.warning(
+                "%d shapes are planned, and the target keeps %d recordings: some are recorded again while answers are "
+                "measured; give fewer settings or batch sizes, or each a folder of its own",
+                num_planned,
+                graphs.MAX_RECORDINGS,
+            )
+
+    def _fits(self, turn: PromptTurn, method: Method, profiled: bool) -> bool:
+        return self._fits_at(turn.suite, turn.temperature, turn.batch_size, method.name, profiled)
+
+    def _fits_at(self, suite: PromptSet, temperature: float, batch_size: int, method: str, profiled: bool = False) -> bool:
+        """Whether a method hasn't run out of memory there, or, if it is to be `profiled`, in its profile."""
+        lost = [*self.out_of_memory, *(self.without_profile if profiled else ())]
+        return (suite.name, temperature, batch_size, method) not in {missing.cell for missing in lost}
+
+    def _within_memory(self, batch: TurnBatch, method: Method, work: Callable[[], T], profiled: bool) -> T | None:
+        """What `work` returns for a batch; None where it runs out of memory, and the method is left out there from then on."""
+        result = within_memory(work, self.target)
+        if result is None:
+            self._leave_out(batch.turns[0], method, profiled)
+        return result
+
+    def _leave_out(self, turn: PromptTurn, method: Method, profiled: bool) -> None:
+        """Note what ran out of memory, and with plain decoding all that would be held against it.
+
+        Profiles come after all other answers, so that what is lost in their pass is only the method's profile.
+        """
+        where = f"{turn.suite.name} (temperature {turn.temperature:g}, batch size {turn.batch_size})"
+        left_out = [method]
+        if profiled:
+            lost = "no row there has a ceiling" if method.name == BASELINE else "its row has no ceiling"
+            logger.warning(
+                "%s ran out of memory on %s when it was profiled: its row has no time split, and %s; all other figures stay",
+                method.name,
+                where,
+                lost,
+            )
+        elif method.name == BASELINE:
+            left_out = [*self.methods[turn.temperature, turn.batch_size]]
+            logger.warning(
+                "plain decoding ran out of memory on %s: no method has a speedup there, so none is measured; for figures lower "
+                "the batch size or max_new_tokens",
+                where,
+            )
+        else:
+            logger.warning("%s ran out of memory on %s: its row in the table is %s", method.name, where, OOM)
+        (self.without_profile if profiled else self.out_of_memory).extend(
+            OutOfMemory(
+                suite=turn.suite.name,
+                prompt_set_revision=turn.suite.revision,
+                prompt_set_source=turn.suite.source,
+                temperature=turn.temperature,
+                batch_size=turn.batch_size,
+                method=lost.name,
+            )
+            for lost in left_out
+            if self._fits(turn, lost, profiled)
+        )
+
+    def _time(self, batch: TurnBatch, method: Method, max_new_tokens: int, timed: bool = False) -> Generation:
+        return time_generation(
+            self.target,
+            method.drafter,
+            self.rules[batch.turns[0].temperature],
+            batch.input_ids,
+            max_new_tokens=max_new_tokens,
+            stop_ids=self.target.stop_ids,
+            seeds=[answer_seed(self.config.seed, turn.suite.name, turn.prompt.id, turn.turn) for turn in batch.turns],
+            timed=timed,
+        )
+
+    def _records(self, batch: TurnBatch, method: Method, repeat: int, profiled: bool) -> list[EvalRecord]:
+        """Answer a batch: a record for each of its rows."""
+        generation = self._time(batch, method, self.config.max_new_tokens, timed=profiled)
+        # Where nothing is drafted, every rule draws from the target's distribution.
+        lossless_rule = method.name == BASELINE or self.rules[batch.turns[0].temperature].lossless
+        records = []
+        for row, (turn, input_ids) in enumerate(zip(batch.turns, batch.input_ids, strict=True)):
+            answer = generation.answer(row)
+            records.append(
+                EvalRecord(
+                    suite=turn.suite.name,
+                    prompt_set_revision=turn.suite.revision,
+                    prompt_set_source=turn.suite.source,
+                    prompt_id=turn.prompt.id,
+                    category=turn.prompt.category,
+                    turn=turn.turn,
+                    temperature=turn.temperature,
+                    batch_size=turn.batch_size,
+                    batch=batch.index,
+                    num_rows=len(batch.turns),
+                    method=method.name,
+                    repeat=repeat,
+                    profiled=profiled,
+                    context_from=BASELINE if turn.turn else None,
+                    prompt_sha256=hashlib.sha256(str(input_ids.tolist()).encode()).hexdigest(),
+                    num_prompt_tokens=len(input_ids),
+                    token_ids=answer.token_ids,
+                    accepted_histogram=answer.accepted_histogram,
+                    num_verify_tokens=len(answer.token_ids) - 1,
+                    num_draft_tokens=answer.num_draft_tokens,
+                    drawn=answer.drawn,
+                    lossless_rule=lossless_rule,
+                    truncated=answer.token_ids[-1] not in self.target.stop_ids,
+                    prefill_seconds=generation.prefill_seconds,
+                    decode_seconds=generation.decode_seconds,
+                    phase_seconds=generation.phase_seconds if profiled else None,
+                    tree_tokens=answer.tree_tokens if profiled else None,
+                    environment_digest=self.environment.digest,
+                    config_digest=self.config_digest,
+                    seed=self.config.seed,
+                )
+            )
+        return records
+
+
+def answer_seed(seed: int, suite: str, prompt_id: str, turn: int) -> int:
+    """The seed of an answer: the same for every method, repeat, temperature and batch size.
+
+    So methods whose trees are functions of the text must sample the very tokens of the baseline (see `RowSeeds`), and
+    temperatures differ by what they do, not by luck.
+    """
+    return int(digest_of([seed, suite, prompt_id, turn]), 16)
+
+
+def evenly_spaced(items: Sequence[T], num: int) -> list[T]:
+    """Up to `num` of the items, spread over all of them, so that every category has a chance."""
+    num = min(num, len(items))
+    return [items[index * len(items) // num] for index in range(num)]
+
+
+def _key(turn: PromptTurn, method: str, repeat: int, profiled: bool) -> RecordKey:
+    return (turn.suite.name, turn.prompt.id, turn.turn, turn.temperature, method, repeat, profiled, turn.batch_size)

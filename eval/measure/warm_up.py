@@ -1,0 +1,174 @@
+"""What a warm-up must visit so that nothing is compiled or recorded while an answer is being measured."""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch.nn.functional import pad
+from transformers import PreTrainedTokenizerBase
+
+from ...data.chat import encode_prompt
+from ...data.suites import PromptSet
+from ...data.types import Turn
+from ...models.decoding.protocols import AcceptanceRule, Drafter, SizedDrafter
+from ...models.decoding.sampling import Randomness
+from ...models.decoding.tree import DraftTree
+from ...models.decoding.types import NO_NODE
+from ...models.target.hf_target import HFTarget
+from .memory import within_memory
+from .timing import Generation, time_generation
+
+NEW_TOKENS = 2
+"""Of an answer to a shape: the prefill's, and those of the one step that is wanted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths:
+    """Tokens that the texts of an evaluation have when they are answered: at least, and at most with their answers."""
+
+    shortest: int
+    longest: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """So many texts of one length, behind which a drafter takes a step: that step's tensors have shapes of their own."""
+
+    drafter: Drafter[Any]
+    num_rows: int
+    length: int
+    num_nodes: int
+    """Of the tree. `length` is such that the extent is the same for trees of all sizes."""
+
+    def needs_as_much_as(self, other: "Shape") -> bool:
+        """Whether it can't fit into memory where the other one doesn't."""
+        return (
+            self.drafter is other.drafter
+            and self.num_rows >= other.num_rows
+            and self.length >= other.length
+            and self.num_nodes >= other.num_nodes
+        )
+
+
+def reachable_sizes(batch_size: int, num_prompts: int) -> set[int]:
+    """Return the numbers of rows that batches come to: full ones, the last one, and then those that
+    `kept_places` lets a batch shrink to."""
+    return {batch_size, num_prompts % batch_size or batch_size, *(1 << power for power in range(batch_size.bit_length()))}
+
+
+def text_lengths(
+    suites: Iterable[PromptSet], tokenizer: PreTrainedTokenizerBase, *, max_new_tokens: int, context_length: int
+) -> Lengths:
+    """The lengths of all turns that have room for an answer; answers to earlier turns, which aren't known yet, count as
+    `max_new_tokens`.
+
+    An answer's text may be read back as more tokens than it was written with (a byte that is no character becomes three), so
+    that a later turn can be longer than is foreseen here.
+    """
+    shortest, longest = context_length, 0
+    for suite in suites:
+        for prompt in suite.prompts:
+            length = 0
+            for index, text in enumerate(prompt.turns):
+                length += encode_prompt([Turn(role="user", content=text)], tokenizer).shape[1]
+                if index == 0 and length + max_new_tokens > context_length:
+                    break  # left out, with all its turns
+                shortest = min(shortest, length)
+                length += max_new_tokens
+                longest = max(longest, min(length, context_length))
+    return Lengths(shortest=shortest, longest=longest)
+
+
+def shapes_of(
+    rows: Mapping[Drafter[Any], Collection[int]], lengths: Lengths, *, extent_step: int, context_length: int
+) -> list[Shape]:
+    """List the shapes of the steps that these drafters take in batches of so many rows.
+
+    There is one for each size of a drafter's trees and each extent of the KV cache that a step
+    behind such texts reads. The largest come first, so that caches get their size at once: one that
+    grows drops what was recorded.
+    """
+    shapes = []
+    last = _rounded_up(lengths.longest + 1 + max((drafter.max_nodes for drafter in rows), default=0), extent_step)
+    for drafter, sizes in rows.items():
+        for num_nodes in tree_sizes(drafter):
+            num_read = 1 + num_nodes  # behind the text: the token that the target has chosen, and the tree
+            for extent in range(_rounded_up(lengths.shortest + num_read, extent_step), last + 1, extent_step):
+                length = min(extent - num_read, context_length - NEW_TOKENS)
+                shape = partial(Shape, drafter=drafter, length=length, num_nodes=num_nodes)
+                shapes += [shape(num_rows=num_rows) for num_rows in sizes]
+    return sorted(shapes, key=lambda shape: (-shape.num_rows, -shape.length - shape.num_nodes))
+
+
+def num_recordings(shapes: Iterable[Shape], extent_step: int) -> int:
+    """Return how many recordings of the target these shapes make, at least.
+
+    Drafters share a recording where their trees have one size (and one depth, which isn't known
+    here) and they read the same layers.
+    """
+    return len(
+        {
+            (
+                shape.num_rows,
+                shape.num_nodes,
+                _rounded_up(shape.length + 1 + shape.num_nodes, extent_step),
+                tuple(shape.drafter.feature_layers),
+            )
+            for shape in shapes
+        }
+    )
+
+
+def tree_sizes(drafter: Drafter[Any]) -> Sequence[int]:
+    """Return the numbers of nodes that a drafter's trees come in: its largest, unless it says more."""
+    return drafter.tree_sizes if isinstance(drafter, SizedDrafter) else (drafter.max_nodes,)
+
+
+class Resized:
+    """A drafter whose trees are cut or padded to one size."""
+
+    def __init__(self, drafter: Drafter[Any], num_nodes: int) -> None:
+        self.drafter, self.num_nodes = drafter, num_nodes
+        self.max_nodes, self.feature_layers = drafter.max_nodes, drafter.feature_layers
+        self.init_state, self.advance, self.select = drafter.init_state, drafter.advance, drafter.select
+
+    def propose(self, state: Any, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None) -> DraftTree:
+        tree = self.drafter.propose(state, last_token, generator=generator)
+        if tree.num_nodes == self.num_nodes:
+            return tree
+        missing = max(0, self.num_nodes - tree.num_nodes)
+        tokens, parents = (
+            pad(values[:, : self.num_nodes], (0, missing), value=NO_NODE) for values in (tree.tokens, tree.parents)
+        )
+        return DraftTree(tokens=tokens, parents=parents, max_depth=tree.max_depth)
+
+
+def visit(shapes: Sequence[Shape], text: Int[torch.Tensor, " seq"], target: HFTarget, rule: AcceptanceRule) -> None:
+    """Take a step of each shape, behind texts that repeat `text`.
+
+    So none is compiled or recorded in the middle of a measured answer. (But where prompts of a batch
+    have different numbers of turns, its later turns may begin with a number of rows that isn't
+    visited.) What doesn't fit into memory is left out, and leaves all caches cold: then everything
+    else begins again.
+    """
+    step = partial(_take_step, text, target, rule)
+    while shapes:
+        large = next((shape for shape in shapes if within_memory(partial(step, shape), target) is None), None)
+        if large is None:
+            return
+        shapes = [shape for shape in shapes if not shape.needs_as_much_as(large)]
+
+
+def _take_step(text: Int[torch.Tensor, " seq"], target: HFTarget, rule: AcceptanceRule, shape: Shape) -> Generation:
+    """The first step of an answer to a batch of this shape."""
+    row = text.repeat(-(-shape.length // len(text)))[: shape.length]
+    limits: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "stop_ids": ()}
+    drafter = Resized(shape.drafter, shape.num_nodes)
+    return time_generation(target, drafter, rule, [row] * shape.num_rows, **limits, seeds=range(shape.num_rows))
+
+
+def _rounded_up(number: int, step: int) -> int:
+    return -(-number // step) * step

@@ -1,0 +1,71 @@
+"""What distillation is worth: two drafters that differ in their labels alone (the ReDrafter paper's table 4)."""
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+
+from .page_tables import Line, Section, column, number, table
+from .runs import Entry, Group
+from .sections import speedup
+
+LABELS = ("distilled", "text")
+"""What training may learn (`TrainConfig.labels`)."""
+
+
+def distillation(group: Group) -> Section | None:
+    """The same drafter after training on the target's labels and on the text's, as one run measured both."""
+    tables = []
+    for caption, entries in group.settings():
+        pairs, notes = _pairs(entries)
+        if not pairs:
+            continue
+        runs = {distilled.run for distilled, _ in pairs}
+        lines, steps, ratios = [], [], []
+        for pair in sorted(pairs, key=lambda pair: pair[0].options.get("beam_width") or 0):
+            name = f"{pair[0].row['method'].split(' ')[0]} {pair[0].detail}".strip()
+            name += f" [{pair[0].run}]" if len(runs) > 1 else ""
+            for entry, said in zip(pair, ("distilled", "not distilled"), strict=True):
+                steps.append(number(entry.row["tokens_per_step"], ci95=entry.tokens_per_step_ci95))
+                ratios.append(speedup(entry))
+                lines.append(Line(label=said, detail=name, values=[steps[-1], ratios[-1]]))
+        columns = [
+            column("Tokens per step", "bar", steps, parity=1.0),
+            column("Speedup", "bar", ratios, parity=1.0),
+        ]
+        tables.append(table(caption, "Training", columns, lines, notes))
+    if not tables:
+        return None
+    return Section(
+        id="distillation",
+        title="Distillation",
+        intro="Two drafters that differ in what they learned: what the target says after each position (distilled), or what "
+        "the text says (not distilled). The paper's table 4.",
+        tables=tables,
+    )
+
+
+def _pairs(entries: Sequence[Entry]) -> tuple[list[tuple[Entry, Entry]], list[str]]:
+    """The drafters, distilled and not, that a run measured side by side with the same options; and a note of those of which
+    nobody can say which belong together."""
+    alike: dict[str, dict[str, list[Entry]]] = defaultdict(lambda: defaultdict(list))
+    for entry in entries:
+        if (labels := _labels(entry)) is not None:
+            kind = entry.row["method"].split(" ")[0]
+            alike[json.dumps([entry.run, kind, entry.detail, entry.options], sort_keys=True)][labels].append(entry)
+    pairs, notes = [], []
+    for by_labels in alike.values():
+        distilled, text = (by_labels[labels] for labels in LABELS)
+        if len(distilled) == len(text) == 1:
+            pairs.append((distilled[0], text[0]))
+        elif distilled and text:
+            names = ", ".join(entry.row["method"] for entry in [*distilled, *text])
+            notes.append(f"Left out, since several drafters of one run are alike but for their labels: {names}.")
+    return pairs, notes
+
+
+def _labels(entry: Entry) -> str | None:
+    """What its drafter learned: as its training noted, or else as its folder is called."""
+    if entry.row["training"] and entry.row["training"].get("labels") is not None:
+        return str(entry.row["training"]["labels"])
+    places = entry.row["method"].split(" ")[1:2]
+    return next((part for place in places for part in place.split("/") if part in LABELS), None)

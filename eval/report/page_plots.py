@@ -1,0 +1,127 @@
+"""A report's tables as PNGs, for papers and slides: the same values as on the page."""
+
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ...data.files import replacing
+from ..results.plots import PLAIN_TEXT
+from .page_tables import Column, Table, Value
+
+BAR, WHISKER, PARITY, BAD = "#2a78b5", "#14202b", "#7a848e", "#b3261e"
+PARTS = ("#2a78b5", "#c9713a", "#3f9162", "#8a929b")
+LINE_INCHES, NAME_WIDTH, GRID_CELL_INCHES = 0.16, 44, 0.85
+DPI = 130
+
+
+def plot_table(table: Table, title: str, path: Path) -> None:
+    """Write a PNG of the table: a panel for each column that is drawn, or one coloured grid."""
+    import matplotlib as mpl  # heavy, and only figures need it
+    from matplotlib.figure import Figure
+
+    names = ["\n".join([*_wrapped(line.label), *_wrapped(line.detail)]) for line in table.lines]
+    inches = LINE_INCHES * (0.8 + max(name.count("\n") + 1 for name in names))
+    with mpl.rc_context({**PLAIN_TEXT, "font.size": 8, "axes.titlesize": 9}):
+        drawn = [index for index, column in enumerate(table.columns) if column.kind != "text"]
+        is_grid = table.columns[0].kind == "heat"
+        width = 3.4 + (GRID_CELL_INCHES * len(drawn) if is_grid else 3.1 * len(drawn))
+        figure = Figure(figsize=(width, max(inches, 0.42) * len(names) + 1.3), layout="constrained")
+        if is_grid:
+            _grid(figure.subplots(), table, names)
+        else:
+            panels = figure.subplots(1, len(drawn), sharey=True, squeeze=False)[0]
+            for axes, index in zip(panels, drawn, strict=True):
+                _panel(axes, table.columns[index], [line.values[index] for line in table.lines])
+            panels[0].set_yticks(range(len(names)), names)
+            panels[0].set_ylim(len(names) - 0.45, -0.55)
+        figure.suptitle("\n".join(textwrap.wrap(title, int(width * 13))), x=0.01, ha="left", fontsize=10)
+        for axes in figure.axes:  # what lies inside needs no room, and asking each costs seconds
+            for artist in (*axes.texts, *axes.patches, *axes.lines):
+                artist.set_in_layout(False)
+        with replacing(path) as temporary:
+            figure.savefig(temporary, format="png", dpi=DPI)
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, NAME_WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+def _panel(axes: Any, column: Column, values: Sequence[Value]) -> None:
+    axes.set_title(column.name, loc="left", fontweight="bold")
+    axes.spines[["top", "right", "bottom", "left"]].set_visible(False)
+    axes.tick_params(left=False, bottom=False, labelbottom=False)
+    for place, value in enumerate(values):
+        if column.kind == "bar":
+            _bar(axes, place, value)
+        elif column.kind == "shares":
+            _shares(axes, place, value, column.parts)
+        else:
+            _histogram(axes, place, value, column.parts)
+    if column.kind == "bar":
+        axes.set_xlim(0, 1.65 * column.top)  # room for the texts
+        if column.parity:
+            axes.axvline(column.parity, color=PARITY, linewidth=0.8, linestyle=(0, (4, 3)))
+    elif column.kind == "shares":
+        axes.set_xlim(0, 1)
+        axes.figure.legend(*axes.get_legend_handles_labels(), loc="outside lower right", ncols=len(column.parts), frameon=False)
+
+
+def _bar(axes: Any, place: int, value: Value) -> None:
+    text: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 7.5}
+    if value.number is None:
+        axes.annotate(value.text, (0, place), (4, 0), color=BAD if value.tone == "bad" else "0.3", **text)
+        return
+    axes.barh(place, value.number, 0.55, color=BAR)
+    end = value.number
+    if value.low is not None and value.high is not None:
+        axes.plot([value.low, value.high], [place, place], color=WHISKER, linewidth=1.1, marker="|", markersize=5)
+        end = max(end, value.high)
+    label = f"{value.text}  ({value.note})" if value.note else value.text
+    axes.annotate(label, (end, place), (5, 0), color=BAD if value.tone == "bad" else "black", **text)
+
+
+def _shares(axes: Any, place: int, value: Value, names: Sequence[str]) -> None:
+    start = 0.0
+    for index, (name, part) in enumerate(zip(names, value.parts, strict=True)):
+        axes.barh(place, part, 0.6, left=start, color=PARTS[index], label=name if place == 0 else None)
+        if part >= 0.06:
+            axes.text(start + part / 2, place, f"{part:.0%}", ha="center", va="center", color="white", fontsize=7.5)
+        start += part
+
+
+def _histogram(axes: Any, place: int, value: Value, names: Sequence[str]) -> None:
+    most = max(value.parts)
+    for index, part in enumerate(value.parts):
+        height = 0.6 * part / most
+        axes.bar(index, -height, 0.85, bottom=place + 0.28, color=BAR)  # upwards: the axis of lines points down
+        axes.text(index, place + 0.26 - height, f"{part:.0%}", ha="center", va="bottom", fontsize=6.5)
+        axes.text(index, place + 0.3, names[index], ha="center", va="top", fontsize=6.5, color="0.35")
+
+
+def _grid(axes: Any, table: Table, names: Sequence[str]) -> None:
+    from matplotlib.colors import LinearSegmentedColormap
+
+    colors = LinearSegmentedColormap.from_list("heat", ["white", "#8fb8d8"])
+    for place, line in enumerate(table.lines):
+        for index, (value, column) in enumerate(zip(line.values, table.columns, strict=True)):
+            share = 0.0 if value.number is None else min(1.0, value.number / column.top)
+            axes.add_patch(_square(index, place, colors(share)))
+            text = value.text + (f"\n{value.note}" if value.note else "")
+            style = {
+                "fontweight": "bold" if value.tone == "best" else "normal",
+                "color": BAD if value.tone == "bad" else "black",
+            }
+            axes.text(index, place, text, ha="center", va="center", fontsize=7, **style)
+    axes.set_xlim(-0.5, len(table.columns) - 0.5)
+    axes.set_ylim(len(table.lines) - 0.5, -0.5)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_xticks(range(len(table.columns)), [column.name.replace(" ", "\n", 1) for column in table.columns])
+    axes.tick_params(left=False, top=False, bottom=False, labeltop=True, labelbottom=False)
+    axes.spines[["top", "right", "bottom", "left"]].set_visible(False)
+
+
+def _square(column: int, line: int, color: Any) -> Any:
+    from matplotlib.patches import Rectangle
+
+    return Rectangle((column - 0.5, line - 0.5), 1, 1, facecolor=color, edgecolor="white", linewidth=1.5)

@@ -1,0 +1,109 @@
+"""What reading a shared prefix once saves, in tokens and in time (the ReDrafter paper's figure 6)."""
+
+from collections import defaultdict
+from typing import Any
+
+from ..results.rows import fault, is_wrong
+from .page_tables import Column, Line, Section, Table, Value, column, number, table
+from .runs import Entry, Group, decoding
+from .sections import NO_MEMORY
+
+VARIED = ("beam_width", "share_prefixes")
+"""Options in which the settings of one table differ."""
+SIDES = {"separate": "Tokens before merging", "shared": "Tokens after", "read": "Tokens read"}
+"""Columns by their names in `stats.tree_tokens`."""
+NOT_COUNTED = "Where no tokens read are shown, padding was not counted, and what is saved is that of a tree without padding."
+
+
+def prefixes(group: Group) -> Section | None:
+    """Draft tokens before and after shared prefixes are merged, and the speed with and without, over batch sizes."""
+    sizes = _sizes(group)
+    # Sizes hardly change with the batch; speeds do.
+    tables = [*sizes[:1], *_speeds(group), *sizes[1:]]
+    if not tables:
+        return None
+    return Section(
+        id="prefixes",
+        title="Shared prefixes",
+        intro="Draft tokens that the target reads a step, were every path of the tree (every beam) read by itself, and as a "
+        "tree that has each shared prefix once; and what was read, which is the tree and its padding. The line goes from the "
+        "1st to the 99th percentile of the steps, the bar to the 50th. What is saved is what wasn't read. With tree attention "
+        "and without it are two settings of one drafter (share_prefixes). The paper's figure 6.",
+        tables=tables,
+    )
+
+
+def _sizes(group: Group) -> list[Table]:
+    tables = []
+    for caption, entries in group.settings():
+        counted = [
+            (entry, counts)
+            for entry in entries
+            if entry.options.get("share_prefixes", True) and (counts := entry.row["tree_tokens"]) is not None
+        ]
+        if not counted:
+            continue
+        lines = []
+        for entry, counts in counted:
+            sides = [_percentiles(counts[name]) if name in counts else Value(text="-") for name in SIDES]
+            lines.append(Line(label=entry.label, detail=entry.detail, values=[*sides, _saved(counts)]))
+        top = column("", "bar", [value for line in lines for value in line.values[: len(SIDES)]]).top
+        columns = [*(Column(name=name, kind="bar", top=top) for name in SIDES.values()), Column(name="Saved (median)")]
+        notes = [] if all("read" in counts for _, counts in counted) else [NOT_COUNTED]
+        tables.append(table(f"{caption}: draft tokens a step", "Method", columns, lines, notes))
+    return tables
+
+
+def _saved(counts: dict[str, list[float]]) -> Value:
+    """The share of the tokens before merging that the target didn't read: padding, which it reads, saves nothing."""
+    before, read = counts["separate"][1], counts.get("read", counts["shared"])[1]
+    return Value(text=f"{1 - read / before:.0%}" if before else "-")
+
+
+def _percentiles(values: list[float]) -> Value:
+    low, middle, high = values  # stats.TREE_PERCENTILES
+    if low == high:
+        return number(middle, ".0f")
+    return Value(text=f"{middle:.0f}", number=middle, low=low, high=high, note=f"{low:.0f} to {high:.0f}")
+
+
+def _speeds(group: Group) -> list[Table]:
+    """For each drafter, suite and temperature: tokens/s over batch size x beam width, with tree attention and without."""
+    ways: dict[tuple[Any, ...], dict[tuple[int, int, bool], Entry]] = defaultdict(dict)
+    for entry in group.entries:
+        if "beam_width" not in entry.options or entry.options.get("tree_nodes") is not None:
+            continue
+        rest = tuple(sorted((name, str(value)) for name, value in entry.options.items() if name not in VARIED))
+        key = (entry.label, entry.weights, rest, group.suite_name(entry), entry.row["temperature"])
+        place = (entry.row["batch_size"], entry.options["beam_width"], entry.options.get("share_prefixes", True))
+        ways[key][place] = entry
+    tables = []
+    for (label, _, rest, suite, temperature), entries in ways.items():
+        pairs = [(batch, width) for batch, width, shared in entries if not shared and (batch, width, True) in entries]
+        if not pairs:
+            continue
+        widths = sorted({width for _, width in pairs})
+        lines = []
+        for batch in sorted({batch for batch, _ in pairs}):
+            for shared in (True, False):
+                values = [
+                    _speed(entries, batch, width, shared) if (batch, width) in pairs else number(None) for width in widths
+                ]
+                lines.append(Line(label="with" if shared else "without", detail=f"batch size {batch}", values=values))
+        top = column("", "heat", [value for line in lines for value in line.values]).top
+        columns = [Column(name=f"width {width}", kind="heat", top=top) for width in widths]
+        caption = f"{label}, beam_length {dict(rest).get('beam_length', '?')}; {suite}, {decoding(temperature)}: tokens/s"
+        tables.append(table(f"{caption} with and without tree attention", "", columns, lines))
+    return tables
+
+
+def _speed(entries: dict[tuple[int, int, bool], Entry], batch: int, width: int, shared: bool) -> Value:
+    """Tokens/s of the whole batch; with tree attention also by what it is faster."""
+    entry, other = entries[batch, width, shared], entries[batch, width, not shared]
+    speed, other_speed = entry.row["tokens_per_second"], other.row["tokens_per_second"]
+    if speed is None:
+        return NO_MEMORY
+    if is_wrong(entry.row):
+        return Value(text=f"{speed:.1f}", number=speed, note=fault(entry.row), tone="bad")
+    ratio = f"{speed / other_speed:.2f}x" if shared and other_speed is not None and not is_wrong(other.row) else ""
+    return Value(text=f"{speed:.1f}", number=speed, note=ratio)

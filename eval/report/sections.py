@@ -1,0 +1,375 @@
+"""The sections of a report, each from rows alone. None where the rows lack what it needs: nothing is filled in."""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..records.names import BASELINE, OOM
+from ..results.rows import fault, is_broken, is_lossy, is_wrong
+from ..results.tables import BUFFER, BY_RULE_NOTE, FEW_UNITS, too_few
+from .page_tables import Column, Line, Section, Table, Value, column, number, table
+from .runs import Entry, Group
+
+PHASES = ("draft", "verify", "accept", "rest")
+MAX_HISTOGRAM = 12
+"""Accepted lengths shown one by one; longer ones are added up in the last."""
+NO_MEMORY = Value(text=OOM, tone="bad")
+
+
+def speedup(entry: Entry) -> Value:
+    """Over plain decoding, as the evaluation's table has it: where answers aren't the target's own by mistake, a refusal in
+    its place, and a mark where a lossy rule makes them. (Samples that can't be compared are lossless by their rule.)"""
+    row = entry.row
+    if row["out_of_memory"]:
+        return NO_MEMORY
+    if is_broken(row):
+        return Value(text=fault(row), note=row["lossless_label"], tone="bad")
+    value = number(row["speedup"], ".2f", "x", row["speedup_ci95"])
+    return replace(value, note="not lossless", tone="bad") if is_lossy(row) else value
+
+
+def results(group: Group) -> Section | None:
+    """Tokens per step and speedup by method and suite."""
+    tables = _overviews(group)
+    for caption, entries in group.settings():
+        steps = [number(entry.row["tokens_per_step"], ci95=entry.tokens_per_step_ci95) for entry in entries]
+        ratios = [speedup(entry) for entry in entries]
+        speeds = [number(entry.row["tokens_per_second"], ".1f") for entry in entries]
+        columns = [
+            column("Tokens per step", "bar", steps, parity=1.0),
+            column("Speedup", "bar", ratios, parity=1.0),
+            column("Tokens/s", "bar", speeds),
+            Column(name="Lossless"),
+        ]
+        lines = [
+            _line(entry, [step, ratio, speed, Value(text=entry.row["lossless_label"])])
+            for entry, step, ratio, speed in zip(entries, steps, ratios, speeds, strict=True)
+        ]
+        tables.append(table(caption, "Method", columns, lines, _notes(entries)))
+    return Section(
+        id="speedup",
+        title="Speedup and tokens per step",
+        intro="Tokens per step counts what one pass of the target emits, the bonus token included. The speedup is that of "
+        "whole generations, prefill included, over plain decoding of the same prompts; the thin line is a 95 % bootstrap "
+        "interval, and the dashed one plain decoding. The paper's table 1.",
+        tables=tables,
+    )
+
+
+def _notes(entries: Sequence[Entry]) -> list[str]:
+    """What a reader of the results must know to judge them."""
+    notes = []
+    if measured := [entry for entry in entries if not entry.row["out_of_memory"]]:
+        first = measured[0].row
+        notes.append(f"{first['num_prompts']} prompts, up to {first['max_new_tokens']} new tokens.{_interval_note(measured)}")
+    if len(measured) < len(entries):
+        notes.append(f"{OOM}: memory ran out, so that there are no figures; of no method where plain decoding ran out of it.")
+    notes += [BY_RULE_NOTE] if any(entry.row["lossless"] is None for entry in measured) else []
+    if len({entry.run for entry in entries}) > 1:
+        notes.append("From several folders: each speedup is over the plain decoding of its own.")
+    return notes
+
+
+def _interval_note(entries: Sequence[Entry]) -> str:
+    """What the intervals of a table are drawn over, and whether that is enough."""
+    row = entries[0].row
+    if all(entry.row["speedup_ci95"] is None and entry.tokens_per_step_ci95 is None for entry in entries):
+        return ""
+    if row["batch_size"] == 1:
+        return f" Intervals: over the prompts{too_few(row['num_prompts'])}."
+    counted = row["num_batches"]
+    if counted == 1:
+        return " Intervals: of tokens per step over the prompts; of the speedup none, which takes more than one batch."
+    batches = "the batches" if counted is None else f"{counted} batches{too_few(counted)}"
+    return f" Intervals: of tokens per step over the prompts, of the speedup over {batches}."
+
+
+def _overviews(group: Group) -> list[Table]:
+    """Methods by suites, where there are several suites, for each temperature and batch size."""
+    groups: dict[tuple[float, int], dict[str, list[Entry]]] = defaultdict(dict)
+    for caption, entries in group.settings():
+        row = entries[0].row
+        groups[row["temperature"], row["batch_size"]][caption] = entries
+    tables = []
+    for by_caption in groups.values():
+        if len(by_caption) < 2:
+            continue
+        methods: dict[tuple[str, str], dict[str, Value]] = defaultdict(dict)
+        for caption, entries in by_caption.items():
+            for entry in entries:
+                value = speedup(entry)
+                steps = number(entry.row["tokens_per_step"]).text
+                methods[entry.label, entry.detail][caption] = Value(
+                    text=value.text,
+                    number=value.number,
+                    note="" if entry.row["out_of_memory"] else f"{steps} a step",
+                    tone=value.tone,
+                )
+        suites = [group.suite_name(entries[0]) for entries in by_caption.values()]
+        shown = [value for values in methods.values() for value in values.values()]
+        scale = column("", "heat", shown)
+        columns = [Column(name=suite, kind="heat", top=scale.top) for suite in suites]
+        absent = Value(text="-")
+        lines = [
+            Line(label=label, detail=detail, values=[values.get(caption, absent) for caption in by_caption])
+            for (label, detail), values in methods.items()
+        ]
+        setting = next(iter(by_caption)).split(", ", 1)[1]
+        tables.append(table(f"All suites, {setting}: speedup", "Method", columns, lines))
+    return tables
+
+
+def categories(group: Group) -> Section | None:
+    """Speedup and tokens per step by category."""
+    tables = []
+    for caption, entries in group.settings():
+        drafted = [entry for entry in entries if not entry.is_baseline]
+        names = list(dict.fromkeys(name for entry in drafted for name in entry.row["by_category"]))
+        if len(names) < 2:
+            continue
+        for quantity, value_of in (("speedup", _category_speedup), ("tokens per step", _category_steps)):
+            values = {
+                (index, name): value_of(entry, entry.row["by_category"].get(name))
+                for index, entry in enumerate(drafted)
+                for name in names
+            }
+            top = column("", "heat", list(values.values())).top
+            counts = {
+                name: max(
+                    entry.row["by_category"][name]["num_prompts"] for entry in drafted if name in entry.row["by_category"]
+                )
+                for name in names
+            }
+            columns = [Column(name=f"{name} ({counts[name]})", kind="heat", top=top) for name in names]
+            lines = [_line(entry, [values[index, name] for name in names]) for index, entry in enumerate(drafted)]
+            tables.append(table(f"{caption}: {quantity}", "Method", columns, lines))
+    if not tables:
+        return None
+    return Section(
+        id="categories",
+        title="By category",
+        intro="Number of prompts in brackets. Small print: the 95 % interval over the category's prompts, or in batches over "
+        "those of its batches, where there are two or more; a category that shares a batch with another one has no speedup. "
+        f"Fewer than {FEW_UNITS} are too few for an interval to say much. The paper's figure 5.",
+        tables=tables,
+    )
+
+
+def _category_speedup(entry: Entry, values: dict[str, Any] | None) -> Value:
+    overall = speedup(entry)
+    if values is None:
+        return Value(text="-")
+    return (
+        number(values["speedup"], ".2f", "x", values["speedup_ci95"]) if overall.tone != "bad" else Value(text="-", tone="bad")
+    )
+
+
+def _category_steps(entry: Entry, values: dict[str, Any] | None) -> Value:
+    return number(values["tokens_per_step"]) if values else Value(text="-")
+
+
+def heat_maps(group: Group) -> Section | None:
+    """Tokens/s and tokens/s x batch over batch x beam width."""
+    families: dict[tuple[Any, ...], list[Entry]] = defaultdict(list)
+    plain: dict[tuple[Any, ...], dict[int, Entry]] = defaultdict(dict)
+    for entry in group.entries:
+        place = (group.suite_name(entry), entry.row["temperature"])
+        if entry.is_baseline:
+            plain[*place, entry.run][entry.row["batch_size"]] = entry
+        elif "beam_width" in entry.options and entry.options.get("share_prefixes", True):
+            rest = tuple(sorted((name, str(value)) for name, value in entry.options.items() if name != "beam_width"))
+            families[*place, entry.label, entry.weights, rest].append(entry)
+    tables = []
+    for (suite, temperature, label, _, _), entries in families.items():
+        widths = sorted({entry.options["beam_width"] for entry in entries})
+        batches = sorted({entry.row["batch_size"] for entry in entries})
+        if len(widths) < 2 and len(batches) < 2:
+            continue
+        cells = {(entry.row["batch_size"], entry.options["beam_width"]): entry for entry in entries}
+        for entry in entries:
+            for batch in batches:
+                if (other := plain[suite, temperature, entry.run].get(batch)) is not None:
+                    cells[batch, 0] = other
+        what = ", ".join(part for part in (label, _fixed_options(entries)) if part)
+        from_caption = f"{what}; {suite}, {'greedy' if temperature == 0 else f'temperature {temperature:g}'}"
+        for name, speed_of in (("tokens/s of each answer", answer_speed), ("tokens/s x batch, of all answers", batch_speed)):
+            tables.append(_heat_map(f"{from_caption}: {name}", cells, batches, [0, *widths], speed_of))
+    if not tables:
+        return None
+    return Section(
+        id="batches",
+        title="Batch size and beam width",
+        intro="How fast one answer grows, and how fast all answers of the batch grow together. The best of each line is in "
+        "bold; the first column is plain decoding. The paper's table 3.",
+        tables=tables,
+    )
+
+
+def answer_speed(entry: Entry) -> float | None:
+    """Tokens per second of one answer: its own tokens over the time that its batch took; None where the run doesn't tell."""
+    row = entry.row
+    return row["tokens_per_second"] if row["batch_size"] == 1 else row["answer_tokens_per_second"]
+
+
+def batch_speed(entry: Entry) -> float | None:
+    """Tokens per second of the batch: the tokens of all its answers over the time that it took (see `Row`)."""
+    return entry.row["tokens_per_second"]
+
+
+def _heat_map(
+    caption: str,
+    cells: dict[tuple[int, int], Entry],
+    batches: list[int],
+    widths: list[int],
+    speed_of: Callable[[Entry], float | None],
+) -> Table:
+    lines = []
+    for batch in batches:
+        values = [_speed(cells.get((batch, width)), speed_of) for width in widths]
+        best = max((value.number for value in values if value.number is not None and not value.tone), default=None)
+        marked = [
+            Value(
+                text=value.text,
+                number=value.number,
+                tone=value.tone or ("best" if value.number == best else ""),
+                note=value.note,
+            )
+            for value in values
+        ]
+        lines.append(Line(label=f"batch size {batch}", values=marked))
+    top = column("", "heat", [value for line in lines for value in line.values]).top
+    columns = [Column(name=f"width {width}" if width else "plain", kind="heat", top=top) for width in widths]
+    return table(caption, "", columns, lines)
+
+
+def _speed(entry: Entry | None, speed_of: Callable[[Entry], float | None]) -> Value:
+    if entry is None:
+        return Value(text="-")
+    if entry.row["out_of_memory"]:
+        return NO_MEMORY
+    value = number(speed_of(entry), ".1f")
+    # A speed stays a speed, but who reads it must know.
+    return value if not is_wrong(entry.row) else replace(value, note=fault(entry.row), tone="bad")
+
+
+def _fixed_options(entries: Sequence[Entry]) -> str:
+    shown = ("beam_length", "tree_nodes")
+    options = entries[0].options
+    return ", ".join(f"{name} {options[name]}" for name in shown if options.get(name) is not None)
+
+
+def accepted_lengths(group: Group) -> Section | None:
+    """How many draft tokens each verify step accepted."""
+    tables = []
+    for caption, entries in group.settings():
+        drafted = [entry for entry in entries if not entry.is_baseline and any(entry.row["accepted_histogram"])]
+        if not drafted:
+            continue
+        longest = min(MAX_HISTOGRAM, max(len(entry.row["accepted_histogram"]) for entry in drafted))
+        names = [str(length) for length in range(longest)]
+        if any(len(entry.row["accepted_histogram"]) > longest for entry in drafted):
+            names[-1] += "+"
+        lines = []
+        for entry in drafted:
+            counts = entry.row["accepted_histogram"]
+            num_steps = sum(counts)
+            tail: int = sum(counts[longest - 1 :])
+            shares = tuple(count / num_steps for count in [*counts[: longest - 1], tail]) + (0.0,) * (longest - len(counts))
+            mean = sum(length * count for length, count in enumerate(counts)) / num_steps
+            values = [Value(text="", parts=shares[:longest]), Value(text=f"{mean:.2f}"), Value(text=f"{num_steps:,}")]
+            lines.append(_line(entry, values))
+        columns = [
+            Column(name="% of steps by accepted length", kind="histogram", parts=tuple(names)),
+            Column(name="Mean"),
+            Column(name="Steps"),
+        ]
+        tables.append(table(caption, "Method", columns, lines))
+    if not tables:
+        return None
+    return Section(
+        id="accepted",
+        title="Accepted lengths",
+        intro="Of how many verify steps so many draft tokens were accepted, the bonus token not counted.",
+        tables=tables,
+    )
+
+
+def time_split(group: Group) -> Section | None:
+    """Where the decode time goes."""
+    tables = []
+    for caption, entries in group.settings():
+        lines = []
+        for entry in entries:
+            if (split := entry.row["time_split"]) is None:
+                continue
+            parts = tuple(max(0.0, split[phase]) for phase in PHASES)
+            seconds = entry.row["draft_seconds_per_step"]
+            lines.append(
+                _line(entry, [Value(text="", parts=parts), Value(text="-" if seconds is None else f"{1e3 * seconds:.2f}")])
+            )
+        if lines:
+            columns = [Column(name="Share of decode time", kind="shares", parts=PHASES), Column(name="Draft ms/step")]
+            tables.append(table(caption, "Method", columns, lines))
+    if not tables:
+        return None
+    return Section(
+        id="time",
+        title="Where the time goes",
+        intro="From a separate pass with phase timers on, prefill excluded: drafting, the target's verify pass, acceptance "
+        "(with the cache's commit and the drafter's new state), and the rest.",
+        tables=tables,
+    )
+
+
+def roofline(group: Group) -> Section | None:
+    """Decode speed beside the bound that reading the weights sets on plain decoding."""
+    tables = []
+    for caption, entries in group.settings():
+        entries = [entry for entry in entries if entry.row["roofline_fraction"]]
+        if not any(entry.row["method"] == BASELINE for entry in entries):
+            continue
+        speeds = [number(entry.row["decode_tokens_per_second"], ".1f") for entry in entries]
+        bounds = [_bound(entry) for entry in entries]
+        scale = column("Decoded tokens/s", "bar", [*speeds, *(number(bound) for bound in bounds)])
+        columns = [scale, Column(name="Roofline"), Column(name="Of roofline")]
+        lines = [
+            _line(entry, [speed, Value(text=f"{bound:.0f}"), Value(text=f"{entry.row['roofline_fraction']:.0%}")])
+            for entry, speed, bound in zip(entries, speeds, bounds, strict=True)
+        ]
+        tables.append(table(caption, "Method", columns, lines, _roofline_notes(entries)))
+    if not tables:
+        return None
+    return Section(
+        id="roofline",
+        title="Roofline of plain decoding",
+        intro="A plain step reads every weight once, for a token of each answer that is still being decoded: so memory "
+        "bandwidth over the "
+        "weights' bytes bounds plain decoding. The bars are drawn against that bound. A fast drafter may pass it; a baseline "
+        "far below it is a slow one, which flatters every speedup.",
+        tables=tables,
+    )
+
+
+def _bound(entry: Entry) -> float:
+    """The roofline's tokens per second, for as many answers as a step of the method was for."""
+    decoded, fraction = entry.row["decode_tokens_per_second"], entry.row["roofline_fraction"]
+    assert decoded is not None
+    assert fraction is not None  # nor are there lines without
+    return decoded / fraction
+
+
+def _roofline_notes(entries: Sequence[Entry]) -> list[str]:
+    notes = []
+    for facts in dict.fromkeys(tuple(sorted(entry.row["roofline"].items())) for entry in entries):
+        values = dict(facts)
+        source = "given" if values["given"] else f"measured on a buffer of {BUFFER}"
+        note = f"{values['weight_bytes'] / 1e6:.1f} MB of weights a token at {values['bandwidth_gbs']:.1f} GB/s ({source})."
+        if values["fits_in_cache"]:
+            note += " The weights fit into the processor's cache, so main memory does not bound this target."
+        notes.append(note)
+    return notes
+
+
+def _line(entry: Entry, values: list[Value]) -> Line:
+    return Line(label=entry.label, detail=entry.detail, values=values)

@@ -1,0 +1,1 @@
+"""Computes rows from records, and writes them as tables and plots."""

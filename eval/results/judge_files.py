@@ -1,0 +1,149 @@
+"""The answers as text, in the formats of their suites' judges: so that others can verify that they are the same.
+
+A file for each method, the baseline's among them, in a folder for each suite, temperature and batch size. Each answer is a
+method's first one to that turn.
+"""
+
+import json
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from ...data.files import atomic_write_text
+from ...data.suites import Prompt, PromptSet
+from ..records.digests import digest_of
+from ..records.names import BASELINE
+from ..records.records import EvalRecord, GroupKey, group_name
+
+logger = logging.getLogger(__name__)
+
+LONGEST_NAME = 120
+"""Characters of a file's name: file systems take 255 bytes."""
+NOT_IN_FILE_NAMES = re.compile(r"[^\w.=-]+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """A prompt with the answers to all its turns."""
+
+    prompt: Prompt
+    answers: list[str]
+
+
+def write_answers(
+    records: Iterable[EvalRecord], suites: Sequence[PromptSet], tokenizer: PreTrainedTokenizerBase, directory: Path, time: float
+) -> None:
+    """Write `directory/GROUP/METHOD.json(l)`. `time`, in seconds since 1970, is when the answers were given.
+
+    A prompt of which a turn was skipped as too long is left out, since judges expect all of them.
+    """
+    firsts = [record for record in records if record.repeat == 0 and not record.profiled]
+    by_key = {record.key: record for record in firsts}
+    prompts = {suite.name: suite.prompts for suite in suites}
+    names = file_names(dict.fromkeys(record.method for record in firsts))
+    groups = dict.fromkeys(record.group_key for record in firsts)
+    for group in groups:
+        suffix, to_text = FORMATS.get(group[0], (".jsonl", plain_answers))
+        for method in dict.fromkeys(record.method for record in firsts if record.group_key == group):
+            name = names[method]
+            answered = [
+                Answered(prompt=prompt, answers=[_text(record, tokenizer) for record in turns])
+                for prompt in prompts[group[0]]
+                if (turns := _turns(by_key, group, prompt, method))
+            ]
+            if group[0] == "mt_bench" and method == BASELINE and not _has_fastchats_ids(prompts[group[0]]):
+                logger.info(
+                    "the answers to mt_bench have the Hub's numbers of questions; for FastChat's judge, evaluate its own "
+                    "question.jsonl (--suite-path mt_bench=question.jsonl)"
+                )
+            path = directory / group_name(group) / f"{name}{suffix}"
+            atomic_write_text(path, to_text(answered, name, time))
+            if num_missing := len(prompts[group[0]]) - len(answered):
+                logger.warning("%s lacks %d prompts with turns that were too long", path, num_missing)
+
+
+def mt_bench_answers(answered: Sequence[Answered], name: str, time: float) -> str:
+    """A model_answer file of FastChat's llm_judge, which tells models by their files' names."""
+    return _json_lines(
+        {
+            "question_id": int(each.prompt.id) if each.prompt.id.isdecimal() else each.prompt.id,
+            "answer_id": digest_of([name, each.prompt.id, each.answers]),
+            "model_id": name,
+            "choices": [{"index": 0, "turns": each.answers}],
+            "tstamp": time,
+        }
+        for each in answered
+    )
+
+
+def alpaca_eval_answers(answered: Sequence[Answered], name: str, time: float) -> str:
+    """A file for alpaca_eval's `--model_outputs`."""
+    outputs = [
+        {
+            "instruction": each.prompt.turns[0],
+            "output": each.answers[0],
+            "generator": name,
+            "dataset": each.prompt.category,
+        }
+        for each in answered
+    ]
+    return json.dumps(outputs, indent=2, ensure_ascii=False) + "\n"
+
+
+def plain_answers(answered: Sequence[Answered], name: str, time: float) -> str:
+    """A line for each prompt: what was asked and answered, turn by turn."""
+    return _json_lines(
+        {
+            "id": each.prompt.id,
+            "category": each.prompt.category,
+            "turns": list(each.prompt.turns),
+            "answers": each.answers,
+            "generator": name,
+        }
+        for each in answered
+    )
+
+
+FORMATS: dict[str, tuple[str, Callable[[Sequence[Answered], str, float], str]]] = {
+    "mt_bench": (".jsonl", mt_bench_answers),
+    "alpaca_eval": (".json", alpaca_eval_answers),
+}
+"""Suffix and form of a suite's files; the others have plain ones."""
+
+
+def file_names(methods: Iterable[str]) -> dict[str, str]:
+    """A file's name for each method, in letters that every file system takes, and different for each."""
+    names: dict[str, str] = {}
+    for method in methods:
+        name = plain = NOT_IN_FILE_NAMES.sub("_", method).strip("._")[:LONGEST_NAME] or "method"
+        number = 1
+        while name.lower() in {taken.lower() for taken in names.values()}:
+            number += 1
+            name = f"{plain}-{number}"
+        names[method] = name
+    return names
+
+
+def _has_fastchats_ids(prompts: Sequence[Prompt]) -> bool:
+    """Whether the questions are numbered as in FastChat's file, from 81 to 160."""
+    return all(prompt.id.isdecimal() and 81 <= int(prompt.id) <= 160 for prompt in prompts)
+
+
+def _turns(by_key: Mapping[Any, EvalRecord], group: GroupKey, prompt: Prompt, method: str) -> list[EvalRecord]:
+    """The records of all turns of a prompt; none where one is missing."""
+    suite, temperature, batch_size = group
+    keys = [(suite, prompt.id, turn, temperature, method, 0, False, batch_size) for turn in range(len(prompt.turns))]
+    return [by_key[key] for key in keys] if all(key in by_key for key in keys) else []
+
+
+def _text(record: EvalRecord, tokenizer: PreTrainedTokenizerBase) -> str:
+    return str(tokenizer.decode(record.token_ids, skip_special_tokens=True))
+
+
+def _json_lines(values: Iterable[dict[str, Any]]) -> str:
+    return "".join(json.dumps(value, ensure_ascii=False) + "\n" for value in values)

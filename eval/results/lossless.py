@@ -1,0 +1,182 @@
+"""Is every answer the one that plain decoding gives? And where it isn't, is arithmetic noise the reason?"""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import Any
+
+from ..records.records import BASELINE, EvalRecord, RecordKey
+from ..records.run_files import Audit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mismatch:
+    """A generation whose tokens are not the baseline's; `position` is the first such token of the answer, from 0."""
+
+    record: EvalRecord
+    position: int
+    within_noise: bool = False
+    unaudited: bool = False
+    """Whether memory ran out in its audit, so that nobody knows whether noise explains it."""
+
+
+NUM_AUDITED = 3
+"""Prompts of a suite and temperature whose plain answers in batches are audited where nothing else vouches for them."""
+
+
+def find_mismatches(records: Iterable[EvalRecord]) -> list[Mismatch]:
+    """Compare every record with the baseline's first answer to the same turn at the same temperature and batch size (the
+    baseline's repeats and profiles too), but for those that are other samples by design.
+
+    What the baseline answers in batches is compared with its answer at the smallest batch size, where the prompts are the same:
+    so a mistake that all methods of a batch share is seen as well. Raises ValueError where the prompts of the two differ or the
+    baseline has no answer: such records prove nothing.
+    """
+    by_key: dict[RecordKey, EvalRecord] = {record.key: record for record in records}
+    smallest = min((record.batch_size for record in by_key.values()), default=1)
+    mismatches = []
+    for record in by_key.values():
+        place = (record.suite, record.prompt_id, record.turn, record.temperature)
+        reference = by_key.get((*place, BASELINE, 0, False, record.batch_size))
+        if reference is None or reference.prompt_sha256 != record.prompt_sha256:
+            raise ValueError(
+                f"{record.name} has no baseline record of the same prompt: one of the two was altered or taken out. "
+                "Delete their lines, and run the evaluation's command again"
+            )
+        if record.method == BASELINE:
+            alone = by_key.get((*place, BASELINE, 0, False, smallest))
+            reference = alone if alone is not None and alone.prompt_sha256 == record.prompt_sha256 else reference
+        if not record.is_other_sample and record.token_ids != reference.token_ids:
+            pairs = zip_longest(record.token_ids, reference.token_ids)
+            position = next(index for index, (token, expected) in enumerate(pairs) if token != expected)
+            mismatches.append(Mismatch(record=record, position=position))
+    return mismatches
+
+
+def is_exact(dtype: str, temperature: float = 0.0, batch_size: int = 1) -> bool:
+    """Whether decoding in `dtype` (its name) is held to the baseline's very tokens.
+
+    Sampling never is: whatever the precision, some token's clocks leave its two best candidates as close as its rounding. Nor
+    are batches: a row's last digits depend on how many rows are beside it, and these leave earlier with one method than with
+    another.
+    """
+    return dtype.removeprefix("torch.") in ("float32", "float64") and temperature == 0 and batch_size == 1
+
+
+def to_audit(records: Sequence[EvalRecord], mismatches: Iterable[Mismatch], dtype: str) -> list[EvalRecord]:
+    """The answers that must be audited: mismatches that noise may explain, and a few of those that nothing is held against."""
+    doubtful = [mismatch.record for mismatch in mismatches]
+    return [
+        *(record for record in doubtful if not is_exact(dtype, record.temperature, record.batch_size)),
+        *_unchecked_batches(records),
+    ]
+
+
+def _unchecked_batches(records: Sequence[EvalRecord]) -> list[EvalRecord]:
+    """Where no prompt was answered alone: of each suite and temperature the plain answers to NUM_AUDITED prompts of a batch,
+    the first, the middle and the last, so that different rows are looked at.
+    """
+    smallest = min((record.batch_size for record in records), default=1)
+    if smallest == 1:
+        return []
+    groups: dict[tuple[str, float], dict[str, list[EvalRecord]]] = defaultdict(lambda: defaultdict(list))
+    for record in records:
+        if record.is_reference and record.batch_size == smallest and record.num_rows > 1:
+            groups[record.suite, record.temperature][record.prompt_id].append(record)
+    chosen = []
+    for prompts in groups.values():
+        names, last = list(prompts), len(prompts) - 1
+        places = dict.fromkeys(last * number // (NUM_AUDITED - 1) for number in range(NUM_AUDITED))
+        chosen += [record for place in places for record in prompts[names[place]]]
+    return chosen
+
+
+def judged(
+    records: Sequence[EvalRecord], dtype: str, audits: Mapping[str, Audit], unaudited: Collection[str] = ()
+) -> list[Mismatch]:
+    """Every answer that is not the target's own, and whether noise explains it, which an audit says (by `answer_digest`).
+
+    An answer of `unaudited`, in whose audit memory ran out, counts as a mismatch: nothing proves it. Raises ValueError for
+    another answer that must be audited and wasn't.
+    """
+    found = {mismatch.record.key: mismatch for mismatch in find_mismatches(records)}
+    for record in to_audit(records, list(found.values()), dtype):
+        audit = audits.get(record.answer_digest)
+        if audit is None and record.answer_digest in unaudited:
+            position = found[record.key].position if record.key in found else 0
+            found[record.key] = Mismatch(record=record, position=position, unaudited=True)
+            continue
+        if audit is None:
+            raise ValueError(
+                f"{record.name} was not audited, or was altered since; run the evaluation's command again, which audits it"
+            )
+        if record.key in found:
+            found[record.key] = replace(found[record.key], within_noise=audit.within_noise)
+        elif audit.deficit > 0 or not audit.within_noise:
+            found[record.key] = Mismatch(record=record, position=audit.position, within_noise=audit.within_noise)
+    return list(found.values())
+
+
+LOSSY = "no, by rule"
+"""What tables say of a rule that doesn't claim to be lossless."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """A method's mismatches on a suite at a temperature, counted in prompts.
+
+    `lossy`: its acceptance rule doesn't even claim to be lossless. `by_rule`: it samples with drafts that are drawn at random,
+    or by such a rule, so that its answers can't be compared, and only the rule says what it is. `first` says where to look: an
+    unexplained mismatch if there is any.
+    """
+
+    num_prompts: int
+    num_mismatched: int
+    num_within_noise: int
+    num_unaudited: int
+    """Those of which no answer is known to be wrong, and not all were audited."""
+    by_rule: bool
+    lossy: bool
+    first: dict[str, Any] | None
+
+    @property
+    def broken(self) -> bool:
+        return self.num_mismatched > self.num_within_noise
+
+    @property
+    def unproven(self) -> bool:
+        """Whether nothing is wrong but that memory ran out in audits."""
+        return self.broken and self.num_mismatched - self.num_within_noise == self.num_unaudited
+
+    @property
+    def label(self) -> str:
+        if self.unproven:
+            return f"unproven ({self.num_unaudited} of {self.num_prompts} prompts not audited)"
+        if self.broken:
+            return f"NO ({self.num_mismatched - self.num_within_noise} of {self.num_prompts} prompts)"
+        if self.lossy:
+            return LOSSY
+        if self.num_within_noise:
+            return f"within noise ({self.num_within_noise})"
+        return "by rule" if self.by_rule else "yes"
+
+
+def judge(records: Sequence[EvalRecord], mismatches: Sequence[Mismatch]) -> Verdict:
+    """Sum up the mismatches among the records of one method on one suite at one temperature."""
+    mismatched = {mismatch.record.prompt_id for mismatch in mismatches}
+    unexplained = [mismatch for mismatch in mismatches if not mismatch.within_noise]
+    wrong = [mismatch for mismatch in unexplained if not mismatch.unaudited]
+    examples = [
+        {"prompt_id": mismatch.record.prompt_id, "turn": mismatch.record.turn, "position": mismatch.position}
+        for mismatch in [*wrong, *unexplained, *mismatches]
+    ]
+    return Verdict(
+        num_prompts=len({record.prompt_id for record in records}),
+        num_mismatched=len(mismatched),
+        num_within_noise=len(mismatched - {mismatch.record.prompt_id for mismatch in unexplained}),
+        num_unaudited=len({mismatch.record.prompt_id for mismatch in unexplained} - {item.record.prompt_id for item in wrong}),
+        by_rule=any(record.is_other_sample for record in records),
+        lossy=not all(record.lossless_rule for record in records),
+        first=examples[0] if examples else None,
+    )

@@ -1,0 +1,210 @@
+"""Speedup and tokens per step as pictures: of one temperature by category, and of all drafters side by side."""
+
+import textwrap
+from collections.abc import Callable, Sequence
+from itertools import chain, takewhile
+from pathlib import Path
+from typing import Any
+
+from ...data.files import replacing
+from ..records.names import BASELINE, OOM
+from .rows import Row, decoding_name, fault, is_broken, is_lossy
+
+COLORS = ("#1b6ca8", "#d1603d", "#3b8f5a", "#8e5ea2", "#b8860b", "#5f6a72")
+"""One per method, or per temperature; a seventh takes the first again."""
+OVERALL = "all"
+PLAIN_TEXT: dict[Any, Any] = {"font.family": "DejaVu Sans", "text.parse_math": False}
+"""Names may hold any letters, dollars too."""
+NOT_LOSSLESS = " (not lossless)"
+PARITY_TEXT: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 8, "color": "0.35"}
+ROW_INCHES, BAR_SHARE = 0.34, 0.8
+LINE_INCHES, DOT_INCHES = 0.2, 0.2
+NAME_WIDTH = 34
+"""Characters of a method's name in a line."""
+PARITY_LINE: dict[str, Any] = {"color": "0.35", "linewidth": 0.8, "linestyle": (0, (4, 3))}
+
+
+def plot_suite(rows: Sequence[Row], path: Path) -> None:
+    """Write a PNG of the rows of one suite, temperature and batch size: a bar per category and method, labelled with its
+    number; whiskers are 95 % intervals.
+
+    "-" stands for a number that doesn't exist or must not be shown (see `Row`), OOM for those of a method that ran out of
+    memory. Nothing is written where only the baseline was measured.
+    """
+    rows = [row for row in rows if row["method"] != BASELINE]
+    measured = [row for row in rows if not row["out_of_memory"]]
+    if not measured:
+        return
+    import matplotlib as mpl  # heavy, and only plots need it
+    from matplotlib.figure import Figure
+
+    categories = [*_sorted_categories(measured[0]), OVERALL]
+    height = ROW_INCHES * (len(categories) + 0.4) * max(1.0, 0.62 * len(rows)) + 1.2
+    with mpl.rc_context({**PLAIN_TEXT, "font.size": 9, "axes.titlesize": 10}):
+        figure = Figure(figsize=(9, height), layout="constrained")
+        left, right = figure.subplots(1, 2, sharey=True)
+        _bars(left, rows, categories, lambda values: (values["tokens_per_step"], None), "{:.2f}")
+        _bars(right, rows, categories, lambda values: (values["speedup"], values["speedup_ci95"]), "{:.2f}x")
+        left.set_title("Tokens per step", loc="left", fontweight="bold")
+        right.set_title(_speedup_title(rows[0]), loc="left", fontweight="bold")
+        left.set_yticks(range(len(categories)), [_category_label(measured[0], name) for name in categories])
+        left.get_yticklabels()[-1].set_fontweight("bold")
+        left.set_ylim(len(categories) - 0.4, -0.6)  # the first category at the top
+        right.axvline(1.0, zorder=3, **PARITY_LINE)
+        right.annotate("plain decoding", (1.0, 0), xycoords=("data", "axes fraction"), xytext=(0, -9), **PARITY_TEXT)
+        figure.suptitle(_title(rows[0]), x=0.01, ha="left", fontsize=11)
+        # Two columns, since the name of a method can be long.
+        figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", ncols=2, frameon=False)
+        with replacing(path) as temporary:
+            figure.savefig(temporary, format="png", dpi=150)
+
+
+def plot_comparison(rows: Sequence[Row], path: Path) -> None:
+    """Write a PNG that compares the drafters of one suite at one batch size: a line per method, and on it a dot per
+    temperature.
+
+    The methods are sorted by their tokens per step at the first temperature. A number that doesn't exist has no dot. Nothing is
+    written for fewer than two methods.
+    """
+    rows = [row for row in rows if row["method"] != BASELINE]
+    temperatures = list(dict.fromkeys(row["temperature"] for row in rows))
+    first = sorted(
+        (row for row in rows if row["temperature"] == temperatures[0]),
+        key=lambda row: row["tokens_per_step"] or 0.0,
+        reverse=True,
+    )
+    if len(first) < 2 or all(row["out_of_memory"] for row in first):
+        return
+    import matplotlib as mpl  # heavy, and only plots need it
+    from matplotlib.figure import Figure
+
+    places = {row["method"]: place for place, row in enumerate(first)}
+    names = [_wrapped(name) for name in places]
+    inches = max(LINE_INCHES * (2 + max(name.count("\n") for name in names)), DOT_INCHES * (len(temperatures) + 1))
+    with mpl.rc_context({**PLAIN_TEXT, "font.size": 9, "axes.titlesize": 10}):
+        figure = Figure(figsize=(10, inches * len(first) + 1.8), layout="constrained")
+        left, right = figure.subplots(1, 2, sharey=True)
+        for row in rows:
+            index = temperatures.index(row["temperature"])
+            offset = (index - (len(temperatures) - 1) / 2) * DOT_INCHES / inches
+            _dots(left, right, row, places[row["method"]] + offset, COLORS[index % len(COLORS)])
+        for axes in (left, right):
+            axes.axvline(1.0, zorder=1, **PARITY_LINE)
+            axes.grid(axis="x", color="0.92", linewidth=0.6)
+            axes.set_axisbelow(True)
+            axes.margins(x=0.1)
+            axes.spines[["top", "right", "left"]].set_visible(False)
+            axes.tick_params(left=False)
+            for place in range(1, len(first), 2):  # every other method on grey, so that the eye stays in its line
+                axes.axhspan(place - 0.5, place + 0.5, color="0.965", linewidth=0, zorder=0)
+        left.set_title("Tokens per step", loc="left", fontweight="bold")
+        right.set_title(_speedup_title(first[0]), loc="left", fontweight="bold")
+        left.set_yticks(range(len(first)), names)
+        left.set_ylim(len(first) - 0.5, -0.5)  # the best at the top
+        setting = f"batch size {first[0]['batch_size']}, {first[0]['dtype']}"
+        figure.suptitle(f"{first[0]['suite']}, {first[0]['num_prompts']} prompts; {setting}", x=0.01, ha="left", fontsize=11)
+        figure.legend(handles=_legend(rows), loc="outside lower left", ncols=4, frameon=False)
+        with replacing(path) as temporary:
+            figure.savefig(temporary, format="png", dpi=150)
+
+
+def _dots(left: Any, right: Any, row: Row, place: float, color: str) -> None:
+    """One method at one temperature: its dots, labelled with their numbers, its interval, and its ceiling as a tick."""
+    from matplotlib.patheffects import withStroke
+
+    style: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 7}
+    style["path_effects"] = [withStroke(linewidth=2, foreground="white")]  # readable across lines
+    for axes, value, spec in ((left, row["tokens_per_step"], "{:.2f}"), (right, row["speedup"], "{:.2f}x")):
+        if value is not None:
+            axes.plot(value, place, "o", color=color, markersize=5, fillstyle="none" if is_lossy(row) else "full")
+            text = spec.format(value) + (NOT_LOSSLESS if axes is right and is_lossy(row) else "")
+            axes.annotate(text, (value, place), (0, 4.5), **style)
+    if is_broken(row) or row["out_of_memory"]:
+        reason = OOM if row["out_of_memory"] else fault(row)
+        right.annotate(reason, (1.0, place), (0, -3), color=color, **style)
+        return
+    if row["speedup_ci95"]:
+        right.plot(row["speedup_ci95"], [place] * 2, color=color, linewidth=1.2, solid_capstyle="butt")
+    if row["ceiling"] is not None:
+        right.plot(row["ceiling"], place, "|", color=color, markersize=7, markeredgewidth=1.8)
+
+
+def _speedup_title(row: Row) -> str:
+    return f"Speedup, with 95 % interval over {'prompts' if row['batch_size'] == 1 else 'batches'}"
+
+
+def _wrapped(method: str) -> str:
+    """A method's name in short lines, its settings below its kind and place."""
+    words = method.split()
+    name = list(takewhile(lambda word: "=" not in word, words))
+    parts = (" ".join(name), " ".join(words[len(name) :]))
+    lines = [textwrap.wrap(part, NAME_WIDTH, break_long_words=False, break_on_hyphens=False) for part in parts]
+    return "\n".join(chain(*lines))
+
+
+def _legend(rows: Sequence[Row]) -> list[Any]:
+    from matplotlib.lines import Line2D
+
+    names = dict.fromkeys(decoding_name(row) for row in rows)
+    handles = [
+        Line2D([], [], color=COLORS[index % len(COLORS)], marker="o", markersize=5, linewidth=1.2, label=name)
+        for index, name in enumerate(names)
+    ]
+    ceiling = Line2D(
+        [], [], color="0.35", marker="|", markersize=7, markeredgewidth=1.8, linestyle="", label="ceiling (computed)"
+    )
+    return [*handles, ceiling, Line2D([], [], label="plain decoding", **PARITY_LINE)]
+
+
+def _bars(
+    axes: Any,
+    rows: Sequence[Row],
+    categories: Sequence[str],
+    value_of: Callable[[Any], tuple[float | None, Sequence[float] | None]],
+    spec: str,
+) -> None:
+    thickness = BAR_SHARE / len(rows)
+    furthest = 1.0
+    for index, row in enumerate(rows):
+        color = COLORS[index % len(COLORS)]
+        offset = (index - (len(rows) - 1) / 2) * thickness
+        if row["out_of_memory"]:
+            last = len(categories) - 1 + offset
+            axes.barh(last, 0.0, color=color, label=row["method"])  # for the legend
+            axes.annotate(OOM, (0, last), (4, 0), textcoords="offset points", va="center", fontsize=8)
+            continue
+        for place, category in enumerate(categories):
+            value, interval = value_of(row if category == OVERALL else row["by_category"][category])
+            if value is None:
+                axes.annotate("-", (0, place + offset), (4, 0), textcoords="offset points", va="center", fontsize=8)
+                continue
+            label = row["method"] + NOT_LOSSLESS * is_lossy(row) if category == OVERALL else None
+            alpha, hatch = 1.0 if category == OVERALL else 0.75, "///" if is_lossy(row) else None
+            axes.barh(place + offset, value, thickness * 0.9, color=color, alpha=alpha, label=label, hatch=hatch)
+            end = value
+            if interval:
+                axes.plot(interval, [place + offset] * 2, color="0.15", linewidth=1, solid_capstyle="butt")
+                end = max(value, interval[1])
+            axes.annotate(
+                spec.format(value), (end, place + offset), (4, 0), textcoords="offset points", va="center", fontsize=8
+            )
+            furthest = max(furthest, end)
+    axes.set_xlim(0, furthest * 1.15)  # room for the labels
+    axes.spines[["top", "right", "bottom", "left"]].set_visible(False)
+    axes.tick_params(left=False, bottom=False, labelbottom=False)  # the bars carry their numbers
+
+
+def _sorted_categories(row: Row) -> list[str]:
+    """From the most tokens per step to the fewest; categories without any step come last."""
+    values = row["by_category"]
+    return sorted(values, key=lambda name: values[name]["tokens_per_step"] or 0.0, reverse=True)
+
+
+def _category_label(row: Row, category: str) -> str:
+    num_prompts = row["num_prompts"] if category == OVERALL else row["by_category"][category]["num_prompts"]
+    return f"{category} ({num_prompts})"
+
+
+def _title(row: Row) -> str:
+    size = ", batch size 1" if row["batch_size"] == 1 else ""  # a larger one is in the name
+    return f"{row['suite']} by category (number of prompts); {decoding_name(row)}{size}, {row['dtype']}"

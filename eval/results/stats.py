@@ -1,0 +1,210 @@
+"""From records to the numbers of a table. Sums over sums, never means of ratios, and an interval over prompts.
+
+The answers of a batch share its seconds, which are counted once. Its steps are those of its longest answer.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from ..records.records import BatchKey, EvalRecord
+
+NUM_RESAMPLES = 10_000
+CONFIDENCE = 0.95
+TREE_PERCENTILES = (1, 50, 99)
+"""What the ReDrafter paper shows of the sizes of its trees (arXiv 2403.09919, figure 6)."""
+
+
+def tokens_per_step(records: Sequence[EvalRecord]) -> float | None:
+    """Tokens that verify steps emitted, bonus included, per verify step of each answer; None where there was none.
+
+    The prefill and its token are on neither side.
+    """
+    num_steps = sum(record.num_steps for record in records)
+    return sum(record.num_verify_tokens for record in records) / num_steps if num_steps else None
+
+
+def draft_tokens_per_step(records: Sequence[EvalRecord]) -> float | None:
+    """Draft tokens that the target read per verify step of each answer, padding included; None where there was none."""
+    num_steps = sum(record.num_steps for record in records)
+    return sum(record.num_draft_tokens for record in records) / num_steps if num_steps else None
+
+
+def batches(records: Iterable[EvalRecord]) -> list[EvalRecord]:
+    """Of each batch its record of the most steps: it has the batch's seconds, and as many steps as the batch."""
+    longest: dict[BatchKey, EvalRecord] = {}
+    for record in records:
+        if record.num_steps >= longest.setdefault(record.batch_key, record).num_steps:
+            longest[record.batch_key] = record
+    return list(longest.values())
+
+
+def tokens_per_second(records: Sequence[EvalRecord]) -> float:
+    """All tokens, of all rows, over the whole time, prefill included."""
+    return sum(len(record.token_ids) for record in records) / sum(record.seconds for record in batches(records))
+
+
+def answer_tokens_per_second(records: Sequence[EvalRecord]) -> float:
+    """Tokens per second of one answer: its own tokens over the time that its batch took, however many rows that had."""
+    return sum(len(record.token_ids) for record in records) / sum(record.seconds for record in records)
+
+
+def rows_per_step(records: Sequence[EvalRecord]) -> float | None:
+    """Answers that a batch's verify step is for: fewer than the batch size where prompts ran out or answers ended."""
+    num_steps = sum(record.num_steps for record in batches(records))
+    return sum(record.num_steps for record in records) / num_steps if num_steps else None
+
+
+def decode_tokens_per_second(records: Sequence[EvalRecord]) -> float | None:
+    """Tokens after the prefill's over the time after it; None where there were none."""
+    seconds = sum(record.decode_seconds for record in batches(records) if record.num_steps)
+    return sum(record.num_verify_tokens for record in records) / seconds if seconds else None
+
+
+def accepted_histogram(records: Sequence[EvalRecord]) -> list[int]:
+    """Entry k counts the verify steps that accepted k draft tokens."""
+    total = [0] * max((len(record.accepted_histogram) for record in records), default=0)
+    for record in records:
+        for length, count in enumerate(record.accepted_histogram):
+            total[length] += count
+    return total
+
+
+def mean_accepted(histogram: Sequence[int]) -> float | None:
+    """Mean number of draft tokens accepted per verify step."""
+    return sum(length * count for length, count in enumerate(histogram)) / sum(histogram) if sum(histogram) else None
+
+
+def speedup(
+    baseline: Sequence[EvalRecord], records: Sequence[EvalRecord], *, seed: int
+) -> tuple[float, tuple[float, float] | None]:
+    """Baseline's seconds per token over the method's, whole generations, and its 95 % interval.
+
+    Both sides are sums over the same prompts in the same batches. The interval is the percentile bootstrap over prompts, or
+    over batches of them, each keeping all its turns and repeats together; None with fewer than two, which say nothing about
+    others.
+    """
+    sums = np.stack([_by_unit(baseline, records), _by_unit(records, baseline)])  # [side, unit, (seconds, tokens)]
+    num_units = sums.shape[1]
+    point = float(_speedups(sums, np.ones((1, num_units), dtype=int))[0])
+    if num_units < 2:
+        return point, None
+    times_drawn = _times_drawn(seed, num_units)
+    tail = 50 * (1 - CONFIDENCE)
+    low, high = np.percentile(_speedups(sums, times_drawn), [tail, 100 - tail])
+    return point, (float(low), float(high))
+
+
+def time_split(profiled: Sequence[EvalRecord]) -> dict[str, float] | None:
+    """Shares of the decode time (prefill excluded) that the phases took in profiled records; None without any step."""
+    runs = batches(profiled)
+    phases = [record.phase_seconds for record in runs if record.phase_seconds is not None]
+    total = sum(record.decode_seconds for record in runs)
+    if not any(record.num_steps for record in runs):
+        return None
+    shares = {name: sum(getattr(phase, name) for phase in phases) / total for name in ("draft", "verify", "accept")}
+    return {**shares, "rest": 1 - sum(shares.values())}
+
+
+def tree_tokens(profiled: Sequence[EvalRecord]) -> dict[str, list[float]] | None:
+    """TREE_PERCENTILES, over the verify steps of profiled records, of the draft tokens before (`separate`) and after (`shared`)
+    shared prefixes are merged, and of those `read`, padding included, where all records have them.
+
+    None where nothing was counted or nothing is drafted."""
+    counts = [record.tree_tokens for record in profiled if record.tree_tokens is not None]
+    sides = {
+        "separate": [count for tree in counts for count in tree.separate],
+        "shared": [count for tree in counts for count in tree.shared],
+    }
+    if not any(sides["shared"]):
+        return None
+    if all(tree.read is not None for tree in counts):
+        sides["read"] = [count for tree in counts for count in tree.read or ()]
+    return {name: [float(value) for value in np.percentile(side, TREE_PERCENTILES)] for name, side in sides.items()}
+
+
+def draft_seconds_per_step(profiled: Sequence[EvalRecord]) -> float | None:
+    """The drafter's seconds per verify step of a batch, in profiled records; None without any step."""
+    runs = batches(profiled)
+    num_steps = sum(record.num_steps for record in runs)
+    seconds = sum(record.phase_seconds.draft for record in runs if record.phase_seconds is not None)
+    return seconds / num_steps if num_steps else None
+
+
+def relative_draft_cost(profiled_baseline: Sequence[EvalRecord], profiled: Sequence[EvalRecord]) -> float | None:
+    """rho: the drafter's seconds per step over the seconds of one plain decode step, both with the phase timers on."""
+    plain = batches(profiled_baseline)
+    plain_steps = sum(record.num_steps for record in plain)
+    draft_seconds = draft_seconds_per_step(profiled)
+    if not plain_steps or draft_seconds is None:
+        return None
+    return draft_seconds / (sum(record.decode_seconds for record in plain) / plain_steps)
+
+
+def ceiling(tau: float | None, rho: float | None) -> float | None:
+    """tau / (1 + rho): the speedup if verifying a tree cost no more than one plain step. Computed, not measured."""
+    return None if tau is None or rho is None else tau / (1 + rho)
+
+
+@lru_cache(maxsize=8)
+def _times_drawn(seed: int, num_units: int) -> Int[np.ndarray, "resample unit"]:
+    """How often each resample draws each unit: the same for all methods, so that they are held against each other fairly."""
+    return np.random.default_rng(seed).multinomial(num_units, [1 / num_units] * num_units, size=NUM_RESAMPLES)
+
+
+def by_category(baseline: Sequence[EvalRecord], records: Sequence[EvalRecord], *, seed: int) -> dict[str, dict[str, Any]]:
+    """Tokens per step and speedup of each category, in the order of first appearance.
+
+    A category that shares a batch with another one has no time of its own, and so no speedup.
+    """
+    categories: dict[BatchKey, set[str]] = defaultdict(set)
+    for record in records:
+        categories[record.batch_key].add(record.category)
+    groups: dict[str, tuple[list[EvalRecord], list[EvalRecord]]] = defaultdict(lambda: ([], []))
+    for side, group in enumerate((baseline, records)):
+        for record in group:
+            groups[record.category][side].append(record)
+    result = {}
+    for category, (plain, own) in groups.items():
+        is_apart = all(len(categories[record.batch_key]) == 1 for record in own)
+        ratio, interval = speedup(plain, own, seed=seed) if is_apart else (None, None)
+        result[category] = {
+            "num_prompts": num_prompts(own),
+            "tokens_per_step": tokens_per_step(own),
+            "speedup": ratio,
+            "speedup_ci95": interval,
+        }
+    return result
+
+
+def num_prompts(records: Iterable[EvalRecord]) -> int:
+    return len({record.prompt_id for record in records})
+
+
+def _speedups(
+    sums: Float[np.ndarray, "2 unit 2"], times_drawn: Int[np.ndarray, "resample unit"]
+) -> Float[np.ndarray, " resample"]:
+    """The speedup of each resample, which draws each prompt, or batch, so many times."""
+    drawn = times_drawn @ sums  # [side, resample, (seconds, tokens)]
+    seconds_per_token = drawn[..., 0] / drawn[..., 1]
+    return seconds_per_token[0] / seconds_per_token[1]
+
+
+def _by_unit(records: Sequence[EvalRecord], others: Sequence[EvalRecord]) -> Float[np.ndarray, "unit 2"]:
+    """Seconds and tokens summed by prompt, or by batch, sorted. Both sides must have measured the same answers, in the same
+    batches."""
+    keys, other_keys = (
+        {(r.suite, r.prompt_id, r.turn, r.repeat, r.profiled, r.batch_size, r.unit) for r in side} for side in (records, others)
+    )
+    if keys != other_keys or not keys:
+        raise ValueError(f"{len(keys ^ other_keys)} generations were measured with only one of the two methods; finish the run")
+    sums: dict[str | int, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for record in batches(records):
+        sums[record.unit][0] += record.seconds
+    for record in records:
+        sums[record.unit][1] += len(record.token_ids)
+    return np.array([sums[unit] for unit in sorted(sums, key=str)])

@@ -1,0 +1,1 @@
+"""Chooses a drafter's fastest setting on this machine."""

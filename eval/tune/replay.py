@@ -1,0 +1,154 @@
+"""Decoding once more without the target: its answers are known, and its states of them.
+
+What exact acceptance takes of a draft tree depends on the target's answer alone: a node is taken where it says what the answer
+says. So one reading of the answers tells, for any drafter in any setting, how many tokens each step emits. With `RowSeeds` that
+holds for sampled answers too, unless the drafts are drawn themselves.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch.nn.utils.rnn import pad_sequence
+
+from ...models.decoding.loop import generate
+from ...models.decoding.prompts import Prompts
+from ...models.decoding.protocols import AcceptanceRule
+from ...models.decoding.sampling import RowSeeds
+from ...models.decoding.tree import DraftTree, depths
+from ...models.decoding.types import Acceptance, TargetOutput
+from ...models.drafters import NullDrafter
+from ...models.target.hf_target import UNLIMITED, HFTarget
+from ..measure.memory import within_memory
+
+CERTAIN = 1e4
+"""The logit of the token that the target is known to say; all others have 0. Every type can hold it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """A prompt, the target's answer to it, and its states of both: the last hidden ones, and the inputs of some layers."""
+
+    prompt: Int[torch.Tensor, " prompt"]
+    answer: Int[torch.Tensor, " answer"]
+    hidden_states: Float[torch.Tensor, "seq hidden"]
+    features: Float[torch.Tensor, "seq feature"] | None
+    seed: int
+    """Of what was sampled."""
+
+    @property
+    def text(self) -> Int[torch.Tensor, " seq"]:
+        return torch.cat([self.prompt, self.answer])
+
+
+@torch.inference_mode()
+def answer_prompts(
+    target: HFTarget,
+    prompts: Sequence[Int[torch.Tensor, " _"]],
+    rule: AcceptanceRule,
+    *,
+    max_new_tokens: int,
+    feature_layers: tuple[int, ...] = (),
+    batch_size: int = 8,
+) -> list[Answered]:
+    """The target's answers by plain decoding, and what it makes of them.
+
+    Where a batch doesn't fit into memory, half of it is tried. Raises ValueError where a single prompt doesn't.
+    """
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "feature_layers": feature_layers}
+    while batch_size:
+        work = partial(_answer_prompts, target, prompts, rule, **options, batch_size=batch_size)
+        if (answered := within_memory(work, target)) is not None:
+            return answered
+        batch_size //= 2
+    raise ValueError(
+        f"plain decoding ran out of memory while the target answered {len(prompts)} prompts one by one; lower "
+        "--max-new-tokens or --limit, or load the target in a narrower type (--dtype)"
+    )
+
+
+def _answer_prompts(
+    target: HFTarget,
+    prompts: Sequence[Int[torch.Tensor, " _"]],
+    rule: AcceptanceRule,
+    *,
+    max_new_tokens: int,
+    feature_layers: tuple[int, ...],
+    batch_size: int,
+) -> list[Answered]:
+    answered = []
+    for start in range(0, len(prompts), batch_size):
+        batch = list(prompts[start : start + batch_size])
+        seeds = list(range(start, start + len(batch)))
+        answers: list[list[int]] = [[] for _ in batch]
+        options: dict[str, Any] = {"stop_ids": target.stop_ids, "generator": RowSeeds(seeds)}
+        for step in generate(target, NullDrafter(), rule, batch, max_new_tokens=max_new_tokens, **options):
+            for row, new in zip(step.rows, step.tokens, strict=True):
+                answers[row] += new
+        for prompt, tokens, seed in zip(batch, answers, seeds, strict=True):
+            answer = torch.tensor(tokens, device=target.device)
+            text = torch.cat([prompt, answer])[None]
+            hidden, features = target.hidden_states(text, torch.ones_like(text, dtype=torch.bool), feature_layers)
+            of_layers = None if features is None else features[0]
+            answered.append(Answered(prompt=prompt, answer=answer, hidden_states=hidden[0], features=of_layers, seed=seed))
+    target.release_cache()
+    return answered
+
+
+class ReplayTarget:
+    """A target that reads nothing, since it knows its answers to a batch of prompts: see the module.
+
+    Where a tree leaves the answer, its output is that of the answer's token at that depth, which no rule comes to look at.
+    """
+
+    def __init__(self, answered: Sequence[Answered], vocab_size: int, *, has_fixed_shapes: bool = False) -> None:
+        self.context_length = UNLIMITED
+        self.has_fixed_shapes = has_fixed_shapes  # as the real target, so that batches shrink as with it
+        self.num_prefills = 0
+        self._vocab_size = vocab_size
+        self._text = pad_sequence([each.text for each in answered], batch_first=True)
+        self._states = pad_sequence([each.hidden_states for each in answered], batch_first=True)
+        features = [each.features for each in answered if each.features is not None]
+        self._features = pad_sequence(features, batch_first=True) if features else None
+        self._lengths = torch.tensor([len(each.prompt) for each in answered], device=self._text.device)  # committed tokens
+
+    def prefill(
+        self, prompts: Prompts, *, max_new_tokens: int, max_nodes: int, feature_layers: tuple[int, ...] = ()
+    ) -> TargetOutput:
+        """The output of the prompts, which are those that were answered."""
+        self.num_prefills += 1
+        output = self._outputs(torch.arange(max(prompts.lengths), device=self._text.device).expand(len(prompts.lengths), -1))
+        return TargetOutput(logits=self._logits(self._lengths[:, None] - 1), hidden_states=output[0], features=output[1])
+
+    def verify(self, last_token: Int[torch.Tensor, " batch"], tree: DraftTree) -> TargetOutput:
+        """The output of the last committed token, and of what the answer says as deep as each node."""
+        depth = torch.nn.functional.pad(depths(tree.lineage), (1, 0))
+        places = self._lengths[:, None] + depth
+        hidden_states, features = self._outputs(places)
+        return TargetOutput(logits=self._logits(places), hidden_states=hidden_states, features=features)
+
+    def commit(self, tree: DraftTree, acceptance: Acceptance, num_accepted: Sequence[int]) -> None:
+        """Go on behind the accepted path."""
+        self._lengths = self._lengths + acceptance.num_accepted + 1
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows only."""
+        kept = list(rows)
+        self._text, self._states, self._lengths = self._text[kept], self._states[kept], self._lengths[kept]
+        self._features = None if self._features is None else self._features[kept]
+
+    def _outputs(
+        self, places: Int[torch.Tensor, "batch entry"]
+    ) -> tuple[Float[torch.Tensor, "batch entry hidden"], Float[torch.Tensor, "batch entry feature"] | None]:
+        row = torch.arange(len(self._text), device=self._text.device)[:, None]
+        places = places.clamp(max=self._text.shape[1] - 1)
+        return self._states[row, places], None if self._features is None else self._features[row, places]
+
+    def _logits(self, places: Int[torch.Tensor, "batch entry"]) -> Float[torch.Tensor, "batch entry vocab"]:
+        """What the answer says after these tokens; beyond its end the answer is cut anyway."""
+        following = self._text.gather(1, (places + 1).clamp(max=self._text.shape[1] - 1))
+        logits = self._states.new_zeros(*places.shape, self._vocab_size)
+        return logits.scatter_(2, following[..., None], CERTAIN)

@@ -1,0 +1,340 @@
+"""Tuning a drafter to a machine: answers, times, predictions, the choice, and on request what it is worth."""
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from ...data.chat import encode_prompt
+from ...data.files import write_json
+from ...data.types import Turn
+from ...models.drafters import load_drafter
+from ...models.drafters.base import TrainableDrafter
+from ...models.drafters.saved.build import parse_runtime_config
+from ...models.drafters.saved.checkpoint import read_drafter_config
+from ...models.drafters.saved.tuned import (
+    Choice,
+    describe_place,
+    read_tuned,
+    save_tuned,
+    tuned_choice,
+)
+from ...models.target.hf_target import HFTarget
+from ...models.target.packed_linears import packed_linears
+from ..config import EvalConfig
+from ..measure.environment import describe_environment
+from ..measure.memory import within_memory
+from ..measure.methods import TunedSettings
+from ..run import acceptance_rule, cpu_threads, load_suites
+from .grids import Grid, candidates, extended, grid_of
+from .replay import Answered, answer_prompts
+from .search import (
+    Prediction,
+    Replay,
+    Setting,
+    Speed,
+    Trial,
+    choose,
+    finalists,
+    measure_all,
+    predict,
+    regret,
+    replay_all,
+)
+from .step_times import StepTimes, measure_step_times
+
+logger = logging.getLogger(__name__)
+
+TUNING_FILE = "tuning.json"
+
+
+MAX_EXTENSIONS = 4
+"""Times that a grid grows at its edges: an option comes up to 16 times as far as it is tried at first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """A setting that ran out of memory in batches of a size; None is plain decoding."""
+
+    setting: Setting
+    batch_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """All that was found out."""
+
+    choices: dict[int, Choice]
+    """By batch size: the fastest of the finalists."""
+    predictions: list[Prediction]
+    finals: list[Speed]
+    """Of plain decoding and the settings predicted to be the fastest: decoded with for real, to choose among them."""
+    checked: list[Speed]
+    """Of every setting, measured after the choice; empty unless it was asked for."""
+    regrets: dict[int, float]
+    """By batch size: the share of speed that the choice lacks of the best setting's, by what was checked."""
+    predicted_regrets: dict[int, float]
+    """The same of the setting that was predicted to be the fastest."""
+    step_times: StepTimes
+    left_out: list[LeftOut] = field(default_factory=list)
+    """What ran out of memory. A batch size has no choice where plain decoding did."""
+
+    def errors(self, batch_size: int) -> list[float]:
+        """By how much the predicted speedups exceed the checked ones, as a share of these, for batches of this size."""
+        guessed, real = (_speedups(speeds, batch_size) for speeds in (self.predictions, self.checked))
+        return [guessed[setting] / speedup - 1 for setting, speedup in real.items()]
+
+
+def _speedups(speeds: Sequence[Speed], batch_size: int) -> dict[str, float]:
+    found = {json.dumps(each.setting): each.tokens_per_second for each in speeds if each.batch_size == batch_size}
+    plain = found.pop(json.dumps(None))
+    return {setting: speed / plain for setting, speed in found.items()}
+
+
+def tune(
+    config: EvalConfig,
+    target: HFTarget,
+    drafter_dir: Path,
+    output_dir: Path,
+    *,
+    settings: Sequence[dict[str, Any]] | None = None,
+    batch_sizes: Sequence[int] = (1,),
+    check: bool = False,
+    write: bool = True,
+) -> Tuning:
+    """Choose the drafter's setting for each batch size, among `settings` or its kind's grid, for the first temperature of
+    `config`. Everything found goes to `output_dir`, the choice beside the drafter's weights.
+
+    The grid grows while the setting that is predicted to be the fastest lies at its edge (`extended`). Raises ValueError where
+    no prompt fits, where nothing fits into memory, and for a drafter that draws its drafts at random, whose steps can't be
+    replayed.
+    """
+    read_tuned(drafter_dir)  # what it can't be written into shows now
+    temperature = config.temperatures[0]
+    grid = grid_of(drafter_dir) if settings is None else None
+    settings = candidates(drafter_dir, grid) if grid is not None else list(settings or ())
+    with ExitStack() as stack:
+        stack.enter_context(cpu_threads(config.num_threads))
+        _require_trees_of_the_text(drafter_dir, settings)
+        drafter = _first_fitting(drafter_dir, target, settings)
+        if config.pack_weights:
+            stack.enter_context(packed_linears(target.model))
+        longest = min(target.context_length, drafter.context_length or target.context_length)
+        trial = Trial(
+            directory=drafter_dir,
+            target=target,
+            rule=acceptance_rule("exact", temperature),
+            answered=_answers(config, target, longest, drafter.feature_layers, max(batch_sizes)),
+            pack=config.pack_weights,
+        )
+        tuning = _tune(trial, drafter, Tried(settings=[None, *settings], grid=grid), batch_sizes, check=check)
+        place, environment = describe_place(target, drafter_dir, temperature), describe_environment(target.device)
+    found = asdict(tuning) | {
+        "place": asdict(place),
+        "environment": asdict(environment),
+        "num_prompts": len(trial.answered),
+        "max_new_tokens": config.max_new_tokens,
+    }
+    write_json(output_dir / TUNING_FILE, found)
+    if write:
+        save_tuned(drafter_dir, place, tuning.choices)
+    return tuning
+
+
+def _first_fitting(drafter_dir: Path, target: HFTarget, settings: Sequence[dict[str, Any]]) -> TrainableDrafter:
+    """Load the drafter in the first setting that fits into memory. Raises ValueError where none does.
+
+    A setting that doesn't fit is left out, and named, where it is replayed.
+    """
+    for setting in settings:
+        if (drafter := within_memory(partial(load_drafter, drafter_dir, target, **setting), target)) is not None:
+            return drafter
+    raise ValueError(
+        f"{drafter_dir} ran out of memory while it was loaded, in every setting; load the target in a narrower type "
+        "(--dtype) or on a larger device"
+    )
+
+
+def _require_trees_of_the_text(drafter_dir: Path, settings: Sequence[dict[str, Any]]) -> None:
+    saved = read_drafter_config(drafter_dir)
+    for setting in settings:
+        _, config = parse_runtime_config({"kind": saved.kind, **saved.drafter}, setting)
+        if getattr(config, "temperature", 0.0):
+            raise ValueError(
+                f"{drafter_dir} draws its drafts at random{f' with {setting}' if setting else ''}, so its steps can't be "
+                "replayed; set its temperature to 0"
+            )
+
+
+@dataclass(slots=True, kw_only=True)
+class Tried:
+    """The settings tried so far, and the grid that they are from; None where somebody named them."""
+
+    settings: list[Setting]
+    grid: Grid | None
+
+    def extend(self, directory: Path, predictions: Sequence[Prediction], batch_sizes: Sequence[int]) -> list[Setting]:
+        """Let the grid grow where the fastest setting for a batch size lies at its edge. Returns the settings that it adds."""
+        if self.grid is None:
+            return []
+        grid = self.grid
+        for size in batch_sizes:
+            drafting = [speed for speed in predictions if speed.batch_size == size and speed.setting is not None]
+            best = max(drafting, key=lambda speed: speed.tokens_per_second, default=None)
+            grid = grid if best is None or best.setting is None else extended(grid, best.setting)
+        added: list[Setting] = [setting for setting in candidates(directory, grid) if setting not in self.settings]
+        for name, values in grid.items():
+            if further := values[len(self.grid[name]) :]:
+                logger.info("the fastest settings have %s at the edge of what was tried: trying %s, too", name, further)
+        self.grid = grid
+        self.settings += added
+        return added
+
+
+def _tune(trial: Trial, drafter: TrainableDrafter, tried: Tried, batch_sizes: Sequence[int], *, check: bool) -> Tuning:
+    times, predictions = _predict_all(trial, drafter, tried, batch_sizes)
+    finals: list[Speed] = []
+    checked: list[Speed] = []
+    for size in _sizes_with(None, predictions, batch_sizes):
+        finals += measure_all(trial, finalists(predictions, size), size)
+        fitting = [speed.setting for speed in predictions if speed.batch_size == size]
+        checked += measure_all(trial, fitting, size) if check else []
+    sizes = _sizes_with(None, finals, batch_sizes)
+    if not sizes:
+        raise ValueError(
+            f"plain decoding ran out of memory in batches of {', '.join(map(str, batch_sizes))}, so there is nothing to hold a "
+            "setting against; lower --batch-size or --max-new-tokens"
+        )
+    choices = {size: choose(finals, size) for size in sizes}
+    guesses = {size: choose(predictions, size) for size in sizes}
+    return Tuning(
+        choices=choices,
+        predictions=predictions,
+        finals=finals,
+        checked=checked,
+        regrets=_regrets(choices, checked),
+        predicted_regrets=_regrets(guesses, checked),
+        step_times=times,
+        left_out=_left_out(tried, predictions, finals, batch_sizes),
+    )
+
+
+def _predict_all(
+    trial: Trial, drafter: TrainableDrafter, tried: Tried, batch_sizes: Sequence[int]
+) -> tuple[StepTimes, list[Prediction]]:
+    """The predictions of all settings, and of those that their grid grows by."""
+    replays = replay_all(trial, tried.settings, batch_sizes)
+    times = _step_times(trial, drafter, replays, batch_sizes)
+    predictions = _predictions(replays, times)
+    for _ in range(MAX_EXTENSIONS):
+        added = tried.extend(trial.directory, predictions, batch_sizes)
+        if not added:
+            break
+        replays += replay_all(trial, added, batch_sizes)
+        if _largest(replays) > max(times.node_counts):
+            times = _step_times(trial, drafter, replays, batch_sizes)
+        predictions = _predictions(replays, times)
+    return times, predictions
+
+
+def _step_times(trial: Trial, drafter: TrainableDrafter, replays: Sequence[Replay], batch_sizes: Sequence[int]) -> StepTimes:
+    """The target's, for all trees of these replays."""
+    # Where answers are half written: what a step reads grows with the text.
+    texts = [each.text[: len(each.prompt) + len(each.answer) // 2] for each in trial.answered]
+    largest = _largest(replays)
+    rows, nodes = _powers(max(batch_sizes), *batch_sizes), [0, *_powers(largest, largest)]
+    return measure_step_times(trial.target, texts, rows, nodes, drafter=drafter)
+
+
+def _largest(replays: Sequence[Replay]) -> int:
+    return max((step.nodes for replay in replays for step in replay.run.passes), default=0)
+
+
+def _predictions(replays: Sequence[Replay], times: StepTimes) -> list[Prediction]:
+    predicted = (predict(replay, times) for replay in replays)
+    return [prediction for prediction in predicted if prediction is not None]
+
+
+def _sizes_with(setting: Setting, speeds: Sequence[Speed], batch_sizes: Sequence[int]) -> list[int]:
+    """The batch sizes at which a setting has a speed."""
+    known = {speed.batch_size for speed in speeds if speed.setting == setting}
+    return [size for size in batch_sizes if size in known]
+
+
+def _regrets(choices: Mapping[int, Choice], checked: Sequence[Speed]) -> dict[int, float]:
+    """By batch size, where the chosen setting and plain decoding were checked: all settings share the memory there, so that it
+    may run out."""
+    return {
+        size: regret(choice.setting, checked, size)
+        for size, choice in choices.items()
+        if all(_sizes_with(setting, checked, [size]) for setting in (None, choice.setting))
+    }
+
+
+def _left_out(
+    tried: Tried, predictions: Sequence[Prediction], finals: Sequence[Speed], batch_sizes: Sequence[int]
+) -> list[LeftOut]:
+    """The settings without a prediction, and the finalists without a speed."""
+    lost = []
+    for setting, size in product(tried.settings, batch_sizes):
+        is_predicted, is_measured = (bool(_sizes_with(setting, speeds, [size])) for speeds in (predictions, finals))
+        if not is_predicted or (not is_measured and setting in finalists(predictions, size)):
+            lost.append(LeftOut(setting=setting, batch_size=size))
+            logger.warning("%s ran out of memory in batches of %d and is left out", setting or "plain decoding", size)
+    return lost
+
+
+def tuned_settings(config: EvalConfig, target: HFTarget, drafter_dirs: Sequence[Path]) -> TunedSettings:
+    """What was chosen here of each drafter for each temperature and batch size of an evaluation.
+
+    Raises ValueError where nothing was tuned here.
+    """
+    with cpu_threads(config.num_threads):
+        return {
+            directory: {
+                (temperature, size): tuned_choice(directory, target, batch_size=size, temperature=temperature).setting
+                for temperature, size in product(config.temperatures, config.batch_sizes)
+            }
+            for directory in drafter_dirs
+        }
+
+
+def _powers(largest: int, *others: int) -> list[int]:
+    """Powers of two below the largest of what is timed, and these others."""
+    powers = [1 << exponent for exponent in range(largest.bit_length()) if 1 << exponent < largest]
+    return sorted({*powers, *others})
+
+
+def _answers(
+    config: EvalConfig, target: HFTarget, longest: int, feature_layers: tuple[int, ...], batch_size: int
+) -> list[Answered]:
+    """The target's answers to the first turns of the suites' prompts, where prompt and answer have at most `longest` tokens.
+
+    Raises ValueError where these fill no batch of this size.
+    """
+    prompts = []
+    for suite in load_suites(config):
+        for prompt in suite.prompts:
+            ids = encode_prompt([Turn(role="user", content=prompt.turns[0])], target.tokenizer)[0].to(target.device)
+            if len(ids) + config.max_new_tokens <= longest:
+                prompts.append(ids)
+    if not prompts:
+        raise ValueError(
+            f"no prompt leaves room for {config.max_new_tokens} new tokens in a context of {longest}; lower --max-new-tokens"
+        )
+    rule = acceptance_rule("exact", config.temperatures[0])
+    answered = answer_prompts(target, prompts, rule, max_new_tokens=config.max_new_tokens, feature_layers=feature_layers)
+    answered = [each for each in answered if len(each.answer) > 1]  # others end with their prefill
+    if not answered:
+        raise ValueError("the target's answers to these prompts end with their first token; choose other prompts")
+    if len(answered) < batch_size:
+        raise ValueError(
+            f"a batch size is {batch_size}, and {len(answered)} prompts can be replayed, which fill no such batch; "
+            "raise the suite's limit, or lower the batch size"
+        )
+    return answered

@@ -1,0 +1,1 @@
+"""How drafters with attention are trained: branches behind positions of a text."""

@@ -1,0 +1,78 @@
+"""Drafters with attention are trained on branches: behind each chosen position of a text hangs the target's continuation.
+
+    text      a b c d e        behind b: c x y     behind d: e z w
+
+Text and branches are read together. An entry of a branch sees the text before it and its own branch up to itself, so that all
+positions and depths are trained side by side, on what decoding shows the drafter and on nothing else.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Int, Shaped
+from torch.nn.functional import pad
+
+from ....data.types import DrafterBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Branches:
+    """The branches of a batch, row by row, padded to the row with most. `columns` says where in its row each begins, `starts`
+    where its text does.
+
+    Entries of depths 0..D-1 lie depth by depth: that of branch n at depth d is entry d * branches + n.
+    """
+
+    columns: Int[torch.Tensor, "batch branch"]
+    starts: Int[torch.Tensor, "batch branch"]
+    real: Bool[torch.Tensor, "batch branch"]
+    text_starts: Int[torch.Tensor, "rows seq"]
+
+    @classmethod
+    def of(cls, batch: DrafterBatch) -> "Branches":
+        """A branch for each of the batch's positions, in their order."""
+        count = batch.positions.sum(1)
+        real = torch.arange(int(count.max()), device=count.device) < count[:, None]
+        columns, starts = torch.zeros_like(real, dtype=torch.long), torch.zeros_like(real, dtype=torch.long)
+        columns[real] = batch.positions.nonzero()[:, 1]
+        text_starts = torch.zeros_like(batch.position_ids)
+        if batch.starts is not None:
+            text_starts = batch.starts
+            starts[real] = batch.starts[batch.positions]
+        return cls(columns=columns, starts=starts, real=real, text_starts=text_starts)
+
+    @property
+    def num_columns(self) -> int:
+        return self.text_starts.shape[1]
+
+    @property
+    def positions(self) -> Int[torch.Tensor, "batch branch"]:
+        """Where in its text each begins, from 0 on."""
+        return self.columns - self.starts
+
+    def spread(self, values: Shaped[torch.Tensor, "position *rest"]) -> Shaped[torch.Tensor, "batch branch *rest"]:
+        """Values at each position to where its branch is; zeros at the padding."""
+        result = values.new_zeros(*self.real.shape, *values.shape[1:])
+        result[self.real] = values
+        return result
+
+    def collect(self, values: Shaped[torch.Tensor, "batch branch *rest"]) -> Shaped[torch.Tensor, "position *rest"]:
+        """The reverse of `spread`."""
+        return values[self.real]
+
+    def text_mask(self, *, with_own_column: bool) -> Bool[torch.Tensor, "batch 1 branch seq"]:
+        """What a branch sees of its own text: what is before it, with the column where it begins where `with_own_column`."""
+        last = self.columns[:, :, None] + int(with_own_column)
+        column = torch.arange(self.num_columns, device=last.device)
+        return ((column < last) & (column >= self.starts[:, :, None]))[:, None]
+
+    def whole_mask(self, num_depths: int, *, with_own_column: bool) -> Bool[torch.Tensor, "batch 1 query query"]:
+        """What everybody sees where text and entries are read in one pass: each text, causally, then the entries by depth."""
+        size = self.num_columns + num_depths * self.columns.shape[1]
+        causal = torch.ones(self.num_columns, self.num_columns, dtype=torch.bool, device=self.columns.device).tril()
+        text = causal & (self.text_starts[:, :, None] == self.text_starts[:, None])  # [rows, column, column]
+        rows = [text[:, None].expand(len(self.columns), 1, -1, -1)]
+        of_text = self.text_mask(with_own_column=with_own_column)
+        own = torch.eye(self.columns.shape[1], dtype=torch.bool, device=causal.device).expand(len(of_text), 1, -1, -1)
+        rows += [torch.cat([of_text, own.repeat(1, 1, 1, depth + 1)], dim=3) for depth in range(num_depths)]
+        return torch.cat([pad(row, (0, size - row.shape[-1])) for row in rows], dim=2)

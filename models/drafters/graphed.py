@@ -1,0 +1,49 @@
+"""Drafters that are replayed as CUDA graphs."""
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Int
+
+from ..decoding.protocols import Drafter
+from ..decoding.sampling import Randomness
+from ..decoding.tree import DraftTree
+from ..target.cuda_graphs import GraphedFunction, Recorder
+
+
+@runtime_checkable
+class RecordableDrafter(Drafter[torch.Tensor], Protocol):
+    """A drafter whose `propose` is `trim` of `draft`, and whose `draft` can be recorded.
+
+    `draft` reads nothing but its arguments, samples nothing, and returns a tree whose size does not
+    depend on their values. `trim` may read values, to cut padding.
+    """
+
+    def draft(self, state: torch.Tensor, last_token: Int[torch.Tensor, " batch"]) -> DraftTree: ...
+
+    def trim(self, tree: DraftTree) -> DraftTree: ...
+
+    @property
+    def tree_sizes(self) -> Sequence[int]:
+        """Return all sizes of the trees that `trim` returns."""
+
+
+class GraphedDrafter:
+    """A drafter replayed as a CUDA graph: one that is `recordable`, such as ReDrafter.
+
+    The tree that it proposes is overwritten by its next one. Its settings must stay as they are.
+    """
+
+    def __init__(self, drafter: RecordableDrafter, recorder: Recorder | None = None) -> None:
+        self.drafter = drafter
+        self.max_nodes, self.feature_layers = drafter.max_nodes, drafter.feature_layers
+        self.init_state, self.advance, self.select = drafter.init_state, drafter.advance, drafter.select
+        self._draft = GraphedFunction(drafter.draft, recorder)
+
+    @property
+    def tree_sizes(self) -> Sequence[int]:
+        return self.drafter.tree_sizes
+
+    def propose(self, state: torch.Tensor, last_token: torch.Tensor, *, generator: Randomness = None) -> DraftTree:
+        return self.drafter.trim(self._draft(state, last_token))

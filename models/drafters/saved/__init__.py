@@ -1,0 +1,1 @@
+"""Drafters in folders and on the Hub."""

@@ -1,0 +1,78 @@
+"""Drafter checkpoints: saving and loading the folders that `files` describes."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+
+from ....data.files import atomic_write_bytes, write_json
+from ....data.manifest import TargetIdentity
+from ...target.hf_target import HFTarget
+from ..base import TrainableDrafter
+from ..registry import kind_of
+from .build import drafter_of_weights, parse_runtime_config
+from .files import (
+    CONFIG_FILE,
+    FORMAT_VERSION,
+    WEIGHTS_FILE,
+    DrafterFile,
+    read_drafter_config,
+)
+from .hub import resolve_drafter
+
+logger = logging.getLogger(__name__)
+
+
+def save_drafter(drafter: TrainableDrafter, directory: Path, target: TargetIdentity) -> None:
+    """Write weights, then config; each file appears whole or not at all, and the config says that the weights are there."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()}
+    atomic_write_bytes(directory / WEIGHTS_FILE, safetensors.torch.save(tensors))
+    config = DrafterFile(format_version=FORMAT_VERSION, kind=kind_of(drafter), drafter=asdict(drafter.config), target=target)
+    write_json(directory / CONFIG_FILE, asdict(config))
+
+
+def change_options(directory: Path, options: Mapping[str, Any]) -> bool:
+    """Change how a saved drafter drafts by default. False where it does so already."""
+    saved = read_drafter_config(directory)
+    drafter = {**saved.drafter, **options}
+    if drafter == saved.drafter:
+        return False
+    write_json(directory / CONFIG_FILE, asdict(replace(saved, drafter=drafter)))
+    logger.info("%s now drafts with %s", directory, ", ".join(f"{name} {value}" for name, value in sorted(options.items())))
+    return True
+
+
+def load_drafter(
+    directory: Path | str, target: HFTarget, *, revision: str | None = None, **runtime_options: Any
+) -> TrainableDrafter:
+    """The drafter of a directory, or of a repository on the Hub (`user/name`, `user/name@revision`), bound to `target`, in its
+    device and dtype, ready to draft.
+
+    `runtime_options` change how it drafts, such as a ReDrafter's `beam_width`. Raises ValueError for a target of another shape
+    or tokenizer, for options that would change the weights, and for missing, unknown or wrongly shaped tensors.
+    """
+    directory = resolve_drafter(directory, revision)
+    saved = read_drafter_config(directory)
+    require_fitting_target(directory, saved.target, target.identity)
+    kind, config = parse_runtime_config({"kind": saved.kind, **saved.drafter}, runtime_options)
+    drafter = drafter_of_weights(kind, config, directory, target)
+    for parameter in drafter.parameters():  # not buffers: rotary frequencies in 16 bits would lose a long text's positions
+        parameter.data = parameter.data.to(target.dtype)
+    return drafter.to(device=target.device).eval().requires_grad_(False)
+
+
+def require_fitting_target(directory: Path, trained_for: TargetIdentity, target: TargetIdentity) -> None:
+    problems = [
+        f"{name}: {getattr(trained_for, name)} for the drafter, {getattr(target, name)} for this target"
+        for name in ("hidden_size", "vocab_size", "tokenizer_sha256")
+        if getattr(trained_for, name) != getattr(target, name)
+    ]
+    if problems:
+        raise ValueError(
+            f"the drafter in {directory} was trained for {trained_for.name} and doesn't fit {target.name}: "
+            f"{'; '.join(problems)}. Evaluate it with its own target, or train one for this target"
+        )

@@ -1,0 +1,1 @@
+"""The frozen target: any causal language model of transformers, loaded and decoded with."""

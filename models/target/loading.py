@@ -1,0 +1,188 @@
+"""Loading a target from a directory or the Hub, with its mistakes named before any long work."""
+
+import json
+import logging
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from ...data.manifest import TargetIdentity
+from ..machine import turn_off_cudnn_attention
+from .config import TargetConfig
+from .digests import WEIGHT_PATTERNS, config_digest, tokenizer_digest, weights_digest
+from .hf_target import HFTarget
+from .quantization import describe, make_config, require_packages, stored_method
+from .tensor_parallel import make_sharding, require_whole_ends
+
+logger = logging.getLogger(__name__)
+
+LEAST_SHARE = 0.9
+"""Models pad their vocabulary to round numbers, which adds a few percent at most."""
+
+
+def load_target(config: TargetConfig | str, device: torch.device | None = None, *, safetensors_only: bool = False) -> HFTarget:
+    """The frozen target (of a configuration, or only a directory or Hub id) on `config.device`, else `device`, else the first
+    accelerator, else the CPU. With `safetensors_only` no pickled weights are read.
+
+    On CUDA this turns off cuDNN's attention for the whole process (see `turn_off_cudnn_attention`).
+
+    Raises ValueError where the directory is incomplete or its tokenizer doesn't belong to it.
+    """
+    config = TargetConfig(name_or_path=config) if isinstance(config, str) else config
+    tokenizer = load_tokenizer(config)  # a second's work: its mistakes come first
+    place = _parse_device(config.device) if config.device else device or default_device()
+    if config.cuda_graphs and place.type != "cuda":
+        raise ValueError(f"target.cuda_graphs is on, and the target goes to {place}; choose a CUDA device, or turn it off")
+    model = _load_model(config, place, safetensors_only)
+    model.eval().requires_grad_(False)
+    turn_off_cudnn_attention(model.device)
+    vocab_size = model.config.get_text_config().vocab_size
+    if len(tokenizer) > vocab_size:
+        raise ValueError(
+            f"the tokenizer of {config.name_or_path} has {len(tokenizer)} tokens and the model only {vocab_size}; "
+            "this is another model's tokenizer: put the right tokenizer files into the directory"
+        )
+    identity = TargetIdentity(
+        name=_public_name(config.name_or_path),
+        revision=config.revision,
+        weights_sha256=weights_digest(config.name_or_path, getattr(model.config, "_commit_hash", None)),
+        config_sha256=config_digest(config.name_or_path),
+        quantization=describe(config.quantization),
+        tokenizer_sha256=tokenizer_digest(tokenizer),
+        hidden_size=model.config.get_text_config().hidden_size,
+        vocab_size=vocab_size,
+    )
+    target = HFTarget(
+        model,
+        tokenizer,
+        identity,
+        compiled=config.compiled,
+        cuda_graphs=config.cuda_graphs,
+        tensor_parallel=config.tensor_parallel,
+    )
+    _check_stop_tokens(target)
+    return target
+
+
+def load_tokenizer(config: TargetConfig) -> PreTrainedTokenizerBase:
+    """The target's tokenizer."""
+    _check_directory(config.name_or_path)
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            config.name_or_path,
+            revision=config.revision,
+            trust_remote_code=config.trust_remote_code,
+            **config.tokenizer_options,
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"no tokenizer could be loaded from {config.name_or_path!r}: {error}. "
+            "Is it a Hub id that you can reach, or a directory with tokenizer.json?"
+        ) from error
+    return tokenizer
+
+
+def _check_stop_tokens(target: HFTarget) -> None:
+    """A tokenizer with fewer tokens than the model is common (vocabularies are padded); one with another end is suspicious."""
+    end, stops, num_tokens = target.tokenizer.eos_token_id, target.stop_ids, len(target.tokenizer)
+    if any(stop >= num_tokens for stop in stops):
+        raise ValueError(
+            f"the model {target.identity.name} ends its answers with the tokens {stops}, and its tokenizer has only "
+            f"{num_tokens}: this is another model's tokenizer; put the right tokenizer files into the directory"
+        )
+    if num_tokens < LEAST_SHARE * target.vocab_size:
+        raise ValueError(
+            f"the tokenizer of {target.identity.name} has {num_tokens} tokens and the model {target.vocab_size}, far more than "
+            "padding explains: this is another model's tokenizer; put the right tokenizer files into the directory"
+        )
+    if stops and end is not None and end not in stops:
+        logger.warning(
+            "the tokenizer's end token is %d, and the model %s ends its answers with %s; "
+            "are these the tokenizer files of this model?",
+            end,
+            target.identity.name,
+            stops,
+        )
+
+
+def _load_model(config: TargetConfig, place: torch.device, safetensors_only: bool) -> PreTrainedModel:
+    dtype = config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+    stored = stored_method(config.name_or_path)
+    if stored is not None:
+        require_packages(stored)
+    placed: dict[str, Any] = {}  # what says more of how and where to load it
+    if config.quantization is not None:
+        placed = {"quantization_config": make_config(config.quantization)}
+    if placed or stored:
+        placed["device_map"] = {"": place}  # they are quantised where they go to, and some can't be moved later
+    if config.tensor_parallel:
+        placed = {"distributed_config": make_sharding(config)}
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            config.name_or_path,
+            revision=config.revision,
+            dtype=dtype,
+            attn_implementation=config.attn_implementation,
+            trust_remote_code=config.trust_remote_code,
+            use_safetensors=True if safetensors_only else None,
+            output_loading_info=True,
+            **placed,
+        )
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError, pickle.UnpicklingError) as error:
+        raise ValueError(
+            f"the target {config.name_or_path!r} can't be loaded: {error}. Do config.json and the weights belong together, and "
+            "is the download complete?"
+        ) from error
+    model: PreTrainedModel = loaded[0]
+    missing = sorted(loaded[1]["missing_keys"])
+    if missing:
+        raise ValueError(
+            f"the weights of {config.name_or_path!r} lack {len(missing)} tensors that the model needs "
+            f"(the first: {missing[0]}); they would be random: complete the download, or point to the right directory"
+        )
+    if config.tensor_parallel:
+        require_whole_ends(model)
+    if not placed:
+        model.to(device=place)  # type: ignore[call-arg]  # transformers wraps `to` in a way that hides its signature
+    return model
+
+
+def _check_directory(name_or_path: str) -> None:
+    directory = Path(name_or_path)
+    if not directory.is_dir():
+        if name_or_path.startswith((".", "/", "~")):
+            raise ValueError(f"there is no target directory {name_or_path}; give an existing directory or a Hub id")
+        return
+    if not (directory / "config.json").is_file():
+        raise ValueError(f"{directory} has no config.json, so it isn't a transformers model directory")
+    try:
+        json.loads((directory / "config.json").read_text())
+    except ValueError as error:
+        raise ValueError(f"{directory / 'config.json'} is not a JSON file ({error}); complete the download") from error
+    if not any(any(directory.glob(pattern)) for pattern in WEIGHT_PATTERNS):
+        raise ValueError(f"{directory} has no weights ({' or '.join(WEIGHT_PATTERNS)}); complete the download")
+
+
+def _public_name(name_or_path: str) -> str:
+    """The Hub id, or only the directory's last name: no path of this machine belongs into a published checkpoint."""
+    path = Path(name_or_path)
+    return path.resolve().name if path.is_dir() else name_or_path
+
+
+def _parse_device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device).tolist()  # a device may be named and yet not be there, or hold no numbers
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(f"there is no device {name!r} ({error}); use one like cpu, cuda or cuda:1") from error
+    return device
+
+
+def default_device() -> torch.device:
+    """Return the first accelerator that is there, else the CPU. PyTorch's CUDA build names CUDA also on
+    a machine without a GPU, so its being there is asked for."""
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")

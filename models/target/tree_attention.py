@@ -1,0 +1,249 @@
+"""How a draft tree is shown to an unmodified model: 4-D masks and position ids, nothing else.
+
+A 4-D mask replaces the model's own in every layer. So each kind of layer gets its own (full attention, sliding window), and
+nothing but masks and position ids may tell the model where a token stands. `require_tree_attention` refuses what a
+configuration shows not to be so; what it doesn't show, the target's probe finds (see `HFTarget`).
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import nn
+from torch.nn.functional import pad, scaled_dot_product_attention
+from transformers import PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..decoding.tree import depths
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+BIASED_MODELS = ("bloom", "mpt")
+LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
+
+Mask = Float[torch.Tensor, "batch 1 query key"]
+
+
+def attention_kinds(model: PreTrainedModel) -> dict[str, int | None]:
+    """The kinds of attention layers, by transformers' names, and the window of each (None: the whole text).
+
+    Raises ValueError where a kind can't read a draft tree.
+    """
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    kinds = set(getattr(config, "layer_types", None) or (SLIDING if window is not None else FULL,))
+    if strange := kinds - {FULL, SLIDING}:
+        raise ValueError(
+            f"{type(model).__name__} has layers of type {', '.join(sorted(strange))}; they don't attend to single tokens of "
+            "the text, so they can't read a draft tree. Choose another target"
+        )
+    return {kind: window if kind == SLIDING else None for kind in sorted(kinds)}
+
+
+def require_tree_attention(model: PreTrainedModel) -> None:
+    """Raise ValueError where the configuration tells that a draft tree can't be verified rightly: then, better not at all."""
+    attention_kinds(model)
+    config = model.config.get_text_config()
+    name = type(model).__name__
+    if hasattr(config, "attention_types"):
+        raise ValueError(
+            f"{name} cuts windows by column, whatever the position ids say, so trees and batches would go wrong. "
+            "Choose another target"
+        )
+    if hasattr(config, "keep_window_size"):
+        raise ValueError(
+            f"{name} chooses which columns of its cache to read by their number, so trees and batches would go wrong. "
+            "Choose another target"
+        )
+    if (kind := _length_dependent_rope(config)) is not None:
+        raise ValueError(
+            f"{name} chooses its rotary frequencies ({kind}) by the longest position in a pass, so a draft node or a neighbour "
+            "in the batch would change them. Choose another target, or one whose configuration stays within the original length"
+        )
+    if getattr(config, "alibi", False) or config.model_type in BIASED_MODELS:
+        raise ValueError(
+            f"{name} tells positions by a bias on the attention scores (ALiBi), which position ids don't reach. "
+            "Choose another target"
+        )
+    if getattr(config, "attn_logit_softcapping", None) is not None and model.config._attn_implementation != "eager":
+        raise ValueError(
+            f"{name} caps its attention scores, which only transformers' eager attention does together with a mask; "
+            "set target.attn_implementation to eager"
+        )
+
+
+def _length_dependent_rope(config: Any) -> str | None:
+    """The kind of rotary embedding where it depends on the length of the text, in a context long enough for that."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for each in [parameters, *(value for value in parameters.values() if isinstance(value, dict))]:
+        kind = each.get("rope_type")
+        if kind not in LENGTH_DEPENDENT_ROPES:
+            continue
+        original = each.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+        if original is None or config.max_position_embeddings > original:
+            return str(kind)
+    return None
+
+
+def tree_attention_mask(
+    lineage: Int[torch.Tensor, "batch node depth"],
+    lengths: Int[torch.Tensor, " batch"],
+    extent: int,
+    dtype: torch.dtype,
+    window: int | None = None,
+    queries: slice = slice(None),
+) -> Mask:
+    """Additive mask of the last committed token and the tree's nodes over `extent` cache columns.
+
+    Row b's first `lengths[b]` columns are its committed text, the next are the queries themselves. Everybody sees the committed
+    text and the last token; a node sees itself and its ancestors besides; with `window`, only what is less than so many
+    positions back. Additive rather than boolean: the one form that both the sdpa and the eager attention of transformers take
+    as it is.
+
+    Of the last committed token and the nodes, only the `queries` get a row. The mask is new memory
+    and no slice of a larger one: kernels on a GPU read masks in words of several bytes, which must
+    begin at such an address.
+    """
+    batch, num_nodes, _ = lineage.shape
+    hidden = hidden_score(dtype)
+    # By query, what is added to the scores of: the committed text (0), the last token (1), the nodes (2..), what isn't written.
+    added = torch.full((batch, 1 + num_nodes, num_nodes + 3), hidden, dtype=dtype, device=lineage.device)
+    added[:, :, :2] = 0
+    added[:, 1:, 1:].scatter_(2, lineage + 1, 0)  # NO_NODE falls on the last token, which everybody sees anyway
+    added = added[:, queries]
+    what = torch.arange(1, extent + 1, device=lengths.device) - lengths[:, None]  # [batch, key]: 0 and less where committed
+    mask = added.gather(2, what.clamp(0, num_nodes + 2)[:, None].expand(-1, added.shape[1], -1))
+    if window is not None:
+        depth = pad(depths(lineage), (1, 0))  # [batch, query]
+        # Positions are counted from the last committed token, at 0.
+        key_position = torch.where(what <= 0, what - 1, depth.gather(1, (what - 1).clamp(0, num_nodes)))
+        mask.masked_fill_(depth[:, queries, None] - key_position[:, None] >= window, hidden)
+    return mask[:, None]
+
+
+def hidden_score(dtype: torch.dtype) -> float:
+    """Return what an additive mask adds to the score of a key that a query must not see.
+
+    Half of the smallest number: kernels multiply the masked score by log2(e), and the smallest
+    number itself would become minus infinity. A block of keys that are all hidden (a sliding window
+    has them) would then give NaN.
+    """
+    return torch.finfo(dtype).min / 2
+
+
+def visible_columns(
+    related: Bool[torch.Tensor, "batch query entry"], lengths: Int[torch.Tensor, " batch"], extent: int
+) -> Bool[torch.Tensor, "batch query key"]:
+    """What queries see of `extent` cache columns: the committed ones, and of the entries behind them those `related`."""
+    column = torch.arange(extent, device=lengths.device) - lengths[:, None]  # [batch, key]: negative where committed
+    num_entries = related.shape[2]
+    entry = column.clamp(0, num_entries - 1)[:, None].expand(-1, related.shape[1], -1)
+    visible = related.gather(2, entry) & (column < num_entries)[:, None]
+    return visible | (column < 0)[:, None]
+
+
+def masks_by_kind(
+    kinds: dict[str, int | None],
+    lineage: Int[torch.Tensor, "batch node depth"],
+    lengths: Int[torch.Tensor, " batch"],
+    extent: int,
+    dtype: torch.dtype,
+    queries: slice = slice(None),
+) -> Any:
+    """The mask of each kind of layer, as transformers' models take them: one tensor, or a dictionary where kinds differ.
+
+    Of the last committed token and the nodes, only the `queries` get a row.
+    """
+    masks = {}
+    for kind, window in kinds.items():
+        reach = window if window is not None and window < extent else None
+        masks[kind] = tree_attention_mask(lineage, lengths, extent, dtype, reach, queries)
+    return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+# --- attention over grouped heads
+
+IMPLEMENTATION = "outrider_grouped_heads"
+
+
+def _grouped_heads_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface: query is [batch, head, query, head_dim], key and value have fewer heads."""
+    num_groups = query.shape[1] // key.shape[1]
+    special = (name for name in ("softcap", "position_bias", "cache") if kwargs.get(name) is not None)
+    if attention_mask is None or attention_mask.shape[1] != 1 or num_groups == 1 or any(special):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+    attend = attend_grouped if has_grouped_kernel(query.device) else attend_folded
+    return attend(query, key, value, attention_mask, scaling), None
+
+
+def has_grouped_kernel(device: torch.device) -> bool:
+    """Whether the device has a kernel that takes a mask and grouped heads, and is fast for few
+    queries.
+
+    The CPU has. On CUDA cuDNN's kernel takes both, but plans anew for every shape (see
+    `turn_off_cudnn_attention`). Folding also fills a GPU's tiles better: the queries of a group's
+    heads together are one matrix product.
+    """
+    return device.type == "cpu"
+
+
+def attend_grouped(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float | None
+) -> torch.Tensor:
+    """Attend with keys and values that have fewer heads than the queries, by a kernel that knows
+    groups.
+
+    From [batch, head, query, head_dim] and [batch, kv_head, key, head_dim] to [batch, query, head,
+    head_dim].
+    """
+    return scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=True).transpose(1, 2).contiguous()
+
+
+def attend_folded(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float | None
+) -> torch.Tensor:
+    """Do the same by a kernel that knows no groups.
+
+    The heads of a group read the same keys, so their queries can as well be further queries of one
+    head.
+    """
+    batch, num_heads, num_queries, _ = query.shape
+    num_groups = num_heads // key.shape[1]
+    folded = query.reshape(batch, key.shape[1], num_groups * num_queries, -1)
+    output = scaled_dot_product_attention(folded, key, value, mask.repeat(1, 1, num_groups, 1), scale=scale)
+    # The layout of a kernel's output is its own affair: CUDA's memory-efficient one returns [batch,
+    # query, head] transposed. So only dimensions are split and moved here, never viewed as others,
+    # and one copy puts them in order.
+    output = output.unflatten(2, (num_groups, num_queries)).permute(0, 3, 1, 2, 4)
+    return output.reshape(batch, num_queries, num_heads, -1)
+
+
+# Masks are always given under this name, so it needs no mask function.
+ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _grouped_heads_forward)
+
+
+@contextmanager
+def grouped_heads(model: PreTrainedModel) -> Iterator[None]:
+    """Within, a model with sdpa attention reads masked texts without copying its keys and values for every head of a group.
+
+    transformers repeats them where there is a mask: four times the cache's memory traffic in a model with groups of four.
+    """
+    config = model.config.get_text_config()
+    own_implementation = config._attn_implementation
+    if own_implementation == "sdpa":
+        config._attn_implementation = IMPLEMENTATION
+    try:
+        yield
+    finally:
+        config._attn_implementation = own_implementation

@@ -1,0 +1,168 @@
+"""`outrider eval`: its options reach the stage, its exit status tells, and mistakes show before a target is loaded."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from outrider.cli.eval import eval_command
+from outrider.eval import run
+
+from ..eval.test_run import AcceptsAnything
+
+app = typer.Typer()
+app.command()(eval_command)
+
+
+@pytest.fixture
+def command(tiny_target_dir: Path, tiny_drafter_dir: Path, questions: Path, tmp_path: Path) -> list[str]:
+    return [
+        *("--target", str(tiny_target_dir), "--drafter", str(tiny_drafter_dir), "--output", str(tmp_path / "out")),
+        *("--suite", "mt_bench", "--suite-path", f"mt_bench={questions}", "--max-new-tokens", "6"),
+        *("--bandwidth", "10", "--profile-prompts", "1"),
+    ]
+
+
+def test_widths_become_methods_and_the_table_is_printed(command: list[str], tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, [*command, "--beam-width", "1", "--beam-width", "3", "--beam-length", "2"])
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "out" / "summary.json").read_text())
+    methods = ["baseline", "redrafter beam_width=1 beam_length=2", "redrafter beam_width=3 beam_length=2"]
+    assert [row["method"] for row in rows] == methods
+    assert {row["dtype"] for row in rows} == {"float32"}
+    assert "Lossless" in result.output
+    assert "Speedup" in result.output
+    assert str(tmp_path / "out") in result.output.replace("\n", "")
+
+
+def test_every_combination_of_widths_lengths_and_budgets_is_a_method(command: list[str], tmp_path: Path) -> None:
+    options = ["--beam-width", "1", "--beam-width", "2", "--beam-length", "2", "--beam-length", "3", "--tree-nodes", "4"]
+    result = CliRunner().invoke(app, [*command, *options, "--tree-nodes", "5", "--limit", "2", "--profile-prompts", "0"])
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert [row["method"] for row in rows[1:]] == [
+        f"redrafter beam_width={width} beam_length={length} tree_nodes={nodes}"
+        for width in (1, 2)
+        for length in (2, 3)
+        for nodes in (4, 5)
+    ]
+
+
+def test_batch_sizes_reach_the_stage(command: list[str], tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, [*command, "--batch-size", "2", "--batch-size", "1"])
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert [(row["batch_size"], row["method"]) for row in rows] == [
+        (size, method) for size in (2, 1) for method in ("baseline", "redrafter")
+    ]
+    assert "mt_bench, greedy, batch size 2" in result.output
+
+
+def test_own_prompts_are_evaluated_under_their_name(command: list[str], tmp_path: Path) -> None:
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "Why?"}\n{"prompt": "How?"}\n')
+    options = ["--suite", "mine", "--suite-path", f"mine={tmp_path / 'mine.jsonl'}"]
+    result = CliRunner().invoke(app, [*command, *options])
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert {(row["suite"], row["num_prompts"]) for row in rows} == {("mt_bench", 2), ("mine", 2)}
+    assert (tmp_path / "out" / "mine.png").is_file()
+
+
+def test_settings_are_given_as_in_a_configuration(command: list[str], tmp_path: Path) -> None:
+    settings = ["--setting", "{beam_width: 1, beam_length: 2}", "--setting", "{tree_nodes: null}"]
+    result = CliRunner().invoke(app, [*command, *settings])
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert [row["method"] for row in rows] == [
+        "baseline",
+        "redrafter beam_width=1 beam_length=2",
+        "redrafter tree_nodes=None",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--setting", "beam_width"], "'{depth: 5, top_k: 8}'"),
+        (["--setting", "{beam_width: 1"], "'{depth: 5, top_k: 8}'"),
+        (["--setting", "{tree_nodes:0}"], "'tree_nodes:0'; YAML needs a space after the colon"),
+        (["--setting", "{depth: 5}"], "no option depth"),
+        (["--setting", "{beam_width: 1}", "--beam-length", "2"], "leave out --beam-width"),
+    ],
+)
+def test_a_setting_that_is_none_is_told(command: list[str], options: list[str], words: str) -> None:
+    result = CliRunner().invoke(app, [*command, *options])
+    assert words in str(result.exception)
+
+
+def test_temperatures_reach_the_stage(command: list[str], tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, [*command, "--temperature", "0", "--temperature", "0.7"])
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert [(row["temperature"], row["method"]) for row in rows] == [
+        (temperature, method) for temperature in (0.0, 0.7) for method in ("baseline", "redrafter")
+    ]
+
+
+def test_another_chat_template_reaches_the_prompts_and_is_not_mixed_with_the_first(command: list[str], tmp_path: Path) -> None:
+    prompts = []
+    for name, options in {"own": [], "other": ["--chat-template", "vicuna_v1.1"]}.items():
+        result = CliRunner().invoke(app, [*command, *options, "--output", str(tmp_path / name)])
+        assert result.exit_code == 0, result.output
+        prompts.append(json.loads((tmp_path / name / "records.jsonl").read_text().splitlines()[0])["prompt_sha256"])
+    assert prompts[0] != prompts[1]
+    result = CliRunner().invoke(app, [*command, "--output", str(tmp_path / "other")])
+    assert "differs in chat_template" in str(result.exception)
+
+
+def test_a_drafter_that_is_not_lossless_fails_the_command(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(run, "GreedyAcceptance", AcceptsAnything)
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 1
+    assert "NOT LOSSLESS" in result.output
+    rows = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert [row["speedup"] for row in rows] == [1.0, None]
+
+
+def test_mistakes_show_before_the_target_is_loaded(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_late(*args: Any, **kwargs: Any) -> None:
+        pytest.fail("the target was loaded before the mistake was found")
+
+    monkeypatch.setattr("outrider.models.target.loading.load_target", too_late)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (tmp_path / "empty.jsonl").write_text("")
+    mistakes = {
+        "unknown suite 'mt_bunch'": ["--suite", "mt_bunch"],
+        "mt_bench=FILE|SUITE=FILE": ["--suite-path", "alpaca_eval=x.jsonl"],
+        "holds no drafter": ["--drafter", str(empty)],
+        "it must be at least 1": ["--max-new-tokens", "0"],
+        "it must be one of skip, error": ["--too-long", "cut"],
+        "empty": ["--suite-path", f"mt_bench={tmp_path / 'empty.jsonl'}"],
+        "does not exist": ["--suite-path", f"mt_bench={tmp_path / 'nowhere.jsonl'}"],
+        "beam_width is 0": ["--beam-width", "0"],
+        "temperatures is [-1.0]": ["--temperature", "-1"],
+        "batch_sizes is [0]": ["--batch-size", "0"],
+        "SUITE=COMMIT": ["--suite-revision", "gsm8k=abc"],
+        "leave it out": ["--suite-revision", "mt_bench=abc"],
+    }
+    for message, arguments in mistakes.items():
+        result = CliRunner().invoke(app, [*command, *arguments])
+        assert isinstance(result.exception, ValueError), (message, result.output, result.exception)
+        assert any(part in str(result.exception) for part in message.split("|")), result.exception
+    assert len(mistakes) == 12
+
+
+def test_a_half_exported_drafter_is_refused_before_the_target_is_loaded(
+    command: list[str], tiny_drafter_dir: Path, tmp_path: Path
+) -> None:
+    half = tmp_path / "half"
+    half.mkdir()
+    (half / "config.json").write_bytes((tiny_drafter_dir / "config.json").read_bytes())
+    result = CliRunner().invoke(app, [*command, "--drafter", str(half)])
+    assert "model.safetensors is missing" in str(result.exception)

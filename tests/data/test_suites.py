@@ -1,0 +1,213 @@
+import gzip
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.data import suites as prompts_module
+from outrider.data.suites import SUITES, load_suite
+
+
+def test_mt_bench_has_both_turns_and_all_categories(shared_data: Path) -> None:
+    suite = load_suite("mt_bench", str(shared_data / "mt_bench" / "question.jsonl"))
+    assert len(suite.prompts) == SUITES["mt_bench"].num_prompts == 80
+    assert {len(prompt.turns) for prompt in suite.prompts} == {2}
+    assert set(Counter(prompt.category for prompt in suite.prompts).values()) == {10}
+    assert suite.prompts[0].id == "81"
+    assert suite.prompts[0].turns[1].startswith("Rewrite your previous response.")
+
+
+def test_alpaca_eval_is_whole(shared_data: Path) -> None:
+    suite = load_suite("alpaca_eval", str(shared_data / "alpaca_eval" / "alpaca_eval.jsonl"))
+    assert len(suite.prompts) == SUITES["alpaca_eval"].num_prompts == 805
+    assert len({prompt.category for prompt in suite.prompts}) == 5
+    assert len({prompt.id for prompt in suite.prompts}) == 805
+
+
+def question(index: int, **change: object) -> dict[str, object]:
+    return {"question_id": index, "category": "writing", "turns": [f"Question {index}", "And now?"], **change}
+
+
+def write(path: Path, records: list[dict[str, object]]) -> str:
+    path.write_text("\n".join(map(json.dumps, records)))
+    return str(path)
+
+
+def test_the_form_on_the_hub_gives_the_same_prompts(tmp_path: Path) -> None:
+    """The revision must not depend on where the prompts came from."""
+    ours = load_suite("mt_bench", write(tmp_path / "a.jsonl", [question(81), question(82)]))
+    hub = [
+        {"prompt_id": q["question_id"], "category": q["category"], "prompt": q["turns"], "reference": []}
+        for q in map(question, (81, 82))
+    ]
+    theirs = load_suite("mt_bench", write(tmp_path / "b.jsonl", hub))
+    assert ours == theirs
+    alpaca = {"instruction": "Why?", "output": "Because.", "generator": "a model", "dataset": "koala"}
+    suite = load_suite("alpaca_eval", write(tmp_path / "c.jsonl", [alpaca, alpaca]))
+    assert [(prompt.id, prompt.category, prompt.turns) for prompt in suite.prompts] == [
+        ("0", "koala", ("Why?",)),
+        ("1", "koala", ("Why?",)),
+    ]
+
+
+def test_a_file_that_is_not_the_whole_suite_is_noticed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        load_suite("mt_bench", write(tmp_path / "a.jsonl", [question(81)]))
+    assert "holds 1 prompts where mt_bench has 80" in caplog.text
+
+
+def test_a_limit_draws_by_seed_keeps_the_order_and_changes_the_revision(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [question(index) for index in range(80)])
+    whole, first, again, other = (
+        load_suite("mt_bench", path, limit=limit, seed=seed) for limit, seed in ((None, 0), (10, 0), (10, 0), (10, 1))
+    )
+    assert first == again
+    assert len({whole.revision, first.revision, other.revision}) == 3
+    ids = [int(prompt.id) for prompt in first.prompts]
+    assert ids == sorted(ids)
+    assert len(ids) == 10
+    assert load_suite("mt_bench", path, limit=500) == whole
+
+
+@pytest.mark.parametrize(
+    "change", [{"turns": ["only one"]}, {"turns": "text"}, {"category": None}, {"question_id": None}, {"turns": ["a", ""]}]
+)
+def test_a_record_that_is_no_prompt_is_named(change: dict[str, object], tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [question(81), question(82, **change)])
+    with pytest.raises(ValueError, match=r"a.jsonl, record 2: not a prompt of mt_bench"):
+        load_suite("mt_bench", path)
+
+
+def test_repeated_ids_unknown_suites_and_empty_limits_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="two prompts with the id '81'"):
+        load_suite("mt_bench", write(tmp_path / "a.jsonl", [question(81), question(81)]))
+    with pytest.raises(ValueError, match="unknown suite 'mtbench'; the suites are mt_bench, .*stdlib. Prompts of your own"):
+        load_suite("mtbench")
+    with pytest.raises(ValueError, match="limit of suite 'stdlib' is 0"):
+        load_suite("stdlib", limit=0)
+    with pytest.raises(ValueError, match=r"cannot load .*HuggingFaceH4/mt_bench_prompts.*give its path"):
+        load_suite("mt_bench")
+
+
+def test_the_standard_library_suite_is_its_held_out_split_whatever_the_seed() -> None:
+    suite = load_suite("stdlib", seed=5)
+    assert suite == load_suite("stdlib", seed=6)
+    assert len(suite.prompts) > 100
+    assert {len(prompt.turns) for prompt in suite.prompts} == {1}
+    assert {"csv", "socket"} <= {prompt.category for prompt in suite.prompts}
+    assert all(prompt.category in prompt.id for prompt in suite.prompts)
+
+
+def test_spec_bench_has_any_number_of_turns(tmp_path: Path) -> None:
+    records = [question(81), question(161, category="summarization", turns=["Only one."])]
+    suite = load_suite("spec_bench", write(tmp_path / "question.jsonl", records))
+    assert [(prompt.id, prompt.category, len(prompt.turns)) for prompt in suite.prompts] == [
+        ("81", "writing", 2),
+        ("161", "summarization", 1),
+    ]
+    with pytest.raises(ValueError, match="spec_bench isn't on the Hub: download https://github.com/hemingkx/Spec-Bench"):
+        load_suite("spec_bench")
+
+
+def test_mt_bench_is_a_part_of_spec_bench(shared_data: Path) -> None:
+    path = str(shared_data / "mt_bench" / "question.jsonl")
+    assert load_suite("spec_bench", path).prompts == load_suite("mt_bench", path).prompts
+
+
+def test_code_and_grade_school_problems_are_read_from_their_published_files(tmp_path: Path) -> None:
+    problem = {"task_id": "HumanEval/0", "prompt": "def f():\n", "entry_point": "f", "canonical_solution": "", "test": ""}
+    file = tmp_path / "HumanEval.jsonl.gz"
+    file.write_bytes(gzip.compress((json.dumps(problem) + "\n").encode()))
+    (prompt,) = load_suite("human_eval", str(file)).prompts
+    assert (prompt.id, prompt.turns) == ("HumanEval/0", ("def f():\n",))
+    sums = [{"question": f"What is {n} + 1?", "answer": f"#### {n + 1}"} for n in (1, 2)]
+    suite = load_suite("gsm8k", write(tmp_path / "test.jsonl", sums))
+    assert [(prompt.id, prompt.turns) for prompt in suite.prompts] == [("0", ("What is 1 + 1?",)), ("1", ("What is 2 + 1?",))]
+    for name, path in (("gsm8k", file), ("human_eval", tmp_path / "test.jsonl")):
+        with pytest.raises(ValueError, match=f"record 1: not a prompt of {name}"):
+            load_suite(name, str(path))
+
+
+def test_published_suites_are_read_at_their_commit_and_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def load_records(path: str, **options: Any) -> Iterator[Any]:
+        asked.append({"path": path, **options})
+        return iter([{"question": "1 + 1?", "answer": "2", "prompt": "1 + 1?"}])
+
+    monkeypatch.setattr(prompts_module, "load_records", load_records)
+    pinned, other = load_suite("gsm8k"), load_suite("gsm8k", revision="abc")
+    commit = SUITES["gsm8k"].revision
+    assert commit is not None
+    assert [each["revision"] for each in asked] == [commit, "abc"]
+    assert asked[0] | {"revision": None} == {
+        "path": "openai/gsm8k",
+        "split": "test",
+        "subset": "main",
+        "file": None,
+        "revision": None,
+    }
+    assert [pinned.source, other.source] == [f"openai/gsm8k@{commit}", "openai/gsm8k@abc"]
+    assert pinned.revision == other.revision  # the same prompts
+    own = load_suite("mine", "user/prompts", revision="abc")
+    assert (own.source, asked[-1]["path"], asked[-1]["revision"]) == ("user/prompts@abc", "user/prompts", "abc")
+    assert {name for name, suite in SUITES.items() if suite.revision is None} == {"spec_bench"}
+    file = write(tmp_path / "file.jsonl", [{"question": "1 + 1?", "answer": "2"}])
+    for name, path in (("stdlib", None), ("gsm8k", file), ("mine", file)):
+        with pytest.raises(ValueError, match="belongs to the Hub's data; leave it out"):
+            load_suite(name, path, revision="abc")
+
+
+def test_own_prompts_and_conversations_are_a_suite_of_any_name(tmp_path: Path) -> None:
+    records: list[dict[str, object]] = [
+        {"prompt": "Why?"},
+        {"id": 7, "category": "law", "turns": ["One", "Two", "Three"]},
+        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]},
+        {"id": "c", "conversations": [{"from": f, "value": v} for f, v in (("human", "A"), ("gpt", "B"), ("human", "C"))]},
+    ]
+    path = write(tmp_path / "mine.jsonl", records)
+    suite = load_suite("our-prompts.v2", path)
+    assert (suite.name, suite.source) == ("our-prompts.v2", None)
+    assert [(prompt.id, prompt.category, prompt.turns) for prompt in suite.prompts] == [
+        ("0", "prompt", ("Why?",)),
+        ("7", "law", ("One", "Two", "Three")),
+        ("2", "prompt", ("Hi",)),
+        ("c", "prompt", ("A", "C")),
+    ]
+    assert len(load_suite("our-prompts.v2", path, limit=2).prompts) == 2
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"text": "Why?"},
+        {"prompt": ""},
+        {"prompt": ["Why?"]},
+        {"turns": []},
+        {"turns": ["One", 2]},
+        {"prompt": "Why?", "turns": ["Why?"]},
+        {"prompt": "Why?", "id": 1.5},
+        {"prompt": "Why?", "id": True},
+        {"messages": []},
+        {"messages": ["Hi"]},
+        {"messages": [{"role": "assistant", "content": "Ho"}]},
+        {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]},
+        {"messages": [{"role": "user", "content": "Hi"}, {"role": "user", "content": "Hello?"}]},
+        {"conversations": [{"from": "human", "text": "Hi"}]},
+    ],
+)
+def test_an_own_record_that_could_be_misread_is_refused_with_the_forms(record: dict[str, object], tmp_path: Path) -> None:
+    path = write(tmp_path / "mine.jsonl", [{"prompt": "Hm?"}, record])
+    with pytest.raises(ValueError, match=r"mine.jsonl, record 2: not a prompt of mine: .*Records are \{\"prompt\": TEXT\}"):
+        load_suite("mine", path)
+
+
+def test_a_name_that_is_no_file_name_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"prompt": "Hm?"}])
+    for name in ("../mine", "", ".hidden", "a b", "a/b"):
+        with pytest.raises(ValueError, match="files are named after it"):
+            load_suite(name, path)

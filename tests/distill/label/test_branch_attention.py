@@ -1,0 +1,72 @@
+"""The pieces of branch attention against attention written out in full."""
+
+import pytest
+import torch
+
+from outrider.distill.label import branch_attention
+from outrider.distill.label.branch_attention import (
+    Branches,
+    attention_with_lse,
+    make_segments,
+)
+
+
+def full_attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+    """One query [head, dim] over keys and values [kv_head, key, dim]: [head, dim]."""
+    groups = len(query) // len(keys)
+    keys, values = keys.repeat_interleave(groups, 0), values.repeat_interleave(groups, 0)
+    weights = (torch.einsum("hd,hkd->hk", query, keys) * scale).softmax(-1)
+    return torch.einsum("hk,hkd->hd", weights, values)
+
+
+@pytest.mark.parametrize("value_dim", [8, 6], ids=["kernel", "plain"])
+def test_branches_see_their_text_and_their_own_tokens_only(value_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(branch_attention, "SEGMENT_QUERIES", 2)
+    generator = torch.Generator().manual_seed(0)
+    heads, kv_heads, dim, scale = 4, 2, 8, 0.3
+    text_keys = torch.randn(3, kv_heads, 9, dim, generator=generator)
+    text_values = torch.randn(3, kv_heads, 9, value_dim, generator=generator)
+    rows, positions = torch.tensor([0, 0, 0, 2, 2]), torch.tensor([0, 4, 5, 3, 8])
+    branches = Branches([text_keys], [text_values], rows, positions)
+    own: list[tuple[torch.Tensor, torch.Tensor]] = []
+    visited = 0
+    for step in range(3):
+        if step == 2:
+            kept = torch.tensor([0, 2, 4])
+            branches.keep(kept)
+            rows, positions = rows[kept], positions[kept]
+            own = [(key[kept], value[kept]) for key, value in own]
+        query = torch.randn(len(rows), heads, dim, generator=generator)
+        key = torch.randn(len(rows), kv_heads, dim, generator=generator)
+        value = torch.randn(len(rows), kv_heads, value_dim, generator=generator)
+        own.append((key, value))
+        output = branches.attend(0, query, key, value, scale)
+        assert branches.num_steps == step + 1
+        for branch, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
+            keys = torch.cat([text_keys[row, :, : position + 1], torch.stack([key[branch] for key, _ in own], 1)], 1)
+            values = torch.cat([text_values[row, :, : position + 1], torch.stack([value[branch] for _, value in own], 1)], 1)
+            torch.testing.assert_close(output[branch], full_attention(query[branch], keys, values, scale))
+            visited += 1
+    assert visited == 5 + 5 + 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_plain_and_kernel_attention_agree(dtype: torch.dtype) -> None:
+    """The kernel reads grouped heads as they are; a torch whose kernel doesn't would fail here."""
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(4, 5, 8, generator=generator).to(dtype)
+    key, value = torch.randn(2, 2, 7, 8, generator=generator).to(dtype)
+    mask = torch.zeros(5, 7, dtype=dtype).masked_fill_(torch.arange(7) > torch.tensor([0, 2, 2, 5, 6])[:, None], float("-inf"))
+    output, lse = attention_with_lse(query, key, value, mask, 0.4)
+    kernel_output, kernel_lse = branch_attention._flash_attention_cpu(query, key, value, mask, 0.4)
+    tolerance = {"atol": 0.03, "rtol": 0.0} if dtype == torch.bfloat16 else {}
+    torch.testing.assert_close(output, kernel_output, **tolerance)
+    torch.testing.assert_close(lse, kernel_lse, check_dtype=False, **tolerance)
+
+
+def test_segments_cover_every_branch_once_and_read_no_more_keys_than_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(branch_attention, "SEGMENT_QUERIES", 2)
+    segments = make_segments(torch.tensor([0, 0, 0, 2]), torch.tensor([3, 4, 9, 2]), torch.float32)
+    assert [(s.row, s.start, s.stop, s.mask.shape[1]) for s in segments] == [(0, 0, 2, 5), (0, 2, 3, 10), (2, 3, 4, 3)]
+    assert segments[0].mask.isinf().tolist() == [[False] * 4 + [True], [False] * 5]
+    assert make_segments(torch.tensor([], dtype=torch.long), torch.tensor([], dtype=torch.long), torch.float32) == []

@@ -1,0 +1,271 @@
+"""Labels against naive greedy decoding, one full forward pass per token: nothing shared with the code under test."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from outrider.data.manifest import TargetIdentity
+from outrider.data.stdlib import code_conversations
+from outrider.data.types import UNKNOWN
+from outrider.distill.label import branch_attention, continuations
+from outrider.distill.label.continuations import (
+    label_continuations,
+    require_branch_attention,
+)
+from outrider.models.target.hf_target import HFTarget
+
+VOCAB = 61
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+    "llama_gqa": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, num_key_value_heads=1)),
+    "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES)),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=None)),
+}
+MakeTarget = Callable[..., HFTarget]
+LENGTHS = (40, 23, 1, 31)
+
+
+@pytest.fixture
+def make_target(tiny_tokenizer: PreTrainedTokenizerFast) -> MakeTarget:
+    """A target from a name of MODELS, or from a model."""
+
+    def make(model: str | PreTrainedModel, stop_ids: list[int] | None = None) -> HFTarget:
+        if isinstance(model, str):
+            torch.manual_seed(1)
+            model = MODELS[model]()
+        model = model.eval().requires_grad_(False)
+        model.generation_config.eos_token_id = stop_ids
+        config = model.config
+        identity = TargetIdentity(
+            name="tiny",
+            revision=None,
+            weights_sha256="",
+            tokenizer_sha256="",
+            hidden_size=config.hidden_size,
+            vocab_size=config.vocab_size,
+        )
+        return HFTarget(model, tiny_tokenizer, identity)
+
+    return make
+
+
+@torch.no_grad()
+def naive(target: HFTarget, text: torch.Tensor, horizon: int) -> list[int]:
+    """The greedy continuation of `text`, UNKNOWN after a stop token."""
+    tokens: list[int] = []
+    while len(tokens) < horizon:
+        token = int(target.model(torch.cat([text, text.new_tensor(tokens)])[None], use_cache=False).logits[0, -1].argmax())
+        tokens.append(token)
+        if token in target.stop_ids:
+            break
+    return tokens + [UNKNOWN] * (horizon - len(tokens))
+
+
+def self_written_texts(target: HFTarget) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Right-padded texts of LENGTHS that follow the target half of the time, their mask, and wanted positions with gaps."""
+    generator = torch.Generator().manual_seed(0)
+    input_ids = torch.zeros(len(LENGTHS), max(LENGTHS), dtype=torch.long)
+    attention_mask = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
+    for row, length in enumerate(LENGTHS):
+        for i in range(length):
+            random_token = int(torch.randint(VOCAB, (), generator=generator))
+            follow = i > 0 and float(torch.rand((), generator=generator)) < 0.6
+            input_ids[row, i] = naive(target, input_ids[row, :i], 1)[0] if follow else random_token
+    wanted = attention_mask & (torch.rand(attention_mask.shape, generator=generator) < 0.8)
+    wanted[2, 0] = True  # the text of one token
+    wanted[1, LENGTHS[1] - 1] = True  # a last token, which has no next one to agree with
+    return input_ids, attention_mask, wanted
+
+
+def assert_labels_are_naive(target: HFTarget, input_ids: torch.Tensor, wanted: torch.Tensor, labels: torch.Tensor) -> None:
+    visited = 0
+    for row, i in wanted.nonzero().tolist():
+        assert labels[row, i].tolist() == naive(target, input_ids[row, : i + 1], labels.shape[2]), (row, i)
+        visited += 1
+    assert visited == wanted.sum() > 0
+    assert (labels[~wanted] == UNKNOWN).all()
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+def test_labels_equal_naive_greedy_decoding(make_target: MakeTarget, architecture: str) -> None:
+    target = make_target(architecture)
+    require_branch_attention(target, 45)
+    input_ids, attention_mask, wanted = self_written_texts(target)
+    labels, _, stats = label_continuations(target, input_ids, attention_mask, wanted, horizon=5)
+    assert_labels_are_naive(target, input_ids, wanted, labels)
+    assert 0.3 < stats.agreement < 0.9
+    assert stats.num_positions == wanted.sum()
+    assert stats.num_branch_tokens < 4 * stats.num_positions
+
+
+@pytest.mark.parametrize("horizon", [1, 2, 5])
+def test_pruning_changes_the_work_and_not_the_labels(make_target: MakeTarget, horizon: int) -> None:
+    target = make_target("llama_gqa")
+    input_ids, attention_mask, wanted = self_written_texts(target)
+    pruned, _, stats = label_continuations(target, input_ids, attention_mask, wanted, horizon=horizon)
+    full, _, full_stats = label_continuations(target, input_ids, attention_mask, wanted, horizon=horizon, prune=False)
+    assert torch.equal(pruned, full)
+    assert_labels_are_naive(target, input_ids, wanted, pruned)
+    assert full_stats.num_branch_tokens == (horizon - 1) * wanted.sum()
+    assert stats.num_agreeing == full_stats.num_agreeing
+    assert stats.num_branch_tokens < full_stats.num_branch_tokens or horizon == 1
+
+
+def test_branches_end_at_stop_tokens_that_stay_labels(make_target: MakeTarget) -> None:
+    plain = make_target("llama")
+    input_ids, attention_mask, wanted = self_written_texts(plain)
+    labels, _, _ = label_continuations(plain, input_ids, attention_mask, wanted, horizon=5)
+    # Two tokens that the target often says, so that branches stop at every depth.
+    stop_ids = labels[labels != UNKNOWN].bincount().topk(2).indices.tolist()
+    target = make_target("llama", stop_ids)
+    assert target.stop_ids == tuple(stop_ids)
+    for prune in (True, False):
+        stopped, _, _ = label_continuations(target, input_ids, attention_mask, wanted, horizon=5, prune=prune)
+        assert_labels_are_naive(target, input_ids, wanted, stopped)
+        depths = (torch.isin(stopped, torch.tensor(stop_ids))).nonzero()[:, 2].unique()
+        assert depths.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_branch_is_decoded_no_deeper_than_needed(make_target: MakeTarget) -> None:
+    """A text that the target wrote itself: only what lies behind its end is decoded, one token less per step to the left."""
+    target = make_target("llama")
+    start = torch.tensor([5, 9, 11])
+    text = torch.cat([start, torch.tensor(naive(target, start, 6))])[None]
+    wanted = torch.zeros_like(text, dtype=torch.bool)
+    wanted[0, 2:6] = True
+    labels, _, stats = label_continuations(target, text, torch.ones_like(wanted), wanted, horizon=4)
+    assert_labels_are_naive(target, text, wanted, labels)
+    assert stats.agreement == 1
+    # Positions 5, 6, 7 lend to their left, and 8, the last one, gives its first token only: that of the prefill.
+    assert stats.num_branch_tokens == 0
+
+
+def test_no_wanted_position_gives_no_label_and_no_branch(make_target: MakeTarget) -> None:
+    target = make_target("qwen2")
+    input_ids = torch.arange(6).view(2, 3)
+    nowhere = torch.zeros(2, 3, dtype=torch.bool)
+    labels, features, stats = label_continuations(target, input_ids, ~nowhere, nowhere, horizon=3)
+    assert (labels == UNKNOWN).all()
+    assert stats.num_positions == stats.num_branch_tokens == stats.agreement == 0
+    torch.testing.assert_close(features.hidden_states, target.hidden_states(input_ids, ~nowhere)[0])
+
+
+def test_small_segments_chunked_heads_and_plain_operations_change_nothing(
+    make_target: MakeTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = make_target("llama_gqa")
+    input_ids, attention_mask, wanted = self_written_texts(target)
+    labels, _, _ = label_continuations(target, input_ids, attention_mask, wanted, horizon=4)
+    monkeypatch.setattr(branch_attention, "SEGMENT_QUERIES", 3)
+    monkeypatch.setattr(branch_attention, "_flash_attention_cpu", branch_attention.attention_with_lse)
+    monkeypatch.setattr(continuations, "LOGIT_ELEMENTS", 7 * VOCAB)
+    again, _, _ = label_continuations(target, input_ids, attention_mask, wanted, horizon=4)
+    assert torch.equal(labels, again)
+
+
+def test_embedded_target_labels_equal_naive_greedy_decoding(make_target: MakeTarget, demo_target_dir: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(demo_target_dir, dtype=torch.float32)
+    target = make_target(model, [model.config.eos_token_id])
+    require_branch_attention(target, 100)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(demo_target_dir)
+    conversations = code_conversations("distill", seed=0, prompt_chars=(100, 100), answer_chars=60)
+    texts = [
+        f"<|user|>{user.content}<|assistant|>{answer.content}<|end|>"
+        for user, answer in (next(conversations).turns for _ in range(2))
+    ]
+    encoded = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt", add_special_tokens=False)
+    attention_mask = encoded.attention_mask.bool()
+    wanted = attention_mask & (torch.arange(attention_mask.shape[1]) % 2 > 0)
+    labels, _, stats = label_continuations(target, encoded.input_ids, attention_mask, wanted, horizon=5)
+    assert_labels_are_naive(target, encoded.input_ids, wanted, labels)
+    assert stats.num_agreeing > 0
+
+
+def test_the_models_own_attention_is_back_after_an_error(make_target: MakeTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = make_target("llama")
+    before = target.model.config._attn_implementation
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(branch_attention.Branches, "attend", fail)
+    text = torch.arange(8)[None]
+    everywhere = torch.ones_like(text, dtype=torch.bool)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        label_continuations(target, text, everywhere, everywhere, horizon=2)
+    assert target.model.config._attn_implementation == before == "sdpa"
+
+
+def test_a_target_with_a_window_shorter_than_the_texts_is_refused(make_target: MakeTarget) -> None:
+    config = MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=32)
+    target = make_target(MistralForCausalLM(config))
+    require_branch_attention(target, 32)
+    with pytest.raises(ValueError, match="sliding window of 32"):
+        require_branch_attention(target, 33)
+
+
+def test_texts_beyond_the_context_window_are_refused(make_target: MakeTarget) -> None:
+    with pytest.raises(ValueError, match="by at least 2"):
+        require_branch_attention(make_target("llama"), 130)
+
+
+def test_a_target_that_computes_more_than_its_attention_interface_says_is_refused(make_target: MakeTarget) -> None:
+    """Here a layer mixes neighbouring tokens outside of its attention, as convolutional and recurrent layers do."""
+    target = make_target("llama")
+    layer = target.model.base_model.layers[1]
+    layer.mlp.register_forward_hook(lambda module, inputs, output: output + output.roll(1, dims=1))
+    with pytest.raises(ValueError, match="decodes branches differently"):
+        require_branch_attention(target, 20)
+
+
+@pytest.mark.parametrize("fills_the_cache", [True, False])
+def test_a_layer_that_bypasses_the_attention_interface_is_refused(make_target: MakeTarget, fills_the_cache: bool) -> None:
+    target = make_target("llama")
+    attention = target.model.base_model.layers[1].self_attn
+    forward = attention.forward
+
+    def bypass(hidden_states: torch.Tensor, **kwargs: object) -> tuple[torch.Tensor, None]:
+        if fills_the_cache and kwargs["past_key_values"] is not None:
+            forward(hidden_states, **kwargs)
+        return hidden_states, None
+
+    attention.forward = bypass
+    with pytest.raises(ValueError, match="AttentionInterface"):
+        require_branch_attention(target, 20)
+
+
+def test_a_target_that_swallows_keyword_arguments_is_refused(make_target: MakeTarget) -> None:
+    target = make_target("llama")
+    base = target.model.base_model
+    forward = base.forward
+    base.forward = lambda *args, branches=None, **kwargs: forward(*args, **kwargs)
+    with pytest.raises(ValueError, match="keyword arguments"):
+        require_branch_attention(target, 20)

@@ -1,0 +1,315 @@
+"""The stage from conversations to shards: resumable, refusing to mix runs, the same bytes however often it is interrupted."""
+
+import json
+import logging
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from outrider.data.config import DataConfig
+from outrider.data.files import read_json
+from outrider.data.manifest import Manifest, load_manifest, save_manifest
+from outrider.data.shards import read_shard, verify_shards
+from outrider.data.types import UNKNOWN
+from outrider.distill.config import DistillConfig
+from outrider.distill.label import run as run_module
+from outrider.distill.label.run import distill, length_batches
+from outrider.models.target.config import TargetConfig
+from outrider.models.target.hf_target import HFTarget
+from outrider.models.target.loading import load_target
+
+CONFIG = DistillConfig(horizon=4, features="last_hidden", shard_examples=3, batch_tokens=128)
+
+
+@pytest.fixture
+def target(tiny_target_dir: Path) -> HFTarget:
+    return load_target(TargetConfig(name_or_path=str(tiny_target_dir), device="cpu"))
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> DataConfig:
+    return write_conversations(tmp_path / "chats.jsonl", 8)
+
+
+def write_conversations(path: Path, count: int) -> DataConfig:
+    """`count` conversations of different lengths."""
+    rng = random.Random(0)
+    records = []
+    for index in range(count):
+        question, answer = (" ".join(str(rng.randrange(100)) for _ in range(rng.randint(2, 20))) for _ in range(2))
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        records.append({"id": f"chat-{index}", "messages": messages})
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return DataConfig(source="messages", path=str(path), max_length=60)
+
+
+def run(config: DistillConfig, data: DataConfig, target: HFTarget, output_dir: Path) -> Manifest:
+    return distill(config, data, target, target.tokenizer, output_dir, Accelerator(cpu=True))
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """All files that must not depend on when and by whom they were made: everything but times."""
+    paths = sorted(path for path in directory.iterdir() if "stats" not in path.name)
+    return {path.name: path.read_bytes() for path in paths}
+
+
+def test_shards_hold_every_example_in_order_with_labels_where_the_assistant_speaks(
+    target: HFTarget, data: DataConfig, tmp_path: Path
+) -> None:
+    manifest = run(CONFIG, data, target, tmp_path / "distill")
+    assert manifest.complete
+    assert [len(shard.ids) for shard in manifest.shards] == [3, 3, 2]
+    verify_shards(tmp_path / "distill", manifest)
+    examples = [example for shard in manifest.shards for example in read_shard(tmp_path / "distill", shard)]
+    assert [example.example.id for example in examples] == [id for shard in manifest.shards for id in shard.ids]
+    assert len(examples) == 8
+    num_labels = num_agreeing = 0
+    for example in examples:
+        input_ids, wanted = example.example.input_ids, example.example.wanted
+        labelled = example.continuations[:, 0] != UNKNOWN
+        assert torch.equal(labelled, wanted)
+        assert example.hidden_states is not None
+        assert example.hidden_states.values.dtype == torch.bfloat16
+        logits = target.model(input_ids[None]).logits[0]
+        assert torch.equal(example.continuations[wanted, 0], logits.argmax(-1)[wanted])
+        hidden_states = target.hidden_states(input_ids[None], torch.ones_like(wanted)[None])[0][0]
+        torch.testing.assert_close(example.hidden_states.values.float(), hidden_states, atol=0.02, rtol=0.02)
+        num_labels += int(wanted.sum())
+        num_agreeing += int((example.continuations[:-1, 0] == input_ids[1:])[wanted[:-1]].sum())
+    statistics = read_json(tmp_path / "distill" / "stats.json")
+    assert statistics["num_positions"] == manifest.num_labels == num_labels > 50
+    assert statistics["agreement"] == pytest.approx(num_agreeing / num_labels)
+    assert statistics["num_text_tokens"] == manifest.num_tokens
+    assert statistics["positions_per_process_second"] > 0
+
+
+def test_a_complete_folder_is_left_alone(
+    target: HFTarget, data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = run(CONFIG, data, target, tmp_path / "distill")
+    before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "distill").iterdir()}
+    monkeypatch.setattr(run_module, "label_continuations", lambda *args, **kwargs: pytest.fail("labelled again"))
+    with caplog.at_level(logging.INFO, logger="outrider"):
+        assert run(CONFIG, data, target, tmp_path / "distill") == first
+    assert "already complete" in caplog.text
+    assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "distill").iterdir()} == before
+
+
+def test_a_deleted_shard_alone_is_made_anew(
+    target: HFTarget, data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "distill"
+    run(CONFIG, data, target, folder)
+    before = contents(folder)
+    (folder / "shard-00001.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"shard-00001\.safetensors is missing. Delete it and shard-00001\.json"):
+        run(CONFIG, data, target, folder)
+    (folder / "shard-00001.json").unlink()
+    written = []
+    write_shard = run_module.write_shard
+    monkeypatch.setattr(run_module, "write_shard", lambda *args: written.append(args[1]) or write_shard(*args))
+    run(CONFIG, data, target, folder)
+    assert written == [1]
+    assert contents(folder) == before
+
+
+def test_lost_statistics_cost_their_shard_and_not_the_run(target: HFTarget, data: DataConfig, tmp_path: Path) -> None:
+    folder = tmp_path / "distill"
+    run(CONFIG, data, target, folder)
+    before = set(contents(folder))
+    (folder / "manifest.json").unlink()
+    for path in folder.glob("shard-00000*"):
+        path.unlink()
+    (folder / "shard-00001.stats.json").unlink()
+    (folder / "shard-00002.stats.json").write_text("{")
+    with pytest.raises(ValueError, match="holds shards but no manifest"):
+        run(CONFIG, data, target, folder)
+    shutil.rmtree(folder)
+    save_manifest(folder, replace(run(CONFIG, data, target, folder), shards=[], complete=False))
+    (folder / "shard-00001.stats.json").unlink()
+    (folder / "shard-00002.stats.json").write_text("{")
+    assert run(CONFIG, data, target, folder).complete
+    assert set(contents(folder)) == before
+
+
+def test_a_damaged_sidecar_is_named_with_what_to_do(target: HFTarget, data: DataConfig, tmp_path: Path) -> None:
+    folder = tmp_path / "distill"
+    run(CONFIG, data, target, folder)
+    path = folder / "shard-00001.json"
+    path.write_text(path.read_text()[:-3])
+    with pytest.raises(ValueError, match=r"Delete .*shard-00001\.json, then run the stage distill again"):
+        run(CONFIG, data, target, folder)
+    path.unlink()
+    run(CONFIG, data, target, folder)
+
+
+def test_damaged_shards_are_named_before_any_labelling(
+    target: HFTarget, data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "distill"
+    run(CONFIG, data, target, folder)
+    monkeypatch.setattr(run_module, "label_continuations", lambda *args, **kwargs: pytest.fail("labelled"))
+    shard = folder / "shard-00002.safetensors"
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match="truncated"):
+        run(CONFIG, data, target, folder)
+    shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(ValueError, match="was altered"):
+        run(CONFIG, data, target, folder)
+
+
+def test_a_folder_of_another_run_is_refused_with_every_difference(
+    target: HFTarget, data: DataConfig, tmp_path: Path, tiny_target_dir: Path
+) -> None:
+    folder = tmp_path / "distill"
+    run(CONFIG, data, target, folder)
+    other = load_target(TargetConfig(name_or_path=str(tiny_target_dir), device="cpu"))
+    other.identity = type(target.identity)(
+        name="other",
+        revision=None,
+        weights_sha256="0" * 64,
+        tokenizer_sha256=target.identity.tokenizer_sha256,
+        hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+    )
+    other_config = DistillConfig(horizon=3, features="none", shard_examples=3)
+    other_data = write_conversations(tmp_path / "more.jsonl", 9)
+    with pytest.raises(ValueError, match="another run") as error:
+        run(other_config, other_data, other, folder)
+    for field in ("target.weights_sha256", "horizon: 4, 3", "features: last_hidden, none", "data_sha256"):
+        assert field in str(error.value)
+    with pytest.raises(ValueError, match=r"distill\.shard_examples"):
+        run(DistillConfig(horizon=4, features="last_hidden", shard_examples=4, batch_tokens=128), data, target, folder)
+    (folder / "manifest.json").unlink()
+    with pytest.raises(ValueError, match=r"no manifest\.json"):
+        run(CONFIG, data, target, folder)
+
+
+def test_bad_settings_are_listed_together() -> None:
+    with pytest.raises(ValueError, match=r"horizon is 0.*batch_tokens is -1.*features is 'all'"):
+        DistillConfig(horizon=0, batch_tokens=-1, features="all")
+
+
+def test_length_batches_visit_every_text_once_within_the_budget() -> None:
+    assert list(length_batches([2, 5, 4, 1], 8)) == [[1], [2, 0], [3]]
+    lengths = [random.Random(0).randint(1, 30) for _ in range(50)] + [99]
+    batches = list(length_batches(lengths, 60))
+    assert sorted(index for batch in batches for index in batch) == list(range(51))
+    assert batches[0] == [50]
+    assert all(len(batch) * max(lengths[index] for index in batch) <= 60 for batch in batches[1:])
+
+
+class ThreadAccelerator(Accelerator):
+    """One of several processes, played by a thread."""
+
+    def __init__(self, process_index: int, barrier: threading.Barrier) -> None:
+        self._process_index, self._barrier = process_index, barrier
+
+    process_index = property(lambda self: self._process_index)
+    num_processes = property(lambda self: self._barrier.parties)
+    is_main_process = property(lambda self: self._process_index == 0)
+
+    def wait_for_everyone(self) -> None:
+        self._barrier.wait(timeout=60)
+
+
+def test_processes_share_the_shards_and_make_the_bytes_of_one(
+    data: DataConfig, target: HFTarget, tiny_target_dir: Path, tmp_path: Path
+) -> None:
+    barrier = threading.Barrier(2)
+    targets = [load_target(TargetConfig(name_or_path=str(tiny_target_dir), device="cpu")) for _ in range(2)]
+    manifests: dict[int, Manifest] = {}
+
+    def play(rank: int) -> None:
+        accelerator = ThreadAccelerator(rank, barrier)
+        manifests[rank] = distill(CONFIG, data, targets[rank], targets[rank].tokenizer, tmp_path / "two", accelerator)
+
+    threads = [threading.Thread(target=play, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    one = run(CONFIG, data, target, tmp_path / "one")
+    assert manifests == {0: one, 1: one}
+    assert contents(tmp_path / "two") == contents(tmp_path / "one")
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from accelerate import Accelerator
+from outrider.data.config import DataConfig
+from outrider.distill.config import DistillConfig
+from outrider.distill.run import distill
+from outrider.models.config import TargetConfig
+from outrider.models.target import load_target
+target_dir, data_path, output_dir = sys.argv[1:]
+target = load_target(TargetConfig(name_or_path=target_dir, device="cpu"))
+config = DistillConfig(horizon=4, features="last_hidden", shard_examples=3, batch_tokens=128)
+data = DataConfig(source="messages", path=data_path, max_length=60)
+distill(config, data, target, target.tokenizer, Path(output_dir), Accelerator(cpu=True))
+"""
+
+
+def test_killed_at_random_moments_it_resumes_to_the_same_bytes(target: HFTarget, tiny_target_dir: Path, tmp_path: Path) -> None:
+    data = write_conversations(tmp_path / "chats.jsonl", 180)
+    folder, num_shards = tmp_path / "killed", 60
+    rng = random.Random()
+    kept: dict[str, int] = {}
+    for attempt in range(2):
+        process = subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, str(tiny_target_dir), str(data.path), str(folder)], stderr=subprocess.DEVNULL
+        )
+        deadline = time.monotonic() + 120
+        while len(list(folder.glob("shard-*[0-9].json"))) < 1 + 10 * attempt:
+            assert process.poll() is None, "the run ended before it could be killed"
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        time.sleep(rng.uniform(0, 0.2))
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        finished = {path.name: path.stat().st_mtime_ns for path in folder.glob("shard-*[0-9].json")}
+        assert kept.items() <= finished.items()  # what was complete before has not been touched
+        kept = finished
+        assert not load_manifest(folder).complete
+        assert 0 < len(kept) < num_shards
+    manifest = run(CONFIG, data, target, folder)
+    assert manifest.complete
+    assert kept.items() <= {path.name: path.stat().st_mtime_ns for path in folder.glob("shard-*.json")}.items()
+    assert run(CONFIG, data, target, tmp_path / "whole") == manifest
+    assert len(manifest.shards) == num_shards
+    assert contents(folder) == contents(tmp_path / "whole")
+
+
+def test_another_configuration_of_the_same_weights_is_another_target(
+    tiny_target_dir: Path, data: DataConfig, tmp_path: Path
+) -> None:
+    folder, copy = tmp_path / "distill", tmp_path / "copy"
+    shutil.copytree(tiny_target_dir, copy)
+    load = partial(TargetConfig, device="cpu")
+    run(CONFIG, data, load_target(load(name_or_path=str(tiny_target_dir))), folder)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "transformers_version": "0", "dtype": "bfloat16"}))
+    run(CONFIG, data, load_target(load(name_or_path=str(copy), dtype="float32")), folder)  # says the same of the model
+    with pytest.raises(ValueError, match=r"target_dtype: torch\.float32, torch\.bfloat16"):
+        run(CONFIG, data, load_target(load(name_or_path=str(copy), dtype="bfloat16")), folder)
+    (copy / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
+    with pytest.raises(ValueError, match=r"target\.config_sha256"):
+        run(CONFIG, data, load_target(load(name_or_path=str(copy), dtype="float32")), folder)
+    (copy / "config.json").write_text(json.dumps(config))
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
+    with pytest.raises(ValueError, match=r"target\.config_sha256"):
+        run(CONFIG, data, load_target(load(name_or_path=str(copy), dtype="float32")), folder)

@@ -1,0 +1,114 @@
+"""Padded batches by predicted length: every answer is the one that the request would get alone, whatever is evicted."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from outrider.distill.regenerate.engine import Limits, Request
+from outrider.distill.regenerate.engines.batch import BatchEngine
+from outrider.distill.regenerate.engines.decoder import DecoderEngine
+from outrider.distill.regenerate.lengths.predictors import LightPredictor
+from outrider.distill.regenerate.lengths.schedule import kv_bytes_per_token
+from outrider.models.decoding import Sampling
+from outrider.models.drafters import NullDrafter
+from outrider.models.target.config import TargetConfig
+from outrider.models.target.hf_target import HFTarget
+from outrider.models.target.loading import load_target
+from outrider.models.target.tree_cache import TreeCache
+
+SAMPLINGS = [Sampling(temperature=0.0), Sampling(temperature=0.9, top_p=0.95)]
+
+
+@pytest.fixture
+def exact_target(tiny_target_dir: Path) -> HFTarget:
+    target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), device="cpu", dtype="float64"))
+    assert target.model.generation_config is not None
+    target.model.generation_config.eos_token_id = [3, *range(20, 30)]
+    return target
+
+
+@pytest.fixture
+def many(requests: list[Request]) -> list[Request]:
+    """So many that lengths are learnt on the way."""
+    return [
+        replace(request, id=f"{request.id}/{copy}", seed=100 * copy + request.seed) for copy in range(8) for request in requests
+    ]
+
+
+def make_engine(target: HFTarget, sampling: Sampling, limits: Limits, *, tokens: int = 200) -> BatchEngine:
+    return BatchEngine(
+        target,
+        sampling=sampling,
+        limits=limits,
+        kv_budget_bytes=tokens * kv_bytes_per_token(target),
+        make_predictor=lambda: LightPredictor(target.vocab_size),
+    )
+
+
+def texts(engine: BatchEngine | DecoderEngine, requests: list[Request]) -> dict[str, tuple[list[int], bool]]:
+    found = {answer.id: (answer.tokens.tolist(), answer.cut) for answer in engine.answer(requests)}
+    assert len(found) == len(requests)
+    return found
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
+def test_evicted_rows_go_on_to_the_answers_of_requests_alone(
+    exact_target: HFTarget, many: list[Request], limits: Limits, sampling: Sampling
+) -> None:
+    alone = DecoderEngine(exact_target, NullDrafter(), sampling=sampling, limits=limits, batch_size=1)
+    engine = make_engine(exact_target, sampling, limits)
+    found = texts(engine, many)
+    assert found == texts(alone, many)
+    assert {cut for _, cut in found.values()} == {True, False}
+    assert engine.statistics is not None
+    assert engine.statistics.num_evictions > 20
+    assert engine.statistics.num_predicted > 20
+    assert engine.statistics.num_answers == len(many)
+    assert engine.statistics.num_tokens == sum(len(tokens) for tokens, _ in found.values())
+
+
+def test_batches_are_the_same_in_every_call_whatever_was_asked_before(
+    target: HFTarget, many: list[Request], limits: Limits
+) -> None:
+    first, second = make_engine(target, SAMPLINGS[1], limits), make_engine(target, SAMPLINGS[1], limits)
+    expected = [(answer.id, answer.tokens.tolist()) for answer in first.answer(many)]
+    list(second.answer(many[30:]))
+    second.statistics = None
+    torch.manual_seed(3)
+    assert [(answer.id, answer.tokens.tolist()) for answer in second.answer(many)] == expected
+    assert first.statistics is not None
+    assert second.statistics is not None
+    assert replace(first.statistics, seconds=0.0) == replace(second.statistics, seconds=0.0)
+
+
+def test_the_cache_never_takes_more_than_the_budget(
+    target: HFTarget, many: list[Request], limits: Limits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+    begin_pass = TreeCache.begin_pass
+
+    def record(cache: TreeCache, *args: int, **kwargs: int) -> bool:
+        has_moved = begin_pass(cache, *args, **kwargs)
+        taken.append(cache.max_batch * cache.capacity)
+        return has_moved
+
+    engine = make_engine(target, SAMPLINGS[0], limits, tokens=150)
+    list(engine.answer(many[:1]))  # the target is probed with a cache of its own before its first answer
+    monkeypatch.setattr(TreeCache, "begin_pass", record)
+    list(engine.answer(many))
+    assert len(taken) > 50
+    assert 100 < max(taken) <= 150
+
+
+def test_nobody_waits_for_a_call_without_requests(target: HFTarget, limits: Limits) -> None:
+    assert list(make_engine(target, SAMPLINGS[0], limits).answer([])) == []
+
+
+def test_requests_without_room_are_refused_before_any_work(target: HFTarget, requests: list[Request], limits: Limits) -> None:
+    with pytest.raises(ValueError, match="holds 59 tokens, and a request may take 60"):
+        list(make_engine(target, SAMPLINGS[0], limits, tokens=59).answer(requests))
+    too_long = Request(id="long", prompt_ids=torch.full((60,), 5), seed=0)
+    with pytest.raises(ValueError, match="request long has a prompt of 60 tokens"):
+        list(make_engine(target, SAMPLINGS[0], limits).answer([too_long]))

@@ -1,0 +1,137 @@
+"""Our decoder as an engine: the text of transformers' own decoding, whoever is in the batch and whatever drafts."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from outrider.distill.config import DistillConfig
+from outrider.distill.regenerate.engine import Answer, Limits, Request
+from outrider.distill.regenerate.engines.continuous import ContinuousEngine
+from outrider.distill.regenerate.engines.decoder import DecoderEngine
+from outrider.distill.regenerate.engines.registry import open_engine
+from outrider.models.decoding import Sampling
+from outrider.models.drafters import NullDrafter, build_drafter, save_drafter
+from outrider.models.drafters.oracle import OracleDrafter
+from outrider.models.target.hf_target import HFTarget
+
+GREEDY = Sampling(temperature=0.0)
+
+
+def answers(engine: DecoderEngine, requests: Sequence[Request]) -> dict[str, Answer]:
+    found = list(engine.answer(requests))
+    assert sorted(answer.id for answer in found) == sorted(request.id for request in requests)
+    return {answer.id: answer for answer in found}
+
+
+def texts(found: dict[str, Answer]) -> dict[str, tuple[list[int], bool]]:
+    return {id: (answer.tokens.tolist(), answer.cut) for id, answer in found.items()}
+
+
+def reference(target: HFTarget, request: Request, room: int) -> tuple[list[int], bool]:
+    """Alone, by transformers' `generate`."""
+    prompt = request.prompt_ids[None]
+    stops = list(target.stop_ids)
+    output = target.model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=room, eos_token_id=stops, pad_token_id=0
+    )
+    tokens = output[0, prompt.shape[1] :].tolist()
+    return tokens, tokens[-1] not in stops
+
+
+def test_greedy_answers_are_those_of_transformers_alone_with_stops_and_cuts_where_they_belong(
+    target: HFTarget, requests: list[Request], limits: Limits
+) -> None:
+    engine = DecoderEngine(target, NullDrafter(), sampling=GREEDY, limits=limits, batch_size=4)
+    found = texts(answers(engine, requests))
+    for request in requests:
+        assert found[request.id] == reference(target, request, limits.room(len(request.prompt_ids)))
+    assert {cut for _, cut in found.values()} == {True, False}
+
+
+def test_a_sampled_answer_depends_on_its_seed_and_not_on_its_neighbours(
+    target: HFTarget, requests: list[Request], limits: Limits
+) -> None:
+    engine = DecoderEngine(target, NullDrafter(), sampling=Sampling(temperature=1.0, top_p=0.9), limits=limits, batch_size=5)
+    together = texts(answers(engine, requests))
+    alone = {request.id: texts(answers(engine, [request]))[request.id] for request in requests}
+    assert together == alone == texts(answers(engine, requests[::-1]))
+    reseeded = [Request(id=request.id, prompt_ids=request.prompt_ids, seed=request.seed + 1) for request in requests]
+    assert texts(answers(engine, reseeded)) != together
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_drafter_changes_the_number_of_passes_and_no_token(
+    target: HFTarget, requests: list[Request], limits: Limits, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampling = Sampling(temperature=temperature)
+    passes: list[int] = []
+    verify = HFTarget.verify
+    monkeypatch.setattr(HFTarget, "verify", lambda self, *args: passes.append(1) or verify(self, *args))
+
+    def decode(drafter: NullDrafter | OracleDrafter) -> tuple[dict[str, tuple[list[int], bool]], int]:
+        passes.clear()
+        engine = DecoderEngine(target, drafter, sampling=sampling, limits=limits, batch_size=len(requests))
+        return texts(answers(engine, requests)), len(passes)
+
+    plain, num_plain = decode(NullDrafter())
+    ordered = sorted(requests, key=lambda request: (-len(request.prompt_ids), request.id))
+    known = [plain[request.id][0] + [0] * limits.max_new_tokens for request in ordered]  # a row may go on beyond its room
+    drafted, num_drafted = decode(OracleDrafter(known, [3, 2] * len(known), target.vocab_size))
+    assert drafted == plain
+    assert num_drafted < 0.6 * num_plain
+
+
+def test_requests_that_may_outgrow_the_drafters_window_are_decoded_without_it(
+    target: HFTarget, requests: list[Request], limits: Limits
+) -> None:
+    read: list[int] = []
+
+    class Recorder(NullDrafter):
+        def init_state(self, prompts, prefill, *, max_new_tokens):  # type: ignore[no-untyped-def]
+            read.extend(prompts.lengths)
+
+    engine = DecoderEngine(target, Recorder(), sampling=GREEDY, limits=limits, batch_size=3, drafter_context=40)
+    plain = DecoderEngine(target, NullDrafter(), sampling=GREEDY, limits=limits, batch_size=3)
+    assert texts(answers(engine, requests)) == texts(answers(plain, requests))
+    lengths = [len(request.prompt_ids) for request in requests]
+    assert sorted(read) == sorted(length for length in lengths if length + limits.room(length) <= 40)
+    assert 0 < len(read) < len(requests)
+
+
+def test_a_trained_drafters_folder_is_opened_and_changes_no_token(
+    target: HFTarget, requests: list[Request], limits: Limits, tmp_path: Path
+) -> None:
+    drafter = build_drafter({"kind": "redrafter", "exit_width": 16, "num_blocks": 1, "head_init": "random"}, target)
+    save_drafter(drafter, tmp_path / "drafter", target.identity)
+    with open_engine(DistillConfig(mode="regenerate", decode_batch_size=4), target, limits) as engine:
+        plain = {answer.id: answer.tokens.tolist() for answer in engine.answer(requests)}
+    accelerated = DistillConfig(
+        mode="regenerate", drafter=str(tmp_path / "drafter"), drafter_settings={"beam_width": 2, "beam_length": 3}
+    )
+    with open_engine(accelerated, target, limits) as engine:
+        assert {answer.id: answer.tokens.tolist() for answer in engine.answer(requests)} == plain
+    with (
+        pytest.raises(ValueError, match="elsewhere"),
+        open_engine(DistillConfig(mode="regenerate", drafter="elsewhere"), target, limits),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_auto_is_the_decoder_on_every_device(
+    device: str, target: HFTarget, limits: Limits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HFTarget, "device", torch.device(device))
+    with open_engine(DistillConfig(mode="regenerate"), target, limits) as engine:
+        assert isinstance(engine, DecoderEngine)
+    with open_engine(DistillConfig(mode="regenerate", engine="continuous"), target, limits) as engine:
+        assert isinstance(engine, ContinuousEngine)
+
+
+def test_a_target_without_a_stop_token_is_refused(target: HFTarget, limits: Limits) -> None:
+    assert target.model.generation_config is not None
+    target.model.generation_config.eos_token_id = None
+    with pytest.raises(ValueError, match="names no stop token"), open_engine(DistillConfig(mode="regenerate"), target, limits):
+        pass

@@ -1,0 +1,416 @@
+"""A server of the completions protocol as an engine, against one on this machine that decodes with the tiny target."""
+
+import json
+import logging
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.distill.config import DistillConfig
+from outrider.distill.regenerate.engine import Limits, Request
+from outrider.distill.regenerate.engines import openai
+from outrider.distill.regenerate.engines.decoder import DecoderEngine
+from outrider.distill.regenerate.engines.registry import open_engine
+from outrider.models.decoding import Sampling
+from outrider.models.drafters import NullDrafter
+from outrider.models.target.hf_target import HFTarget
+
+Reply = tuple[int, dict[str, str], bytes]
+"""Status, headers, body."""
+
+
+class Server(ThreadingHTTPServer):
+    """Answers completions by decoding for real. `faults` come first: replies in place of an answer; None hangs up."""
+
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self, target: HFTarget) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.target = target
+        self.lock = threading.Lock()
+        self.faults: list[Reply | None] = []
+        self.models = ["tiny"]
+        self.bodies: list[dict[str, Any]] = []
+        self.keys: set[str | None] = set()
+        self.delay_seconds = 0.0
+        self.num_quick: int | None = None  # requests that are answered before the server hangs; None for all
+        self.woken = threading.Event()
+        self.num_inside = self.most_inside = 0
+        self.change: Callable[[dict[str, Any]], None] = lambda reply: None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+    def handle_error(self, *args: Any) -> None:
+        if not isinstance(sys.exception(), ConnectionError):  # a client that hangs up is none of the server's
+            super().handle_error(*args)
+
+    def complete(self, body: dict[str, Any]) -> dict[str, Any]:
+        prompt = torch.tensor(body["prompt"])
+        limits = Limits(max_new_tokens=body["max_tokens"], max_tokens=1000)
+        top_k = body["top_k"] if body["top_k"] > 0 else None
+        sampling = Sampling(temperature=body["temperature"], top_k=top_k, top_p=body["top_p"])
+        engine = DecoderEngine(self.target, NullDrafter(), sampling=sampling, limits=limits)
+        (answer,) = engine.answer([Request(id="", prompt_ids=prompt, seed=body["seed"])])
+        said = answer.tokens if answer.cut else answer.tokens[:-1]
+        choice = {
+            "index": 0,
+            "text": self.target.tokenizer.decode(said),
+            "finish_reason": "length" if answer.cut else "stop",
+            "stop_reason": None if answer.cut else int(answer.tokens[-1]),
+            "token_ids": answer.tokens.tolist(),
+        }
+        return {"choices": [choice], "usage": {"prompt_tokens": len(prompt), "completion_tokens": len(said)}}
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        assert self.path == "/v1/models"
+        self._reply(200, {}, json.dumps({"data": [{"id": name} for name in self.server.models]}).encode())
+
+    def do_POST(self) -> None:
+        assert self.path == "/v1/completions"
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            self.server.keys.add(self.headers.get("Authorization"))
+            self.server.num_inside += 1
+            self.server.most_inside = max(self.server.most_inside, self.server.num_inside)
+            fault = self.server.faults.pop(0) if self.server.faults else False
+            hangs = self.server.num_quick == 0
+            self.server.num_quick = max(self.server.num_quick - 1, 0) if self.server.num_quick is not None else None
+        if hangs:
+            self.server.woken.wait()
+            self.close_connection = True
+            return
+        time.sleep(self.server.delay_seconds)
+        with self.server.lock:
+            self.server.num_inside -= 1
+            if fault is None:
+                self.close_connection = True
+                return
+            if fault:
+                self._reply(*fault)
+                return
+            self.server.bodies.append(body)
+            reply = self.server.complete(body)  # one at a time: the target has one cache
+        self.server.change(reply)
+        self._reply(200, {}, json.dumps(reply).encode())
+
+    def _reply(self, status: int, headers: dict[str, str], body: bytes) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Type": "application/json", "Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@pytest.fixture
+def server(target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.delenv(openai.KEY_VARIABLE, raising=False)
+    monkeypatch.setattr(openai, "FIRST_WAIT_SECONDS", 0.01)
+    with Server(target) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.woken.set()
+        server.shutdown()
+        thread.join()
+
+
+Found = dict[str, tuple[list[int], bool]]
+
+
+@pytest.fixture
+def ask(server: Server, target: HFTarget, limits: Limits, requests: list[Request]) -> Callable[..., Found]:
+    """All requests through the engine that a configuration opens."""
+
+    def ask(**options: Any) -> Found:
+        config = DistillConfig(mode="regenerate", engine="openai", base_url=server.url, **options)
+        with open_engine(config, target, limits) as engine:
+            return {answer.id: (answer.tokens.tolist(), answer.cut) for answer in engine.answer(requests)}
+
+    return ask
+
+
+def expected(target: HFTarget, requests: list[Request], limits: Limits, sampling: Sampling) -> Found:
+    engine = DecoderEngine(target, NullDrafter(), sampling=sampling, limits=limits)
+    return {answer.id: (answer.tokens.tolist(), answer.cut) for answer in engine.answer(requests)}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_the_servers_tokens_are_the_answers_with_the_sampling_that_was_asked_for(
+    ask: Callable[..., Found], server: Server, target: HFTarget, requests: list[Request], limits: Limits, temperature: float
+) -> None:
+    found = ask(temperature=temperature, top_k=40)
+    assert found == expected(target, requests, limits, Sampling(temperature=temperature, top_k=40))
+    assert {cut for _, cut in found.values()} == {True, False}
+    assert len(server.bodies) == len(requests)
+    for body in server.bodies:
+        # A server fills in what is left out, maybe from the model's own generation config.
+        assert (body["top_k"], body["top_p"], body["repetition_penalty"], body["min_p"]) == (40, 1.0, 1.0, 0.0)
+        assert body["stop_token_ids"] == list(target.stop_ids)
+        assert body["model"] == "tiny"
+    assert server.keys == {None}
+
+
+def test_a_server_that_leaves_out_the_stop_token_gets_the_one_that_it_names(
+    ask: Callable[..., Found], server: Server, target: HFTarget, requests: list[Request], limits: Limits
+) -> None:
+    def leave_out(reply: dict[str, Any]) -> None:
+        choice = reply["choices"][0]
+        if choice["finish_reason"] == "stop":
+            choice["token_ids"] = choice["token_ids"][:-1]
+
+    server.change = leave_out
+    assert ask() == expected(target, requests, limits, Sampling(temperature=0.0))
+
+
+def test_failures_on_the_way_cost_time_and_no_answer(
+    ask: Callable[..., Found], server: Server, target: HFTarget, requests: list[Request], limits: Limits, caplog: Any
+) -> None:
+    server.faults = [(503, {}, b"loading"), None, (429, {"Retry-After": "0.05"}, b"slow down"), (500, {}, b"oops"), None]
+    with caplog.at_level(logging.WARNING, logger="outrider"):
+        assert ask(decode_batch_size=2) == expected(target, requests, limits, Sampling(temperature=0.0))
+    assert server.faults == []
+    for symptom in ("503: loading", "429: slow down", "500: oops", "can't be reached"):
+        assert symptom in caplog.text
+
+
+def test_a_server_that_stays_away_ends_the_run_with_what_to_do(
+    ask: Callable[..., Found], server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openai, "MAX_TRIES", 3)
+    server.faults = [(503, {}, b"loading")] * 100
+    with pytest.raises(ConnectionError, match=r"failed 3 times; at last it answers 503: loading.*finished shards are kept"):
+        ask()
+    server.server_close()
+    with pytest.raises(ConnectionError, match="can't be reached"):
+        ask()
+
+
+def test_a_refusal_is_told_at_once_and_without_the_key(
+    ask: Callable[..., Found], server: Server, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.setenv(openai.KEY_VARIABLE, "sk-very-secret")
+    server.faults = [(401, {}, b"the key sk-very-secret is unknown")] * 100
+    with caplog.at_level(logging.DEBUG), pytest.raises(ValueError, match="answers 401: the key .* is unknown") as error:
+        ask(decode_batch_size=1)
+    assert server.keys == {"Bearer sk-very-secret"}
+    assert len(server.faults) > 90
+    assert "sk-very-secret" not in str(error.value) + caplog.text
+
+
+def test_text_without_token_ids_is_tokenized_again_and_said_so_once(
+    ask: Callable[..., Found], server: Server, target: HFTarget, requests: list[Request], limits: Limits, caplog: Any
+) -> None:
+    server.change = lambda reply: reply["choices"][0].pop("token_ids")
+    with caplog.at_level(logging.WARNING, logger="outrider"):
+        found = ask(decode_batch_size=1)
+    assert caplog.text.count("tokenized again") == 1
+    wanted = expected(target, requests, limits, Sampling(temperature=0.0))
+    visited = 0
+    for id, (tokens, cut) in wanted.items():
+        text = target.tokenizer.decode(tokens if cut else tokens[:-1])
+        assert found[id] == (target.tokenizer(text).input_ids + ([] if cut else tokens[-1:]), cut)
+        visited += 1
+    assert visited == len(requests)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda reply: reply["usage"].update(prompt_tokens=1000), "read 1000 tokens of a prompt of"),
+        (lambda reply: reply["choices"][0].update(token_ids=[999]), "tokens that the target doesn't have"),
+        (lambda reply: reply["choices"][0].update(finish_reason="content_filter"), "'content_filter'"),
+        (lambda reply: reply.clear(), "which is no completion"),
+        (lambda reply: reply.update(choices=["?"]), r"which is no completion: .* looked for in '\?'"),
+        (lambda reply: reply.update(choices={"0": {}}), "which is no completion: choices must be of type list"),
+        (lambda reply: reply.update(choices=[]), "which is no completion: it must have a choice"),
+        (lambda reply: reply["choices"][0].update(token_ids=[5, 1.5]), "token_ids must be integers, and one is 1.5"),
+        (lambda reply: reply["choices"][0].update(token_ids=["a"]), "token_ids must be integers, and one is 'a'"),
+        (lambda reply: reply["choices"][0].update(token_ids=[True]), "token_ids must be integers, and one is True"),
+        (lambda reply: reply["choices"][0].update(token_ids="5 6"), "token_ids must be of type list, and is '5 6'"),
+        (lambda reply: reply["choices"][0].update(token_ids=None, text=5), "text must be of type str, and is 5"),
+        (lambda reply: reply["choices"][0].update(token_ids=None, text=None), "must have token_ids or text"),
+        (lambda reply: reply["choices"][0].update(finish_reason=["stop"]), "finish_reason must be of type str"),
+        (lambda reply: reply["choices"][0].pop("finish_reason"), "ended an answer by None"),
+        (lambda reply: reply.update(usage=[1]), r"usage must be of type dict, and is \[1\]"),
+        (lambda reply: reply["usage"].update(prompt_tokens="5"), "prompt_tokens must be of type int, and is '5'"),
+        (lambda reply: reply["choices"][0].update(token_ids=[5] * 99), "99 tokens where max_tokens asks for .* at most"),
+    ],
+)
+def test_a_server_of_something_else_is_refused(
+    ask: Callable[..., Found], server: Server, change: Callable[[dict[str, Any]], None], message: str
+) -> None:
+    server.change = change
+    with pytest.raises(ValueError, match=message):
+        ask()
+
+
+@pytest.mark.parametrize("usage", [None, {}, {"prompt_tokens": None}])
+def test_a_server_that_does_not_tell_what_it_read_is_believed(
+    ask: Callable[..., Found],
+    server: Server,
+    target: HFTarget,
+    requests: list[Request],
+    limits: Limits,
+    usage: dict[str, None] | None,
+) -> None:
+    server.change = lambda reply: reply.update(usage=usage)
+    assert ask() == expected(target, requests, limits, Sampling(temperature=0.0))
+
+
+@pytest.mark.parametrize("told", [True, 4.0, "</s>", ["a"]])
+def test_a_stop_reason_that_is_no_token_is_none_of_the_answers(
+    ask: Callable[..., Found], server: Server, target: HFTarget, told: Any
+) -> None:
+    assert target.model.generation_config is not None
+    target.model.generation_config.eos_token_id = [3, 1, 4]
+    server.change = lambda reply: reply["choices"][0].update(token_ids=[7], finish_reason="stop", stop_reason=told)
+    found = ask()
+    assert {tuple(tokens) for tokens, _ in found.values()} == {(7, target.tokenizer.eos_token_id)}
+
+
+@pytest.mark.parametrize("nothing", [{"token_ids": None, "text": ""}, {"token_ids": []}])
+def test_an_answer_cut_before_its_first_token_is_an_empty_one(
+    ask: Callable[..., Found], server: Server, requests: list[Request], nothing: dict[str, Any]
+) -> None:
+    server.change = lambda reply: reply["choices"][0].update(finish_reason="length", **nothing)
+    assert ask() == {request.id: ([], True) for request in requests}
+
+
+def test_a_text_longer_than_asked_for_is_named_once(ask: Callable[..., Found], server: Server, caplog: Any) -> None:
+    server.change = lambda reply: reply["choices"][0].update(token_ids=None, text="a b c d " * 30)
+    with caplog.at_level(logging.WARNING, logger="outrider"):
+        ask(decode_batch_size=1)
+    assert caplog.text.count("such answers are cut there") == 1
+
+
+def test_a_page_that_is_no_api_is_refused(ask: Callable[..., Found], server: Server) -> None:
+    server.faults = [(200, {}, b"<html>hello</html>")] * 100
+    with pytest.raises(ValueError, match=r"no JSON: <html>hello</html>"):
+        ask()
+
+
+def test_requests_are_in_flight_together_and_never_more_than_asked(ask: Callable[..., Found], server: Server) -> None:
+    server.delay_seconds = 0.05
+    ask(decode_batch_size=3)
+    assert server.most_inside == 3
+
+
+@contextmanager
+def ends_at_once() -> Iterator[None]:
+    """Whether the block, and every thread of the engine, ends soon: the interpreter waits for them when it ends."""
+    start = time.monotonic()
+    yield
+    for thread in threading.enumerate():
+        if thread.name.startswith("openai"):
+            thread.join(timeout=max(0.0, start + 2 - time.monotonic()))
+            assert not thread.is_alive(), "a thread still waits for the server"
+    assert time.monotonic() - start < 2
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_error_of_the_consumers_waits_for_nothing_in_flight(
+    server: Server, target: HFTarget, limits: Limits, requests: list[Request], error: type[BaseException]
+) -> None:
+    server.num_quick = 2
+    config = DistillConfig(mode="regenerate", engine="openai", base_url=server.url, decode_batch_size=4)
+
+    def consume() -> None:
+        with open_engine(config, target, limits) as engine:
+            for num_answers, _ in enumerate(engine.answer(requests), 1):
+                if num_answers == 2:
+                    until(lambda: server.num_inside == 4)
+                    raise error("stop")
+
+    # The traceback holds the generator, which so is never closed.
+    with ends_at_once(), pytest.raises(error, match="stop"):
+        consume()
+
+
+def test_an_engine_left_early_waits_for_nothing_in_flight(
+    server: Server, target: HFTarget, limits: Limits, requests: list[Request]
+) -> None:
+    server.num_quick = 1
+    config = DistillConfig(mode="regenerate", engine="openai", base_url=server.url, decode_batch_size=3)
+    with ends_at_once(), open_engine(config, target, limits) as engine:
+        answers = engine.answer(requests)
+        next(answers)
+        until(lambda: server.num_inside == 3)
+        with ends_at_once():
+            answers.close()  # type: ignore[attr-defined]
+        with pytest.raises(ConnectionError, match="was hung up on"):
+            next(engine.answer(requests))
+
+
+@pytest.mark.parametrize("waits_for", ["answers", "tries"])
+def test_ctrl_c_waits_for_no_answer_and_no_next_try(
+    server: Server,
+    target: HFTarget,
+    limits: Limits,
+    requests: list[Request],
+    waits_for: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: Any,
+) -> None:
+    server.num_quick = 0
+    if waits_for == "tries":
+        monkeypatch.setattr(openai, "FIRST_WAIT_SECONDS", 30.0)
+        server.woken.set()  # it hangs up on everybody
+    config = DistillConfig(mode="regenerate", engine="openai", base_url=server.url, decode_batch_size=4)
+
+    def interrupt() -> None:
+        until(lambda: server.num_inside == 4 if waits_for == "answers" else caplog.text.count("try 2 of") == 4)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    def consume() -> None:
+        with open_engine(config, target, limits) as engine:
+            interrupter.start()
+            list(engine.answer(requests))
+
+    interrupter = threading.Thread(target=interrupt)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        with ends_at_once(), pytest.raises(KeyboardInterrupt):
+            consume()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    interrupter.join()
+    assert caplog.text.count("try 2 of") == (4 if waits_for == "tries" else 0)
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_the_model_is_named_as_the_server_has_it(ask: Callable[..., Found], server: Server, target: HFTarget) -> None:
+    server.models = ["other", target.identity.name]
+    ask()
+    assert {body["model"] for body in server.bodies} == {target.identity.name}
+    server.models = ["other", "another"]
+    with pytest.raises(ValueError, match=r"serves other, another.*set distill\.served_model"):
+        ask()
+    ask(served_model="another")
+    assert server.bodies[-1]["model"] == "another"
+    with pytest.raises(ValueError, match="distill.served_model is 'third'"):
+        ask(served_model="third")

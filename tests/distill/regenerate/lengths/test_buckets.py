@@ -1,0 +1,323 @@
+"""Buckets, predictors and the reservations made of them: learnable, reproducible, and blind to what was asked before."""
+
+import copy
+import random
+import statistics
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers.processors import TemplateProcessing
+from transformers import (
+    DistilBertConfig,
+    DistilBertForSequenceClassification,
+    PreTrainedModel,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+    T5Config,
+    T5ForSequenceClassification,
+)
+from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
+
+from outrider.distill.regenerate.engine import Request
+from outrider.distill.regenerate.lengths.buckets import (
+    LEARN_FIRST,
+    NUM_BUCKETS,
+    Buckets,
+    Predicted,
+    Seen,
+)
+from outrider.distill.regenerate.lengths.predictors import (
+    DEFAULT_READ_TOKENS,
+    ClassifierPredictor,
+    LightPredictor,
+    Vocabulary,
+    make_predictor,
+    soft_labels,
+)
+from outrider.distill.regenerate.lengths.schedule import (
+    Decoded,
+    Policy,
+    Rectangle,
+    shortest_text_first,
+    supervise,
+)
+
+SHORT, LONG = 70, 200
+"""Tokens that prompts for short and for long answers begin with."""
+
+
+def make_requests(count: int, *, known: bool = False) -> list[Request]:
+    draw = random.Random(count)
+    requests = []
+    for index in range(count):
+        ids = [SHORT if index % 2 else LONG, *(draw.randrange(100, 190) for _ in range(draw.randint(3, 12)))]
+        length = (5 if index % 2 else 80) if known else None
+        requests.append(Request(id=f"{count}/{index}", prompt_ids=torch.tensor(ids), seed=0, num_known_tokens=length))
+    return requests
+
+
+def lengths_of(count: int) -> list[int]:
+    draw = random.Random(-count)
+    return [draw.randint(1, 10) if index % 2 else draw.randint(60, 100) for index in range(count)]
+
+
+@pytest.fixture
+def classifier_dir(tmp_path: Path, tiny_tokenizer) -> Path:
+    config = DistilBertConfig(
+        vocab_size=300, dim=16, hidden_dim=32, n_layers=1, n_heads=2, max_position_embeddings=64, pad_token_id=0, num_labels=3
+    )
+    torch.manual_seed(0)
+    DistilBertForSequenceClassification(config).save_pretrained(tmp_path / "classifier")
+    tiny_tokenizer.save_pretrained(tmp_path / "classifier")
+    return tmp_path / "classifier"
+
+
+def test_buckets_are_deciles_and_lengths_beyond_the_last_are_in_it():
+    buckets = Buckets.of(range(1, 101))
+    assert buckets.index([1, 10, 11, 95, 100, 5000]).tolist() == [0, 0, 1, 9, 9, 9]
+    counts = torch.bincount(buckets.index(list(range(1, 101))), minlength=NUM_BUCKETS)
+    assert counts.tolist() == [10] * NUM_BUCKETS
+
+
+def test_quantiles_lie_where_the_distribution_puts_them():
+    buckets = Buckets(torch.arange(1, 11, dtype=torch.float64) * 10)
+    probs = torch.zeros(2, NUM_BUCKETS)
+    probs[0, 3] = 1.0
+    probs[1, [0, 9]] = 0.5
+    assert buckets.quantile(probs, 0.5) == [35, 10]
+    assert buckets.quantile(probs, 0.75) == [38, 95]
+    assert buckets.quantile(probs, 1.0) == [40, 100]
+
+
+def test_quantiles_survive_empty_buckets():
+    buckets = Buckets.of([7] * 40)
+    assert buckets.quantile(torch.full((1, NUM_BUCKETS), 1 / NUM_BUCKETS), 0.5) in ([1], [7])
+    assert buckets.index([7, 8]).tolist() == [0, 9]
+
+
+def test_labels_are_spread_over_neighbours_and_sum_to_one():
+    labels = soft_labels(torch.tensor([0, 5]))
+    assert torch.allclose(labels.sum(1), torch.ones(2))
+    assert labels.argmax(1).tolist() == [0, 5]
+    assert labels[1, 4] == labels[1, 6] > labels[1, 3]
+
+
+@pytest.mark.parametrize("name", ["light", "embedding", "classifier"])
+def test_every_predictor_learns_what_prompts_say(name, target, classifier_dir, monkeypatch):
+    if name == "classifier":
+        monkeypatch.setattr("outrider.distill.regenerate.lengths.predictors.ClassifierPredictor.learning_rate", 3e-3)
+        monkeypatch.setattr("outrider.distill.regenerate.lengths.predictors.ClassifierPredictor.epochs", 12)
+    predictor = make_predictor(str(classifier_dir) if name == "classifier" else name, target)
+    buckets = Buckets.of(lengths_of(96))
+    predictor.learn(make_requests(96), buckets.index(lengths_of(96)))
+    probs = predictor.predict(make_requests(40))
+    assert probs.shape == (40, NUM_BUCKETS)
+    assert torch.allclose(probs.sum(1), torch.ones(40), atol=1e-5)
+    medians = buckets.quantile(probs, 0.5)
+    assert statistics.mean(medians[0::2]) > 2 * statistics.mean(medians[1::2])
+
+
+@pytest.mark.parametrize("name", ["light", "embedding", "classifier"])
+def test_a_predictor_is_a_function_of_its_last_lessons(name, target, classifier_dir):
+    name = str(classifier_dir) if name == "classifier" else name
+    first, second = make_predictor(name, target), make_predictor(name, target)
+    second.learn(make_requests(32), torch.zeros(32, dtype=torch.long))
+    second.predict(make_requests(8))
+    before = torch.get_rng_state()
+    for predictor in (first, second):
+        predictor.learn(make_requests(40), torch.arange(40) % 10)
+    assert torch.equal(first.predict(make_requests(8)), second.predict(make_requests(8)))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_other_answers_length_tells_more_than_the_prompt():
+    requests = make_requests(64, known=True)
+    blind = [Request(id=r.id, prompt_ids=torch.tensor([9]), seed=0, num_known_tokens=r.num_known_tokens) for r in requests]
+    predictor = LightPredictor(300)
+    buckets = Buckets.of(lengths_of(64))
+    predictor.learn(blind, buckets.index(lengths_of(64)))
+    medians = buckets.quantile(predictor.predict(blind), 0.5)
+    assert min(medians[0::2]) > max(medians[1::2])
+
+
+def test_words_of_one_prompt_alone_say_nothing_and_a_prompt_without_known_words_is_like_none():
+    vocabulary = Vocabulary.of([torch.tensor([1, 2, 2]), torch.tensor([1, 3]), torch.tensor([1, 2])])
+    assert vocabulary.words.tolist() == [1, 2]
+    assert vocabulary.rarities[1] > vocabulary.rarities[0]
+    vectors = vocabulary.vectors([torch.tensor([2, 9]), torch.tensor([3, 9])])
+    assert vectors.tolist() == [[0.0, 1.0], [0.0, 0.0]]
+
+
+def test_of_many_lessons_only_so_many_are_compared(monkeypatch):
+    monkeypatch.setattr("outrider.distill.regenerate.lengths.predictors.MOST_LESSONS", 20)
+    predictor = LightPredictor(300)
+    buckets = Buckets.of(lengths_of(96))
+    predictor.learn(make_requests(96), buckets.index(lengths_of(96)))
+    assert len(predictor._lessons.lengths) == 20
+    assert predictor.predict(make_requests(50)).shape == (50, NUM_BUCKETS)
+
+
+def test_a_predictor_that_is_none_is_refused_with_the_choices(target, tmp_path):
+    with pytest.raises(ValueError, match="must be none, light, embedding, or a sequence-classification model"):
+        make_predictor(str(tmp_path), target)
+
+
+def tiny_roberta() -> PreTrainedModel:
+    return RobertaForSequenceClassification(
+        RobertaConfig(
+            vocab_size=300,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            max_position_embeddings=66,
+            pad_token_id=1,
+        )
+    )
+
+
+def tiny_t5() -> PreTrainedModel:
+    return T5ForSequenceClassification(
+        T5Config(
+            vocab_size=300,
+            d_model=16,
+            d_kv=8,
+            d_ff=32,
+            num_layers=1,
+            num_heads=2,
+            pad_token_id=0,
+            eos_token_id=3,
+            decoder_start_token_id=0,
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "named", "read_tokens"),
+    [
+        (tiny_roberta, None, 64),  # the first position is 2
+        (tiny_roberta, 512, 64),
+        (tiny_roberta, 50, 50),
+        (tiny_t5, None, DEFAULT_READ_TOKENS),
+        (tiny_t5, 50, 50),
+    ],
+)
+def test_a_long_prompt_is_read_as_far_as_the_classifier_can(make, named, read_tokens, target, tiny_tokenizer, tmp_path):
+    make().save_pretrained(tmp_path)
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    end = tokenizer.eos_token
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"$A {end}", special_tokens=[(end, tokenizer.eos_token_id)]
+    )
+    tokenizer.model_max_length = named or VERY_LARGE_INTEGER
+    tokenizer.save_pretrained(tmp_path)
+    predictor = make_predictor(str(tmp_path), target)
+    assert isinstance(predictor, ClassifierPredictor)
+    assert predictor.read_tokens == read_tokens
+    spelled = tokenizer(f"what does {end} mean", split_special_tokens=True).input_ids[:-1]
+    assert tokenizer.eos_token_id not in spelled
+    prompts = [torch.tensor(spelled), *(torch.full((length,), LONG) for length in (read_tokens - 1, 3 * read_tokens))]
+    requests = [Request(id=str(len(prompt)), prompt_ids=prompt, seed=0) for prompt in prompts]
+    predictor.learn(requests, torch.tensor([0, 5, 9]))
+    assert predictor.predict(requests).shape == (3, NUM_BUCKETS)
+
+
+def test_pickled_weights_are_not_read(target, classifier_dir):
+    model = DistilBertForSequenceClassification.from_pretrained(classifier_dir)
+    (classifier_dir / "model.safetensors").unlink()
+    torch.save(model.state_dict(), classifier_dir / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="safetensors"):
+        make_predictor(str(classifier_dir), target)
+
+
+class Recorder:
+    """Predicts the first bucket, and keeps its lessons."""
+
+    def __init__(self) -> None:
+        self.lessons: list[list[tuple[str, int]]] = []
+
+    def learn(self, requests: list[Request], buckets: torch.Tensor) -> None:
+        self.lessons.append([(request.id, bucket) for request, bucket in zip(requests, buckets.tolist(), strict=True)])
+
+    def predict(self, requests: list[Request]) -> torch.Tensor:
+        return torch.eye(NUM_BUCKETS)[:1].expand(len(requests), -1)
+
+
+def test_it_learns_first_from_a_few_and_then_whenever_the_answers_have_doubled():
+    recorder, requests = Recorder(), make_requests(200)
+    predicted = Predicted(recorder, requests, share=0.5, unknown=17)
+    assert predicted.reserve(range(200)) == [17] * 200
+    learnt_at = [num for num in range(1, 201) if predicted.observe(dict.fromkeys(range(num), 9), {})]
+    assert learnt_at == [LEARN_FIRST, 2 * LEARN_FIRST, 4 * LEARN_FIRST]
+    assert [len(lessons) for lessons in recorder.lessons] == learnt_at
+
+
+def test_unfinished_answers_count_for_the_middle_of_what_is_open_to_them_and_mistakes_twice():
+    recorder, requests = Recorder(), make_requests(LEARN_FIRST + 3)
+    predicted = Predicted(recorder, requests, share=0.5, unknown=15)
+    predicted.reserve(range(LEARN_FIRST + 3))
+    lengths = {index: index + 1 for index in range(LEARN_FIRST)}
+    assert not predicted.observe({0: 1}, dict.fromkeys(range(1, LEARN_FIRST + 3), 9))  # only complete ones tell lengths
+    assert predicted.observe(lengths, {LEARN_FIRST: 1, LEARN_FIRST + 1: 31, LEARN_FIRST + 2: 32})
+    last = NUM_BUCKETS - 1
+    num_mistakes = LEARN_FIRST - 2 * 15  # complete answers of more than twice what was reserved
+    assert recorder.lessons[0][0] == (requests[0].id, 0)
+    assert recorder.lessons[0][LEARN_FIRST + num_mistakes :] == [
+        (requests[LEARN_FIRST].id, NUM_BUCKETS // 2),
+        *[(requests[LEARN_FIRST + 1].id, last)] * 2,
+        *[(requests[LEARN_FIRST + 2].id, last)] * 2,
+    ]
+
+
+def test_unfinished_answers_move_the_deciles_up_and_what_none_has_reached_is_open():
+    assert Buckets.of([1, 2, 3, 4, 5]).ends.tolist() == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    ends = Buckets.of([1, 2, 3, 4, 5], [5] * 5).ends.tolist()
+    assert ends[:4] == [1, 2, 3, 4]
+    assert ends[4:] == pytest.approx([4 + 1 * k for k in range(1, 7)])  # the fifth decile is at 5 with the rest of it open
+    # Half of all are open from 2 on: of those that are longer, two complete ones tell.
+    assert Buckets.of([1, 1, 3, 4], [2, 2, 2, 2]).ends.tolist() == [1, 1, 3, 3, 3, 3, 4, 4, 4, 4]
+
+
+def test_predictions_of_a_cold_start_end_up_near_the_true_lengths():
+    """Edges were once made of what was reserved for the first unfinished answers, and kept."""
+    draw = random.Random(5)
+    requests = make_requests(400)
+    lengths = [draw.randint(20, 60) if index % 2 else draw.randint(300, 500) for index in range(400)]
+    predictor = Predicted(LightPredictor(300), requests, share=0.5, unknown=64, part=0.5)
+
+    def decode(batch, limits, least):
+        new = [min(lengths[row.index] - row.num_written, limit) for row, limit in zip(batch, limits, strict=True)]
+        return [Decoded(num_new=n, ended=row.num_written + n == lengths[row.index]) for n, row in zip(new, batch, strict=True)]
+
+    policy = Policy(reservation=predictor, order=shortest_text_first, memory=Rectangle(), may_overtake=True)
+    list(supervise([len(request.prompt_ids) for request in requests], [1000] * 400, policy, decode, budget=8000))
+    assert predictor.buckets is not None
+    error = (predictor.buckets.ends - Buckets.of(lengths).ends).abs()
+    assert float(error[:8].max()) < 20  # above, lengths are still open when it learns last
+    assert predictor.buckets.ends[-1] < 1000
+    again = predictor.buckets.quantile(predictor.predictor.predict(requests), 0.5)
+    assert max(again[1::2]) < 150 < min(again[0::2])
+
+
+def test_before_anything_is_learnt_an_answer_is_taken_to_be_as_long_as_the_datas_own():
+    requests = [*make_requests(2, known=True), make_requests(1)[0]]
+    predicted = Predicted(Recorder(), requests, share=0.5, unknown=17, part=0.5)
+    assert predicted.reserve([0, 1, 2]) == [40, 3, 17]
+
+
+def test_a_part_of_the_predicted_length_is_reserved_and_only_what_outgrows_it_twice_is_a_mistake():
+    recorder, requests = Recorder(), make_requests(2 * LEARN_FIRST)
+    seen = [Seen(request=request, num_tokens=40) for request in requests[:LEARN_FIRST]]
+    predicted = Predicted(recorder, requests[LEARN_FIRST:], share=1.0, unknown=17, part=0.3, seen=seen)
+    assert predicted.reserve(range(LEARN_FIRST)) == [12] * LEARN_FIRST
+    assert predicted.observe({index: 80 + index // 16 for index in range(LEARN_FIRST)}, {})
+    assert len(recorder.lessons[-1]) == 2 * LEARN_FIRST + 16
+
+
+def test_what_was_seen_before_predicts_from_the_first_request_on():
+    recorder, requests = Recorder(), make_requests(40)
+    seen = [Seen(request=request, num_tokens=10 * (index + 1)) for index, request in enumerate(requests)]
+    predicted = Predicted(recorder, requests[:3], share=1.0, unknown=17, seen=seen)
+    assert predicted.reserve([0, 1, 2]) == [40, 40, 40]  # the first decile of 10, 20, ... 400
+    assert predicted.compare([1, 1, 400]) == ([0, 0, 0], [0, 0, 9])

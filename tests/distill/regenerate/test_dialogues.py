@@ -1,0 +1,240 @@
+"""A conversation answered anew: exact tokens, where examples end and begin, and which answers are no answers."""
+
+import copy
+from collections.abc import Sequence
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from outrider.data.types import Conversation, Turn
+from outrider.distill.regenerate.answers import AnsweredExample
+from outrider.distill.regenerate.dialogues import (
+    AFTER_CUT,
+    AFTER_DROP,
+    EMPTY,
+    LOOP,
+    LOOP_TOKENS,
+    NO_ROOM,
+    Dialogue,
+    answer_seed,
+    ends_in_a_loop,
+    questions,
+)
+from outrider.distill.regenerate.engine import Answer, Limits
+
+END = 3
+LIMITS = Limits(max_new_tokens=100, max_tokens=400)
+# As Qwen's: what was thought before the last question is left out of the prompt.
+THINKING_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{%- if message.role == 'assistant' -%}<|assistant|>{{ message.content.split('</think>')[-1] }}<|end|>"
+    "{%- elif message.role == 'system' -%}[{{ message.content }}]"
+    "{%- else -%}<|user|>{{ message.content }}{%- endif -%}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"
+)
+
+
+def conversation(*texts: str, system: str | None = None) -> Conversation:
+    """Questions and answers in turn, after a system prompt where there is one."""
+    turns = [Turn(role="user" if index % 2 == 0 else "assistant", content=text) for index, text in enumerate(texts)]
+    return Conversation(id="chat", source="test", turns=(*([Turn(role="system", content=system)] if system else []), *turns))
+
+
+TWO_TURNS = conversation("hello", "?", "and then", "?")
+
+
+def play(
+    talk: Conversation,
+    tokenizer: PreTrainedTokenizerFast,
+    answers: Sequence[str | list[int]],
+    *,
+    limits: Limits = LIMITS,
+    cut=(),
+) -> tuple[Dialogue, list[list[int]]]:
+    """The dialogue after its answers were given, and the prompts that it asked with. A text answers with its stop token."""
+    dialogue = Dialogue(talk, tokenizer, limits=limits, stop_ids=[END], seed=0)
+    prompts = []
+    given = iter(answers)
+    while request := dialogue.next_request():
+        prompts.append(request.prompt_ids.tolist())
+        answer = next(given)
+        tokens = [*tokenizer(answer).input_ids, END] if isinstance(answer, str) else answer
+        dialogue.take(Answer(id=request.id, tokens=torch.tensor(tokens, dtype=torch.long), cut=len(prompts) - 1 in cut))
+    assert next(given, None) is None, "all answers were asked for"
+    return dialogue, prompts
+
+
+def learned(example: AnsweredExample, tokenizer: PreTrainedTokenizerFast) -> str:
+    made = example.to_example()
+    return str(tokenizer.decode(made.input_ids[made.loss_mask]))
+
+
+def test_an_example_goes_on_while_the_prompt_begins_with_its_tokens(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    dialogue, prompts = play(TWO_TURNS, tiny_tokenizer, ["one two", "three"])
+    (example,) = dialogue.examples
+    assert tiny_tokenizer.decode(example.input_ids) == (
+        "<|user|>hello<|assistant|>one two<|end|><|user|>and then<|assistant|>three<|end|>"
+    )
+    assert learned(example, tiny_tokenizer) == "one two<|end|>three<|end|>"
+    assert [example.input_ids[: span.start] for span in example.answers] == prompts
+    assert not dialogue.dropped
+
+
+def test_a_template_that_drops_earlier_thinking_begins_a_new_example_and_loses_no_thought(
+    tiny_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.chat_template = THINKING_TEMPLATE
+    dialogue, prompts = play(TWO_TURNS, tokenizer, ["<think>hm</think>yes", "<think>so</think>no"])
+    first, second = dialogue.examples
+    assert tokenizer.decode(first.input_ids) == "<|user|>hello<|assistant|><think>hm</think>yes<|end|>"
+    assert tokenizer.decode(second.input_ids) == (
+        "<|user|>hello<|assistant|>yes<|end|><|user|>and then<|assistant|><think>so</think>no<|end|>"
+    )
+    # The earlier answer is read without its thoughts, which the target would not have written: it is not learned.
+    assert learned(second, tokenizer) == "<think>so</think>no<|end|>"
+    assert second.input_ids[: second.answers[0].start] == prompts[1]
+    assert [first.id, second.id] == ["chat#0", "chat#1"]
+
+
+def test_a_template_that_keeps_thinking_keeps_one_example(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    dialogue, _ = play(TWO_TURNS, tiny_tokenizer, ["<think>hm</think>yes", "<think>so</think>no"])
+    (example,) = dialogue.examples
+    assert learned(example, tiny_tokenizer) == "<think>hm</think>yes<|end|><think>so</think>no<|end|>"
+
+
+def test_the_system_prompt_is_in_every_prompt(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.chat_template = THINKING_TEMPLATE
+    talk = conversation("hello", "?", "and then", "?", system="Be brief.")
+    _, prompts = play(talk, tokenizer, ["<think>hm</think>yes", "no"])
+    assert len(prompts) == 2
+    assert all(tokenizer.decode(prompt).startswith("[Be brief.]<|user|>hello") for prompt in prompts)
+
+
+def test_tokens_that_the_tokenizer_would_merge_otherwise_are_kept_as_written(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    merged = tiny_tokenizer("import").input_ids
+    letters = [id for letter in "import" for id in tiny_tokenizer(letter).input_ids]
+    assert len(merged) < len(letters)
+    dialogue, _ = play(TWO_TURNS, tiny_tokenizer, [[*letters, END], "three"])
+    first, second = dialogue.examples
+    assert first.input_ids[first.answers[0].start :] == [*letters, END]
+    assert tiny_tokenizer.decode(second.input_ids).startswith("<|user|>hello<|assistant|>import<|end|><|user|>and then")
+    assert learned(second, tiny_tokenizer) == "three<|end|>"
+
+
+def test_special_tokens_inside_an_answer_stay_in_the_next_prompt(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    user = tiny_tokenizer.convert_tokens_to_ids("<|user|>")
+    words = tiny_tokenizer("so").input_ids
+    dialogue, _ = play(TWO_TURNS, tiny_tokenizer, [[*words, user, *words, END], "three"])
+    (example,) = dialogue.examples
+    assert user in example.input_ids[example.answers[0].start : example.answers[1].start]
+
+
+def test_a_cut_answer_is_marked_and_not_built_upon(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    words = tiny_tokenizer("one two").input_ids
+    dialogue, prompts = play(TWO_TURNS, tiny_tokenizer, [words], cut=[0])
+    (example,) = dialogue.examples
+    assert [span.cut for span in example.answers] == [True]
+    assert len(prompts) == 1
+    assert dialogue.dropped == {AFTER_CUT: 1}
+    whole, _ = play(TWO_TURNS, tiny_tokenizer, ["one", words], cut=[1])
+    assert [span.cut for span in whole.examples[0].answers] == [False, True]
+    assert not whole.dropped
+
+
+def test_an_engine_that_overdoes_it_is_cut_to_the_room(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    words = tiny_tokenizer("abcdefgh").input_ids
+    for limits in (
+        Limits(max_new_tokens=5, max_tokens=400),
+        Limits(max_new_tokens=99, max_tokens=len(tiny_tokenizer("<|user|>hello<|assistant|>").input_ids) + 5),
+    ):
+        dialogue, _ = play(TWO_TURNS, tiny_tokenizer, [[*words, END]], limits=limits)
+        (example,) = dialogue.examples
+        assert example.input_ids[example.answers[0].start :] == words[:5]
+        assert example.answers[0].cut
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [([], EMPTY), ([END], EMPTY), ("  \n ", EMPTY), ("ha" * LOOP_TOKENS, LOOP), ([40] * 9, LOOP)],
+    ids=repr,
+)
+def test_degenerate_answers_are_dropped_and_what_came_before_is_kept(
+    tiny_tokenizer: PreTrainedTokenizerFast, answer: str | list[int], reason: str
+) -> None:
+    talk = conversation("hello", "?", "and then", "?", "and then", "?")
+    limits = Limits(max_new_tokens=200, max_tokens=400)
+    dialogue, _ = play(talk, tiny_tokenizer, ["one two", answer], limits=limits)
+    (example,) = dialogue.examples
+    assert tiny_tokenizer.decode(example.input_ids) == "<|user|>hello<|assistant|>one two<|end|>"
+    assert dialogue.dropped == {reason: 1, AFTER_DROP: 1}
+    first, _ = play(talk, tiny_tokenizer, [answer], limits=limits)
+    assert first.examples == []
+    assert first.dropped == {reason: 1, AFTER_DROP: 2}
+
+
+def test_loops_are_told_from_repetition_in_a_text() -> None:
+    text = list(range(100, 200))
+    assert not ends_in_a_loop(text)
+    assert ends_in_a_loop(text + [7] * LOOP_TOKENS)
+    assert ends_in_a_loop(text + [1, 2, 3, 4, 5, 6, 7, 8] * 8)
+    assert ends_in_a_loop([5, 6] * 8)
+    assert ends_in_a_loop([5] * 8)
+    assert not ends_in_a_loop([5] * 7)  # a short answer may well be "ha ha ha"
+    assert not ends_in_a_loop([])
+    assert not ends_in_a_loop(text + [7] * (LOOP_TOKENS - 1))  # a table's rule
+    assert not ends_in_a_loop([7] * LOOP_TOKENS + text)
+    assert not ends_in_a_loop([7] * 20 + text[: LOOP_TOKENS - 20])
+    assert not ends_in_a_loop(text + [1, 2, 3, 4, 5, 6, 7, 8, 9] * 20)  # rows of a table
+
+
+def test_a_prompt_that_leaves_no_room_is_dropped_with_the_turns_after_it(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    num_prompt_tokens = len(tiny_tokenizer("<|user|>hello<|assistant|>").input_ids)
+    full, prompts = play(TWO_TURNS, tiny_tokenizer, [], limits=Limits(max_new_tokens=9, max_tokens=num_prompt_tokens))
+    assert (full.examples, prompts, full.dropped) == ([], [], {NO_ROOM: 2})
+    later, prompts = play(TWO_TURNS, tiny_tokenizer, ["one"], limits=Limits(max_new_tokens=9, max_tokens=num_prompt_tokens + 5))
+    assert len(later.examples) == len(prompts) == 1
+    assert later.dropped == {NO_ROOM: 1}
+
+
+def test_a_conversation_that_the_template_refuses_is_dropped_with_its_words(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.chat_template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}<|user|>hi<|assistant|>"
+    )
+    dialogue, _ = play(conversation("hello", "?", system="Be brief."), tokenizer, [])
+    assert dialogue.dropped == {"rejected by the chat template (no system role)": 1}
+
+
+def test_every_answer_of_the_data_is_asked_for_and_an_open_question_too() -> None:
+    def asked(*roles: str) -> list[list[str]]:
+        turns = [Turn(role=role, content=str(index)) for index, role in enumerate(roles)]  # type: ignore[arg-type]
+        return [[turn.content for turn in question] for question in questions(turns)]
+
+    assert asked("system", "user", "assistant", "user", "user", "assistant") == [["0", "1"], ["3", "4"]]
+    assert asked("user", "assistant", "user") == [["0"], ["2"]]
+    assert asked("user", "assistant", "assistant") == [["0"], []]
+    assert asked("user", "assistant", "system") == [["0"]]
+
+
+def test_a_request_tells_how_long_the_datas_own_answer_is(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    talk = conversation("hello", "a longer answer", "and then", "?", "and an open question")
+    dialogue = Dialogue(talk, tiny_tokenizer, limits=LIMITS, stop_ids=[END], seed=0)
+    known = []
+    while request := dialogue.next_request():
+        known.append(request.num_known_tokens)
+        dialogue.take(Answer(id=request.id, tokens=torch.tensor([80, 81, END]), cut=False))
+    assert known == [len(tiny_tokenizer("a longer answer").input_ids), 1, None]
+
+
+def test_seeds_are_of_the_conversation_and_the_turn_alone(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    assert answer_seed(0, "chat", 0) == answer_seed(0, "chat", 0)
+    places = [(seed, id, turn) for seed in (0, 1) for id in ("chat", "chat2", "2/chat") for turn in (0, 1, 2)]
+    assert len({answer_seed(*place) for place in places}) == len(places)
+    assert all(0 <= answer_seed(*place) < 2**31 for place in places)
+    request = Dialogue(TWO_TURNS, tiny_tokenizer, limits=LIMITS, stop_ids=[END], seed=4).next_request()
+    assert request is not None
+    assert request.seed == answer_seed(4, "chat", 0)

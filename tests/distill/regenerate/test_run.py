@@ -1,0 +1,451 @@
+"""The stage from conversations to the target's own words: exact, resumable, refusing to mix runs."""
+
+import json
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from accelerate import Accelerator
+from tqdm import tqdm
+
+from outrider.cli.data import verify_command
+from outrider.data.config import DataConfig
+from outrider.data.files import read_json
+from outrider.data.manifest import examples_sha256
+from outrider.data.sources import load_conversations
+from outrider.data.types import Example
+from outrider.distill.config import DistillConfig
+from outrider.distill.label.run import GREEDY_AGREEMENT, SUSPICIOUS_AGREEMENT, distill
+from outrider.distill.regenerate import run as module
+from outrider.distill.regenerate.answers import (
+    load_answers_manifest,
+    read_answers,
+    save_answers_manifest,
+)
+from outrider.distill.regenerate.engine import Answer, Limits, Request
+from outrider.distill.regenerate.run import (
+    answer_conversations,
+    answer_limits,
+    regenerate,
+)
+from outrider.models.target.config import TargetConfig
+from outrider.models.target.hf_target import HFTarget
+from outrider.models.target.loading import load_target
+
+from ..label.test_run import ThreadAccelerator
+
+CONFIG = DistillConfig(mode="regenerate", shard_examples=3, temperature=1.0, max_new_tokens=24, decode_batch_size=2, horizon=3)
+STOPS = [3, *range(20, 30)]
+"""A random model hardly ever says its one stop token, so this one has several."""
+
+
+def load(directory: Path) -> HFTarget:
+    target = load_target(TargetConfig(name_or_path=str(directory), device="cpu"))
+    assert target.model.generation_config is not None
+    target.model.generation_config.eos_token_id = STOPS
+    return target
+
+
+@pytest.fixture
+def target(tiny_target_dir: Path) -> HFTarget:
+    return load(tiny_target_dir)
+
+
+def write_conversations(path: Path, count: int) -> DataConfig:
+    """`count` conversations of one to three answers."""
+    rng = random.Random(0)
+    records = []
+    for index in range(count):
+        messages = []
+        for _ in range(rng.randint(1, 3)):
+            question = " ".join(str(rng.randrange(100)) for _ in range(rng.randint(1, 6)))
+            messages += [{"role": "user", "content": question}, {"role": "assistant", "content": "an old answer"}]
+        records.append({"id": f"chat-{index}", "messages": messages})
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return DataConfig(source="messages", path=str(path), max_length=120)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> DataConfig:
+    return write_conversations(tmp_path / "chats.jsonl", 8)
+
+
+def run(config: DistillConfig, data: DataConfig, target: HFTarget, output_dir: Path) -> list[Example]:
+    return regenerate(config, data, target, target.tokenizer, output_dir, Accelerator(cpu=True))
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """All files that must not depend on when and by whom they were made: everything but times."""
+    return {path.name: path.read_bytes() for path in sorted(directory.iterdir()) if "stats" not in path.name}
+
+
+@contextmanager
+def no_engine(*args: Any) -> Iterator[Any]:
+    pytest.fail("answered again")
+    yield
+
+
+def test_greedy_answers_are_what_transformers_generates_after_the_tokens_before_them(
+    target: HFTarget, data: DataConfig, tmp_path: Path
+) -> None:
+    config = DistillConfig(mode="regenerate", shard_examples=3, max_new_tokens=12, decode_batch_size=3)
+    examples = run(config, data, target, tmp_path / "answers")
+    shards = load_answers_manifest(tmp_path / "answers").shards
+    answered = [example for entry in shards for example in read_answers(tmp_path / "answers", entry)]
+    visited = 0
+    for example, facts in zip(examples, answered, strict=True):
+        assert example.id == facts.id
+        mask = torch.zeros(len(example.input_ids), dtype=torch.bool)
+        for span in facts.answers:
+            prompt = example.input_ids[None, : span.start]
+            output = target.model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                do_sample=False,
+                max_new_tokens=12,
+                eos_token_id=STOPS,
+                pad_token_id=0,
+            )[0, span.start :].tolist()
+            assert example.input_ids[span.start : span.start + span.num_tokens].tolist() == output
+            assert span.cut == (output[-1] not in STOPS)
+            mask[span.start : span.start + span.num_tokens] = True
+            visited += 1
+        assert torch.equal(example.loss_mask, mask)
+    assert visited > 6
+
+
+def test_statistics_account_for_every_turn(target: HFTarget, data: DataConfig, tmp_path: Path, caplog: Any) -> None:
+    with caplog.at_level(logging.INFO, logger="outrider"):
+        examples = run(CONFIG, data, target, tmp_path / "answers")
+    statistics = read_json(tmp_path / "answers" / "stats.json")
+    conversations, _ = load_conversations(data)
+    assert statistics["num_turns"] == sum(len(conversation.turns) // 2 for conversation in conversations)
+    assert statistics["num_turns"] == statistics["num_answers"] + sum(statistics["dropped_turns"].values())
+    assert statistics["dropped_turns"]["after a cut answer"] > 0
+    assert statistics["num_examples"] == len(examples) > 8
+    assert statistics["num_tokens"] == sum(int(example.loss_mask.sum()) for example in examples)
+    assert statistics["cut_share"] == pytest.approx(statistics["num_cut"] / statistics["num_answers"])
+    assert 0 < statistics["num_cut"] < statistics["num_answers"]
+    assert statistics["tokens_per_process_second"] > 0
+    assert f"regenerated {statistics['num_answers']} answers of 8 conversations" in caplog.text
+    assert "old answer" not in target.tokenizer.decode(torch.cat([example.input_ids for example in examples]))
+
+
+def test_ids_are_unique_and_name_their_conversation(target: HFTarget, data: DataConfig, tmp_path: Path) -> None:
+    examples = run(CONFIG, data, target, tmp_path / "answers")
+    ids = [example.id for example in examples]
+    assert len(set(ids)) == len(ids)
+    assert {id.rsplit("#", 1)[0] for id in ids} <= {f"chat-{index}" for index in range(8)}
+    assert any(id.endswith("#1") for id in ids)
+
+
+def test_answers_do_not_depend_on_which_conversations_are_beside_them(
+    target: HFTarget, data: DataConfig, tmp_path: Path
+) -> None:
+    whole = {example.id: example for example in run(CONFIG, data, target, tmp_path / "whole")}
+    lines = Path(str(data.path)).read_text().splitlines()[::-2]
+    (tmp_path / "some.jsonl").write_text("\n".join(lines))
+    some = DataConfig(source="messages", path=str(tmp_path / "some.jsonl"), max_length=120)
+    visited = 0
+    for example in run(CONFIG, some, target, tmp_path / "some"):
+        assert torch.equal(example.input_ids, whole[example.id].input_ids)
+        visited += 1
+    assert 4 <= visited < len(whole)
+
+
+def test_the_labelling_takes_them_in_place_of_the_datas_own(target: HFTarget, data: DataConfig, tmp_path: Path) -> None:
+    config = DistillConfig(mode="regenerate", shard_examples=4, max_new_tokens=12, horizon=3)
+    examples = run(config, data, target, tmp_path / "answers")
+    folder, accelerator = tmp_path / "distill", Accelerator(cpu=True)
+    manifest = distill(config, data, target, target.tokenizer, folder, accelerator, examples=examples)
+    assert manifest.data_sha256 == examples_sha256(examples)
+    assert [id for shard in manifest.shards for id in shard.ids] == [example.id for example in examples]
+    statistics = read_json(folder / "stats.json")
+    assert statistics["num_positions"] == sum(int(example.loss_mask.sum()) for example in examples)
+    assert statistics["agreement"] == 1.0
+    with pytest.raises(ValueError, match="data_sha256"):
+        distill(config, data, target, target.tokenizer, folder, accelerator)
+
+
+def test_answers_of_another_model_are_noticed_when_they_are_labelled(
+    target: HFTarget, data: DataConfig, tmp_path: Path, caplog: Any
+) -> None:
+    warm = DistillConfig(mode="regenerate", shard_examples=9, horizon=3, temperature=0.2, max_new_tokens=12)
+    sampled = run(warm, data, target, tmp_path / "answers")
+    for config, is_told in ((warm, False), (DistillConfig(mode="regenerate", shard_examples=9, horizon=3), True)):
+        caplog.clear()
+        folder = tmp_path / f"distill-{is_told}"
+        with caplog.at_level(logging.WARNING, logger="outrider"):
+            distill(config, data, target, target.tokenizer, folder, Accelerator(cpu=True), examples=sampled)
+        agreement = read_json(folder / "stats.json")["agreement"]
+        assert SUSPICIOUS_AGREEMENT < agreement < GREEDY_AGREEMENT
+        assert ("in another precision" in caplog.text) == is_told
+
+
+def test_an_example_leaves_room_for_its_labels_in_the_context_window(target: HFTarget) -> None:
+    data = DataConfig(source="text", path="texts", max_length=5000)
+    limits = answer_limits(DistillConfig(horizon=5), data, target)
+    assert limits.max_tokens == target.context_length - 3
+    data.max_length = 99
+    assert answer_limits(DistillConfig(horizon=5), data, target).max_tokens == 99
+    assert [limits.room(count) for count in (1, 900, limits.max_tokens)] == [1021 - 1, 121, 0]
+
+
+def test_a_complete_folder_is_left_alone(
+    target: HFTarget, data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "answers"
+    first = examples_sha256(run(CONFIG, data, target, folder))
+    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    monkeypatch.setattr(module, "open_engine", no_engine)
+    assert examples_sha256(run(CONFIG, data, target, folder)) == first
+    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+
+
+def test_batches_by_length_give_the_decoders_examples_and_the_same_bytes_again(
+    target: HFTarget, data: DataConfig, tmp_path: Path
+) -> None:
+    by_length = replace(CONFIG, engine="batch", decode_batch_size=None, kv_budget_gib=2e-4)
+    examples = run(by_length, data, target, tmp_path / "batch")
+    assert examples_sha256(examples) == examples_sha256(run(CONFIG, data, target, tmp_path / "decoder"))
+    before = contents(tmp_path / "batch")
+    for path in (tmp_path / "batch").glob("*00001*"):
+        path.unlink()
+    run(by_length, data, target, tmp_path / "batch")
+    assert contents(tmp_path / "batch") == before
+
+
+def test_a_deleted_shard_alone_is_made_anew_and_lost_times_cost_nothing(
+    target: HFTarget, data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "answers"
+    run(CONFIG, data, target, folder)
+    before = contents(folder)
+    (folder / "answers-00001.jsonl").unlink()
+    with pytest.raises(ValueError, match=r"answers-00001\.jsonl are missing. Delete .*answers-00001\.json"):
+        run(CONFIG, data, target, folder)
+    (folder / "answers-00001.json").unlink()
+    (folder / "answers-00000.stats.json").unlink()
+    (folder / "answers-00002.stats.json").write_text("{")
+    written = []
+    write = module.write_answers
+    monkeypatch.setattr(module, "write_answers", lambda *args: written.append(args[1]) or write(*args))
+    run(CONFIG, data, target, folder)
+    assert written == [1]
+    assert contents(folder) == before
+
+
+def test_all_damage_to_answers_is_told_at_once(
+    target: HFTarget, data: DataConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "answers"
+    run(CONFIG, data, target, folder)
+    verify_command(folder, target=target.identity.name if Path(target.identity.name).exists() else None)
+    assert "shards are whole" in capsys.readouterr().out
+    (folder / "answers-00000.jsonl").unlink()
+    path = folder / "answers-00001.jsonl"
+    path.write_bytes(path.read_bytes().replace(b"1", b"2", 1))
+    (folder / "answers-00002.json").unlink()
+    with pytest.raises(typer.Exit, match="1"):
+        verify_command(folder)
+    told = capsys.readouterr().err
+    for damage in (
+        "answers-00000.jsonl are missing",
+        "answers-00001.jsonl were cut or altered",
+        "answers-00002.json is missing",
+    ):
+        assert damage in told
+    save_answers_manifest(folder, replace(load_answers_manifest(folder), complete=False, shards=[]))
+    with pytest.raises(typer.Exit, match="1"):  # as far as it goes
+        verify_command(folder)
+    assert "answers-00001.jsonl were cut or altered" in capsys.readouterr().err
+    path = folder / "manifest.json"
+    path.write_text(path.read_text().replace('"max_new_tokens": ', '"max_new_tokens": 1'))
+    with pytest.raises(ValueError, match=r"manifest\.json was altered"):
+        verify_command(folder)
+
+
+def test_damaged_answers_are_named_before_any_work(
+    target: HFTarget, data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "answers"
+    run(CONFIG, data, target, folder)
+    monkeypatch.setattr(module, "open_engine", no_engine)
+    path = folder / "answers-00002.jsonl"
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(ValueError, match="cut or altered"):
+        run(CONFIG, data, target, folder)
+    path = folder / "answers-00001.json"
+    path.write_text(path.read_text()[:-3])
+    with pytest.raises(ValueError, match=r"Delete .*answers-00001\.json"):
+        run(CONFIG, data, target, folder)
+
+
+def test_a_folder_of_another_run_is_refused_with_every_difference(
+    target: HFTarget, data: DataConfig, tmp_path: Path, tiny_target_dir: Path
+) -> None:
+    folder = tmp_path / "answers"
+    run(CONFIG, data, target, folder)
+    other = load(tiny_target_dir)
+    other.identity = type(target.identity)(
+        name="other",
+        revision=None,
+        weights_sha256="0" * 64,
+        tokenizer_sha256="1" * 64,
+        hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+    )
+    other.tokenizer.chat_template += " "
+    other_config = DistillConfig(mode="regenerate", shard_examples=3, temperature=0.5, top_k=9, max_new_tokens=25, seed=1)
+    other_data = write_conversations(tmp_path / "more.jsonl", 9)
+    other_data.max_length = 110
+    with pytest.raises(ValueError, match="another run") as error:
+        run(other_config, other_data, other, folder)
+    for field in (
+        "target.weights_sha256",
+        "target.tokenizer_sha256",
+        "chat_template_sha256",
+        "max_tokens: 120, 110",
+        "data_sha256",
+        "distill.temperature: 1.0, 0.5",
+        "distill.top_k: None, 9",
+        "distill.max_new_tokens: 24, 25",
+        "distill.seed: 0, 1",
+    ):
+        assert field in str(error.value)
+    with pytest.raises(ValueError, match=r"distill\.shard_examples"):
+        run(DistillConfig(mode="regenerate", shard_examples=4, temperature=1.0, max_new_tokens=24), data, target, folder)
+    (folder / "manifest.json").unlink()
+    with pytest.raises(ValueError, match=r"no manifest\.json"):
+        run(CONFIG, data, target, folder)
+
+
+def test_a_tokenizer_without_a_chat_template_is_told_with_the_remedy(
+    target: HFTarget, data: DataConfig, tmp_path: Path
+) -> None:
+    target.tokenizer.chat_template = None
+    with pytest.raises(ValueError, match=r"set data\.chat_template"):
+        run(CONFIG, data, target, tmp_path / "answers")
+    assert not (tmp_path / "answers").exists()
+
+
+class Forgetful:
+    """An engine that forgets every other request."""
+
+    def answer(self, requests: Sequence[Request]) -> Iterator[Answer]:
+        for request in requests[::2]:
+            yield Answer(id=request.id, tokens=torch.tensor([40, 3]), cut=False)
+
+
+class Mute:
+    """An engine that says nothing but the stop token."""
+
+    def answer(self, requests: Sequence[Request]) -> Iterator[Answer]:
+        for request in requests:
+            yield Answer(id=request.id, tokens=torch.tensor([3]), cut=False)
+
+
+def test_an_engine_that_forgets_a_request_is_an_error(target: HFTarget, data: DataConfig) -> None:
+    conversations, _ = load_conversations(data)
+    limits = Limits(max_new_tokens=9, max_tokens=99)
+    with tqdm(disable=True) as progress, pytest.raises(RuntimeError, match="Forgetful left 4 requests unanswered"):
+        answer_conversations(
+            conversations, target.tokenizer, Forgetful(), limits=limits, stop_ids=[3], seed=0, progress=progress
+        )
+
+
+def test_a_target_that_says_nothing_is_told_with_the_reasons(
+    target: HFTarget, data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def open_mute(*args: Any) -> Iterator[Mute]:
+        yield Mute()
+
+    monkeypatch.setattr(module, "open_engine", open_mute)
+    with pytest.raises(ValueError, match="none of 8 conversations an answer.*empty answer"):
+        run(CONFIG, data, target, tmp_path / "answers")
+
+
+def test_processes_share_the_shards_and_make_the_bytes_of_one(
+    data: DataConfig, target: HFTarget, tiny_target_dir: Path, tmp_path: Path
+) -> None:
+    barrier = threading.Barrier(2)
+    targets = [load(tiny_target_dir) for _ in range(2)]
+    found: dict[int, str] = {}
+
+    def play(rank: int) -> None:
+        accelerator = ThreadAccelerator(rank, barrier)
+        examples = regenerate(CONFIG, data, targets[rank], targets[rank].tokenizer, tmp_path / "two", accelerator)
+        found[rank] = examples_sha256(examples)
+
+    threads = [threading.Thread(target=play, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    one = examples_sha256(run(CONFIG, data, target, tmp_path / "one"))
+    assert found == {0: one, 1: one}
+    assert contents(tmp_path / "two") == contents(tmp_path / "one")
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from accelerate import Accelerator
+from outrider.data.config import DataConfig
+from outrider.distill.config import DistillConfig
+from outrider.distill.regenerate import regenerate
+from outrider.models.config import TargetConfig
+from outrider.models.target import load_target
+import torch
+torch.set_num_threads(1)
+target_dir, data_path, output_dir, *stops = sys.argv[1:]
+target = load_target(TargetConfig(name_or_path=target_dir, device="cpu"))
+target.model.generation_config.eos_token_id = [int(stop) for stop in stops]
+config = DistillConfig(mode="regenerate", shard_examples=3, temperature=1.0, max_new_tokens=24, decode_batch_size=2, horizon=3)
+data = DataConfig(source="messages", path=data_path, max_length=120)
+regenerate(config, data, target, target.tokenizer, Path(output_dir), Accelerator(cpu=True))
+"""
+
+
+def test_killed_at_random_moments_it_resumes_to_the_same_bytes(target: HFTarget, tiny_target_dir: Path, tmp_path: Path) -> None:
+    data = write_conversations(tmp_path / "chats.jsonl", 54)
+    folder, num_shards = tmp_path / "killed", 18
+    rng = random.Random()
+    kept: dict[str, int] = {}
+    for attempt in range(2):
+        command = [sys.executable, "-c", SCRIPT, str(tiny_target_dir), str(data.path), str(folder), *map(str, STOPS)]
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 120
+        while len(list(folder.glob("answers-*[0-9].json"))) < 1 + 8 * attempt:
+            assert process.poll() is None, "the run ended before it could be killed"
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        time.sleep(rng.uniform(0, 0.3))
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        finished = {path.name: path.stat().st_mtime_ns for path in folder.glob("answers-*[0-9].json")}
+        assert kept.items() <= finished.items()  # what was complete before has not been touched
+        kept = finished
+        assert not load_answers_manifest(folder).complete
+        assert 0 < len(kept) < num_shards
+    examples = run(CONFIG, data, target, folder)
+    assert load_answers_manifest(folder).complete
+    assert kept.items() <= {path.name: path.stat().st_mtime_ns for path in folder.glob("answers-*.json")}.items()
+    assert list(folder.glob(".*.tmp")) == []
+    assert examples_sha256(run(CONFIG, data, target, tmp_path / "whole")) == examples_sha256(examples)
+    assert contents(folder) == contents(tmp_path / "whole")
+    assert len(list(folder.glob("answers-*.jsonl"))) == num_shards

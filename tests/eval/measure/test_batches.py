@@ -1,0 +1,309 @@
+"""Batches: their seconds are counted once, half a batch is no measurement, and a decoder broken in batches only is caught."""
+
+import json
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.eval import run
+from outrider.eval.config import EvalConfig, SuiteConfig
+from outrider.eval.measure import bench as measure
+from outrider.eval.records.records import EvalRecord, RecordFile
+from outrider.eval.report.runs import read_groups
+from outrider.eval.results import stats
+from outrider.eval.results.lossless import find_mismatches, is_exact
+from outrider.eval.results.rows import Row, is_broken
+from outrider.eval.run import evaluate
+from outrider.models.decoding import (
+    Acceptance,
+    DraftTree,
+    GreedyAcceptance,
+    TargetOutput,
+)
+from outrider.models.decoding.sampling import Randomness
+from outrider.models.decoding.types import PhaseSeconds
+from outrider.models.target.hf_target import HFTarget
+
+from ..conftest import MakeRecord
+
+NEW_TOKENS = 8
+Evaluate = Callable[..., list[Row]]
+
+QUESTIONS = (("a", ["ab", "again"]), ("b", ["word " * 1200]), ("c", ["xyz"]), ("d", ["x", "y"]), ("e", ["short", "longer"]))
+"""Prompts of one and of two turns; the second of them doesn't fit the tiny target."""
+
+
+@pytest.fixture
+def run_tiny(tiny_target: HFTarget, tiny_drafter_dir: Path, tmp_path: Path) -> Evaluate:
+    suite = tmp_path / "question.jsonl"
+    lines = [{"question_id": name, "category": f"of {name}", "turns": turns} for name, turns in QUESTIONS]
+    suite.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def evaluate_tiny(output_dir: Path, **changes: Any) -> list[Row]:
+        options: dict[str, Any] = {"batch_sizes": [1, 3], "max_new_tokens": NEW_TOKENS, "profile_prompts": 1}
+        config = EvalConfig(
+            suites=[SuiteConfig(name="spec_bench", path=str(suite))], memory_bandwidth_gbs=10.0, **{**options, **changes}
+        )
+        return evaluate(config, tiny_target, tiny_target.tokenizer, [tiny_drafter_dir], output_dir)
+
+    return evaluate_tiny
+
+
+def read(output_dir: Path) -> list[EvalRecord]:
+    with RecordFile(output_dir / "records.jsonl") as file:
+        return list(file.records.values())
+
+
+def test_each_batch_size_is_held_against_plain_decoding_at_the_same(run_tiny: Evaluate, tmp_path: Path) -> None:
+    rows = run_tiny(tmp_path / "eval")
+    assert [(row["batch_size"], row["method"]) for row in rows] == [
+        (1, "baseline"),
+        (1, "redrafter"),
+        (3, "baseline"),
+        (3, "redrafter"),
+    ]
+    assert not any(is_broken(row) for row in rows)
+    assert [(row["num_prompts"], row["num_turns"], row["num_skipped"]) for row in rows] == [(4, 7, 1)] * 4
+    assert rows[2]["tokens_per_step"] == 1.0
+    assert rows[2]["num_tokens"] == rows[0]["num_tokens"]
+    assert all(values["speedup"] is not None for values in rows[1]["by_category"].values())
+    # Three prompts of three categories share a batch: who can say whose seconds they were?
+    assert [name for name, values in rows[3]["by_category"].items() if values["speedup"] is not None] == ["of e"]
+    together: dict[Any, list[str]] = defaultdict(list)
+    for record in read(tmp_path / "eval"):
+        if record.batch_size == 3 and not record.profiled:
+            together[record.method, record.turn, record.batch].append(record.prompt_id)
+    for method in ("baseline", "redrafter"):
+        # The long prompt makes room for the next one; who has no second turn leaves the batch.
+        assert together[method, 0, 0] == ["a", "c", "d"]
+        assert together[method, 1, 0] == ["a", "d"]
+        assert together[method, 0, 1] == together[method, 1, 1] == ["e"]
+    # What a row accepts is counted as if it were alone. (What it reads may be padded to the largest tree beside it.)
+    counts: dict[Any, list[Any]] = defaultdict(list)
+    for record in read(tmp_path / "eval"):
+        numbers = (record.token_ids, record.accepted_histogram, record.truncated, record.prompt_sha256)
+        counts[record.prompt_id, record.turn, record.method].append(numbers)
+    assert len(counts) == 2 * 7
+    assert all(len(each) >= 2 and each.count(each[0]) == len(each) for each in counts.values())
+    pictures = sorted(path.name for path in (tmp_path / "eval").glob("*.png"))
+    assert pictures == ["spec_bench-b3.png", "spec_bench.png"]
+    assert "batch size 1, 3" in (tmp_path / "eval" / "table.md").read_text()
+
+
+def test_a_run_killed_within_a_batch_measures_that_batch_anew_and_nothing_else(
+    run_tiny: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "eval"
+    run_tiny(folder, batch_sizes=[3], temperatures=[0.8], profile_prompts=0, warmup_prompts=0)
+    whole = (folder / "records.jsonl").read_bytes().splitlines(keepends=True)
+    answers = {record.key: record.token_ids for record in read(folder)}
+    sizes: list[int] = []
+    original = measure.time_generation
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        sizes.append(len(args[3]))
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(measure, "time_generation", counted)
+    # Three rows of the baseline, three of the drafter, two and two of their second turns, then single ones.
+    for num_kept, missing in ((4, [3, 2, 2, 1, 1, 1, 1]), (8, [2, 1, 1, 1, 1]), (0, [3, 3, 2, 2, 1, 1, 1, 1])):
+        (folder / "records.jsonl").write_bytes(b"".join(whole[:num_kept]) + whole[num_kept][:20])
+        sizes.clear()
+        run_tiny(folder, batch_sizes=[3], temperatures=[0.8], profile_prompts=0, warmup_prompts=0)
+        # One row of the drafter's batch is not enough to keep it, and with 8 lines both rows of a second turn were there.
+        assert sizes == missing
+        assert {record.key: record.token_ids for record in read(folder)} == answers
+
+
+def test_a_line_taken_out_of_a_batch_takes_its_batch_with_it(make_record: MakeRecord, tmp_path: Path) -> None:
+    rows = [make_record(prompt_id=str(index), batch_size=2, batch=index // 2, num_rows=2) for index in range(4)]
+    path = tmp_path / "records.jsonl"
+    with RecordFile(path) as file:
+        file.append(*rows)
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[1:]))
+    for _ in range(2):  # it is gone from the file as well
+        with RecordFile(path) as file:
+            assert list(file.records.values()) == rows[2:]
+    assert path.read_text() == "".join(lines[2:])
+
+
+def test_records_without_batches_are_those_of_single_prompts(make_record: MakeRecord, tmp_path: Path) -> None:
+    records = [make_record(prompt_id=str(index)) for index in range(2)]
+    plain = [json.loads(record.to_json()) for record in records]
+    for record in plain:
+        for name in ("batch_size", "batch", "num_rows", "sha256"):
+            del record[name]
+    (tmp_path / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in plain))
+    assert read(tmp_path) == records
+    assert len(stats.batches(records)) == 2
+
+
+def test_a_batch_of_no_or_too_many_rows_is_refused(make_record: MakeRecord) -> None:
+    for changes in ({"num_rows": 0}, {"num_rows": 3, "batch_size": 2}, {"batch": -1}):
+        with pytest.raises(ValueError, match="a batch has from 1 to"):
+            make_record(**changes)
+
+
+def batch(make_record: MakeRecord, seconds: float, steps: list[int], index: int = 0, **changes: Any) -> list[EvalRecord]:
+    """A batch whose rows took so many steps of a token each; a quarter of its seconds is the prefill's."""
+    return [
+        make_record(
+            prompt_id=f"{index}.{row}",
+            batch_size=2,
+            batch=index,
+            num_rows=len(steps),
+            accepted_histogram=[num_steps],
+            prefill_seconds=seconds / 4,
+            decode_seconds=3 * seconds / 4,
+            **changes,
+        )
+        for row, num_steps in enumerate(steps)
+    ]
+
+
+def test_the_seconds_of_a_batch_are_counted_once(make_record: MakeRecord) -> None:
+    records = batch(make_record, 2.0, [4, 9])
+    assert stats.tokens_per_second(records) == (5 + 10) / 2.0
+    assert stats.decode_tokens_per_second(records) == (4 + 9) / 1.5
+    assert stats.tokens_per_step(records) == 1.0
+
+
+def test_a_speedup_of_batches_draws_whole_batches(make_record: MakeRecord) -> None:
+    plain = batch(make_record, 2.0, [9, 9]) + batch(make_record, 6.0, [9, 9], index=1)
+    drafted = batch(make_record, 1.0, [9, 9], method="d") + batch(make_record, 2.0, [9, 9], index=1, method="d")
+    point, interval = stats.speedup(plain, drafted, seed=0)
+    assert point == pytest.approx(8 / 3)
+    assert interval == (pytest.approx(2.0), pytest.approx(3.0))
+    # Four prompts, but one batch, which says nothing about others.
+    assert stats.speedup(plain[:2], drafted[:2], seed=0) == (pytest.approx(2.0), None)
+
+
+def test_a_speedup_over_other_batches_of_the_same_prompts_is_refused(make_record: MakeRecord) -> None:
+    plain = batch(make_record, 2.0, [9, 9])
+    with pytest.raises(ValueError, match="finish the run"):
+        stats.speedup(plain, [make_record(prompt_id=record.prompt_id) for record in plain], seed=0)
+
+
+def test_a_batch_has_the_steps_of_its_longest_row(make_record: MakeRecord) -> None:
+    phases = PhaseSeconds(draft=0.9, verify=0.3, accept=0.0)
+    profiled = batch(make_record, 2.0, [9, 3], phase_seconds=phases)
+    assert stats.draft_seconds_per_step(profiled) == pytest.approx(0.1)
+    assert stats.time_split(profiled) == pytest.approx({"draft": 0.6, "verify": 0.2, "accept": 0.0, "rest": 0.2})
+    # Plain decoding: 1.5 s in nine steps.
+    assert stats.relative_draft_cost(profiled, profiled) == pytest.approx(0.1 / (1.5 / 9))
+
+
+def test_answers_are_compared_within_their_batch_size(make_record: MakeRecord) -> None:
+    single = make_record(token_ids=[4, 5, 6])
+    plain = make_record(token_ids=[4, 5, 7], batch_size=2)
+    drafted = make_record(token_ids=[4, 5, 6], batch_size=2, method="d")
+    same = make_record(token_ids=[4, 5, 7], batch_size=2, method="e")
+    found = find_mismatches([single, plain, drafted, same])
+    assert [(mismatch.record.method, mismatch.record.batch_size) for mismatch in found] == [("baseline", 2), ("d", 2)]
+    with pytest.raises(ValueError, match="no baseline record of the same prompt"):
+        find_mismatches([single, drafted])
+
+
+def test_plain_decoding_in_batches_is_compared_with_that_of_single_prompts_where_they_are_the_same(
+    make_record: MakeRecord,
+) -> None:
+    """Else a mistake that all methods make in batches would pass for the target's answer."""
+    single = make_record(token_ids=[4, 5, 6])
+    wrong = make_record(token_ids=[4, 5, 7], batch_size=2)
+    other_prompt = make_record(token_ids=[4, 5, 7], batch_size=2, prompt_sha256="ff", turn=1)
+    found = find_mismatches([single, wrong, make_record(turn=1), other_prompt])
+    assert [mismatch.record for mismatch in found] == [wrong]
+    assert find_mismatches([wrong, other_prompt]) == []
+
+
+class WrongBesideOthers(GreedyAcceptance):
+    """Broken on purpose: where a tree is verified for several rows, the first one gets the token of the second."""
+
+    def __call__(self, tree: DraftTree, output: TargetOutput, *, generator: Randomness = None) -> Acceptance:
+        right = super().__call__(tree, output, generator=generator)
+        if tree.num_nodes == 0 or len(right.bonus_token) == 1:
+            return right
+        return Acceptance(
+            path=right.path, num_accepted=right.num_accepted, bonus_token=right.bonus_token[[1, *range(1, len(right.path))]]
+        )
+
+
+def test_a_decoder_that_is_wrong_in_batches_only_is_caught_there(
+    run_tiny: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "GreedyAcceptance", WrongBesideOthers)
+    rows = run_tiny(tmp_path / "eval", profile_prompts=0)
+    assert [is_broken(row) for row in rows] == [False, False, False, True]
+
+
+class WrongForAll(GreedyAcceptance):
+    """Broken on purpose: several rows get each other's tokens, whether anything was drafted or not."""
+
+    def __call__(self, tree: DraftTree, output: TargetOutput, *, generator: Randomness = None) -> Acceptance:
+        right = super().__call__(tree, output, generator=generator)
+        return Acceptance(
+            path=torch.full_like(right.path, -1),
+            num_accepted=torch.zeros_like(right.num_accepted),
+            bonus_token=right.bonus_token if len(right.bonus_token) == 1 else right.bonus_token.flip(0),
+        )
+
+
+def test_where_plain_decoding_is_wrong_nothing_has_a_speedup(
+    run_tiny: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "GreedyAcceptance", WrongForAll)
+    rows = run_tiny(tmp_path / "eval", profile_prompts=0)
+    assert [is_broken(row) for row in rows] == [False, False, True, True]
+    assert rows[3]["lossless_label"].startswith("NO: plain decoding is wrong")
+    assert all(each["speedup"] is None for each in rows[3]["by_category"].values())
+
+
+def test_where_nothing_was_decoded_alone_plain_decoding_in_batches_is_audited(
+    run_tiny: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All methods share the mistake, so that their answers agree."""
+    options: dict[str, Any] = {"batch_sizes": [3], "profile_prompts": 0}
+    rows = run_tiny(tmp_path / "right", **options)
+    assert [row["lossless_label"] for row in rows] == ["yes", "yes"]
+    assert len(json.loads((tmp_path / "right" / "facts.json").read_text())["audits"]) == 5  # three prompts, two of two turns
+    monkeypatch.setattr(run, "GreedyAcceptance", WrongForAll)
+    rows = run_tiny(tmp_path / "wrong", **options)
+    assert [is_broken(row) for row in rows] == [True, True]
+    assert rows[1]["lossless_label"].startswith("NO: plain decoding is wrong")
+
+
+def test_a_batch_size_is_added_to_a_finished_run_and_none_taken_away(run_tiny: Evaluate, tmp_path: Path) -> None:
+    """What is there stays as it was measured."""
+    folder = tmp_path / "eval"
+    before = run_tiny(folder, batch_sizes=[3])
+    lines = (folder / "records.jsonl").read_bytes()
+    rows = run_tiny(folder, batch_sizes=[1, 3], temperatures=[0.7, 0.0])
+    assert (folder / "records.jsonl").read_bytes().startswith(lines)
+    assert [(row["temperature"], row["batch_size"]) for row in rows[::2]] == [(0.7, 1), (0.7, 3), (0.0, 1), (0.0, 3)]
+    timed = [(row["method"], row["tokens_per_second"], row["speedup"]) for row in rows]
+    assert timed[6:] == [(row["method"], row["tokens_per_second"], row["speedup"]) for row in before]
+    written = (folder / "records.jsonl").read_bytes()
+    with pytest.raises(ValueError, match=r"batch_sizes \(was \[1, 3\], is \[3\]\).* may be added .* taking any away"):
+        run_tiny(folder, batch_sizes=[3, 2], temperatures=[0.0, 0.7])
+    with pytest.raises(ValueError, match="differs in methods.redrafter beam_width=1 "):
+        run_tiny(folder, batch_sizes=[1, 3, 2], temperatures=[0.0, 0.7], settings=[{}, {"beam_width": 1}])
+    assert (folder / "records.jsonl").read_bytes() == written
+    assert read_groups([folder])[0].runs[0].num_records == written.count(b"\n")
+
+
+def test_the_last_group_of_a_suite_counts_with_the_rows_that_it_has(make_record: MakeRecord) -> None:
+    """Three prompts in batches of two: the third has a batch for itself."""
+    records = batch(make_record, 2.0, [9, 4]) + batch(make_record, 1.0, [9], index=1)
+    assert stats.tokens_per_second(records) == 25 / 3.0
+    assert stats.answer_tokens_per_second(records) == 25 / (2.0 + 2.0 + 1.0)
+    assert stats.rows_per_step(records) == (9 + 4 + 9) / (9 + 9)
+
+
+def test_batches_are_audited_and_not_held_to_the_last_digit() -> None:
+    assert is_exact("float32")
+    assert not is_exact("float32", batch_size=2)

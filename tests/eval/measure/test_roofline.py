@@ -1,0 +1,109 @@
+"""The roofline counts what a step reads, and measures a speed that a machine can have."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from outrider.eval.measure import roofline
+from outrider.eval.measure.roofline import (
+    MAX_ACCELERATOR_BYTES,
+    NUM_QUEUED_READS,
+    cache_bytes,
+    measure_bandwidth,
+    measure_roofline,
+    weight_bytes,
+)
+from outrider.eval.records.run_files import Roofline
+from outrider.models.target.hf_target import HFTarget
+
+
+class Tied(nn.Module):
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(100, 8)
+        self.layer = nn.Linear(8, 8, bias=False)
+        self.head = nn.Linear(8, 100, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+
+def test_an_embedding_counts_one_row_unless_it_is_the_head() -> None:
+    assert weight_bytes(Tied(tied=False)) == 4 * (8 + 8 * 8 + 8 * 100)
+    assert weight_bytes(Tied(tied=True)) == 4 * (8 * 8 + 8 * 100)
+
+
+def test_half_precision_halves_the_bytes() -> None:
+    assert weight_bytes(Tied(tied=True).bfloat16()) == 2 * (8 * 8 + 8 * 100)
+
+
+def test_measured_bandwidth_is_plausible_and_a_given_one_is_kept(tiny_target: HFTarget) -> None:
+    assert 0.05 < measure_bandwidth(1 << 20, torch.device("cpu")) < 100_000
+    given = measure_roofline(tiny_target.model, tiny_target.device, 20.0)
+    assert given.given
+    assert given.tokens_per_second == 20e9 / given.weight_bytes
+    assert not measure_roofline(tiny_target.model, tiny_target.device).given
+
+
+def test_the_cache_is_known_or_said_to_be_unknown() -> None:
+    size = cache_bytes(torch.device("cpu"))
+    assert size is None or 1 << 15 <= size <= 1 << 34
+    assert not Roofline(weight_bytes=1, bandwidth_gbs=1.0, given=True, cache_bytes=None).fits_in_cache
+
+
+@pytest.fixture
+def timeline(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What a made-up accelerator does in turn. Its tensors hold nothing; 40 ms lie between any two of its events."""
+    done: list[str] = []
+
+    class Event:
+        def __init__(self, device: torch.device, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self, stream: str) -> None:
+            done.append(f"event on {stream}")
+
+        def elapsed_time(self, end: "Event") -> float:
+            assert done[-1] == "wait", "the last event hasn't come yet"
+            return 40.0
+
+    def noted(name: str, operation: Any) -> Any:
+        return lambda *tensors: (done.append(name), operation(*tensors))[1]
+
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: done.append("wait"))
+    monkeypatch.setattr(torch, "mv", noted("read", torch.mv))
+    monkeypatch.setattr(torch.linalg, "vector_norm", noted("read", torch.linalg.vector_norm))
+    return done
+
+
+def test_an_accelerator_reads_many_times_between_two_events_of_its_own(timeline: list[str]) -> None:
+    """One read timed by the host would have its launch, a copy and a wait in it."""
+    device = torch.device("meta")
+    bandwidth = measure_bandwidth(1 << 40, device)
+    assert bandwidth == pytest.approx(MAX_ACCELERATOR_BYTES / (0.040 / NUM_QUEUED_READS) / 1e9)
+    event, reads = "event on stream of meta", ["read"] * NUM_QUEUED_READS
+    assert timeline == ["read", "wait", event, *reads, event, "wait"] * 2
+    assert measure_bandwidth(1 << 22, device) == pytest.approx((1 << 22) / 0.004 / 1e9), "of small weights: their own size"
+
+
+@pytest.mark.usefixtures("timeline")
+def test_a_buffer_is_halved_until_it_fits_into_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocate = torch.ones
+    sizes: list[int] = []
+
+    def ones(*shape: int, device: torch.device) -> torch.Tensor:
+        made = allocate(*shape, device=device)
+        sizes.append(made.nbytes)
+        if made.nbytes > 1 << 30:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return made
+
+    monkeypatch.setattr(torch, "ones", ones)
+    assert measure_bandwidth(1 << 40, torch.device("meta")) == pytest.approx((1 << 30) / 0.004 / 1e9)
+    assert sizes[:3] == [1 << 32, 1 << 31, 1 << 30]
+    monkeypatch.setattr(roofline, "LEAST_BUFFER_BYTES", 1 << 33)
+    with pytest.raises(torch.OutOfMemoryError):
+        measure_bandwidth(1 << 40, torch.device("meta"))

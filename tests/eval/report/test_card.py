@@ -1,0 +1,254 @@
+"""The model card: figures of this drafter's own evaluations, and nothing that no file tells."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from typer.testing import CliRunner
+
+from outrider.cli.eval import eval_command
+from outrider.data.files import sha256_file
+from outrider.eval.report.card import CardOptions, model_card
+
+app = typer.Typer()
+app.command()(eval_command)
+
+
+@pytest.fixture(scope="module")
+def evaluation(
+    tiny_target_dir: Path, tiny_drafter_dir: Path, questions: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    output = tmp_path_factory.mktemp("evaluation") / "eval"
+    command = [
+        *("--target", str(tiny_target_dir), "--drafter", str(tiny_drafter_dir), "--output", str(output)),
+        *("--suite", "mt_bench", "--suite-path", f"mt_bench={questions}", "--max-new-tokens", "6"),
+        *("--bandwidth", "10", "--profile-prompts", "0", "--beam-width", "3"),
+    ]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    return output
+
+
+def front_matter(card: str) -> dict[str, Any]:
+    _, block, _ = card.split("---\n", 2)
+    return dict(yaml.safe_load(block))
+
+
+def write_certificate(path: Path, **changes: Any) -> Path:
+    line = {"subject": "redrafter, float32", "method": "tokens", "num_cases": 3, "result": "0 differ", "passed": True}
+    certificate = {"passed": True, "false_alarm_rate": 1e-6, "environment": {}, "target": "tiny", "lines": [line], **changes}
+    path.write_text(json.dumps(certificate))
+    return path
+
+
+def test_figures_are_those_of_the_summary(tiny_drafter_dir: Path, evaluation: Path) -> None:
+    card = model_card(tiny_drafter_dir, CardOptions(evaluations=[evaluation]))
+    rows = {row["method"]: row for row in json.loads((evaluation / "summary.json").read_text())}
+    (row,) = [row for method, row in rows.items() if method != "baseline"]
+    low, high = row["speedup_ci95"]
+    (line,) = [line for line in card.splitlines() if line.startswith("| mt_bench")]
+    assert f"| {row['speedup']:.2f}x [{low:.2f}, {high:.2f}] |" in line
+    assert f"| {row['tokens_per_step']:.2f}" in line
+    assert f"| {row['tokens_per_second']:.1f} ({rows['baseline']['tokens_per_second']:.1f}) |" in line
+    assert "| beam_width 3 |" in line
+    assert line.endswith("| yes |")
+    environment = json.loads((evaluation / "run.json").read_text())["environment"]
+    assert f"Measured on {environment['cpu']}, {environment['num_threads']} threads" in card
+
+
+def test_an_evaluation_of_other_weights_is_refused(tiny_drafter_dir: Path, evaluation: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(tiny_drafter_dir, tmp_path / "other"))
+    data = bytearray((other / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (other / "model.safetensors").write_bytes(data)
+    with pytest.raises(ValueError, match="has measured other weights"):
+        model_card(other, CardOptions(evaluations=[evaluation]))
+
+
+def test_options_changed_since_they_were_measured_are_told(tiny_drafter_dir: Path, evaluation: Path, tmp_path: Path) -> None:
+    changed = Path(shutil.copytree(tiny_drafter_dir, tmp_path / "changed"))
+    config = json.loads((changed / "config.json").read_text())
+    before = config["drafter"]["beam_length"]
+    config["drafter"]["beam_length"] = before + 1
+    (changed / "config.json").write_text(json.dumps(config))
+    card = model_card(changed, CardOptions(evaluations=[evaluation]))
+    (line,) = [line for line in card.splitlines() if line.startswith("| mt_bench")]
+    assert "beam_width 3" in line
+    assert f"beam_length {before}" in line
+
+
+def test_a_drafter_that_isnt_lossless_has_no_speedup(tiny_drafter_dir: Path, evaluation: Path, tmp_path: Path) -> None:
+    broken = Path(shutil.copytree(evaluation, tmp_path / "broken"))
+    rows = json.loads((broken / "summary.json").read_text())
+    rows[1] |= {"lossless": False, "lossless_label": "NO: 1 of 2", "speedup": None, "num_mismatched_prompts": 1}
+    (broken / "records.jsonl").unlink()  # which would say otherwise
+    (broken / "summary.json").write_text(json.dumps(rows))
+    card = model_card(tiny_drafter_dir, CardOptions(evaluations=[broken]))
+    assert "| none: not lossless |" in card
+    assert "| NO: 1 of 2 |" in card
+    assert "The text stays the target's own" not in card
+    assert "The text stays the target's own" in model_card(tiny_drafter_dir, CardOptions(evaluations=[evaluation]))
+
+
+def test_a_card_claims_nothing_where_memory_ran_out(tiny_drafter_dir: Path, evaluation: Path, tmp_path: Path) -> None:
+    short = Path(shutil.copytree(evaluation, tmp_path / "short"))
+    (short / "records.jsonl").unlink()  # which would say otherwise
+    plain, drafted = json.loads((short / "summary.json").read_text())
+    empty = {**drafted, "batch_size": 64, "out_of_memory": True, "tokens_per_second": None, "speedup": None}
+    (short / "summary.json").write_text(json.dumps([plain, drafted, {**plain, "batch_size": 64}, empty]))
+    card = model_card(tiny_drafter_dir, CardOptions(evaluations=[short]))
+    assert len([line for line in card.splitlines() if line.startswith("| mt_bench")]) == 1
+    assert "batch size 64" not in card
+    assert "The text stays the target's own" in card, "nothing was wrong"
+    (short / "summary.json").write_text(json.dumps([{**plain, "batch_size": 64}, empty]))
+    with pytest.raises(ValueError, match="ran out of memory everywhere in .*; leave it out"):
+        model_card(tiny_drafter_dir, CardOptions(evaluations=[short]))
+
+
+def test_what_is_unknown_is_said_to_be_and_left_out_of_the_front_matter(tiny_drafter_dir: Path) -> None:
+    card = model_card(tiny_drafter_dir, CardOptions())
+    assert "Not measured" in card
+    assert "Of the drafter: not stated" in card
+    assert "- Data: not told here\n- Cost: unknown" in card
+    assert "## Certificate" not in card
+    assert 'AutoModelForCausalLM.from_pretrained("TARGET"' in card, "no name of a folder of somebody's machine"
+    known = front_matter(card)
+    assert known == {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["custom_generate", "speculative-decoding", "outrider", "redrafter"],
+    }
+
+
+def test_names_and_licence_reach_front_matter_and_commands(tiny_drafter_dir: Path) -> None:
+    options = CardOptions(licence="apache-2.0", base_model="some/target", repo="some/drafter")
+    card = model_card(tiny_drafter_dir, options)
+    assert (front_matter(card)["license"], front_matter(card)["base_model"]) == ("apache-2.0", "some/target")
+    assert 'custom_generate="some/drafter"' in card
+    assert 'AutoModelForCausalLM.from_pretrained("some/target"' in card
+    assert "Of the drafter: apache-2.0." in card
+
+
+def test_a_certificate_is_told_line_by_line(tiny_drafter_dir: Path, tmp_path: Path) -> None:
+    weights = sha256_file(tiny_drafter_dir / "model.safetensors")
+    path = write_certificate(tmp_path / "certificate.json", drafters={"redrafter": weights})
+    card = model_card(tiny_drafter_dir, CardOptions(certificate=path))
+    assert "**Lossless.**" in card
+    assert "probability 1.0e-06 at most" in card
+    assert "| redrafter, float32 | tokens | 3 | 0 differ | pass |" in card
+    assert "which drafter's weights" not in card
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"weights_sha256": "00"}, "certifies decoding with another target"), ({"drafters": {"eagle": "00"}}, "other drafters")],
+)
+def test_a_certificate_of_another_target_or_drafter_is_refused(tiny_drafter_dir, tmp_path, changes, message):
+    path = write_certificate(tmp_path / "certificate.json", **changes)
+    with pytest.raises(ValueError, match=message):
+        model_card(tiny_drafter_dir, CardOptions(certificate=path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lines": []}, "is no certificate"),
+        ({"lines": [{"subject": "x"}]}, "is no certificate"),
+        ({"lines": "x"}, "is no certificate"),
+        ({"passed": "yes"}, "is no certificate"),
+        ({"false_alarm_rate": "1"}, "is no certificate"),
+        ({"drafters": ["redrafter"]}, "is no certificate, by what it says of drafters"),
+        ({"passed": False}, "its verdict isn't that of its lines"),
+    ],
+)
+def test_a_certificate_that_says_nothing_or_was_altered_is_refused(tiny_drafter_dir, tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        model_card(tiny_drafter_dir, CardOptions(certificate=write_certificate(tmp_path / "c.json", **changes)))
+
+
+def test_a_failed_certificate_is_not_told_as_a_good_one(tiny_drafter_dir: Path, tmp_path: Path) -> None:
+    failed = [{"subject": "redrafter", "method": "tokens", "num_cases": 3, "result": "1 differs", "passed": False}]
+    path = write_certificate(tmp_path / "c.json", passed=False, lines=failed)
+    card = model_card(tiny_drafter_dir, CardOptions(certificate=path))
+    assert "**NOT LOSSLESS.**" in card
+    assert "doesn't say which drafter's weights" in card
+
+
+def test_data_are_those_of_the_run_without_paths_of_its_machine(tiny_drafter_dir: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(tiny_drafter_dir, run / "drafter")
+    data: dict[str, Any] = {"source": "messages", "path": "HuggingFaceH4/ultrachat_200k", "max_length": 512}
+    (run / "config.yaml").write_text(yaml.safe_dump({"data": data, "drafter": {"kind": "redrafter"}}))
+    assert "- Data: HuggingFaceH4/ultrachat_200k, cut at 512 tokens" in model_card(tiny_drafter_dir, CardOptions(run=run))
+    private = {"data": {**data, "path": str(tmp_path / "private.jsonl")}, "drafter": {"start_from": str(tmp_path / "old")}}
+    (run / "config.yaml").write_text(yaml.safe_dump(private))
+    card = model_card(tiny_drafter_dir, CardOptions(run=run))
+    assert "- Data: texts in the form `messages`, cut at 512 tokens" in card
+    assert "- Started from: the weights of a trained model" in card
+    assert str(tmp_path) not in card
+    (run / "drafter" / "model.safetensors").write_bytes(b"another")
+    with pytest.raises(ValueError, match="other weights than this one"):
+        model_card(tiny_drafter_dir, CardOptions(run=run))
+
+
+@pytest.mark.parametrize(
+    ("drafter", "name"),
+    [
+        ({"kind": "redrafter", "start_from": "some/drafter"}, "some/drafter"),
+        ({"kind": "draft_model", "path": "some/model"}, "some/model"),
+        ({"kind": "draft_model", "path": None}, None),
+    ],
+)
+def test_the_weights_that_training_started_from_are_told(tiny_drafter_dir, tmp_path, drafter, name):
+    shutil.copytree(tiny_drafter_dir, tmp_path / "drafter")
+    data = {"source": "stdlib", "path": None, "max_length": 512}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"data": data, "drafter": drafter}))
+    card = model_card(tiny_drafter_dir, CardOptions(run=tmp_path))
+    lines = [line for line in card.splitlines() if line.startswith("- Started")]
+    assert lines == ([f"- Started from: the weights of {name}, not from fresh ones"] if name else [])
+
+
+def test_a_path_that_looks_like_a_name_of_the_hub_is_not_told(tiny_drafter_dir, tmp_path, monkeypatch):
+    """A run's paths are relative to where it was started, which is seldom where it is packaged."""
+    run = tmp_path / "outputs" / "demo"
+    shutil.copytree(tiny_drafter_dir, run / "drafter")
+    (tmp_path / "private" / "old").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    data = {"source": "sharegpt", "path": "private/chats.jsonl", "max_length": 512}
+    (run / "config.yaml").write_text(yaml.safe_dump({"data": data, "drafter": {"start_from": "private/old"}}))
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert "private" not in model_card(tiny_drafter_dir, CardOptions(run=run))
+
+
+@pytest.mark.parametrize("text", ["a: [", "- x", "data: 3", "data: {path: 3, source: x, max_length: 1}\ndrafter: {}", "\x00"])
+def test_a_run_whose_configuration_is_none_is_told(tiny_drafter_dir, tmp_path, text):
+    shutil.copytree(tiny_drafter_dir, tmp_path / "drafter")
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ValueError, match=r"config\.yaml is no configuration of a run"):
+        model_card(tiny_drafter_dir, CardOptions(run=tmp_path))
+
+
+@pytest.mark.parametrize("options", [{"repo": 'x"); evil("'}, {"base_model": "a/b\n# Mine"}, {"licence": "mit\nmine: 1"}])
+def test_what_would_write_into_the_card_what_it_isnt_is_refused(options):
+    with pytest.raises(ValueError, match="give"):
+        CardOptions(**options)
+
+
+def test_what_training_took_is_told(tiny_drafter_dir: Path, tmp_path: Path) -> None:
+    drafter = Path(shutil.copytree(tiny_drafter_dir, tmp_path / "drafter"))
+    facts = {
+        "steps": 500,
+        "seconds": 1234.5,
+        "positions_seen": 10,
+        "tokens_seen": 20000,
+        "parameters": 1000,
+        "hardware": "8 x H",
+    }
+    (drafter / "training.json").write_text(json.dumps({**facts, "tokens_per_step_estimate": 2.0, "labels": "distilled"}))
+    card = model_card(drafter, CardOptions())
+    assert "500 steps on the target's own continuations, 20,000 tokens seen, 10 positions trained, 1,234 s on 8 x H" in card
+    assert "1,000 parameters" in card

@@ -1,0 +1,452 @@
+"""The report: nothing that the records don't say, nothing mixed that can't be compared, and one file that needs no other."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from outrider.cli.report import report_command
+from outrider.data.files import write_json, write_sealed
+from outrider.eval.config import EvalConfig, SuiteConfig
+from outrider.eval.records.records import EvalRecord, TreeTokens
+from outrider.eval.records.run_files import (
+    RECORDED_OPTIONS,
+    Audit,
+    DrafterFacts,
+    Environment,
+    Facts,
+    Roofline,
+    RunInfo,
+)
+from outrider.eval.report.page import write_report
+from outrider.eval.report.runs import read_groups
+from outrider.eval.results.finished import rows_of
+from outrider.models.decoding.types import PhaseSeconds
+from outrider.models.drafters.saved.files import TrainingFacts
+
+from ...conftest import REPOSITORY
+from ..conftest import MakeRecord
+
+ROOFLINE = Roofline(weight_bytes=10**9, bandwidth_gbs=20.0, given=True, cache_bytes=None)
+ENVIRONMENT = {
+    "python": "3.11",
+    "packages": {"torch": "2.13"},
+    "system": "Linux",
+    "cpu": "a <small> CPU",
+    "num_cpus": 2,
+    "num_threads": 2,
+    "device": "cpu",
+    "git_hash": None,
+}
+DRAFTER = "redrafter beam_width=4 beam_length=3"
+Changes = dict[str, Any]
+WriteRun = Callable[..., Path]
+
+
+@pytest.fixture
+def write_run(make_record: MakeRecord, tmp_path: Path) -> WriteRun:
+    """An evaluation's folder: two prompts, plain decoding in 1 s each (or both together), and `methods`, options by name, in
+    half of that. The answers of `wrong` methods differ from plain decoding's, of which the audit explains those to `noise`.
+    With `row`, what its summary's rows say instead, it holds no records."""
+
+    def write(
+        name: str,
+        methods: dict[str, Changes] | None = None,
+        *,
+        temperature: float = 0.0,
+        batch_size: int = 1,
+        wrong: Sequence[str] = (),
+        noise: Sequence[str] = (),
+        record: Changes | None = None,
+        profiled: Changes | None = None,
+        row: Changes | None = None,
+        config: Changes | None = None,
+        environment: Changes | None = None,
+        labels: dict[str, str] | None = None,
+    ) -> Path:
+        methods = {DRAFTER: {"beam_width": 4, "beam_length": 3}} if methods is None else methods
+        described = {method: {"config": options, "setting": {}, "weights": "w"} for method, options in methods.items()}
+        target = {"name": "tiny", "revision": None, "weights_sha256": "5e1f", "vocab_size": 300}
+        target["dtype"] = "torch.bfloat16" if noise else "torch.float32"
+        written: Changes = {name: getattr(EvalConfig(suites=[SuiteConfig(name="mt_bench")]), name) for name in RECORDED_OPTIONS}
+        written |= {"temperatures": [temperature], "batch_sizes": [batch_size], "target": target, "methods": described}
+        written["suites"] = {"mt_bench": (record or {}).get("prompt_set_revision", "0123456789abcdef")}
+        made_in = Environment(**{**ENVIRONMENT, **(environment or {})})
+        info = RunInfo(config={**written, **(config or {})}, environment=made_in, roofline=ROOFLINE)
+        shared: Changes = {"batch_size": batch_size, "num_rows": min(2, batch_size), "config_digest": info.config_digest}
+        shared |= {"temperature": temperature, "environment_digest": made_in.digest, **(record or {})}
+        records = two_answers(make_record, shared, list(methods), wrong, profiled or {})
+        audits = {
+            each.answer_digest: Audit(
+                deficit=0.1, position=4, noise=0.1, ends_rightly=True, within_noise=each.prompt_id in noise
+            )
+            for each in records
+            if each.method in wrong or batch_size > 1
+        }
+        if batch_size > 1:
+            audits = {digest: replace(audit, deficit=0.0, within_noise=True) for digest, audit in audits.items()}
+        made = {method: DrafterFacts(parameters=10, training=facts(label)) for method, label in (labels or {}).items()}
+        found = Facts(drafters=made, num_turns={"mt_bench": 2}, audits=audits)
+        directory = tmp_path / name
+        directory.mkdir(parents=True)
+        write_json(directory / "run.json", asdict(info))
+        write_json(directory / "summary.json", [{**each, **(row or {})} for each in rows_of(records, info, found)])
+        if row is None:
+            (directory / "records.jsonl").write_text("".join(each.to_json() + "\n" for each in records))
+            write_sealed(directory / "facts.json", found)
+        return directory
+
+    return write
+
+
+def two_answers(
+    make_record: MakeRecord, shared: Changes, methods: Sequence[str], wrong: Sequence[str], profiled: Changes
+) -> list[EvalRecord]:
+    """Timed and profiled answers of all methods to two prompts."""
+    records = []
+    for prompt, category in (("81", "writing"), ("82", "math")):
+        common: Changes = {"prompt_id": prompt, "category": category, **shared}
+        plain: Changes = {**common, "method": "baseline", "accepted_histogram": [4], "lossless_rule": True}
+        records += [make_record(**plain), make_record(**plain, phase_seconds=PhaseSeconds(draft=0.0, verify=0.5, accept=0.1))]
+        for method in methods:
+            drafted: Changes = {**common, "method": method, "accepted_histogram": [1, 0, 1], "num_draft_tokens": 6}
+            drafted["token_ids"] = [0, 1, 2, 3, 9 if method in wrong else 4]
+            phases = PhaseSeconds(draft=0.25, verify=0.25, accept=0.1)
+            counts: Changes = {"phase_seconds": phases, "tree_tokens": TreeTokens(separate=[12, 12], shared=[6, 8]), **profiled}
+            records += [
+                make_record(**drafted, prefill_seconds=0.25, decode_seconds=0.25),
+                make_record(**{**drafted, **counts}),
+            ]
+    return records
+
+
+def facts(labels: str) -> Changes:
+    counts: Changes = {"steps": 1, "positions_seen": 1, "tokens_seen": 1, "parameters": 1, "tokens_per_step_estimate": 1.0}
+    return asdict(TrainingFacts(seconds=1.0, labels=labels, **counts))
+
+
+class Page(HTMLParser):
+    """A page's sections and tables as text; a tag that is not closed where it should be fails."""
+
+    VOID = frozenset({"meta"})
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.tables: dict[str, list[list[str]]] = {}
+        self.caption = ""
+        self.source = path.read_text()
+        self.feed(self.source)
+        assert not self.open
+        self.text = " ".join(re.sub(r"<style>.*?</style>|<[^>]+>", " ", self.source, flags=re.DOTALL).split())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag in self.VOID:
+            return
+        self.open.append(tag)
+        self.ids += [value for name, value in attrs if name == "id" and value is not None]
+        if tag == "figcaption":
+            self.caption = ""
+        if tag == "tr":
+            self.tables[self.caption].append([])
+        if tag in ("th", "td"):
+            self.tables[self.caption][-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+        if tag == "figcaption":
+            while self.caption in self.tables:  # sections share captions; the first is that of the results
+                self.caption += "'"
+            self.tables[self.caption] = []
+
+    def handle_data(self, data: str) -> None:
+        text = " ".join(data.split())
+        if "figcaption" in self.open:
+            self.caption += text
+        elif "tr" in self.open and text:
+            line = self.tables[self.caption][-1]
+            line[-1] = f"{line[-1]} {text}".strip()
+
+
+def unsealed(lines: str) -> str:
+    """Records as earlier versions wrote them, without digests: they are checked by what they say."""
+    return re.sub(r', "sha256": "[0-9a-f]{64}"}', "}", lines)
+
+
+def report(output: Path, *directories: Path) -> Page:
+    return Page(write_report(directories, output, figures=False))
+
+
+def test_the_numbers_of_the_records_are_on_the_page_with_their_intervals(write_run: WriteRun, tmp_path: Path) -> None:
+    page = report(tmp_path / "report", write_run("one"))
+    plain, drafted = page.tables["mt_bench, greedy, batch size 1"][1:3]
+    assert plain[:3] == ["plain decoding", "1.00 1.00 to 1.00", "1.00x"]
+    # 4 tokens in two steps; 5 tokens in 0.5 s beside as many in 1 s.
+    assert drafted[:4] == ["redrafter beam_width 4, beam_length 3", "2.00 2.00 to 2.00", "2.00x 2.00 to 2.00", "10.0"]
+    assert page.tables["mt_bench, greedy, batch size 1: speedup"][1][1:] == ["2.00x", "2.00x"]
+    assert page.tables["mt_bench, greedy, batch size 1: draft tokens a step"][1][1:] == ["12", "7 6 to 8", "-", "42%"]
+    assert "padding was not counted" in page.text
+    for section in ("speedup", "categories", "prefixes", "accepted", "time", "roofline", "environment"):
+        assert f"g1-{section}" in page.ids
+
+
+def test_padding_that_the_target_reads_saves_nothing(write_run: WriteRun, tmp_path: Path) -> None:
+    """14 draft tokens of a tree that is padded to 20, where its beams have 20: everything was read."""
+    for folder, read, saved in (("full", 20, "0%"), ("bucket", 16, "20%"), ("exact", 14, "30%")):
+        counts = TreeTokens(separate=[20, 20], shared=[14, 14], read=[read, read])
+        run = write_run(folder, profiled={"tree_tokens": counts, "num_draft_tokens": 2 * read})
+        page = report(tmp_path / "report", run)
+        heads, line = page.tables["mt_bench, greedy, batch size 1: draft tokens a step"]
+        assert heads[1:] == ["Tokens before merging", "Tokens after", "Tokens read", "Saved (median)"]
+        assert line[1:] == ["20", "14", str(read), saved]
+        assert "padding was not counted" not in page.text
+
+
+@pytest.mark.parametrize("name", ["ablation", "batches", "compare"])
+def test_records_of_an_earlier_version_make_a_report(name: str, tmp_path: Path) -> None:
+    page = report(tmp_path / "report", REPOSITORY / "benchmarks" / "demo" / name)
+    assert "g1-prefixes" in page.ids
+    assert "padding was not counted" in page.text
+
+
+def test_a_section_without_its_records_is_named_and_not_filled_in(write_run: WriteRun, tmp_path: Path) -> None:
+    empty = {"time_split": None, "tree_tokens": None, "by_category": {}, "roofline_fraction": None}
+    page = report(tmp_path / "report", write_run("one", row=empty))
+    assert [name for name in page.ids if name.startswith("g1-")] == ["g1-speedup", "g1-accepted", "g1-environment"]
+    absent = page.text.split("Not in these records")[1]
+    for told in ("By category", "Batch size", "Distillation", "Shared prefixes", "Where the time goes", "Roofline"):
+        assert told in absent
+
+
+def test_a_wrong_or_lossy_method_has_no_speedup_and_one_that_draws_has_its_own(write_run: WriteRun, tmp_path: Path) -> None:
+    broken = report(tmp_path / "broken", write_run("one", wrong=[DRAFTER]))
+    assert broken.tables["mt_bench, greedy, batch size 1"][2][2] == "not lossless NO (2 of 2 prompts)"
+    assert "2.00x" not in broken.source
+    drawn = report(tmp_path / "drawn", write_run("two", temperature=1.0, record={"drawn": True}))
+    line = drawn.tables["mt_bench, temperature 1, batch size 1"][2]
+    assert (line[2], line[4]) == ("2.00x 2.00 to 2.00", "by rule")
+    assert "outrider certify tests" in drawn.text
+    lossy = report(
+        tmp_path / "lossy",
+        write_run("three", temperature=1.0, record={"lossless_rule": False}, config={"acceptance": "typical"}),
+    )
+    line = lossy.tables["mt_bench, temperature 1, batch size 1"][2]
+    assert (line[2], line[4]) == ("2.00x not lossless", "no, by rule")
+
+
+def test_noise_of_the_arithmetic_costs_no_speedup(write_run: WriteRun, tmp_path: Path) -> None:
+    page = report(tmp_path / "report", write_run("one", wrong=[DRAFTER], noise=["81", "82"]))
+    assert page.tables["mt_bench, greedy, batch size 1"][2][2:] == ["2.00x 2.00 to 2.00", "10.0", "within noise (2)"]
+    assert "not lossless" not in page.text
+    worse = report(tmp_path / "worse", write_run("two", wrong=[DRAFTER], noise=["81"]))
+    assert worse.tables["mt_bench, greedy, batch size 1"][2][2].startswith("not lossless")
+
+
+def test_runs_of_another_environment_or_target_get_chapters_of_their_own(write_run: WriteRun, tmp_path: Path) -> None:
+    here, there = write_run("here"), write_run("there", environment={"num_threads": 4})
+    page = report(tmp_path / "report", here, there, write_run("other", config={"max_new_tokens": 64}))
+    assert [name for name in page.ids if re.fullmatch(r"g\d", name)] == ["g1", "g2", "g3"]
+    assert "it differs in environment.num_threads." in page.text
+    assert "it differs in max_new_tokens." in page.text
+
+
+def test_the_same_cell_measured_twice_is_told_apart_and_never_averaged(write_run: WriteRun, tmp_path: Path) -> None:
+    page = report(tmp_path / "report", write_run("a/eval"), write_run("b/eval"))
+    labels = [line[0] for line in page.tables["mt_bench, greedy, batch size 1"][1:]]
+    assert labels == [
+        *("plain decoding [a]", "plain decoding [b]"),
+        *("redrafter [a] beam_width 4, beam_length 3", "redrafter [b] beam_width 4, beam_length 3"),
+    ]
+    assert "each speedup is over the plain decoding of its own" in page.text
+
+
+def test_prompts_of_another_revision_are_another_suite(write_run: WriteRun, tmp_path: Path) -> None:
+    revision = "fedcba9876543210"
+    page = report(tmp_path / "report", write_run("a"), write_run("b", record={"prompt_set_revision": revision}))
+    assert {
+        "mt_bench (prompts 01234567), greedy, batch size 1",
+        f"mt_bench (prompts {revision[:8]}), greedy, batch size 1",
+    } <= {*page.tables}
+
+
+def test_batch_sizes_and_widths_make_a_heat_map_with_gaps_where_nothing_was_measured(
+    write_run: WriteRun, tmp_path: Path
+) -> None:
+    def options(*widths: int) -> dict[str, Changes]:
+        return {f"redrafter beam_width={width} beam_length=3": {"beam_width": width, "beam_length": 3} for width in widths}
+
+    page = report(tmp_path / "report", write_run("one", options(1, 4)), write_run("four", options(4), batch_size=4))
+    each = page.tables["redrafter, beam_length 3; mt_bench, greedy: tokens/s of each answer"]
+    assert each == [
+        ["", "plain", "width 1", "width 4"],
+        ["batch size 1", "5.0", "10.0", "10.0"],
+        ["batch size 4", "5.0", "-", "10.0"],  # of two prompts, which are all that there are
+    ]
+    whole = page.tables["redrafter, beam_length 3; mt_bench, greedy: tokens/s x batch, of all answers"]
+    assert whole[2] == ["batch size 4", "10.0", "-", "20.0"]
+    # Plain decoding makes four steps in 0.75 s, of the 20 a second that the roofline allows, whether for one row or for two.
+    fractions = [lines[1][1:] for lines in page.tables.values() if lines[0][-1] == "Of roofline"]
+    assert fractions == [["5.3", "20", "27%"], ["10.7", "40", "27%"]]
+
+
+def test_both_ways_to_read_beams_are_set_side_by_side(write_run: WriteRun, tmp_path: Path) -> None:
+    shared: Changes = {"beam_width": 4, "beam_length": 3, "tree_nodes": None}
+    page = report(
+        tmp_path / "report", write_run("one", {"redrafter": shared, "redrafter off": {**shared, "share_prefixes": False}})
+    )
+    assert "g1-prefixes" in page.ids
+    assert not any("tree attention" in caption for caption in page.tables), "two drafters, not two settings"
+    off = "redrafter share_prefixes=False"
+    page = report(tmp_path / "report", write_run("two", {"redrafter": shared, off: {**shared, "share_prefixes": False}}))
+    assert page.tables["redrafter, beam_length 3; mt_bench, greedy: tokens/s with and without tree attention"] == [
+        ["", "width 4"],
+        ["with batch size 1", "10.0 1.00x"],
+        ["without batch size 1", "10.0"],
+    ]
+
+
+@pytest.mark.parametrize("noted", [True, False])
+def test_what_drafters_learned_is_read_from_their_training_or_their_folders(
+    write_run: WriteRun, tmp_path: Path, noted: bool
+) -> None:
+    places = ("one/drafter", "two/drafter") if noted else ("distilled/drafter", "text/drafter")
+    methods = {f"redrafter {place} beam_width={width}": {"beam_width": width} for width in (1, 4) for place in places}
+    labels = {name: "distilled" if places[0] in name else "text" for name in methods} if noted else None
+    page = report(tmp_path / "report", write_run("one", methods, labels=labels))
+    section = page.source.split('id="g1-distillation"')[1].split("</section>")[0]
+    found = re.findall(r'<th scope="row">(.*?)<small>(.*?)</small>', section)
+    assert found == [
+        *(("distilled", "redrafter beam_width 1"), ("not distilled", "redrafter beam_width 1")),
+        *(("distilled", "redrafter beam_width 4"), ("not distilled", "redrafter beam_width 4")),
+    ]
+
+
+def test_the_page_needs_no_other_file_and_escapes_what_records_say(write_run: WriteRun, tmp_path: Path) -> None:
+    directory = write_run("one", {"<script>alert(1)</script>": {}})
+    page = report(tmp_path / "report", directory)
+    assert not re.findall(r"<(?:script|link|img|iframe)|url\(|@import|src=|https?://", page.source)
+    assert "&lt;script&gt;alert(1)" in page.source
+    assert "a &lt;small&gt; CPU" in page.source
+    assert set(re.findall(r'href="([^"]*)"', page.source)) <= {f"#{name}" for name in page.ids}
+
+
+def test_a_folder_without_records_or_run_is_reported_and_says_so(write_run: WriteRun, tmp_path: Path) -> None:
+    directory = write_run("one")
+    (directory / "records.jsonl").unlink()
+    page = report(tmp_path / "report", directory)
+    assert page.tables["mt_bench, greedy, batch size 1"][2][1] == "2.00"
+    assert "no records.jsonl in one" in page.text
+    (directory / "run.json").unlink()
+    assert "run.json is missing" in report(tmp_path / "report", directory).text
+
+
+def test_contradictions_are_refused(write_run: WriteRun, tmp_path: Path) -> None:
+    directory = write_run("one")
+    with pytest.raises(ValueError, match="given twice"):
+        read_groups([directory, directory])
+    with pytest.raises(ValueError, match=r"no summary.json: it is no finished evaluation"):
+        read_groups([tmp_path])
+    records, summary = directory / "records.jsonl", directory / "summary.json"
+    lines, told = unsealed(records.read_text()).splitlines(keepends=True), summary.read_text()
+    for old, new, message in (
+        ('"config_digest": "', '"config_digest": "x', "has config_digest 'x.*', and this run has '.*'. Delete"),
+        ('"token_ids": [0', '"token_ids": [300', "prompt '81' .* has the token id 300; the vocabulary ends at 299"),
+        ('"method": "baseline"', '"method": "other"', "has method 'other', and this run has"),
+        ('"prompt_id": "81"', '"prompt_id": "83"', "has no baseline record of the same prompt"),
+        ('"category": "writing"', '"category": "maths"', "prompt '81' .* has the category 'writing', and another .* 'maths'"),
+        ('"seed": 0', '"seed": 1', "has seed 1, and this run has 0"),
+        ('"lossless_rule": true', '"lossless_rule": false', "has lossless_rule False, and this run's rule says True"),
+    ):
+        records.write_text("".join(lines).replace(old, new, 1))
+        with pytest.raises(ValueError, match=message):
+            read_groups([directory])
+    records.write_text("".join(lines[:3]) + "{}\n" + "".join(lines[3:]))
+    with pytest.raises(ValueError, match="line 4: .*missing keys"):
+        read_groups([directory])
+    records.write_text("".join(lines) + '{"torn": ')
+    assert read_groups([directory])[0].runs[0].num_records == len(lines)
+    for old, new, message in (
+        (
+            '"speedup": 2.0',
+            '"speedup": 20.0',
+            "speedup of redrafter .* size 1 is 2.0 by the records and 20.0 in the summary",
+        ),
+        (
+            '"tokens_per_step": 1.0',
+            '"tokens_per_step": 1.5',
+            "tokens_per_step of baseline on mt_bench.* is 1.0 by .* and 1.5 in",
+        ),
+        ('"method": "baseline"', '"method": "other"', "one of them lacks .*'other'|'baseline'.* command again, which writes"),
+    ):
+        assert old in told
+        summary.write_text(told.replace(old, new, 1))
+        with pytest.raises(ValueError, match=message):
+            read_groups([directory])
+
+
+def test_the_records_suffice_and_what_only_the_run_knew_cannot_be_altered(write_run: WriteRun, tmp_path: Path) -> None:
+    directory = write_run("one", wrong=[DRAFTER], noise=["81", "82"])
+    (directory / "summary.json").unlink()
+    assert report(tmp_path / "report", directory).tables["mt_bench, greedy, batch size 1"][2][2] == "2.00x 2.00 to 2.00"
+    facts = (directory / "facts.json").read_text()
+    (directory / "facts.json").write_text(facts.replace('"within_noise": true', '"within_noise": false', 1))
+    with pytest.raises(ValueError, match=r"facts.json was altered"):
+        read_groups([directory])
+    (directory / "facts.json").write_text(facts)
+    lines = unsealed((directory / "records.jsonl").read_text())
+    (directory / "records.jsonl").write_text(lines.replace("[0, 1, 2, 3, 9]", "[0, 1, 2, 3, 8]", 1))
+    with pytest.raises(ValueError, match=r"redrafter .* prompt '81' .* was not audited, or was altered since; run"):
+        read_groups([directory])
+
+
+def test_a_report_needs_no_torch() -> None:
+    code = "import sys, outrider.eval.report.page; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_intervals_of_batches_are_told_to_be_theirs_and_few_of_anything_to_be_few(write_run: WriteRun, tmp_path: Path) -> None:
+    page = report(tmp_path / "report", write_run("one"), write_run("four", batch_size=4))
+    few = "too few for an interval to say much"
+    assert f"2 prompts, up to 128 new tokens. Intervals: over the prompts, {few}." in page.text
+    assert "Intervals: of tokens per step over the prompts; of the speedup none, which takes more than one batch." in page.text
+    three = report(tmp_path / "three", write_run("three", batch_size=4, row={"num_batches": 3, "speedup_ci95": [1.0, 2.0]}))
+    assert f"Intervals: of tokens per step over the prompts, of the speedup over 3 batches, {few}." in three.text
+
+
+def test_drafters_of_different_runs_or_of_several_like_ones_are_no_pair(write_run: WriteRun, tmp_path: Path) -> None:
+    """Which belong together would be decided by the order of the folders."""
+    methods = {label: {f"redrafter {label}/drafter": {"beam_width": 4}} for label in ("distilled", "text")}
+    apart = [write_run(label, methods[label]) for label in methods]
+    assert "g1-distillation" not in report(tmp_path / "report", *apart).ids
+    both = write_run("both", {**methods["distilled"], **methods["text"]})
+    page = report(tmp_path / "report", *apart, both)
+    section = page.source.split('id="g1-distillation"')[1].split("</section>")[0]
+    assert len(re.findall(r'<th scope="row">', section)) == 2
+    several = {**methods["distilled"], **methods["text"], "redrafter b/text/drafter": {"beam_width": 4}}
+    assert "g1-distillation" not in report(tmp_path / "report", write_run("several", several)).ids
+
+
+def test_the_command_writes_page_and_figures_and_drops_those_of_an_earlier_report(write_run: WriteRun, tmp_path: Path) -> None:
+    app = typer.Typer()
+    app.command()(report_command)
+    figures = tmp_path / "report" / "figures"
+    figures.mkdir(parents=True)
+    for name in ("9-speedup-1.png", "mine.png"):
+        (figures / name).write_bytes(b"")
+    result = CliRunner().invoke(app, [str(write_run("one")), "--output", str(tmp_path / "report")])
+    assert result.exit_code == 0, result.output
+    assert str(tmp_path / "report" / "report.html") in result.output
+    names = {path.name for path in figures.iterdir()}
+    assert {"mine.png", "1-speedup-1.png", "1-categories-1.png", "1-accepted-1.png", "1-time-1.png"} <= names
+    assert "9-speedup-1.png" not in names
+    assert all((figures / name).read_bytes()[:4] == b"\x89PNG" for name in names - {"mine.png"})

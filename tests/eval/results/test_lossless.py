@@ -1,0 +1,153 @@
+"""A wrong token is found, and only noise passes for noise."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.eval.measure import audit as auditing
+from outrider.eval.measure.audit import audit
+from outrider.eval.results.lossless import find_mismatches, is_exact, judge
+from outrider.models.decoding import (
+    GreedyAcceptance,
+    RowSeeds,
+    Sampling,
+    SpeculativeSampling,
+    generate,
+)
+from outrider.models.decoding.sampling import wind_clocks
+from outrider.models.drafters import NullDrafter
+from outrider.models.target.config import TargetConfig
+from outrider.models.target.hf_target import HFTarget
+from outrider.models.target.loading import load_target
+
+from ..conftest import MakeRecord
+
+
+def test_the_first_differing_token_is_found_also_where_one_answer_is_longer(make_record: MakeRecord) -> None:
+    plain = make_record(token_ids=[4, 5, 6])
+    same = make_record(method="same", token_ids=[4, 5, 6])
+    other = make_record(method="other", token_ids=[4, 7, 6])
+    longer = make_record(method="longer", token_ids=[4, 5, 6, 7], accepted_histogram=[3], num_verify_tokens=3)
+    found = find_mismatches([plain, same, other, longer])
+    assert [(mismatch.record.method, mismatch.position) for mismatch in found] == [("other", 1), ("longer", 3)]
+
+
+def test_a_baseline_that_disagrees_with_itself_is_found(make_record: MakeRecord) -> None:
+    found = find_mismatches([make_record(token_ids=[4, 5, 6]), make_record(token_ids=[4, 5, 7], repeat=1)])
+    assert [mismatch.position for mismatch in found] == [2]
+
+
+def test_answers_to_different_prompts_are_never_compared(make_record: MakeRecord) -> None:
+    with pytest.raises(ValueError, match="no baseline record of the same prompt"):
+        find_mismatches([make_record(), make_record(method="d", prompt_sha256="ff")])
+    with pytest.raises(ValueError, match="no baseline record of the same prompt"):
+        find_mismatches([make_record(method="d")])
+
+
+def test_only_full_precision_is_held_to_the_very_tokens() -> None:
+    assert [is_exact(dtype) for dtype in ("float32", "torch.float64", "torch.bfloat16")] == [True, True, False]
+    assert not any(is_exact(dtype, temperature=0.7) for dtype in ("float32", "float64", "bfloat16"))
+
+
+def test_answers_are_compared_within_their_temperature(make_record: MakeRecord) -> None:
+    records = [
+        make_record(token_ids=[4, 5, 6]),
+        make_record(token_ids=[7, 8, 9], temperature=0.7),
+        make_record(token_ids=[7, 8, 9], temperature=0.7, method="same"),
+        make_record(token_ids=[4, 5, 6], temperature=0.7, method="the greedy answer"),
+    ]
+    assert [mismatch.record.method for mismatch in find_mismatches(records)] == ["the greedy answer"]
+    with pytest.raises(ValueError, match="no baseline record of the same prompt"):
+        find_mismatches([make_record(), make_record(method="d", temperature=0.7)])
+
+
+def test_drawn_drafts_are_compared_when_greedy_and_not_when_sampling(make_record: MakeRecord) -> None:
+    for temperature, num_found in ((0.0, 1), (0.7, 0)):
+        plain = make_record(token_ids=[4, 5, 6], temperature=temperature)
+        drawn = make_record(token_ids=[4, 5, 7], temperature=temperature, method="d", drawn=True)
+        assert len(find_mismatches([plain, drawn])) == num_found
+        verdict = judge([drawn], find_mismatches([plain, drawn]))
+        assert verdict.by_rule == (temperature > 0)
+        assert verdict.label == ("by rule" if temperature else "NO (1 of 1 prompts)")
+
+
+def test_the_audit_passes_greedy_answers_and_fails_wrong_ones(tiny_target: HFTarget) -> None:
+    prompt = torch.tensor([[5, 6, 7, 8]])
+    steps = generate(tiny_target, NullDrafter(), GreedyAcceptance(), prompt, max_new_tokens=12)
+    tokens = [token for step in steps for token in step.tokens[0]]
+    greedy = audit(tiny_target, prompt, tokens, max_new_tokens=12)
+    assert greedy.deficit == 0.0
+    assert greedy.noise < 1e-3
+    assert greedy.within_noise
+    for at in (0, 5, 11):
+        assert not audit(tiny_target, prompt, [*tokens[:at], 11, *tokens[at + 1 :]], max_new_tokens=12).within_noise
+    assert audit(tiny_target, prompt, tokens[:1], max_new_tokens=1).within_noise
+
+
+def test_right_tokens_are_no_right_answer_unless_it_ends_where_plain_decoding_ends(
+    tiny_target: HFTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = sampled(tiny_target, 1.0, seed=3)
+    options: dict[str, Any] = {"max_new_tokens": 32, "temperature": 1.0, "seed": 3}
+    assert audit(tiny_target, PROMPT, tokens, **options).within_noise
+    lost = audit(tiny_target, PROMPT, tokens[:-1], **options)
+    assert (lost.deficit < 1e-6, lost.ends_rightly, lost.within_noise) == (True, False, False)
+    monkeypatch.setattr(HFTarget, "stop_ids", (tokens[3],))
+    first = tokens.index(tokens[3])
+    assert audit(tiny_target, PROMPT, tokens[: first + 1], **options).within_noise
+    behind = audit(tiny_target, PROMPT, tokens, **options)
+    assert (behind.ends_rightly, behind.within_noise, behind.position) == (False, False, first + 1)
+
+
+def test_the_audit_measures_noise_where_there_is_some(tiny_target_dir: Path) -> None:
+    target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="bfloat16", device="cpu"))
+    prompt = torch.tensor([[5, 6, 7, 8]])
+    steps = generate(target, NullDrafter(), GreedyAcceptance(), prompt, max_new_tokens=24)
+    tokens = [token for step in steps for token in step.tokens[0]]
+    result = audit(target, prompt, tokens, max_new_tokens=24)
+    assert result.deficit == 0.0  # token by token is how plain decoding read it
+    assert 0.0 < result.noise < 0.5
+
+
+PROMPT = torch.tensor([[5, 6, 7, 8]])
+
+
+def sampled(target: HFTarget, temperature: float, seed: int) -> list[int]:
+    rule = SpeculativeSampling(sampling=Sampling(temperature=temperature))
+    options: dict[str, Any] = {"max_new_tokens": 32, "stop_ids": target.stop_ids, "generator": RowSeeds([seed])}
+    steps = generate(target, NullDrafter(), rule, PROMPT, **options)
+    return [token for step in steps for token in step.tokens[0]]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_the_audit_knows_the_clocks_of_a_sampled_answer(tiny_target_dir: Path, dtype: str) -> None:
+    target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype=dtype, device="cpu"))
+    for temperature in (0.5, 1.0, 2.0):
+        tokens = sampled(target, temperature, seed=3)
+        options: dict[str, Any] = {"max_new_tokens": 32, "temperature": temperature}
+        result = audit(target, PROMPT, tokens, seed=3, **options)
+        assert result.deficit < 1e-6  # the division by the clocks rounds otherwise than the difference of logarithms
+        assert result.within_noise
+        assert not audit(target, PROMPT, tokens, seed=4, **options).within_noise
+        assert not audit(target, PROMPT, sampled(target, 2 * temperature, 3), seed=3, **options).within_noise
+        assert not audit(target, PROMPT, tokens, max_new_tokens=32).within_noise
+
+
+def test_two_candidates_that_tie_within_the_noise_explain_a_sampled_token(
+    tiny_target: HFTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock of the runner-up is moved until its score lies a millionth, or a thousandth, below the best one's."""
+    tokens = sampled(tiny_target, 1.0, seed=3)
+    logits = tiny_target.model(PROMPT).logits[0, -1]
+    clocks = wind_clocks(torch.empty_like(logits), 3, 0)
+    best, second = (logits - clocks.log()).topk(2).indices.tolist()
+    assert best == tokens[0]
+    for gap, explained in ((1e-6, True), (1e-3, False)):
+        tied = clocks.clone()
+        tied[second] = clocks[best] * (logits[second] - logits[best] + gap).exp()
+        monkeypatch.setattr(auditing, "wind_clocks", lambda clocks, seed, position, tied=tied: tied)
+        options: dict[str, Any] = {"max_new_tokens": 1, "temperature": 1.0, "seed": 3}
+        assert audit(tiny_target, PROMPT, [best], **options).within_noise
+        assert audit(tiny_target, PROMPT, [second], **options).within_noise == explained

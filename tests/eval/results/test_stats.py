@@ -1,0 +1,119 @@
+"""The numbers of the table, against values computed by eye."""
+
+import pytest
+
+from outrider.eval.results import stats
+from outrider.models.decoding.types import PhaseSeconds
+
+from ..conftest import MakeRecord
+
+
+def test_tokens_per_step_leaves_the_prefill_out_on_both_sides(make_record: MakeRecord) -> None:
+    # Three steps accept 0, 2 and 2 draft tokens: 1 + 3 + 3 tokens, and the prefill's is an eighth.
+    record = make_record(accepted_histogram=[1, 0, 2])
+    assert len(record.token_ids) == 8
+    assert stats.tokens_per_step([record]) == 7 / 3
+    assert stats.tokens_per_step([record, make_record(accepted_histogram=[1])]) == 8 / 4
+
+
+def test_tokens_per_step_counts_what_was_emitted_where_the_limit_cut_a_path(make_record: MakeRecord) -> None:
+    record = make_record(accepted_histogram=[0, 0, 2], token_ids=[1, 2, 3, 4, 5], num_verify_tokens=4)
+    assert stats.tokens_per_step([record]) == 4 / 2
+    assert stats.mean_accepted(record.accepted_histogram) == 2.0
+
+
+def test_an_answer_that_stops_at_its_first_token_has_no_tokens_per_step(make_record: MakeRecord) -> None:
+    record = make_record(accepted_histogram=[])
+    assert stats.tokens_per_step([record]) is None
+    assert stats.mean_accepted(stats.accepted_histogram([record])) is None
+    assert stats.decode_tokens_per_second([record]) is None
+    assert stats.time_split([record]) is None
+
+
+def test_histograms_of_different_lengths_add_up(make_record: MakeRecord) -> None:
+    records = [make_record(accepted_histogram=[1, 2]), make_record(accepted_histogram=[1, 0, 0, 5])]
+    assert stats.accepted_histogram(records) == [2, 2, 0, 5]
+    assert stats.mean_accepted([2, 2, 0, 5]) == 17 / 9
+
+
+def test_speeds_with_and_without_the_prefill(make_record: MakeRecord) -> None:
+    record = make_record(accepted_histogram=[9], prefill_seconds=1.0, decode_seconds=3.0)
+    assert stats.tokens_per_second([record]) == 10 / 4
+    assert stats.decode_tokens_per_second([record]) == 9 / 3
+
+
+def timed(make_record: MakeRecord, method: str, seconds: dict[str, float], **changes: object) -> list:
+    return [
+        make_record(method=method, prompt_id=prompt, prefill_seconds=0.5 * total, decode_seconds=0.5 * total, **changes)
+        for prompt, total in seconds.items()
+    ]
+
+
+def test_speedup_is_a_ratio_of_sums_and_not_a_mean_of_ratios(make_record: MakeRecord) -> None:
+    plain = timed(make_record, "baseline", {"a": 1.0, "b": 3.0})
+    drafted = timed(make_record, "drafter", {"a": 0.5, "b": 1.0})
+    point, interval = stats.speedup(plain, drafted, seed=0)
+    assert point == pytest.approx(4.0 / 1.5)  # the mean of ratios would be 2.5
+    assert interval is not None
+    # Two prompts can only be drawn as aa, ab, ba, bb.
+    assert interval == (pytest.approx(2.0), pytest.approx(3.0))
+
+
+def test_speedup_is_per_token_where_a_method_writes_less(make_record: MakeRecord) -> None:
+    plain = timed(make_record, "baseline", {"a": 1.0, "b": 1.0}, accepted_histogram=[9])
+    shorter = timed(make_record, "drafter", {"a": 0.5, "b": 0.5}, accepted_histogram=[4])
+    assert stats.speedup(plain, shorter, seed=0)[0] == pytest.approx(1.0)
+
+
+def test_the_interval_covers_the_spread_of_prompts_and_narrows_with_their_number(make_record: MakeRecord) -> None:
+    widths = []
+    for num_prompts in (8, 128):
+        seconds = {str(index): 0.5 if index % 2 else 1.0 for index in range(num_prompts)}
+        plain = timed(make_record, "baseline", dict.fromkeys(seconds, 1.0))
+        point, interval = stats.speedup(plain, timed(make_record, "drafter", seconds), seed=0)
+        assert point == pytest.approx(4 / 3)
+        assert interval is not None
+        assert interval[0] < point < interval[1]
+        widths.append(interval[1] - interval[0])
+    assert widths[1] == pytest.approx(widths[0] / 4, rel=0.25)  # the square root of 16
+
+
+def test_turns_and_repeats_of_a_prompt_stay_together_in_the_bootstrap(make_record: MakeRecord) -> None:
+    # One prompt measured four times is still one prompt, and says nothing about others.
+    plain = [make_record(turn=turn, repeat=repeat) for turn in (0, 1) for repeat in (0, 1)]
+    assert stats.speedup(plain, plain, seed=0) == (1.0, None)
+
+
+def test_the_bootstrap_is_seeded(make_record: MakeRecord) -> None:
+    plain = timed(make_record, "baseline", {str(index): 1.0 + index for index in range(9)})
+    drafted = timed(make_record, "drafter", {str(index): 1.0 + (3 * index) % 7 for index in range(9)})
+    assert stats.speedup(plain, drafted, seed=1) == stats.speedup(plain, drafted, seed=1)
+
+
+def test_a_speedup_over_different_prompts_is_refused(make_record: MakeRecord) -> None:
+    plain = timed(make_record, "baseline", {"a": 1.0, "b": 3.0})
+    with pytest.raises(ValueError, match="1 generations were measured with only one"):
+        stats.speedup(plain, timed(make_record, "drafter", {"a": 1.0}), seed=0)
+
+
+def test_time_split_and_ceiling(make_record: MakeRecord) -> None:
+    # Plain: two steps in 0.8 s, so 0.4 s a step. Drafter: two steps in 1.0 s, of which it drafts 0.4 s: 0.2 s a step.
+    plain = make_record(decode_seconds=0.8, phase_seconds=PhaseSeconds(draft=0.0, verify=0.7, accept=0.05))
+    drafted = make_record(decode_seconds=1.0, phase_seconds=PhaseSeconds(draft=0.4, verify=0.3, accept=0.2))
+    assert stats.time_split([drafted]) == pytest.approx({"draft": 0.4, "verify": 0.3, "accept": 0.2, "rest": 0.1})
+    rho = stats.relative_draft_cost([plain], [drafted])
+    assert rho == pytest.approx(0.5)
+    assert stats.ceiling(3.0, rho) == pytest.approx(2.0)
+    assert stats.ceiling(3.0, None) is None
+
+
+def test_categories_keep_their_own_numbers(make_record: MakeRecord) -> None:
+    plain = [make_record(prompt_id="1"), make_record(prompt_id="2", category="math")]
+    drafted = [
+        make_record(prompt_id="1", method="d", accepted_histogram=[0, 1]),
+        make_record(prompt_id="2", method="d", category="math", decode_seconds=0.25),
+    ]
+    result = stats.by_category(plain, drafted, seed=0)
+    assert list(result) == ["writing", "math"]
+    assert result["writing"] == {"num_prompts": 1, "tokens_per_step": 2.0, "speedup": 1.0, "speedup_ci95": None}
+    assert result["math"] == {"num_prompts": 1, "tokens_per_step": 1.0, "speedup": 2.0, "speedup_ci95": None}

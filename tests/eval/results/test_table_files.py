@@ -1,0 +1,120 @@
+"""Other programs read what a reader sees, whatever stands in a name."""
+
+import csv
+import dataclasses
+import re
+from io import StringIO
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from outrider.eval.config import EvalConfig, SuiteConfig
+from outrider.eval.records.records import EvalRecord
+from outrider.eval.records.run_files import Roofline
+from outrider.eval.results.rows import Row, build_rows
+from outrider.eval.results.table_files import csv_table, escape_latex, latex_table
+from outrider.eval.results.tables import (
+    escape_markdown,
+    footnotes,
+    markdown,
+    print_table,
+)
+
+from ..conftest import MakeRecord
+
+NASTY = 'redrafter a|b_c/50%, "x" & $y$ \\z {#1} [bold]~^<i>*\n'
+ROOFLINE = Roofline(weight_bytes=10**9, bandwidth_gbs=20.0, given=True, cache_bytes=None)
+
+
+@pytest.fixture
+def records(make_record: MakeRecord) -> list[EvalRecord]:
+    """Six prompts; the drafter takes half the time, and stalls once."""
+    result = []
+    for index in range(6):
+        common: dict[str, Any] = {"prompt_id": str(index)}
+        drafted = {**common, "method": NASTY, "accepted_histogram": [0, 1], "prefill_seconds": 0.25}
+        result += [make_record(**common), make_record(**drafted, decode_seconds=0.25 if index else 5.0)]
+    return result
+
+
+@pytest.fixture
+def rows(records: list[EvalRecord]) -> list[Row]:
+    config = EvalConfig(suites=[SuiteConfig(name="mt_bench")])
+    return build_rows(
+        records, [], config=config, dtype="float32", roofline=ROOFLINE, num_skipped={("mt_bench", 0.0, 1): 2}, drafters={}
+    )
+
+
+def test_csv_holds_the_bare_numbers_and_names_survive_it(rows: list[Row]) -> None:
+    plain, drafted = csv.DictReader(StringIO(csv_table(rows)))
+    assert drafted["method"] == NASTY
+    assert plain["method"] == "baseline"
+    assert float(drafted["speedup"]) == rows[1]["speedup"]
+    assert float(drafted["tokens_per_second"]) == rows[1]["tokens_per_second"]
+    interval = rows[1]["speedup_ci95"]
+    assert interval is not None
+    assert (float(drafted["speedup_ci95_low"]), float(drafted["speedup_ci95_high"])) == interval
+    assert (plain["speedup_ci95_low"], plain["rho"], plain["time_draft"]) == ("", "", "")
+    assert (drafted["batch_size"], drafted["num_skipped"], drafted["num_outliers"]) == ("1", "2", "1")
+    assert None not in drafted  # as many cells as heads
+    assert None not in drafted.values()
+
+
+def test_latex_has_one_line_of_as_many_cells_per_row(rows: list[Row]) -> None:
+    text = latex_table(rows)
+    lines = [line for line in text.splitlines() if line.endswith(r"\\")]
+    assert [len(re.findall(r"(?<!\\)&", line)) for line in lines] == [8, 8, 8]
+    assert lines[1].startswith(r"mt\_bench & 0 & 1 & baseline & 1.00 &")
+    assert lines[2].startswith(" &  &  & redrafter a")
+    assert [text.count(rule) for rule in (r"\toprule", r"\midrule", r"\bottomrule")] == [1, 1, 1]
+    after = text.split(r"\end{tabular}")[1].strip().splitlines()
+    assert len(after) == len(footnotes(rows))
+    assert all(line.startswith("% ") for line in after)
+
+
+def test_what_is_special_to_latex_is_printed_and_not_obeyed() -> None:
+    assert escape_latex("50%_a\n& b") == r"50\%\_a \& b"
+    assert escape_latex(r"\end{x}") == r"\textbackslash{}end\{x\}"
+    assert escape_latex("[1, 2]") == "{[}1, 2{]}"
+    assert not re.search(r"(?<!\\)[%&$#_]", escape_latex(NASTY))
+
+
+def test_markdown_keeps_its_columns_whatever_a_name_holds(rows: list[Row]) -> None:
+    lines = [line for line in markdown(rows).splitlines() if line.startswith("|")]
+    assert {len(re.findall(r"(?<!\\)\|", line)) for line in lines} == {18}
+    assert r"redrafter a\|b_c/50%," in lines[3]
+    assert escape_markdown("a_b _c_ *d* <e>") == r"a_b \_c\_ \*d\* \<e\>"
+
+
+def test_names_are_not_taken_for_the_terminals_markup(rows: list[Row]) -> None:
+    screen = StringIO()
+    print_table(rows, Console(width=300, file=screen))
+    assert "{#1} [bold]~^<i>*" in screen.getvalue()
+
+
+def test_outliers_are_named_in_the_summary_and_told(rows: list[Row]) -> None:
+    assert rows[0]["outliers"] == []
+    assert rows[1]["outliers"] == [
+        {"prompt_ids": ["0"], "turn": 0, "repeat": 0, "seconds_per_step": 5.0, "ratio": 20.0},
+    ]
+    (note,) = [note for note in footnotes(rows) if note.startswith("Outliers of redrafter")]
+    assert "prompt 0 turn 1 (20.0x). They are in every figure" in note
+    many: Any = {**rows[1], "outliers": rows[1]["outliers"] * 5}
+    assert any("and 2 more, named in the summary" in note for note in footnotes([many]))
+
+
+def test_batch_sizes_share_no_lines(records: list[EvalRecord]) -> None:
+    batched = [dataclasses.replace(record, batch_size=2, batch=int(record.prompt_id) // 2, num_rows=2) for record in records]
+    config = EvalConfig(suites=[SuiteConfig(name="mt_bench")], batch_sizes=[1, 2])
+    rows = build_rows([*records, *batched], [], config=config, dtype="float32", roofline=ROOFLINE, num_skipped={}, drafters={})
+    assert [row["batch_size"] for row in csv.DictReader(StringIO(csv_table(rows)))] == ["1", "1", "2", "2"]
+    assert latex_table(rows).count(r"\midrule") == 2
+    # Two prompts share their seconds, so the batch is twice as fast; of plain decoding, it reaches the same part.
+    assert rows[2]["tokens_per_second"] == 2 * rows[0]["tokens_per_second"]
+    assert rows[2]["roofline_fraction"] == rows[0]["roofline_fraction"]
+    assert rows[2]["tokens_per_step"] == rows[0]["tokens_per_step"]
+    assert [row["num_batches"] for row in rows] == [6, 6, 3, 3]
+    told = [note for note in footnotes(rows) if "in 3 batches, too few for an interval to say much" in note]
+    assert len(told) == 1
+    assert told[0].startswith("mt_bench, greedy, batch size 2 ")

@@ -1,0 +1,223 @@
+"""What a reader is told: rows, table, notes and plot."""
+
+import dataclasses
+import json
+from dataclasses import asdict
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from outrider.eval.config import EvalConfig, SuiteConfig
+from outrider.eval.records.records import EvalRecord
+from outrider.eval.records.run_files import DrafterFacts, Roofline
+from outrider.eval.results.lossless import Mismatch
+from outrider.eval.results.plots import plot_comparison, plot_suite
+from outrider.eval.results.rows import Row, build_rows, is_broken
+from outrider.eval.results.tables import cells, footnotes, markdown, print_table
+from outrider.models.decoding.types import PhaseSeconds
+from outrider.models.drafters.saved.files import TrainingFacts
+
+from ..conftest import MakeRecord
+
+TRAINING = TrainingFacts(
+    steps=500, seconds=160.4, positions_seen=512_000, tokens_seen=900_000, parameters=1_440_000, tokens_per_step_estimate=1.9
+)
+ROOFLINE = Roofline(weight_bytes=10**9, bandwidth_gbs=20.0, given=True, cache_bytes=None)
+
+
+@pytest.fixture
+def records(make_record: MakeRecord) -> list[EvalRecord]:
+    """Two prompts of two categories; the drafter takes half the baseline's time and emits two tokens a step."""
+    result = []
+    for prompt, category in (("81", "writing"), ("82", "math")):
+        common: dict[str, Any] = {"prompt_id": prompt, "category": category}
+        drafted = {**common, "method": "redrafter", "accepted_histogram": [0, 1], "num_draft_tokens": 4}
+        result += [
+            make_record(**common),
+            make_record(**drafted, prefill_seconds=0.25, decode_seconds=0.25, truncated=True),
+            make_record(**common, phase_seconds=PhaseSeconds(draft=0.0, verify=0.5, accept=0.1)),
+            make_record(**drafted, decode_seconds=0.5, phase_seconds=PhaseSeconds(draft=0.25, verify=0.125, accept=0.1)),
+        ]
+    return result
+
+
+def rows_of(records: list[EvalRecord], mismatches: list[Mismatch], **changes: Any) -> list[Row]:
+    config = EvalConfig(suites=[SuiteConfig(name="mt_bench")])
+    options: dict[str, Any] = {"config": config, "dtype": "float32", "roofline": ROOFLINE, "num_skipped": {}}
+    options["drafters"] = {"redrafter": DrafterFacts(parameters=1_440_000, training=asdict(TRAINING))}
+    return build_rows(records, mismatches, **{**options, **changes})
+
+
+def test_rows_hold_the_timed_records_numbers_and_split_the_profiled_ones(records: list[EvalRecord]) -> None:
+    plain, drafted = rows_of(records, [])
+    assert (plain["method"], drafted["method"]) == ("baseline", "redrafter")
+    assert (plain["speedup"], plain["speedup_ci95"], plain["ceiling"]) == (1.0, None, None)
+    assert drafted["speedup"] == pytest.approx(2.0)
+    assert drafted["speedup_ci95"] == (pytest.approx(2.0), pytest.approx(2.0))
+    assert drafted["tokens_per_step"] == 2.0
+    assert drafted["draft_tokens_per_step"] == 4.0
+    assert drafted["accepted_histogram"] == [0, 2]
+    assert drafted["tokens_per_second"] == 6 / 1.0
+    # Plain: 0.75 s over two steps. Drafter: 0.25 s over one step. rho = 0.25 / 0.375.
+    assert drafted["rho"] == pytest.approx(2 / 3)
+    assert drafted["ceiling"] == pytest.approx(2.0 / (1 + 2 / 3))
+    assert drafted["time_split"] == pytest.approx({"draft": 0.5, "verify": 0.25, "accept": 0.2, "rest": 0.05})
+    assert drafted["draft_seconds_per_step"] == pytest.approx(0.25)
+    assert (plain["draft_seconds_per_step"], plain["parameters"], plain["training"]) == (None, None, None)
+    assert drafted["parameters"] == 1_440_000
+    assert drafted["training"] is not None
+    assert drafted["training"]["seconds"] == 160.4
+    # 20 GB/s over 1 GB are 20 tokens/s; plain decoding makes 2 tokens in 0.75 s.
+    assert plain["roofline_fraction"] == pytest.approx(2 / 0.75 / 20)
+    assert (drafted["num_prompts"], drafted["num_turns"], drafted["num_truncated"]) == (2, 2, 2)
+    assert drafted["lossless"] is True
+    json.dumps([plain, drafted], allow_nan=False)
+
+
+def test_a_wrong_answer_has_no_speedup_anywhere(records: list[EvalRecord], tmp_path: Path) -> None:
+    wrong = Mismatch(record=records[5], position=1)  # the drafter's answer to prompt 82
+    plain, drafted = rows_of(records, [wrong])
+    assert is_broken(drafted)
+    assert not is_broken(plain)
+    assert drafted["lossless"] is False
+    assert cells(drafted)["Lossless"] == "NO (1 of 2 prompts)"
+    assert cells(drafted)["Speedup [95 %]"] == "-"
+    assert [values["speedup"] for values in drafted["by_category"].values()] == [None, None]
+    assert drafted["first_mismatch"] == {"prompt_id": "82", "turn": 0, "position": 1}
+    assert any("prompt 82, turn 1, token 1" in note and "NOT LOSSLESS" in note for note in footnotes([plain, drafted]))
+    plot_suite([plain, drafted], tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").exists()
+
+
+def test_differences_within_low_precision_noise_keep_the_speedup_and_are_told(records: list[EvalRecord]) -> None:
+    noisy = Mismatch(record=records[5], position=1, within_noise=True)
+    plain, drafted = rows_of(records, [noisy], dtype="bfloat16")
+    assert drafted["speedup"] == pytest.approx(2.0)
+    assert drafted["lossless"] is False
+    assert drafted["lossless_label"] == "within noise (1)"
+    assert any("within this precision's own noise" in note for note in footnotes([plain, drafted]))
+
+
+def test_one_unexplained_answer_outweighs_the_explained_ones_of_its_prompt(records: list[EvalRecord]) -> None:
+    noisy = Mismatch(record=records[5], position=1, within_noise=True)
+    wrong = Mismatch(record=records[7], position=0)
+    drafted = rows_of(records, [noisy, wrong])[1]
+    assert drafted["lossless_label"] == "NO (1 of 2 prompts)"
+    assert drafted["num_within_noise"] == 0
+    assert drafted["first_mismatch"] == {"prompt_id": "82", "turn": 0, "position": 0}
+
+
+def test_skipped_turns_are_told(records: list[EvalRecord]) -> None:
+    rows = rows_of(records, [], num_skipped={("mt_bench", 0.0, 1): 3})
+    assert rows[0]["num_skipped"] == 3
+    assert any("3 turns were SKIPPED" in note for note in footnotes(rows))
+
+
+def test_markdown_has_one_line_per_row_of_as_many_cells_as_the_head(records: list[EvalRecord]) -> None:
+    lines = [line for line in markdown(rows_of(records, [])).splitlines() if line.startswith("|")]
+    assert len(lines) == 2 + 2
+    assert {line.count("|") for line in lines} == {18}
+    assert lines[0].startswith("| Suite | Temperature | Batch | Method | Tok/step |")
+    assert lines[2].startswith("| mt_bench | 0 | 1 | baseline |")
+    assert lines[3].startswith(
+        "| mt_bench | 0 | 1 | redrafter | 2.00 | 6.0 | 2.00x [2.00, 2.00] | 1.20x | yes | 1.4M | 160 | 250.00 | 50% |"
+    )
+
+
+def test_parameters_are_counted_in_three_digits_or_so(records: list[EvalRecord]) -> None:
+    shown = []
+    for number in (850, 1_440_000, 33_500, 2_000_000_000):
+        facts = DrafterFacts(parameters=number, training=None)
+        shown.append(cells(rows_of(records, [], drafters={"redrafter": facts})[1]))
+    assert [texts["Params"] for texts in shown] == ["850", "1.4M", "33.5k", "2.0B"]
+    assert {texts["Trained s"] for texts in shown} == {"-"}
+    assert {name: cells(rows_of(records, [])[0])[name] for name in ("Params", "Trained s", "Draft ms")} == dict.fromkeys(
+        ("Params", "Trained s", "Draft ms"), "-"
+    )
+
+
+@pytest.fixture
+def sampled(records: list[EvalRecord]) -> list[EvalRecord]:
+    """The same at temperature 0.7, where the drafter's drafts are drawn at random and its answers are others."""
+    return [
+        dataclasses.replace(record, temperature=0.7, drawn=record.method != "baseline", token_ids=record.token_ids[::-1])
+        for record in records
+    ]
+
+
+TWO_TEMPERATURES = EvalConfig(suites=[SuiteConfig(name="mt_bench")], temperatures=[0.7, 0.0])
+
+
+def test_each_temperature_has_rows_of_its_own_in_the_order_of_the_configuration(
+    records: list[EvalRecord], sampled: list[EvalRecord]
+) -> None:
+    rows = rows_of([*records, *sampled], [], config=TWO_TEMPERATURES, num_skipped={("mt_bench", 0.7, 1): 1})
+    assert [(row["temperature"], row["method"]) for row in rows] == [
+        (0.7, "baseline"),
+        (0.7, "redrafter"),
+        (0.0, "baseline"),
+        (0.0, "redrafter"),
+    ]
+    assert [row["num_turns"] for row in rows] == [2] * 4
+    assert [row["num_skipped"] for row in rows] == [1, 1, 0, 0]
+    notes = footnotes(rows)
+    assert sum("1 turns were SKIPPED" in note for note in notes) == 1
+    assert any(note.startswith("mt_bench, temperature 0.7 ") for note in notes)
+    screen = StringIO()
+    print_table(rows, Console(width=110, file=screen))
+    shown = [line.strip() for line in screen.getvalue().splitlines()]
+    assert [shown.count(f"mt_bench, {name}") for name in ("greedy", "temperature 0.7")] == [2, 2]
+
+
+def test_a_sampler_of_drawn_drafts_is_lossless_by_its_rule_and_not_by_comparison(
+    records: list[EvalRecord], sampled: list[EvalRecord]
+) -> None:
+    plain, drafted = rows_of([*sampled, *records], [], config=TWO_TEMPERATURES)[:2]
+    assert (plain["lossless"], plain["lossless_label"]) == (True, "yes")
+    assert (drafted["lossless"], drafted["lossless_label"]) == (None, "by rule")
+    assert drafted["speedup"] == pytest.approx(2.0)
+    assert not is_broken(drafted)
+    assert any("outrider certify" in note for note in footnotes([plain, drafted]))
+    assert not any("outrider certify" in note for note in footnotes([plain]))
+
+
+def test_the_terminal_table_fits_eighty_columns_and_shows_brackets(records: list[EvalRecord]) -> None:
+    rows = rows_of(records, [])
+    rows[1]["method"] = "redrafter beam_width=16 beam_length=5"
+    screen = StringIO()
+    print_table(rows, Console(width=80, file=screen))
+    text = screen.getvalue()
+    assert "2.00x [2.00, 2.00]" in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+
+
+def test_a_roofline_of_weights_that_fit_the_cache_says_so(records: list[EvalRecord]) -> None:
+    cached = Roofline(weight_bytes=10**7, bandwidth_gbs=20.0, given=False, cache_bytes=2**25)
+    assert cached.tokens_per_second == 2000.0
+    assert any("fit into the cache (34 MB)" in note for note in footnotes(rows_of(records, [], roofline=cached)))
+    assert not any("cache" in note for note in footnotes(rows_of(records, [])))
+
+
+def test_a_plot_is_a_png_and_the_baseline_alone_makes_none(records: list[EvalRecord], tmp_path: Path) -> None:
+    rows = rows_of(records, [])
+    plot_suite(rows, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    plot_suite(rows[:1], tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()
+
+
+def test_drafters_are_compared_where_there_are_two_of_them(
+    records: list[EvalRecord], sampled: list[EvalRecord], tmp_path: Path
+) -> None:
+    other = [dataclasses.replace(record, method="medusa tree_nodes=5") for record in records if record.method != "baseline"]
+    wrong = Mismatch(record=other[0], position=1)
+    rows = rows_of([*records, *other, *sampled], [wrong], config=TWO_TEMPERATURES)
+    assert len(rows) == 5
+    plot_comparison([{**row, "method": r"$\foo$ " + row["method"]} for row in rows[2:]], tmp_path / "one.png")
+    assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
+    plot_comparison(rows[:2], tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()

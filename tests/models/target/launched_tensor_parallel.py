@@ -1,0 +1,86 @@
+"""What the processes of test_tensor_parallel.py do together, each with its slice of the target; what goes wrong ends them.
+
+python launched_tensor_parallel.py TARGET DATA OUTPUT
+
+Leaves answers/ and distill/ in OUTPUT and in OUTPUT/batch, and OUTPUT/told-RANK.json.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from outrider.data.config import DataConfig
+from outrider.data.types import DrafterBatch
+from outrider.distill import estimate as estimate_module
+from outrider.distill.config import DistillConfig
+from outrider.distill.label.run import distill, load_examples
+from outrider.distill.regenerate.run import regenerate
+from outrider.models.target.config import TargetConfig
+from outrider.models.target.hf_target import HFTarget
+from outrider.models.target.loading import load_target
+from outrider.models.target.text_states import states_of_texts
+from outrider.train.launch import make_accelerator
+
+CONFIG = DistillConfig(
+    mode="regenerate", max_new_tokens=12, horizon=4, features="last_hidden", shard_examples=3, batch_tokens=128
+)
+
+
+def own_text(rank: int) -> torch.Tensor:
+    """Another text, of another length, in each process."""
+    return torch.arange(5 + rank, 40 - 3 * rank)[None] * 7 % 300
+
+
+def batch_of(text: torch.Tensor) -> DrafterBatch:
+    nowhere = torch.zeros_like(text, dtype=torch.bool)
+    return DrafterBatch(input_ids=text, attention_mask=~nowhere, positions=nowhere, continuations=text[..., None])
+
+
+def states(target: HFTarget, rank: int) -> dict[str, torch.Tensor]:
+    """What training reads of the target, of one process's text."""
+    last, layers = states_of_texts(target, batch_of(own_text(rank)), last=True, layers=(1,))
+    _, first = states_of_texts(target, batch_of(own_text(rank)), last=False, layers=(0, 1))
+    assert last is not None
+    assert layers is not None
+    assert first is not None
+    return {"last": last, "layers": layers, "first": first}
+
+
+def make(target: HFTarget, data: DataConfig, folder: Path, accelerator: Accelerator, engine: str = "decoder") -> None:
+    config = DistillConfig(**{**vars(CONFIG), "engine": engine})
+    examples = regenerate(config, data, target, target.tokenizer, folder / "answers", accelerator)
+    distill(config, data, target, target.tokenizer, folder / "distill", accelerator, examples=examples)
+
+
+def main(target_dir: Path, data: DataConfig, output: Path) -> None:
+    accelerator = make_accelerator()
+    rank = accelerator.process_index
+    whole = load_target(TargetConfig(name_or_path=str(target_dir), device="cpu"))
+    shared = load_target(TargetConfig(name_or_path=str(target_dir), tensor_parallel=True))
+    assert shared.identity == whole.identity, "labels of one are labels of the other"
+    for name, value in states(shared, rank).items():
+        torch.testing.assert_close(value, states(whole, rank)[name], rtol=1e-4, atol=1e-5)
+    make(shared, data, output, accelerator)
+    make(shared, data, output / "batch", accelerator, engine="batch")
+    # By the clock one process would stop measuring at once: what the main one says is done.
+    estimate_module.MEASURED_SECONDS = -1.0 if rank else 1e9
+    examples, dropped = load_examples(data, shared.tokenizer)
+    told = estimate_module.estimate(CONFIG, shared, examples, dropped, output, num_processes=1)
+    layers = [parameter for name, parameter in shared.model.named_parameters() if "proj" in name]
+    report: dict[str, Any] = {
+        "slice": sum(parameter.to_local().numel() for parameter in layers),
+        "whole": sum(parameter.numel() for parameter in layers),
+        "texts": len(examples),
+        "tokens": told.num_tokens,
+        "sampled_tokens": told.sampled_tokens,
+    }
+    (output / f"told-{rank}.json").write_text(json.dumps(report))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), DataConfig(**json.loads(sys.argv[2])), Path(sys.argv[3]))

@@ -1,0 +1,321 @@
+"""Steps with fixed shapes: compiled, and recorded once and replayed, they give what plain steps give."""
+
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from outrider.models.decoding import (
+    Acceptance,
+    GreedyAcceptance,
+    Prompts,
+    RowSeeds,
+    Sampling,
+    SpeculativeSampling,
+    empty_tree,
+    generate,
+)
+from outrider.models.decoding.loop import kept_places
+from outrider.models.drafters import NullDrafter, build_drafter
+from outrider.models.drafters.draft_model import DraftModel
+from outrider.models.drafters.graphed import GraphedDrafter
+from outrider.models.drafters.small_models import DraftModelConfig
+from outrider.models.target import cuda_graphs as graphs
+from outrider.models.target import tree_cache
+from outrider.models.target.config import TargetConfig
+from outrider.models.target.cuda_graphs import CudaGraphRecorder, GraphedFunction
+from outrider.models.target.hf_target import HFTarget
+from outrider.models.target.loading import load_target
+
+from ..recorder import ReplayingRecorder
+
+PROMPTS = [[1, 70, 71, 72, 2], [9, 8], [40, 41, 42, 43, 44, 45, 46, 47], [70, 71]]
+STEP = 8
+"""Columns by which the read part of the cache grows: it does so several times in an answer."""
+
+
+@pytest.fixture
+def redrafter(target):
+    torch.manual_seed(0)
+    options = {"kind": "redrafter", "beam_width": 3, "beam_length": 3, "tree_nodes": 6}
+    return build_drafter(options, target).double()
+
+
+def answers(target, drafter, rows=PROMPTS, max_new_tokens=20) -> list[list[int]]:
+    tokens: list[list[int]] = [[] for _ in rows]
+    prompts = [torch.tensor(row) for row in rows]
+    limits = {"max_new_tokens": max_new_tokens, "stop_ids": {STOP}}
+    for step in generate(target, drafter, GreedyAcceptance(), prompts, **limits):
+        for row, new in zip(step.rows, step.tokens, strict=True):
+            tokens[row] += new
+    return tokens
+
+
+STOP = 45
+
+
+@pytest.fixture
+def recorder() -> ReplayingRecorder:
+    return ReplayingRecorder()
+
+
+@pytest.fixture
+def graphed(target, recorder, monkeypatch) -> HFTarget:
+    monkeypatch.setattr(tree_cache, "EXTENT_STEP", STEP)
+    return HFTarget(target.model, target.tokenizer, target.identity, cuda_graphs=True, recorder=recorder)
+
+
+def test_replayed_steps_decode_what_plain_steps_do(target, graphed, recorder, redrafter):
+    for drafter in (NullDrafter(), redrafter):
+        for rows in (PROMPTS, PROMPTS[:1], PROMPTS[1:]):
+            assert answers(graphed, drafter, rows) == answers(target, drafter, rows)
+    assert recorder.num_replays > 80
+
+
+def test_a_replayed_drafter_proposes_what_a_plain_one_does(target, graphed, redrafter):
+    recorder = ReplayingRecorder()
+    drafter = GraphedDrafter(redrafter, recorder)
+    assert answers(graphed, drafter) == answers(target, redrafter)
+    assert recorder.num_replays > 10
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 3, "tree_nodes": 5}])
+def test_a_draft_model_replays_its_own_passes(target, recorder, monkeypatch, options):
+    monkeypatch.setattr(tree_cache, "EXTENT_STEP", STEP)
+    config = DraftModelConfig(length=3, **options)
+    drafter = DraftModel(config, HFTarget(target.model, target.tokenizer, target.identity))
+    own = DraftModel(config, HFTarget(target.model, target.tokenizer, target.identity, cuda_graphs=True, recorder=recorder))
+    for rows in (PROMPTS, PROMPTS[:1]):
+        assert answers(target, own, rows) == answers(target, drafter, rows) == answers(target, NullDrafter(), rows)
+    assert recorder.num_replays > 20
+    assert not own.recordable
+
+
+def test_cuda_graphs_without_cuda_are_refused_before_anything_is_loaded(tiny_target_dir):
+    with pytest.raises(ValueError, match="choose a CUDA device, or turn it off"):
+        load_target(TargetConfig(name_or_path=str(tiny_target_dir), cuda_graphs=True, device="cpu"))
+
+
+def test_a_recording_serves_every_later_prompt_of_such_shapes(graphed, redrafter):
+    answers(graphed, redrafter)
+    num_recorded = len(graphed._graphs)
+    assert num_recorded >= 3, "the read part of the cache grew"
+    answers(graphed, redrafter, PROMPTS[::-1])
+    assert len(graphed._graphs) == num_recorded
+
+
+def test_a_cache_that_moves_drops_the_recordings(target, graphed):
+    short = answers(graphed, NullDrafter(), max_new_tokens=4)
+    long = answers(graphed, NullDrafter(), max_new_tokens=30)
+    assert [tokens[:4] for tokens in long] == short
+    assert long == answers(target, NullDrafter(), max_new_tokens=30)
+
+
+def test_recordings_go_with_a_cache_that_is_given_back(target, graphed, redrafter):
+    expected = answers(target, redrafter)
+    assert answers(graphed, redrafter) == expected
+    assert len(graphed._graphs) > 0
+    graphed.release_cache()
+    assert len(graphed._graphs) == 0, "they would keep its memory"
+    assert answers(graphed, redrafter) == expected
+
+
+def test_recordings_are_dropped_when_the_cache_grows_in_the_middle_of_an_answer(target, graphed):
+    prompt = torch.tensor([PROMPTS[0]])
+    tokens = torch.tensor(answers(target, NullDrafter(), PROMPTS[:1], max_new_tokens=30)[0])[None]
+    nothing = empty_tree(1, prompt.device)
+    logits = {}
+    for each in (target, graphed):
+        logits[each] = [each.prefill(Prompts.of(prompt), max_new_tokens=2, max_nodes=0).logits[0, -1]]
+        for index in range(tokens.shape[1] - 1):  # far more than was asked for
+            logits[each].append(each.verify(tokens[:, index], nothing).logits[0, -1].clone())
+            keep = Acceptance(path=nothing.parents, num_accepted=tokens.new_zeros(1), bonus_token=tokens[:, index + 1])
+            each.commit(nothing, keep, [0])
+    for found, expected in zip(logits[graphed], logits[target], strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_what_an_earlier_prompt_left_in_the_cache_is_gone(target):
+    """Behind a mask too a number must stand there: NaN times 0 is NaN."""
+    expected = answers(target, NullDrafter())
+    for buffer in target._cache._buffers:
+        buffer.fill_(float("nan"))
+    assert answers(target, NullDrafter()) == expected
+
+
+def test_no_more_recordings_are_kept_than_allowed(monkeypatch):
+    monkeypatch.setattr(graphs, "MAX_RECORDINGS", 2)
+    double = GraphedFunction(lambda x: 2 * x, ReplayingRecorder())
+    for length in (1, 2, 3, 1, 2):
+        assert double(torch.ones(length)).tolist() == [2.0] * length
+    assert len(double) == 2
+
+
+def test_of_many_recordings_the_one_used_longest_ago_goes_first(monkeypatch):
+    """Dropped in the order of their making, recordings used in turns were all made anew at each
+    turn."""
+    monkeypatch.setattr(graphs, "MAX_RECORDINGS", 2)
+    lengths = []
+    double = GraphedFunction(lambda x: lengths.append(len(x)) or 2 * x, ReplayingRecorder())
+    for length in (1, 2, 1, 3, 1, 3):
+        assert double(torch.ones(length)).tolist() == [2.0] * length
+    assert lengths == [1, 2, 3]
+
+
+@pytest.mark.parametrize("num_rows", range(1, 8))
+def test_a_batch_of_fixed_shapes_shrinks_by_halves(num_rows):
+    places = list(range(1, 1 + num_rows))
+    assert kept_places(places, 8, few_sizes=False) == places
+    kept = kept_places(places, 8, few_sizes=True)
+    assert kept[:num_rows] == places
+    assert set(kept[num_rows:]) <= {places[-1]}
+    assert len(kept) in (1, 2, 4, 8)
+    assert len(kept) < 2 * num_rows
+    assert kept_places(places, num_rows, few_sizes=True) == places, "a batch never grows"
+
+
+@pytest.mark.parametrize("kind", ["nothing", "redrafter", "draft_model"])
+def test_rows_that_leave_a_batch_of_fixed_shapes_make_few_recordings(target, graphed, redrafter, kind):
+    small = HFTarget(target.model, target.tokenizer, target.identity)
+    drafters = {"nothing": NullDrafter(), "redrafter": redrafter, "draft_model": DraftModel(DraftModelConfig(length=2), small)}
+    prompts = [torch.tensor([70 + row, 9, 8]) for row in range(6)]
+    texts = {}
+    sizes = set()
+    for each in (target, graphed):
+        texts[each] = [[] for _ in prompts]
+        limits = [19, 4, 11, 7, 16, 5]
+        seeds = {"generator": RowSeeds(range(6)), "max_new_tokens": limits}
+        for step in generate(each, drafters[kind], SpeculativeSampling(sampling=Sampling()), prompts, **seeds):
+            for row, new in zip(step.rows, step.tokens, strict=True):
+                texts[each][row] += new
+            sizes.add(each._cache.batch)
+    assert texts[graphed] == texts[target]
+    assert [len(text) for text in texts[graphed]] == limits
+    recorded = {shapes[1][0] for shapes in graphed._graphs._recorded}
+    assert recorded == {6, 4, 2, 1}
+    assert sizes >= {3, 5}, "a plain target's batch has any size"
+
+
+def test_recordings_share_the_memory_of_their_logits(graphed, redrafter):
+    answers(graphed, redrafter)
+    logits = [output.logits for _, _, output in graphed._graphs._recorded.values()]
+    assert len(logits) > 3
+    assert len({each.untyped_storage().data_ptr() for each in logits}) < len(logits) / 2
+
+
+def test_a_compiled_target_decodes_what_a_plain_one_does(target, redrafter, monkeypatch):
+    monkeypatch.setattr(tree_cache, "EXTENT_STEP", STEP)
+    num_traced = 0
+
+    def count(graph, inputs):
+        nonlocal num_traced
+        num_traced += 1
+        return graph
+
+    compile_whole = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model: compile_whole(model, fullgraph=True, backend=count))
+    compiled = HFTarget(target.model, target.tokenizer, target.identity, compiled=True)
+    for drafter in (NullDrafter(), redrafter):
+        assert answers(compiled, drafter) == answers(target, drafter)
+    assert 0 < num_traced <= 6, "few shapes, few compilations"
+
+
+def test_a_recorded_function_is_replayed_with_new_inputs():
+    recorder = ReplayingRecorder()
+    calls = []
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        calls.append(x)
+        return 2 * x
+
+    graphed = GraphedFunction(double, recorder)
+    for value in (1.0, 2.0, 3.0):
+        assert graphed(torch.full((2,), value)).tolist() == [2 * value] * 2
+    assert graphed(torch.ones(3)).tolist() == [2.0] * 3
+    assert len(calls) == len(graphed) == 2
+
+
+class FakeCuda:
+    """What a recorder asks of `torch.cuda`, in order. A capture runs its function, or fails on its way out."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.stream = "the first stream"
+        self.pools: list[object] = []
+        self.captured_into: list[object] = []
+        self.failure: BaseException | None = None
+        side = SimpleNamespace(wait_stream=lambda other: None)
+        main = SimpleNamespace(wait_stream=lambda other: None)
+        for name, replacement in {
+            "graph_pool_handle": self.new_pool,
+            "current_stream": lambda: main,
+            "Stream": lambda: side,
+            "stream": lambda stream: nullcontext(),
+            "set_stream": lambda stream: setattr(self, "stream", stream),
+            "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),
+            "graph": self.capture,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, replacement)
+        self.main = main
+
+    def new_pool(self) -> object:
+        self.pools.append(object())
+        return self.pools[-1]
+
+    @contextmanager
+    def capture(self, graph, pool):
+        self.captured_into.append(pool)
+        before, self.stream = self.stream, "the capture's stream"
+        yield
+        if self.failure is not None:
+            raise self.failure  # as PyTorch does: before it leaves its stream
+        self.stream = before
+
+
+def test_dropped_recordings_take_their_pool_with_them(monkeypatch):
+    """PyTorch asserts against a recording into a pool that has no graph left but a tensor in use."""
+    cuda = FakeCuda(monkeypatch)
+    double = GraphedFunction(lambda x: 2 * x, CudaGraphRecorder())
+    double(torch.ones(1)), double(torch.ones(2))
+    assert len(cuda.pools) == 1, "graphs that live together share their memory"
+    double.forget()
+    double(torch.ones(1))
+    assert cuda.captured_into == [cuda.pools[0], cuda.pools[0], cuda.pools[1]]
+
+
+@pytest.mark.parametrize(
+    ("failure", "raised"),
+    [
+        (RuntimeError("CUDA error: operation not permitted when stream is capturing"), ValueError),
+        (torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError),
+    ],
+    ids=["reads a number", "out of memory"],
+)
+def test_a_capture_that_fails_leaves_its_stream_and_its_pool(monkeypatch, failure, raised):
+    """Otherwise all later work of the process would go to a stream that nothing waits for."""
+    cuda = FakeCuda(monkeypatch)
+    recorder = CudaGraphRecorder()
+    cuda.failure = failure
+    with pytest.raises(raised):
+        recorder(lambda: torch.ones(1))
+    assert cuda.stream is cuda.main
+    cuda.failure = None
+    recorder(lambda: torch.ones(1))
+    assert cuda.captured_into == cuda.pools
+    assert len(cuda.pools) == 2
+
+
+@pytest.mark.parametrize("randomness", ["shared generator", "row seeds", "greedy"])
+def test_copies_fill_a_batch_only_where_they_decode_what_their_row_does(target, graphed, redrafter, randomness):
+    """With random numbers of their own they would outgrow their row, and take numbers from the others."""
+    prompts = [torch.tensor([70 + row, 9, 8]) for row in range(6)]
+    rule = GreedyAcceptance() if randomness == "greedy" else SpeculativeSampling(sampling=Sampling())
+    generators = {"shared generator": torch.Generator().manual_seed, "row seeds": lambda seed: RowSeeds(range(6))}
+    texts = {}
+    for each in (target, graphed):
+        make = generators.get(randomness)
+        options = {"max_new_tokens": [19, 4, 11, 7, 16, 5], "generator": make and make(0)}
+        texts[each] = [step.tokens for step in generate(each, redrafter, rule, prompts, **options)]
+    assert texts[graphed] == texts[target]
+    sizes = {shapes[1][0] for shapes in graphed._graphs._recorded}
+    assert (sizes == {6, 4, 2, 1}) == (randomness != "shared generator")

@@ -1,0 +1,132 @@
+"""A target that is quantised while it is loaded: for real by torchao, and refused in time where it can't be."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.models.decoding import GreedyAcceptance, generate
+from outrider.models.drafters import (
+    NullDrafter,
+    build_drafter,
+    load_drafter,
+    save_drafter,
+)
+from outrider.models.target import quantization
+from outrider.models.target.config import TargetConfig
+from outrider.models.target.hf_target import HFTarget
+from outrider.models.target.loading import load_target
+from outrider.models.target.packed_linears import packed_linears
+
+pytest.importorskip("torchao")  # pip install 'outrider[quantization]'
+
+INT8 = {"method": "torchao", "type": "Int8WeightOnlyConfig"}
+
+
+def load(directory: Path, options: Any) -> HFTarget:
+    return load_target(TargetConfig(name_or_path=str(directory), dtype="float32", quantization=options), torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_target_dir: Path) -> HFTarget:
+    return load(tiny_target_dir, None)
+
+
+@pytest.fixture(scope="module")
+def int8(tiny_target_dir: Path) -> HFTarget:
+    return load(tiny_target_dir, INT8)
+
+
+def test_the_layers_are_in_8_bits_and_say_nearly_what_they_said(plain: HFTarget, int8: HFTarget) -> None:
+    from torchao.quantization import Int8Tensor
+
+    quantized = [name for name, each in int8.model.named_parameters() if isinstance(each.data, Int8Tensor)]
+    assert len(quantized) == 2 * 7, "all projections of both layers"
+    assert int8.is_quantized
+    assert not plain.is_quantized
+    ids = torch.arange(3, 60)[None]
+    with torch.no_grad():
+        left, right = int8.model(ids).logits, plain.model(ids).logits
+    error = float((left - right).norm() / right.norm())
+    assert 1e-4 < error < 0.1
+
+
+def test_a_quantized_target_is_another_target(plain: HFTarget, int8: HFTarget) -> None:
+    differences = plain.identity.differences(int8.identity)
+    assert len(differences) == 1
+    assert differences[0].startswith("quantization: , {")
+    assert int8.identity.quantization == json.dumps(INT8, sort_keys=True)
+
+
+def test_trees_are_decoded_without_changing_what_a_quantized_target_says(int8: HFTarget) -> None:
+    prompt = torch.arange(3, 20)[None]
+    options: dict[str, Any] = {"max_new_tokens": 12, "stop_ids": ()}
+
+    def answer(drafter: Any) -> list[int]:
+        return [token for step in generate(int8, drafter, GreedyAcceptance(), prompt, **options) for token in step.tokens[0]]
+
+    plainly = answer(NullDrafter())
+    assert len(plainly) == 12
+    drafter = build_drafter({"kind": "redrafter", "exit_width": 16}, int8).eval()
+    assert answer(drafter) == plainly
+    with packed_linears(int8.model) as num_packed:
+        assert num_packed == 1, "the head alone is in 32 bits"
+        assert answer(drafter) == plainly
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "draft_model"])
+def test_a_drafter_that_would_begin_with_quantized_layers_is_refused_with_what_to_set(kind: str, int8: HFTarget) -> None:
+    start = {"init": "target_layers", "num_layers": 1} if kind == "draft_model" else {}
+    with pytest.raises(ValueError, match=r"quantised.*drafter\.init=random"):
+        build_drafter({"kind": kind, **start}, int8)
+    build_drafter({"kind": kind, "init": "random"}, int8)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "draft_model"])
+def test_a_trained_drafter_that_began_with_the_targets_layers_is_loaded_for_the_quantized_one(
+    kind: str, plain: HFTarget, int8: HFTarget, tmp_path: Path
+) -> None:
+    start = {"init": "target_layers", "num_layers": 1} if kind == "draft_model" else {"init": "target"}
+    trained = build_drafter({"kind": kind, **start}, plain)
+    save_drafter(trained, tmp_path, plain.identity)
+    loaded = load_drafter(tmp_path, int8)
+    assert loaded.config == trained.config
+    theirs = loaded.state_dict()
+    assert all(torch.equal(theirs[name], tensor) for name, tensor in trained.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("method", "names"),
+    [("bitsandbytes", "bitsandbytes"), ("torchao", "torchao"), ("gptq", "gptqmodel optimum"), ("awq", "gptqmodel")],
+)
+def test_an_absent_package_is_told_with_its_command_before_weights_are_read(
+    method: str, names: str, tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantization, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=f"quantised by {method} .*pip install {names}$"):
+        load(tiny_target_dir, {"method": method})
+    stored = shutil.copytree(tiny_target_dir, tmp_path / "stored")
+    config = json.loads((stored / "config.json").read_text())
+    (stored / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": method}}))
+    (stored / "model.safetensors").write_bytes(b"not read")
+    with pytest.raises(ValueError, match=f"quantised by {method} .*pip install {names}$"):
+        load(stored, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "it needs a method of bitsandbytes, torchao, gptq, awq"),
+        ({"method": "magic"}, "it needs a method of"),
+        ("torchao", "target.quantization is torchao; it needs a method of"),
+        ({"method": "torchao"}, "type is None; name a configuration of torchao"),
+        ({"method": "torchao", "type": "quantize_"}, "type is 'quantize_'"),
+        ({**INT8, "bits": 3}, "quantization has bits; Int8WeightOnlyConfig takes "),
+    ],
+)
+def test_options_that_there_are_not_are_named(options: Any, words: str, tiny_target_dir: Path) -> None:
+    with pytest.raises(ValueError, match=words):
+        load(tiny_target_dir, options)

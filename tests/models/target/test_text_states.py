@@ -1,0 +1,105 @@
+"""What training reads of the target costs no more of the target than it must."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from outrider.data.types import DrafterBatch
+from outrider.models.target.hf_target import HFTarget
+from outrider.models.target.hidden_states import decoder_layers
+from outrider.models.target.text_states import states_of_texts
+
+from ...host_reads import HostReads, ScalarReads
+
+
+@pytest.fixture
+def calls(target: HFTarget) -> Iterator[list[str]]:
+    """The modules of the target in the order in which they are run, each with whether gradients were on."""
+    seen: list[str] = []
+    modules = {f"layer {index}": layer for index, layer in enumerate(decoder_layers(target.model))}
+    modules |= {"norm": target.model.get_decoder().norm, "head": target.head}
+    handles = [
+        module.register_forward_hook(lambda *_, name=name: seen.append(name + " with gradients" * torch.is_grad_enabled()))
+        for name, module in modules.items()
+    ]
+    yield seen
+    for handle in handles:
+        handle.remove()
+
+
+@pytest.fixture
+def texts() -> DrafterBatch:
+    input_ids = torch.tensor([[5, 6, 7, 8, 9], [3, 4, 5, 0, 0]])
+    return DrafterBatch(
+        input_ids=input_ids,
+        attention_mask=torch.tensor([[True] * 5, [True] * 3 + [False] * 2]),
+        positions=torch.zeros_like(input_ids, dtype=torch.bool),
+        continuations=torch.zeros(2, 5, 2, dtype=torch.long),
+    )
+
+
+@pytest.mark.parametrize(
+    ("last", "layers", "expected"),
+    [
+        (True, (), ["layer 0", "layer 1", "norm"]),
+        (True, (1, 0), ["layer 0", "layer 1", "norm"]),
+        (False, (1, 0), ["layer 0"]),
+        (False, (0,), []),
+        (False, (), []),
+    ],
+)
+def test_no_layer_behind_what_is_read_and_never_the_head(
+    last: bool, layers: tuple[int, ...], expected: list[str], target: HFTarget, texts: DrafterBatch, calls: list[str]
+) -> None:
+    with torch.enable_grad():
+        states_of_texts(target, texts, last=last, layers=layers)
+    assert calls == expected
+
+
+def test_a_pass_that_ends_early_gives_what_a_whole_one_does(target: HFTarget, texts: DrafterBatch) -> None:
+    last, features = states_of_texts(target, texts, last=True, layers=(1, 0))
+    for layers in ((1, 0), (1,)):
+        none, found = states_of_texts(target, texts, last=False, layers=layers)
+        assert none is None
+        assert torch.equal(found, features[..., : target.hidden_size * len(layers)])
+        assert found.dtype == target.dtype == torch.float64
+    again, _ = states_of_texts(target, texts, last=True, layers=())
+    assert torch.equal(again, last), "the pass after it is whole again"
+    assert target.model(texts.input_ids, use_cache=False).logits.shape == (2, 5, target.vocab_size)
+
+
+def test_rows_of_one_text_are_read_without_a_mask_and_no_token_sees_the_padding(target: HFTarget, texts: DrafterBatch) -> None:
+    """A mask would keep attention from its fastest kernels."""
+    masks: list[object] = []
+
+    def spy(module: object, args: object, kwargs: dict[str, object]) -> None:
+        masks.append(kwargs["attention_mask"])
+
+    expected, expected_features = target.read_texts((1, 0), input_ids=texts.input_ids, attention_mask=texts.attention_mask)
+    handles = [layer.register_forward_pre_hook(spy, with_kwargs=True) for layer in decoder_layers(target.model)]
+    last, features = states_of_texts(target, texts, last=True, layers=(1, 0))
+    by_target, _ = target.hidden_states(texts.input_ids, texts.attention_mask)
+    for handle in handles:
+        handle.remove()
+    assert masks == [None] * 4
+    real = texts.attention_mask
+    for found in (last, by_target):
+        torch.testing.assert_close(found[real], expected[real])
+    torch.testing.assert_close(features[real], expected_features[real])
+
+
+@pytest.mark.parametrize(("last", "layers"), [(True, ()), (True, (0, 1)), (False, (1,))])
+def test_the_host_waits_for_nothing_that_the_target_computes_of_rows(
+    last: bool, layers: tuple[int, ...], target: HFTarget, texts: DrafterBatch
+) -> None:
+    states_of_texts(target, texts, last=last, layers=layers)
+    with HostReads() as reads, ScalarReads() as scalars:
+        states_of_texts(target, texts, last=last, layers=layers)
+    assert (reads.names, scalars.count) == ([], 0)
+
+
+def test_an_error_within_a_pass_is_not_taken_for_its_end(target: HFTarget, texts: DrafterBatch) -> None:
+    with pytest.raises(IndexError):
+        target.layer_inputs((1,), input_ids=texts.input_ids + target.vocab_size)
+    states_of_texts(target, texts, last=False, layers=(1,))

@@ -1,0 +1,40 @@
+"""The table of the loss study."""
+
+import json
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ..train.conftest import Run
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "loss_study_table.py"
+
+
+def run_script(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *map(str, arguments)])
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+
+
+def test_seeds_are_averaged_and_the_best_loss_comes_first(
+    run_train: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for loss, steps in (("cross_entropy", 40), ("tv", 1)):
+        for seed in range(2):
+            run_train(f"variants/{loss}_{seed}", loss=loss, steps=steps, seed=seed, validation_texts=4, validation_tokens=8)
+    capsys.readouterr()
+    run_script(monkeypatch, tmp_path, "--output", tmp_path / "record.json")
+    _, _, first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("| cross_entropy | all | 2 |")
+    assert second.startswith("| tv | all | 2 |")
+    record = json.loads((tmp_path / "record.json").read_text())
+    values = [each["tokens_per_step"] for each in record["figures"] if each["loss"] == "tv"]
+    assert f"| {sum(values) / 2:.3f} |" in second
+    assert [each["seed"] for each in record["figures"]] == [0, 1, 0, 1]
+
+
+def test_another_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="conf=loss_study_demo"):
+        run_script(monkeypatch, tmp_path)
