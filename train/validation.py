@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
-from typing import Any, cast
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -133,7 +133,7 @@ class Validator:
                 self._answers, _ = self._decode(NullDrafter())
             loss = self._loss(drafter)
             drafter.calibrate(loss)
-            answers, num_steps = self._decode(cast("Drafter[Any]", drafter))
+            answers, num_steps = self._decode(drafter)
         finally:
             drafter.train(was_training)
             self._target.release_cache()

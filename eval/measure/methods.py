@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from ...data.files import sha256_file
 from ...models.decoding.protocols import Drafter
@@ -110,10 +110,9 @@ def load_drafters(specs: Mapping[str, MethodSpec], target: HFTarget) -> dict[str
 
 def proposer(drafter: TrainableDrafter, target: HFTarget) -> Drafter[Any]:
     """The drafter as it decodes beside this target: replayed as a CUDA graph where the target is, if it can be recorded."""
-    # A TrainableDrafter is an nn.Module first, so that its type doesn't say that it drafts.
-    if target.cuda_graphs and drafter.recordable:
-        return GraphedDrafter(cast("RecordableDrafter", drafter))
-    return cast("Drafter[Any]", drafter)
+    if target.cuda_graphs and isinstance(drafter, RecordableDrafter):
+        return GraphedDrafter(drafter)
+    return drafter
 
 
 def methods_by_place(

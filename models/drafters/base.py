@@ -1,7 +1,7 @@
 """The base class of drafters that are trained."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -9,17 +9,22 @@ from jaxtyping import Int
 from torch import nn
 
 from ...data.types import DrafterBatch
+from ..decoding.prompts import Prompts
+from ..decoding.sampling import Randomness
+from ..decoding.tree import DraftTree
+from ..decoding.types import Acceptance, TargetOutput
 from ..target.hf_target import HFTarget
 from .objective import Loss, Objective
 
 
 class TrainableDrafter(nn.Module, ABC):
-    """Base class of drafters that are trained. Parameters of the target that it reads are not registered with it."""
+    """Base class of drafters that are trained. Each is a `Drafter`, too.
+
+    Parameters of the target that it reads are not registered with it.
+    """
 
     Config: ClassVar[type[Any]]
     """Dataclass of this kind's options; its RUNTIME_FIELDS may be changed when trained weights are loaded."""
-    recordable: ClassVar[bool] = True
-    """Whether a CUDA graph can replay its drafting (see `RecordableDrafter`)."""
     config: Any
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "TrainableDrafter":
@@ -52,10 +57,37 @@ class TrainableDrafter(nn.Module, ABC):
         """Digest of the weights that training starts from, where those are a model's other than the target."""
         return None
 
+    # --- decoding: what `Drafter` promises
+
+    @property
+    @abstractmethod
+    def max_nodes(self) -> int:
+        """Most nodes that a tree of its can have."""
+
+    @abstractmethod
+    def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> Any:
+        """Return the state behind the prompts, with room for `max_new_tokens` behind each."""
+
+    @abstractmethod
+    def propose(self, state: Any, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None) -> DraftTree:
+        """Draft a tree that hangs from `last_token`."""
+
+    @abstractmethod
+    def advance(
+        self, state: Any, tree: DraftTree, acceptance: Acceptance, output: TargetOutput, num_accepted: Sequence[int]
+    ) -> Any:
+        """Return the state after the step. `num_accepted` is the acceptance's own, as the host knows it."""
+
+    @abstractmethod
+    def select(self, state: Any, rows: Sequence[int]) -> Any:
+        """Return the state of these rows of the batch only."""
+
     @property
     def feature_layers(self) -> tuple[int, ...]:
         """Layers of the target whose inputs it reads besides the last hidden states: batches then have `features`."""
         return ()
+
+    # --- training
 
     @property
     def reads_hidden_states(self) -> bool:

@@ -58,7 +58,6 @@ class DraftModel(TrainableDrafter):
     """
 
     Config = DraftModelConfig
-    recordable = False  # its passes are replayed one by one where the target's are
 
     def __init__(self, config: DraftModelConfig, reader: HFTarget) -> None:
         super().__init__()

@@ -102,7 +102,6 @@ class KeyValues(Protocol):
 class FeatureDrafter(TrainableDrafter):
     """One decoder layer over pairs of embedding and feature. Subclasses say how the pair goes in and how tokens come out."""
 
-    recordable = False  # each step reads another number of entries, and its cache grows
     config: TreeOptions
     vocab_size: int
     layer: Any

@@ -30,7 +30,7 @@ class RecordableDrafter(Drafter[torch.Tensor], Protocol):
 
 
 class GraphedDrafter:
-    """A drafter replayed as a CUDA graph: one that is `recordable`, such as ReDrafter.
+    """A drafter replayed as a CUDA graph: one that can be recorded, such as ReDrafter.
 
     The tree that it proposes is overwritten by its next one. Its settings must stay as they are.
     """

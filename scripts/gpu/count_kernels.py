@@ -51,7 +51,7 @@ from outrider.models.decoding.types import NO_NODE, TargetOutput
 from outrider.models.drafters import NullDrafter, build_drafter, feature_drafter
 from outrider.models.drafters.branches import attention as branch_attention
 from outrider.models.drafters.draft_model import DraftModel
-from outrider.models.drafters.graphed import GraphedDrafter
+from outrider.models.drafters.graphed import GraphedDrafter, RecordableDrafter
 from outrider.models.drafters.objective import Objective
 from outrider.models.drafters.small_models import DraftModelConfig
 from outrider.models.target import hf_target, tree_attention
@@ -330,7 +330,7 @@ def decoding_drafter(options: dict[str, Any] | None, target: HFTarget, form: dic
         reader = target_of(narrow(LLAMA_1B["num_hidden_layers"]), **form)
         return DraftModel(DraftModelConfig(length=options["length"]), reader)
     drafter: Any = build_drafter(options, target).to(DTYPE).eval().requires_grad_(False)
-    return GraphedDrafter(drafter, form["recorder"]) if form and drafter.recordable else drafter
+    return GraphedDrafter(drafter, form["recorder"]) if form and isinstance(drafter, RecordableDrafter) else drafter
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from outrider.models.decoding import (
 )
 from outrider.models.drafters import NullDrafter, build_drafter
 from outrider.models.drafters.draft_model import DraftModel
-from outrider.models.drafters.graphed import GraphedDrafter
+from outrider.models.drafters.graphed import GraphedDrafter, RecordableDrafter
 from outrider.models.drafters.small_models import DraftModelConfig
 from outrider.models.target import cuda_graphs as graphs
 from outrider.models.target import tree_cache
@@ -86,7 +86,7 @@ def drafter_for(kind: str, target: HFTarget) -> Any:
     drafter: Any = build_drafter({"kind": kind, **OPTIONS[kind]}, target)
     drafter.load_state_dict(weights)
     drafter.eval().requires_grad_(False)
-    if not (target.cuda_graphs and drafter.recordable):
+    if not (target.cuda_graphs and isinstance(drafter, RecordableDrafter)):
         return drafter
     return GraphedDrafter(drafter, None if target.device.type == "cuda" else ReplayingRecorder())
 

@@ -5,9 +5,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
 
-from ....models.decoding.protocols import Drafter
 from ....models.drafters.null import NullDrafter
 from ....models.drafters.saved.checkpoint import load_drafter
 from ....models.target.hf_target import HFTarget
@@ -49,8 +47,7 @@ def _open_decoder(config: DistillConfig, target: HFTarget, limits: Limits, stack
     stack.enter_context(packed_linears(target.model, *([] if trained is None else [trained])))
     return decoder.DecoderEngine(
         target,
-        # A TrainableDrafter is an nn.Module first, so that its type doesn't say that it drafts.
-        NullDrafter() if trained is None else cast("Drafter[Any]", trained),
+        NullDrafter() if trained is None else trained,
         sampling=config.sampling,
         limits=limits,
         batch_size=config.decode_batch_size or decoder.DEFAULT_BATCH_SIZE,

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -135,8 +135,7 @@ def load_tuned(directory: Path, target: HFTarget, *, batch_size: int = 1, temper
     choice = tuned_choice(directory, target, batch_size=batch_size, temperature=temperature)
     if choice.setting is None:
         return NullDrafter()
-    # A TrainableDrafter is an nn.Module first, so that its type doesn't say that it drafts.
-    return cast("Drafter[Any]", load_drafter(directory, target, **choice.setting))
+    return load_drafter(directory, target, **choice.setting)
 
 
 def read_tuned(directory: Path) -> list[Tuned]:
