@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from outrider.cli.eval import eval_command
 from outrider.eval import run
 
-from ..eval.test_run import AcceptsAnything
+from .test_run import AcceptsAnything
 
 app = typer.Typer()
 app.command()(eval_command)
