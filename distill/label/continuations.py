@@ -135,7 +135,7 @@ def _probe(target: HFTarget) -> None:
     with branch_attention(target.model):
         _branch_hidden_states(target.model, branches, tokens, 1)
         branch_states = _branch_hidden_states(target.model, branches, tokens, 2)
-    tolerance = PROBE_TOLERANCE if torch.finfo(target.dtype).eps <= torch.finfo(torch.float32).eps else NARROW_PROBE_TOLERANCE
+    tolerance = PROBE_TOLERANCE if target.is_precise else NARROW_PROBE_TOLERANCE
     for index, position in enumerate(positions.tolist()):
         plain_text = torch.cat([text[: position + 1], tokens[index].expand(2)])[None]
         plain_states = target.hidden_states(plain_text, torch.ones_like(plain_text, dtype=torch.bool))[0][0, -1].float()

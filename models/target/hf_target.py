@@ -1,4 +1,4 @@
-"""The frozen target: any causal language model of transformers, unmodified."""
+"""The target of the decode loop: a frozen model with a KV cache that draft trees are verified in."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -6,40 +6,29 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
-from torch import nn
-from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
+from jaxtyping import Float, Int
+from transformers import PreTrainedModel
 
 from ...data.manifest import TargetIdentity
 from ..decoding.prompts import Prompts
 from ..decoding.tree import DraftTree, chain_tree, depths
 from ..decoding.types import Acceptance, TargetOutput
 from .cuda_graphs import GraphedFunction, Recorder, SharedBuffer
-from .hidden_states import CapturedHiddenStates
-from .tree_attention import (
-    attention_kinds,
-    grouped_heads,
-    masks_by_kind,
-    require_tree_attention,
-)
+from .frozen_model import FrozenModel
+from .tree_attention import attention_kinds, grouped_heads, masks_by_kind, require_tree_attention
 from .tree_cache import KeptText, TreeCache, extent_step
 
-# Relative error of logits that rounding may explain, for types of at least float32's precision and for narrower ones.
-PROBE_TOLERANCE, NARROW_PROBE_TOLERANCE = 0.001, 0.1
 
-UNLIMITED = 2**31 - 1
-"""Context length of a model whose configuration names none."""
+class HFTarget(FrozenModel):
+    """A target behind transformers' public seams: 4-D attention masks, explicit positions, and a
+    cache of our own.
 
+    Holds the KV cache of one batch of prompts at a time. Make it with
+    `outrider.models.target.loading.load_target`.
 
-class HFTarget:
-    """A target behind transformers' public seams: 4-D attention masks, explicit positions, and a cache of our own.
-
-    Holds the KV cache of one batch of prompts at a time. Make it with `outrider.models.target.loading.load_target`.
-
-    `compiled` runs the model's passes over draft trees through `torch.compile`, `cuda_graphs` replays them as CUDA graphs (see
-    `GraphedFunction`); both may be on. Prefills are read as they are: no two have the same shape. With `tensor_parallel` each
-    process holds a slice of the model, and all must read the same texts together. The `tokenizer` may be None where nobody
-    asks for it: decoding takes and gives token ids.
+    `compiled` runs the model's passes over draft trees through `torch.compile`, `cuda_graphs` replays
+    them as CUDA graphs (see `GraphedFunction`); both may be on. Prefills are read as they are: no two
+    have the same shape.
     """
 
     def __init__(
@@ -53,33 +42,15 @@ class HFTarget:
         tensor_parallel: bool = False,
         recorder: Recorder | None = None,
     ) -> None:
-        self.model = model
-        self.tokenizer: PreTrainedTokenizerBase = tokenizer
-        self.identity = identity
+        super().__init__(model, tokenizer, identity, tensor_parallel=tensor_parallel)
         self.num_prefills = 0
         self._cache: TreeCache | None = None
         self._kinds: dict[str, int | None] = {}
         self._feature_layers: tuple[int, ...] = ()
-        self.compiled, self.cuda_graphs, self.tensor_parallel = compiled, cuda_graphs, tensor_parallel
+        self.compiled, self.cuda_graphs = compiled, cuda_graphs
         self._read_tree = partial(self._read_tree_with, torch.compile(model) if compiled else model)
         self._logits = SharedBuffer()
         self._graphs = GraphedFunction(self._read_tree_for_replay, recorder) if cuda_graphs else None
-
-    @property
-    def _captured(self) -> CapturedHiddenStates:
-        return CapturedHiddenStates.of(self.model)
-
-    @property
-    def device(self) -> torch.device:
-        return self.embed_tokens.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.model.dtype
-
-    @property
-    def is_quantized(self) -> bool:
-        return bool(getattr(self.model, "is_quantized", False))
 
     @property
     def form(self) -> str:
@@ -96,48 +67,6 @@ class HFTarget:
     def extent_step(self) -> int:
         """Columns by which the part of the KV cache grows that a pass over a draft tree reads."""
         return extent_step(self.device, is_fixed=self.has_fixed_shapes)
-
-    @property
-    def embed_tokens(self) -> nn.Embedding:
-        """The input embeddings, frozen."""
-        embeddings = self.model.get_input_embeddings()
-        assert isinstance(embeddings, nn.Embedding)
-        return embeddings
-
-    @property
-    def head(self) -> nn.Linear:
-        """The output embeddings: hidden states to logits, frozen."""
-        head = self.model.get_output_embeddings()
-        assert isinstance(head, nn.Linear)
-        return head
-
-    @property
-    def hidden_size(self) -> int:
-        return int(self._text_config.hidden_size)
-
-    @property
-    def vocab_size(self) -> int:
-        return int(self._text_config.vocab_size)
-
-    @property
-    def context_length(self) -> int:
-        """Tokens, prompt and answer together, that the model has positions for."""
-        return int(getattr(self._text_config, "max_position_embeddings", None) or UNLIMITED)
-
-    @property
-    def stop_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer, from the model's generation config."""
-        generation_config = self.model.generation_config
-        eos = generation_config.eos_token_id if generation_config is not None else self._text_config.eos_token_id
-        if eos is None:
-            return ()
-        return tuple(eos) if isinstance(eos, list | tuple) else (int(eos),)
-
-    @property
-    def _text_config(self) -> Any:
-        return self.model.config.get_text_config()
-
-    # --- decoding
 
     def prefill(
         self, prompts: Prompts, *, max_new_tokens: int, max_nodes: int, feature_layers: tuple[int, ...] = ()
@@ -340,17 +269,16 @@ class HFTarget:
         **kwargs: Any,
     ) -> TargetOutput:
         cache = self._require_cache()
-        self._captured.expect(self._feature_layers)
-        output = model(
-            input_ids=tokens,
-            attention_mask=masks,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            **kwargs,
-        )
-        hidden_states, features = self._captured.take()
-        return TargetOutput(logits=output.logits, hidden_states=hidden_states, features=features)
+        with self._captured.states_of_pass(self._feature_layers) as states:
+            output = model(
+                input_ids=tokens,
+                attention_mask=masks,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                **kwargs,
+            )
+        return TargetOutput(logits=output.logits, hidden_states=states.last, features=states.layer_inputs)
 
     @torch.inference_mode()
     def _probe(self) -> None:
@@ -381,10 +309,7 @@ class HFTarget:
                 f"the logits of {self.identity.name} are not all numbers: its weights are damaged, or overflow {self.dtype}"
             )
         errors = [self._difference(logits, torch.stack(path_ids)) for logits, path_ids in rows]
-        # Quantised inputs of a layer turn a rounding into a step.
-        precise = torch.finfo(self.dtype).eps <= torch.finfo(torch.float32).eps and not self.is_quantized
-        tolerance = PROBE_TOLERANCE if precise else NARROW_PROBE_TOLERANCE
-        if not all(error < tolerance for error in errors):  # NaN is below nothing
+        if not all(error < self.rounding for error in errors):  # NaN is below nothing
             raise ValueError(
                 f"{type(self.model).__name__} reads a draft tree differently from plain texts (relative error "
                 f"{max(errors):.2g} of its logits): something beside masks and position ids tells it where a token stands, so "
@@ -401,48 +326,3 @@ class HFTarget:
         plain = self.model(text[None], use_cache=False).logits[0, -1].float()
         error = logits.float() - plain
         return float((error - error.mean()).norm() / (plain - plain.mean()).norm())
-
-    # --- training and distillation
-
-    @torch.no_grad()
-    def require_plain_head(self, remedy: str = "use train.loss=cross_entropy, and a drafter with a head of its own") -> None:
-        """Raise ValueError where the model does more to its hidden states than multiply them by its head."""
-        text = torch.arange(3, 11, device=self.device)[None] % self.vocab_size
-        self._captured.expect()
-        logits = self.model(text, use_cache=False).logits[0, -1].float()
-        plain = self.head(self._captured.take()[0])[0, -1].float()
-        if not torch.allclose(logits, plain, rtol=1e-3, atol=1e-3 * float(logits.abs().max())):
-            raise ValueError(
-                f"{type(self.model).__name__} caps or scales its logits, so its distribution can't be made of hidden states "
-                f"and head alone; {remedy}"
-            )
-
-    @torch.no_grad()
-    def hidden_states(
-        self,
-        input_ids: Int[torch.Tensor, "batch seq"],
-        attention_mask: Bool[torch.Tensor, "batch seq"],
-        feature_layers: tuple[int, ...] = (),
-    ) -> tuple[Float[torch.Tensor, "batch seq hidden"], Float[torch.Tensor, "batch seq feature"] | None]:
-        """Last hidden states, after the final norm, of right-padded texts, and the inputs of `feature_layers`, side by side.
-
-        Neither head nor gradients are computed. States on padding mean nothing, so the model gets no mask: under causal
-        attention no token sees the padding on its right.
-        """
-        return self.read_texts(feature_layers, input_ids=input_ids)
-
-    @torch.no_grad()
-    def layer_inputs(self, feature_layers: tuple[int, ...], **inputs: Any) -> Float[torch.Tensor, "batch seq feature"]:
-        """The inputs of `feature_layers` alone, side by side: no layer from the last of them on is computed."""
-        return self._captured.inputs_of(feature_layers, partial(self.model.base_model, **inputs, use_cache=False))
-
-    def read_texts(
-        self, feature_layers: tuple[int, ...] = (), cache: Cache | None = None, **inputs: Any
-    ) -> tuple[Float[torch.Tensor, "batch seq hidden"], Float[torch.Tensor, "batch seq feature"] | None]:
-        """`hidden_states` of whatever the model takes, with gradients where they are on; keys and values go to the `cache`."""
-        cached = {} if cache is None else {"past_key_values": cache}
-        self._captured.expect(feature_layers)
-        self.model.base_model(**inputs, **cached, use_cache=cache is not None)
-        taken = self._captured.take()
-        self._captured.layers = ()  # whatever runs the model next doesn't keep its layers' inputs alive
-        return taken

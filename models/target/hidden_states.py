@@ -1,6 +1,7 @@
 """What goes on inside a model of transformers: its decoder's layers, what each of them reads, and what the head reads."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -13,6 +14,13 @@ from transformers import PreTrainedModel
 
 class DeepEnough(Exception):  # noqa: N818 - it is no error
     """Ends a pass of which no more is wanted."""
+
+
+class PassStates:
+    """What a forward pass computed: the last hidden states after the final norm, and layers' inputs."""
+
+    last: torch.Tensor
+    layer_inputs: torch.Tensor | None
 
 
 class CapturedHiddenStates:
@@ -53,9 +61,23 @@ class CapturedHiddenStates:
             hook.remove()
         self._hooks.clear()
 
-    def expect(self, layers: tuple[int, ...] = ()) -> None:
-        """The next pass's are wanted, and the inputs of these layers. Those of nobody else's passes are kept alive."""
+    @contextmanager
+    def states_of_pass(self, layers: tuple[int, ...] = ()) -> Iterator["PassStates"]:
+        """Record the hidden states of the forward pass within the block, and the inputs of `layers`.
+
+        They are there when the block has ended. Other passes are not recorded, and nothing of this one
+        is kept here. `layers` stay set: compiled code depends on them.
+        """
         self.layers, self._awaited = layers, True
+        states = PassStates()
+        try:
+            yield states
+            assert self._hidden_states is not None, "the model has not been run"
+            states.last = self._hidden_states
+            states.layer_inputs = self._side_by_side() if layers else None
+        finally:
+            self._awaited, self._hidden_states = False, None
+            self._inputs.clear()
 
     def _capture(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._awaited:
@@ -66,13 +88,6 @@ class CapturedHiddenStates:
             self._inputs[index] = args[0] if args else kwargs["hidden_states"]
             if index == self._last_layer:
                 raise DeepEnough
-
-    def take(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The expected pass's, once: nobody keeps them alive."""
-        hidden_states, self._hidden_states = self._hidden_states, None
-        self._awaited = False
-        assert hidden_states is not None, "the model has not been run"
-        return hidden_states, self._side_by_side() if self.layers else None
 
     def inputs_of(self, layers: tuple[int, ...], run: Callable[[], object]) -> torch.Tensor:
         """Run the model, no further than to the last of these layers; their inputs, side by side."""

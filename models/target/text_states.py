@@ -7,7 +7,8 @@ from jaxtyping import Float, Int
 from transformers import DynamicCache
 
 from ...data.types import DrafterBatch
-from .hf_target import NARROW_PROBE_TOLERANCE, PROBE_TOLERANCE, HFTarget
+from .frozen_model import NARROW_ROUNDING, ROUNDING
+from .hf_target import HFTarget
 from .tensor_parallel import turns
 
 LastStates = Float[torch.Tensor, "batch seq hidden"]
@@ -75,7 +76,7 @@ def require_packing(target: HFTarget) -> None:
     apart = [target.hidden_states(each[None], torch.ones_like(each[None], dtype=torch.bool))[0] for each in text.split([7, 5])]
     alone = torch.cat(apart, dim=1).float()
     error = float((together.float() - alone).norm() / alone.norm())
-    tolerance = PROBE_TOLERANCE if torch.finfo(target.dtype).eps <= torch.finfo(torch.float32).eps else NARROW_PROBE_TOLERANCE
+    tolerance = ROUNDING if target.is_precise else NARROW_ROUNDING
     if not error < tolerance:  # NaN is below nothing
         raise ValueError(
             f"{type(target.model).__name__} reads texts differently when they stand in one row (relative error {error:.2g} of "

@@ -1,0 +1,146 @@
+"""The frozen model as training and labelling read it: any causal language model of transformers."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import nn
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
+
+from ...data.manifest import TargetIdentity
+from .hidden_states import CapturedHiddenStates
+
+ROUNDING, NARROW_ROUNDING = 0.001, 0.1
+"""Relative errors of logits and states that rounding may explain: in types of at least float32's
+precision, and in narrower ones."""
+
+UNLIMITED = 2**31 - 1
+"""Context length of a model whose configuration names none."""
+
+
+class FrozenModel:
+    """A model of transformers that is read and never trained, with its tokenizer.
+
+    With `tensor_parallel` each process holds a slice of the model, and all must read the same texts
+    together. The `tokenizer` may be None where none is needed: decoding takes and gives token ids.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: Any, identity: TargetIdentity, *, tensor_parallel: bool = False
+    ) -> None:
+        self.model = model
+        self.tokenizer: PreTrainedTokenizerBase = tokenizer
+        self.identity = identity
+        self.tensor_parallel = tensor_parallel
+
+    @property
+    def _captured(self) -> CapturedHiddenStates:
+        return CapturedHiddenStates.of(self.model)
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def is_quantized(self) -> bool:
+        return bool(getattr(self.model, "is_quantized", False))
+
+    @property
+    def is_precise(self) -> bool:
+        """Whether it computes in float32 or a more precise type."""
+        return torch.finfo(self.dtype).eps <= torch.finfo(torch.float32).eps
+
+    @property
+    def rounding(self) -> float:
+        """Relative error of logits and states that rounding may explain."""
+        # Quantised inputs of a layer turn a rounding into a step.
+        return ROUNDING if self.is_precise and not self.is_quantized else NARROW_ROUNDING
+
+    @property
+    def embed_tokens(self) -> nn.Embedding:
+        """The input embeddings, frozen."""
+        embeddings = self.model.get_input_embeddings()
+        assert isinstance(embeddings, nn.Embedding)
+        return embeddings
+
+    @property
+    def head(self) -> nn.Linear:
+        """The output embeddings: hidden states to logits, frozen."""
+        head = self.model.get_output_embeddings()
+        assert isinstance(head, nn.Linear)
+        return head
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self._text_config.hidden_size)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._text_config.vocab_size)
+
+    @property
+    def context_length(self) -> int:
+        """Tokens, prompt and answer together, that the model has positions for."""
+        return int(getattr(self._text_config, "max_position_embeddings", None) or UNLIMITED)
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer, from the model's generation config."""
+        generation_config = self.model.generation_config
+        eos = generation_config.eos_token_id if generation_config is not None else self._text_config.eos_token_id
+        if eos is None:
+            return ()
+        return tuple(eos) if isinstance(eos, list | tuple) else (int(eos),)
+
+    @property
+    def _text_config(self) -> Any:
+        return self.model.config.get_text_config()
+
+    # --- reading texts
+
+    @torch.no_grad()
+    def require_plain_head(self, remedy: str = "use train.loss=cross_entropy, and a drafter with a head of its own") -> None:
+        """Raise ValueError where the model does more to its hidden states than multiply them by its head."""
+        text = torch.arange(3, 11, device=self.device)[None] % self.vocab_size
+        with self._captured.states_of_pass() as states:
+            logits = self.model(text, use_cache=False).logits[0, -1].float()
+        plain = self.head(states.last)[0, -1].float()
+        if not torch.allclose(logits, plain, rtol=1e-3, atol=1e-3 * float(logits.abs().max())):
+            raise ValueError(
+                f"{type(self.model).__name__} caps or scales its logits, so its distribution can't be made of hidden states "
+                f"and head alone; {remedy}"
+            )
+
+    @torch.no_grad()
+    def hidden_states(
+        self,
+        input_ids: Int[torch.Tensor, "batch seq"],
+        attention_mask: Bool[torch.Tensor, "batch seq"],
+        feature_layers: tuple[int, ...] = (),
+    ) -> tuple[Float[torch.Tensor, "batch seq hidden"], Float[torch.Tensor, "batch seq feature"] | None]:
+        """Last hidden states, after the final norm, of right-padded texts, and the inputs of `feature_layers`, side by side.
+
+        Neither head nor gradients are computed. States on padding mean nothing, so the model gets no mask: under causal
+        attention no token sees the padding on its right.
+        """
+        return self.read_texts(feature_layers, input_ids=input_ids)
+
+    @torch.no_grad()
+    def layer_inputs(self, feature_layers: tuple[int, ...], **inputs: Any) -> Float[torch.Tensor, "batch seq feature"]:
+        """The inputs of `feature_layers` alone, side by side: no layer from the last of them on is computed."""
+        return self._captured.inputs_of(feature_layers, partial(self.model.base_model, **inputs, use_cache=False))
+
+    def read_texts(
+        self, feature_layers: tuple[int, ...] = (), cache: Cache | None = None, **inputs: Any
+    ) -> tuple[Float[torch.Tensor, "batch seq hidden"], Float[torch.Tensor, "batch seq feature"] | None]:
+        """`hidden_states` of whatever the model takes, with gradients where they are on; keys and values go to the `cache`."""
+        cached = {} if cache is None else {"past_key_values": cache}
+        with self._captured.states_of_pass(feature_layers) as states:
+            self.model.base_model(**inputs, **cached, use_cache=cache is not None)
+        self._captured.layers = ()  # whatever runs the model next doesn't keep its layers' inputs alive
+        return states.last, states.layer_inputs
