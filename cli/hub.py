@@ -57,12 +57,7 @@ def push_command(
     from ..models.drafters.saved.files import read_drafter_config
     from ..models.drafters.saved.hub import HUB_ID, READ_FILES, telling_hub_errors
     from ..models.export.certificate import read_certificate
-    from ..models.export.package import (
-        CERTIFICATE_FILE,
-        README_FILE,
-        is_package,
-        package_files,
-    )
+    from ..models.export.package import CERTIFICATE_FILE, README_FILE, is_package, package_files
 
     if HUB_ID.fullmatch(repo) is None or "@" in repo:
         raise ValueError(f"{repo!r} is no name of a repository; give user/name")

@@ -22,12 +22,7 @@ from ..data.manifest import load_manifest
 from ..data.sources import load_conversations
 from ..data.suites import load_suite
 from ..data.types import Example
-from ..distill.estimate import (
-    estimate,
-    estimate_regeneration,
-    estimate_table,
-    regeneration_table,
-)
+from ..distill.estimate import estimate, estimate_regeneration, estimate_table, regeneration_table
 from ..distill.label.continuations import require_branch_attention
 from ..distill.label.run import distill, load_examples, missing_examples
 from ..distill.regenerate.run import missing_conversations, regenerate

@@ -18,13 +18,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save
 
-from .files import (
-    atomic_write_bytes,
-    parse_dataclass,
-    read_json,
-    sha256_file,
-    write_json,
-)
+from .files import atomic_write_bytes, parse_dataclass, read_json, sha256_file, write_json
 from .manifest import Manifest, ShardEntry
 from .states import StoredStates
 from .types import UNKNOWN, DistilledExample, Example, TargetReads, TopTokens

@@ -13,11 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..data.files import atomic_write_text, write_json, write_sealed
 from ..data.suites import PromptSet, load_suite
-from ..models.decoding.acceptance import (
-    GreedyAcceptance,
-    SpeculativeSampling,
-    TypicalAcceptance,
-)
+from ..models.decoding.acceptance import GreedyAcceptance, SpeculativeSampling, TypicalAcceptance
 from ..models.decoding.protocols import AcceptanceRule
 from ..models.decoding.sampling import Sampling
 from ..models.drafters.base import TrainableDrafter
@@ -43,15 +39,7 @@ from .records.checks import check_records, foreign
 from .records.digests import differences, digest_of
 from .records.names import FACTS_FILE, RECORDS_FILE, RUN_FILE, SUMMARY_FILE, TABLE_FILE
 from .records.records import EvalRecord, GroupKey, RecordFile, group_name
-from .records.run_files import (
-    RECORDED_OPTIONS,
-    Audit,
-    DrafterFacts,
-    Environment,
-    Facts,
-    RunInfo,
-    read_info,
-)
+from .records.run_files import RECORDED_OPTIONS, Audit, DrafterFacts, Environment, Facts, RunInfo, read_info
 from .results.finished import complete, rows_of
 from .results.judge_files import write_answers
 from .results.lossless import find_mismatches, to_audit

@@ -30,10 +30,7 @@ from tqdm import tqdm
 from outrider.data.files import write_json
 from outrider.data.stdlib import code_conversations
 from outrider.data.types import UNKNOWN
-from outrider.distill.label.continuations import (
-    label_continuations,
-    require_branch_attention,
-)
+from outrider.distill.label.continuations import label_continuations, require_branch_attention
 from outrider.eval.measure.environment import describe_environment
 from outrider.models.target.config import TargetConfig
 from outrider.models.target.hf_target import HFTarget

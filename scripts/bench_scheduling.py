@@ -42,12 +42,7 @@ from outrider.distill.regenerate.engines.batch import (
     UNKNOWN_SHARE,
     BatchDecoder,
 )
-from outrider.distill.regenerate.lengths.buckets import (
-    Buckets,
-    LengthPredictor,
-    Predicted,
-    Seen,
-)
+from outrider.distill.regenerate.lengths.buckets import Buckets, LengthPredictor, Predicted, Seen
 from outrider.distill.regenerate.lengths.predictors import make_predictor
 from outrider.distill.regenerate.lengths.schedule import (
     Decode,

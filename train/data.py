@@ -18,13 +18,7 @@ from jaxtyping import Int
 from ..data.collate import collate
 from ..data.manifest import Manifest
 from ..data.shards import read_shard
-from ..data.types import (
-    TOKENS_ONLY,
-    UNKNOWN,
-    DistilledExample,
-    DrafterBatch,
-    TargetReads,
-)
+from ..data.types import TOKENS_ONLY, UNKNOWN, DistilledExample, DrafterBatch, TargetReads
 from ..models.drafters.base import TrainableDrafter
 from ..models.drafters.objective import Objective
 from ..models.target.hf_target import HFTarget

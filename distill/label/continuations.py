@@ -21,12 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ...data.types import UNKNOWN
 from ...models.target.hf_target import HFTarget
-from .branch_attention import (
-    BYPASSED,
-    Branches,
-    branch_attention,
-    require_full_attention,
-)
+from .branch_attention import BYPASSED, Branches, branch_attention, require_full_attention
 from .features import TextFeatures
 
 # Logits held at a time: the head's output is [chunk, vocab] with about this many elements, whatever the vocabulary.

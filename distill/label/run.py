@@ -18,28 +18,14 @@ from ...data.chat import encode_conversations
 from ...data.config import DataConfig
 from ...data.decontamination import PromptOverlap
 from ...data.files import parse_dataclass, read_json, write_json
-from ...data.manifest import (
-    MANIFEST_FILE,
-    Manifest,
-    ShardEntry,
-    examples_sha256,
-    load_manifest,
-    save_manifest,
-)
+from ...data.manifest import MANIFEST_FILE, Manifest, ShardEntry, examples_sha256, load_manifest, save_manifest
 from ...data.shards import forget, is_written, read_entry, verify_shard, write_shard
 from ...data.sources import describe_drops, load_conversations
 from ...data.types import DistilledExample, Example
 from ...models.target.hf_target import HFTarget
 from ...models.target.tensor_parallel import Worker
 from ..config import DistillConfig
-from ..plan import (
-    Shards,
-    deal,
-    peak_memory_bytes,
-    pending_shards,
-    plan_sha256,
-    plan_shards,
-)
+from ..plan import Shards, deal, peak_memory_bytes, pending_shards, plan_sha256, plan_shards
 from .continuations import label_continuations, require_branch_attention
 from .features import require_features, require_space, stored_example
 

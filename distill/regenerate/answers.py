@@ -13,15 +13,7 @@ from pathlib import Path
 
 import torch
 
-from ...data.files import (
-    atomic_write_bytes,
-    parse_dataclass,
-    read_json,
-    read_sealed,
-    sha256_file,
-    write_json,
-    write_sealed,
-)
+from ...data.files import atomic_write_bytes, parse_dataclass, read_json, read_sealed, sha256_file, write_json, write_sealed
 from ...data.manifest import MANIFEST_FILE, TargetIdentity
 from ...data.types import Conversation, Example
 from ...data.verify import read_sidecars

@@ -15,11 +15,7 @@ from ...data.chat import encode_prompt
 from ...data.files import write_json
 from ...data.suites import PromptSet
 from ...data.types import Turn
-from ...models.decoding.acceptance import (
-    GreedyAcceptance,
-    SpeculativeSampling,
-    TypicalAcceptance,
-)
+from ...models.decoding.acceptance import GreedyAcceptance, SpeculativeSampling, TypicalAcceptance
 from ...models.decoding.loop import generate
 from ...models.decoding.protocols import AcceptanceRule, Drafter
 from ...models.decoding.sampling import RowSeeds, Sampling, warp
@@ -29,15 +25,7 @@ from ...models.drafters.oracle import OracleDrafter
 from ...models.target.hf_target import HFTarget
 from ..measure.audit import audit
 from ..results.lossless import is_exact
-from .enumerate_rules import (
-    DRAWINGS,
-    EXACT,
-    SAMPLINGS,
-    SHAPES,
-    check_rule,
-    sampled_tokens,
-    sequence_counts,
-)
+from .enumerate_rules import DRAWINGS, EXACT, SAMPLINGS, SHAPES, check_rule, sampled_tokens, sequence_counts
 from .gtest import g_test
 from .toy_models import TreeShape, joint, random_tables
 

@@ -17,14 +17,7 @@ from .page_plots import plot_table
 from .page_tables import Section
 from .prefixes import prefixes
 from .runs import Group, decoding, read_groups
-from .sections import (
-    accepted_lengths,
-    categories,
-    heat_maps,
-    results,
-    roofline,
-    time_split,
-)
+from .sections import accepted_lengths, categories, heat_maps, results, roofline, time_split
 
 logger = logging.getLogger(__name__)
 

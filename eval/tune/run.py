@@ -17,13 +17,7 @@ from ...models.drafters import load_drafter
 from ...models.drafters.base import TrainableDrafter
 from ...models.drafters.saved.build import parse_runtime_config
 from ...models.drafters.saved.checkpoint import read_drafter_config
-from ...models.drafters.saved.tuned import (
-    Choice,
-    describe_place,
-    read_tuned,
-    save_tuned,
-    tuned_choice,
-)
+from ...models.drafters.saved.tuned import Choice, describe_place, read_tuned, save_tuned, tuned_choice
 from ...models.target.hf_target import HFTarget
 from ...models.target.packed_linears import packed_linears
 from ..config import EvalConfig
@@ -33,19 +27,7 @@ from ..measure.methods import TunedSettings
 from ..run import acceptance_rule, cpu_threads, load_suites
 from .grids import Grid, candidates, extended, grid_of
 from .replay import Answered, answer_prompts
-from .search import (
-    Prediction,
-    Replay,
-    Setting,
-    Speed,
-    Trial,
-    choose,
-    finalists,
-    measure_all,
-    predict,
-    regret,
-    replay_all,
-)
+from .search import Prediction, Replay, Setting, Speed, Trial, choose, finalists, measure_all, predict, regret, replay_all
 from .step_times import StepTimes, measure_step_times
 
 logger = logging.getLogger(__name__)

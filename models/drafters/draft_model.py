@@ -30,12 +30,7 @@ from ..decoding.types import NO_NODE, Acceptance, TargetOutput
 from ..target.hf_target import HFTarget
 from ..target.tree_attention import attention_kinds, hidden_score, require_tree_attention
 from .base import TrainableDrafter
-from .beams import (
-    SearchTree,
-    likeliest_nodes,
-    likeliest_successors,
-    pack,
-)
+from .beams import SearchTree, likeliest_nodes, likeliest_successors, pack
 from .branches.layout import Branches
 from .objective import DraftVocabulary, Labels, Loss, Objective, score
 from .small_models import (

@@ -20,15 +20,7 @@ from ..target.hf_target import HFTarget
 from ..target.hidden_states import decoder_layers
 from .decoder_layer import start_from_target
 from .feature_drafter import FeatureDrafter, TreeOptions
-from .objective import (
-    DraftVocabulary,
-    Labels,
-    Loss,
-    Objective,
-    commonest_tokens,
-    require_draft_tokens,
-    score,
-)
+from .objective import DraftVocabulary, Labels, Loss, Objective, commonest_tokens, require_draft_tokens, score
 
 
 @dataclass(kw_only=True)

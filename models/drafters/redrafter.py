@@ -29,23 +29,8 @@ from ..decoding.tree import DraftTree
 from ..decoding.types import Acceptance, TargetOutput
 from ..target.hf_target import HFTarget
 from .base import TrainableDrafter
-from .beams import (
-    MAX_CANDIDATES,
-    MAX_SEARCH_NODES,
-    beam_search,
-    pack_likeliest,
-    pack_separately,
-    pack_survivors,
-)
-from .objective import (
-    DraftVocabulary,
-    Labels,
-    Loss,
-    Objective,
-    commonest_tokens,
-    require_draft_tokens,
-    score,
-)
+from .beams import MAX_CANDIDATES, MAX_SEARCH_NODES, beam_search, pack_likeliest, pack_separately, pack_survivors
+from .objective import DraftVocabulary, Labels, Loss, Objective, commonest_tokens, require_draft_tokens, score
 
 TREE_PADDINGS = ("exact", "bucket", "full")
 NUM_BUCKETS = 5

@@ -22,15 +22,7 @@ from ..target.hf_target import HFTarget
 from ..target.hidden_states import decoder_layers
 from .folders import Folder
 from .formats import Format, Layout, Reading, Tensors
-from .llama import (
-    LAYER_WEIGHTS,
-    layer_problems,
-    raise_refusal,
-    read_config,
-    require_target_parts,
-    target_parts,
-    write_config,
-)
+from .llama import LAYER_WEIGHTS, layer_problems, raise_refusal, read_config, require_target_parts, target_parts, write_config
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 KEYS = frozenset(

@@ -22,14 +22,7 @@ from ..drafters.saved.build import parse_drafter_config, parse_runtime_config
 from ..drafters.saved.checkpoint import require_fitting_target
 from ..drafters.saved.files import CONFIG_FILE, WEIGHTS_FILE
 from ..target.hf_target import HFTarget
-from .folders import (
-    NOTE_FILE,
-    Folder,
-    open_folder,
-    raise_problems,
-    shape_problems,
-    to_json,
-)
+from .folders import NOTE_FILE, Folder, open_folder, raise_problems, shape_problems, to_json
 
 NOTE_VERSION = 1
 Tensors = dict[str, torch.Tensor]

@@ -10,13 +10,7 @@ from typing import Any
 
 from ..drafters.eagle3 import Eagle3
 from ..target.hf_target import HFTarget
-from .eagle3 import (
-    NUM_FEATURES,
-    layer_refusals,
-    names_of,
-    vocabulary_reading,
-    write_vocabulary,
-)
+from .eagle3 import NUM_FEATURES, layer_refusals, names_of, vocabulary_reading, write_vocabulary
 from .folders import Folder
 from .formats import Format, Layout, Reading
 from .llama import GENERAL_KEYS, raise_refusal, read_config, write_config

@@ -17,17 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine_targets import (
-    NUM_TOKENS,
-    VOCAB,
-    chained_logits,
-    compare,
-    load_target,
-    make_target,
-    make_tokens,
-    randomise,
-    run,
-)
+from engine_targets import NUM_TOKENS, VOCAB, chained_logits, compare, load_target, make_target, make_tokens, randomise, run
 
 ROPE = {"rope_type": "default", "rope_theta": 50000.0}
 LAYER = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 40}

@@ -38,15 +38,7 @@ from train_bench import Case, random_batch
 from outrider.data.files import write_json
 from outrider.distill.label import branch_attention as labelling_attention
 from outrider.distill.label import continuations
-from outrider.models.decoding import (
-    Acceptance,
-    DraftTree,
-    GreedyAcceptance,
-    RowSeeds,
-    Sampling,
-    SpeculativeSampling,
-    generate,
-)
+from outrider.models.decoding import Acceptance, DraftTree, GreedyAcceptance, RowSeeds, Sampling, SpeculativeSampling, generate
 from outrider.models.decoding.types import NO_NODE, TargetOutput
 from outrider.models.drafters import NullDrafter, build_drafter, feature_drafter
 from outrider.models.drafters.branches import attention as branch_attention

@@ -41,13 +41,7 @@ from transformers import LlamaForCausalLM
 
 from outrider.data.files import write_json
 from outrider.eval.measure.environment import describe_environment
-from outrider.models.decoding import (
-    Acceptance,
-    DraftTree,
-    GreedyAcceptance,
-    TargetOutput,
-    generate,
-)
+from outrider.models.decoding import Acceptance, DraftTree, GreedyAcceptance, TargetOutput, generate
 from outrider.models.decoding.acceptance import follow
 from outrider.models.drafters import NullDrafter, build_drafter
 from outrider.models.drafters.draft_model import DraftModel

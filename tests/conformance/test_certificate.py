@@ -19,13 +19,7 @@ from outrider.eval.certify.enumerate_rules import (
     total_variation,
 )
 from outrider.eval.certify.gtest import g_test
-from outrider.eval.certify.toy_models import (
-    TreeShape,
-    drawn_tokens,
-    joint,
-    make_trees,
-    random_tables,
-)
+from outrider.eval.certify.toy_models import TreeShape, drawn_tokens, joint, make_trees, random_tables
 from outrider.models.decoding import (
     GreedyAcceptance,
     Prompts,

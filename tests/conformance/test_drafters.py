@@ -18,13 +18,7 @@ from outrider.models.decoding import (
     TypicalAcceptance,
     generate,
 )
-from outrider.models.drafters import (
-    DRAFTERS,
-    NullDrafter,
-    build_drafter,
-    load_drafter,
-    save_drafter,
-)
+from outrider.models.drafters import DRAFTERS, NullDrafter, build_drafter, load_drafter, save_drafter
 from outrider.models.drafters.base import TrainableDrafter
 from outrider.models.drafters.objective import LOSSES, WEIGHTS, Loss, Objective
 from outrider.models.target.config import TargetConfig

@@ -5,14 +5,7 @@ import torch
 
 from outrider.data.collate import collate, text_continuations
 from outrider.data.states import StoredStates
-from outrider.data.types import (
-    UNKNOWN,
-    DistilledExample,
-    DrafterBatch,
-    Example,
-    TargetReads,
-    TopTokens,
-)
+from outrider.data.types import UNKNOWN, DistilledExample, DrafterBatch, Example, TargetReads, TopTokens
 
 
 def test_text_labels_by_eye() -> None:

@@ -17,14 +17,7 @@ from outrider.data.manifest import (
 )
 from outrider.data.shards import read_entry, read_shard, verify_shards, write_shard
 from outrider.data.states import STATE_DTYPES, StoredStates, encode_states
-from outrider.data.types import (
-    TOKENS_ONLY,
-    UNKNOWN,
-    DistilledExample,
-    Example,
-    TargetReads,
-    TopTokens,
-)
+from outrider.data.types import TOKENS_ONLY, UNKNOWN, DistilledExample, Example, TargetReads, TopTokens
 
 LENGTHS = (7, 4, 12)
 IDENTITY = TargetIdentity(name="tiny", revision=None, weights_sha256="aa", tokenizer_sha256="bb", hidden_size=8, vocab_size=300)

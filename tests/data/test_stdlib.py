@@ -3,15 +3,7 @@ from typing import get_args
 
 import pytest
 
-from outrider.data.stdlib import (
-    OPTIONAL_UNITS,
-    TASK,
-    Split,
-    code_conversations,
-    split_of,
-    stdlib_files,
-    stdlib_root,
-)
+from outrider.data.stdlib import OPTIONAL_UNITS, TASK, Split, code_conversations, split_of, stdlib_files, stdlib_root
 
 SPLITS: tuple[Split, ...] = get_args(Split)
 

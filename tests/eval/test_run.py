@@ -28,14 +28,7 @@ from outrider.eval.report.runs import read_groups
 from outrider.eval.results import lossless
 from outrider.eval.results.rows import Row, is_broken, is_unproven
 from outrider.eval.run import check_inputs, evaluate
-from outrider.models.decoding import (
-    Acceptance,
-    DraftTree,
-    GreedyAcceptance,
-    Sampling,
-    SpeculativeSampling,
-    TargetOutput,
-)
+from outrider.models.decoding import Acceptance, DraftTree, GreedyAcceptance, Sampling, SpeculativeSampling, TargetOutput
 from outrider.models.decoding.sampling import Randomness
 from outrider.models.drafters import build_drafter, load_drafter, save_drafter
 from outrider.models.target.config import TargetConfig

@@ -7,15 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.models.decoding import (
-    GreedyAcceptance,
-    Prompts,
-    RowSeeds,
-    Sampling,
-    SpeculativeSampling,
-    chain_tree,
-    generate,
-)
+from outrider.models.decoding import GreedyAcceptance, Prompts, RowSeeds, Sampling, SpeculativeSampling, chain_tree, generate
 from outrider.models.drafters import NullDrafter, build_drafter
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.graphed import GraphedDrafter, RecordableDrafter

@@ -15,10 +15,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from outrider.data.manifest import load_manifest
 from outrider.data.types import UNKNOWN, DrafterBatch
-from outrider.distill.label.continuations import (
-    label_continuations,
-    require_branch_attention,
-)
+from outrider.distill.label.continuations import label_continuations, require_branch_attention
 from outrider.distill.regenerate.engine import Limits, Request
 from outrider.distill.regenerate.engines.continuous import ContinuousEngine
 from outrider.distill.regenerate.engines.decoder import DecoderEngine

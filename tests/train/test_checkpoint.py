@@ -12,12 +12,7 @@ import torch
 from accelerate import Accelerator
 
 from outrider.train import checkpoint as checkpoint_module
-from outrider.train.checkpoint import (
-    Checkpoints,
-    complete_checkpoints,
-    latest_checkpoint,
-    remove_incomplete,
-)
+from outrider.train.checkpoint import Checkpoints, complete_checkpoints, latest_checkpoint, remove_incomplete
 
 from .conftest import no_file_above
 

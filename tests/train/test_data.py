@@ -16,12 +16,7 @@ from outrider.models.drafters.objective import Objective
 from outrider.models.target.hf_target import HFTarget
 from outrider.train import data as train_data
 from outrider.train.config import TrainConfig
-from outrider.train.data import (
-    BatchStream,
-    count_label_tokens,
-    epoch_order,
-    label_counts,
-)
+from outrider.train.data import BatchStream, count_label_tokens, epoch_order, label_counts
 
 from .conftest import DRAFTER, write_shards
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.train import run as run_module
+from outrider.train import loop as loop_module
 from outrider.train.launch import RECORDED_COLLECTIVES, make_accelerator
 from outrider.train.processes import StepPatience
 
@@ -35,7 +35,7 @@ def test_the_short_limit_begins_with_the_first_step(run_train: Callable[..., Run
         def shorten(self) -> None:
             calls.append("step")
 
-    monkeypatch.setattr(run_module, "StepPatience", Spy)
+    monkeypatch.setattr(loop_module, "StepPatience", Spy)
     run_train(steps=2)
     assert calls == ["training", "step", "step"]
 

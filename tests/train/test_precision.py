@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from outrider.train import run as run_module
+from outrider.train import loop as loop_module
 from outrider.train.precision import tensor_float32
 from outrider.train.validation import Validator
 
@@ -59,9 +59,9 @@ def test_losses_and_gradients_are_computed_in_tf32_and_what_validation_decodes_i
 
         monkeypatch.setattr(owner, attribute, wrapper)
 
-    monkeypatch.setattr(run_module, "tensor_float32", lambda device: tensor_float32(torch.device("cuda")))
-    spy("backward", run_module, "backward")
-    spy("target", run_module, "with_hidden_states")
+    monkeypatch.setattr(loop_module, "tensor_float32", lambda device: tensor_float32(torch.device("cuda")))
+    spy("backward", loop_module, "backward")
+    spy("target", loop_module, "with_hidden_states")
     spy("validation", Validator, "__call__")
     run_train(steps=2, validation_texts=2, validation_tokens=4)
     assert seen == {"backward": {"high"}, "target": {"highest"}, "validation": {"highest"}}

@@ -24,7 +24,7 @@ from outrider.models.drafters.redrafter import Redrafter
 from outrider.models.drafters.saved.files import read_training_facts
 from outrider.models.machine import hardware
 from outrider.models.target.hf_target import HFTarget
-from outrider.train import run as run_module
+from outrider.train import loop as loop_module
 from outrider.train.checkpoint import complete_checkpoints
 from outrider.train.config import TrainConfig
 from outrider.train.run import train
@@ -231,7 +231,7 @@ def test_a_marker_that_is_none_makes_a_checkpoint_incomplete(marker: str, run_tr
 
 def test_a_drafter_that_is_not_finite_is_not_saved(run_train: RunTrain, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = []
-    finish_step = run_module.finish_step
+    finish_step = loop_module.finish_step
 
     def spoil(accelerator: Any, model: Any, *args: Any) -> torch.Tensor:
         norm: torch.Tensor = finish_step(accelerator, model, *args)
@@ -241,7 +241,7 @@ def test_a_drafter_that_is_not_finite_is_not_saved(run_train: RunTrain, monkeypa
                 next(model.parameters()).view(-1)[0] = torch.nan
         return norm
 
-    monkeypatch.setattr(run_module, "finish_step", spoil)
+    monkeypatch.setattr(loop_module, "finish_step", spoil)
     with pytest.raises(ValueError, match=r"isn't finite, so it isn't saved"):
         run_train()
 

@@ -8,12 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.train.state import (
-    HostCopy,
-    page_locked_like,
-    random_state,
-    set_random_state,
-)
+from outrider.train.state import HostCopy, page_locked_like, random_state, set_random_state
 
 
 def test_a_copy_keeps_values_kinds_and_nesting_and_shares_no_memory() -> None:

@@ -11,13 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from ....models.decoding import (
-    GreedyAcceptance,
-    Prompts,
-    RowSeeds,
-    Sampling,
-    SpeculativeSampling,
-)
+from ....models.decoding import GreedyAcceptance, Prompts, RowSeeds, Sampling, SpeculativeSampling
 from ....models.decoding.loop import read_tokens
 from ....models.decoding.tree import empty_tree
 from ....models.target.hf_target import HFTarget

@@ -14,13 +14,7 @@ from ...target.hf_target import HFTarget
 from ..base import TrainableDrafter
 from ..registry import kind_of
 from .build import drafter_of_weights, parse_runtime_config
-from .files import (
-    CONFIG_FILE,
-    FORMAT_VERSION,
-    WEIGHTS_FILE,
-    DrafterFile,
-    read_drafter_config,
-)
+from .files import CONFIG_FILE, FORMAT_VERSION, WEIGHTS_FILE, DrafterFile, read_drafter_config
 from .hub import resolve_drafter
 
 logger = logging.getLogger(__name__)

@@ -4,11 +4,7 @@ import pytest
 import torch
 
 from outrider.distill.label import branch_attention
-from outrider.distill.label.branch_attention import (
-    Branches,
-    attention_with_lse,
-    make_segments,
-)
+from outrider.distill.label.branch_attention import Branches, attention_with_lse, make_segments
 
 
 def full_attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:

@@ -30,17 +30,9 @@ from outrider.data.types import Example
 from outrider.distill.config import DistillConfig
 from outrider.distill.label.run import GREEDY_AGREEMENT, SUSPICIOUS_AGREEMENT, distill
 from outrider.distill.regenerate import run as module
-from outrider.distill.regenerate.answers import (
-    load_answers_manifest,
-    read_answers,
-    save_answers_manifest,
-)
+from outrider.distill.regenerate.answers import load_answers_manifest, read_answers, save_answers_manifest
 from outrider.distill.regenerate.engine import Answer, Limits, Request
-from outrider.distill.regenerate.run import (
-    answer_conversations,
-    answer_limits,
-    regenerate,
-)
+from outrider.distill.regenerate.run import answer_conversations, answer_limits, regenerate
 from outrider.models.target.config import TargetConfig
 from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.loading import load_target

@@ -18,12 +18,7 @@ from outrider.eval.results import stats
 from outrider.eval.results.lossless import find_mismatches, is_exact
 from outrider.eval.results.rows import Row, is_broken
 from outrider.eval.run import evaluate
-from outrider.models.decoding import (
-    Acceptance,
-    DraftTree,
-    GreedyAcceptance,
-    TargetOutput,
-)
+from outrider.models.decoding import Acceptance, DraftTree, GreedyAcceptance, TargetOutput
 from outrider.models.decoding.sampling import Randomness
 from outrider.models.decoding.types import PhaseSeconds
 from outrider.models.target.hf_target import HFTarget

@@ -15,15 +15,7 @@ from outrider.eval.measure import bench as measure
 from outrider.eval.measure import warm_up
 from outrider.eval.measure.bench import Bench
 from outrider.eval.measure.timing import Generation
-from outrider.eval.measure.warm_up import (
-    Lengths,
-    Shape,
-    num_recordings,
-    reachable_sizes,
-    shapes_of,
-    text_lengths,
-    visit,
-)
+from outrider.eval.measure.warm_up import Lengths, Shape, num_recordings, reachable_sizes, shapes_of, text_lengths, visit
 from outrider.eval.run import evaluate
 from outrider.models.decoding import GreedyAcceptance
 from outrider.models.drafters import NullDrafter, build_drafter, save_drafter

@@ -6,12 +6,7 @@ from typing import Any
 import pytest
 
 from outrider.eval.records.digests import differences
-from outrider.eval.records.run_files import (
-    RECORDED_OPTIONS,
-    Environment,
-    Roofline,
-    RunInfo,
-)
+from outrider.eval.records.run_files import RECORDED_OPTIONS, Environment, Roofline, RunInfo
 
 METHOD: dict[str, Any] = {"config": {}, "setting": {}, "weights": "w"}
 CONFIG: dict[str, Any] = {

@@ -17,15 +17,7 @@ from outrider.cli.report import report_command
 from outrider.data.files import write_json, write_sealed
 from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.records.records import EvalRecord, TreeTokens
-from outrider.eval.records.run_files import (
-    RECORDED_OPTIONS,
-    Audit,
-    DrafterFacts,
-    Environment,
-    Facts,
-    Roofline,
-    RunInfo,
-)
+from outrider.eval.records.run_files import RECORDED_OPTIONS, Audit, DrafterFacts, Environment, Facts, Roofline, RunInfo
 from outrider.eval.report.page import write_report
 from outrider.eval.report.runs import read_groups
 from outrider.eval.results.finished import rows_of

@@ -9,13 +9,7 @@ import torch
 from outrider.eval.measure import audit as auditing
 from outrider.eval.measure.audit import audit
 from outrider.eval.results.lossless import find_mismatches, is_exact, judge
-from outrider.models.decoding import (
-    GreedyAcceptance,
-    RowSeeds,
-    Sampling,
-    SpeculativeSampling,
-    generate,
-)
+from outrider.models.decoding import GreedyAcceptance, RowSeeds, Sampling, SpeculativeSampling, generate
 from outrider.models.decoding.sampling import wind_clocks
 from outrider.models.drafters import NullDrafter
 from outrider.models.target.config import TargetConfig

@@ -14,12 +14,7 @@ from outrider.eval.records.records import EvalRecord
 from outrider.eval.records.run_files import Roofline
 from outrider.eval.results.rows import Row, build_rows
 from outrider.eval.results.table_files import csv_table, escape_latex, latex_table
-from outrider.eval.results.tables import (
-    escape_markdown,
-    footnotes,
-    markdown,
-    print_table,
-)
+from outrider.eval.results.tables import escape_markdown, footnotes, markdown, print_table
 
 from ..conftest import MakeRecord
 

@@ -19,48 +19,16 @@ from outrider.eval.tune import run as tune_module
 from outrider.eval.tune import search as tuning_module
 from outrider.eval.tune.grids import GRIDS, candidates, extended
 from outrider.eval.tune.replay import Answered, ReplayTarget, answer_prompts
-from outrider.eval.tune.run import (
-    MAX_EXTENSIONS,
-    TUNING_FILE,
-    LeftOut,
-    Tuning,
-    tune,
-    tuned_settings,
-)
-from outrider.eval.tune.search import (
-    Pass,
-    Prediction,
-    Replay,
-    Run,
-    Speed,
-    Trial,
-    choose,
-    finalists,
-    regret,
-    replay_all,
-    run,
-)
+from outrider.eval.tune.run import MAX_EXTENSIONS, TUNING_FILE, LeftOut, Tuning, tune, tuned_settings
+from outrider.eval.tune.search import Pass, Prediction, Replay, Run, Speed, Trial, choose, finalists, regret, replay_all, run
 from outrider.eval.tune.step_times import StepTimes, measure_step_times
 from outrider.models.decoding.tree import DraftTree
 from outrider.models.decoding.types import TargetOutput
-from outrider.models.drafters import (
-    DRAFTERS,
-    NullDrafter,
-    build_drafter,
-    load_drafter,
-    save_drafter,
-)
+from outrider.models.drafters import DRAFTERS, NullDrafter, build_drafter, load_drafter, save_drafter
 from outrider.models.drafters.oracle import OracleDrafter
 from outrider.models.drafters.redrafter import Redrafter
 from outrider.models.drafters.saved.build import parse_runtime_config
-from outrider.models.drafters.saved.tuned import (
-    TUNED_FILE,
-    Choice,
-    describe_place,
-    load_tuned,
-    save_tuned,
-    tuned_choice,
-)
+from outrider.models.drafters.saved.tuned import TUNED_FILE, Choice, describe_place, load_tuned, save_tuned, tuned_choice
 from outrider.models.target.hf_target import HFTarget
 
 from ...models.recorder import ReplayingRecorder

@@ -3,13 +3,7 @@
 import pytest
 import torch
 
-from outrider.models.decoding import (
-    DraftTree,
-    GreedyAcceptance,
-    TargetOutput,
-    chain_tree,
-    empty_tree,
-)
+from outrider.models.decoding import DraftTree, GreedyAcceptance, TargetOutput, chain_tree, empty_tree
 from outrider.models.decoding.acceptance import follow_choices, last_entry
 from outrider.models.decoding.types import NO_NODE
 

@@ -5,15 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from outrider.models.decoding import (
-    DraftTree,
-    Finish,
-    GreedyAcceptance,
-    Sampling,
-    SpeculativeSampling,
-    Step,
-    generate,
-)
+from outrider.models.decoding import DraftTree, Finish, GreedyAcceptance, Sampling, SpeculativeSampling, Step, generate
 from outrider.models.drafters import NullDrafter, build_drafter
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.small_models import DraftModelConfig

@@ -8,13 +8,7 @@ import torch
 from outrider.models.decoding import DraftTree, empty_tree
 from outrider.models.decoding.tree import tree_tokens
 from outrider.models.decoding.types import NO_NODE
-from outrider.models.drafters.beams import (
-    SearchTree,
-    beam_search,
-    pack_likeliest,
-    pack_separately,
-    pack_survivors,
-)
+from outrider.models.drafters.beams import SearchTree, beam_search, pack_likeliest, pack_separately, pack_survivors
 
 VOCAB = 7
 

@@ -12,34 +12,15 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from outrider.data.types import UNKNOWN, DrafterBatch
 from outrider.eval.certify.enumerate_rules import EXACT, Replay, total_variation
 from outrider.eval.certify.gtest import g_test
-from outrider.models.decoding import (
-    GreedyAcceptance,
-    Prompts,
-    Sampling,
-    SpeculativeSampling,
-    generate,
-)
-from outrider.models.drafters import (
-    NullDrafter,
-    build_drafter,
-    load_drafter,
-    save_drafter,
-)
+from outrider.models.decoding import GreedyAcceptance, Prompts, Sampling, SpeculativeSampling, generate
+from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, save_drafter
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.objective import Objective
 from outrider.models.drafters.saved.build import parse_drafter_config
 from outrider.models.drafters.small_models import DraftModelConfig
 from outrider.models.target.hf_target import HFTarget
 
-from .tiny_texts import (
-    PROMPT,
-    TEMPERATURE,
-    VOCAB,
-    code,
-    joint,
-    make_tiny,
-    sampled_counts,
-)
+from .tiny_texts import PROMPT, TEMPERATURE, VOCAB, code, joint, make_tiny, sampled_counts
 
 PROMPTS = [[1, 70, 71, 72, 2], [9, 8], [40, 41, 42, 43, 44, 45, 46, 47]]
 

@@ -13,12 +13,7 @@ from outrider.data.manifest import TargetIdentity
 from outrider.data.types import UNKNOWN, DrafterBatch
 from outrider.models.decoding import GreedyAcceptance, Prompts, generate
 from outrider.models.decoding.acceptance import sibling_rank
-from outrider.models.drafters import (
-    NullDrafter,
-    build_drafter,
-    load_drafter,
-    save_drafter,
-)
+from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, save_drafter
 from outrider.models.drafters.eagle import Eagle
 from outrider.models.drafters.eagle3 import Eagle3, default_feature_layers
 from outrider.models.drafters.feature_drafter import STATIC_FIRST_HIT, FeatureDrafter

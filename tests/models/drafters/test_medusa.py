@@ -12,19 +12,9 @@ from torch.nn import functional as F
 
 from outrider import conf
 from outrider.data.types import UNKNOWN, DrafterBatch
-from outrider.models.decoding import (
-    GreedyAcceptance,
-    SpeculativeSampling,
-    TypicalAcceptance,
-    generate,
-)
+from outrider.models.decoding import GreedyAcceptance, SpeculativeSampling, TypicalAcceptance, generate
 from outrider.models.decoding.sampling import RowSeeds, Sampling
-from outrider.models.drafters import (
-    NullDrafter,
-    build_drafter,
-    load_drafter,
-    save_drafter,
-)
+from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, save_drafter
 from outrider.models.drafters.graphed import GraphedDrafter
 from outrider.models.drafters.medusa import Medusa, MedusaConfig, likeliest_paths
 from outrider.models.drafters.objective import HIT_RANKS, LOSSES, Loss, Objective

@@ -9,13 +9,7 @@ from torch import nn
 
 from outrider.data.types import UNKNOWN, DrafterBatch
 from outrider.models.drafters import objective as objective_module
-from outrider.models.drafters.objective import (
-    LOSSES,
-    DraftVocabulary,
-    Labels,
-    Objective,
-    score,
-)
+from outrider.models.drafters.objective import LOSSES, DraftVocabulary, Labels, Objective, score
 
 from ..largest import Largest
 

@@ -5,13 +5,7 @@ import itertools
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from outrider.models.decoding import (
-    RowSeeds,
-    Sampling,
-    SpeculativeSampling,
-    generate,
-    warp,
-)
+from outrider.models.decoding import RowSeeds, Sampling, SpeculativeSampling, generate, warp
 from outrider.models.target.hf_target import HFTarget
 
 VOCAB, TEMPERATURE, PROMPT = 3, 0.7, [0, 1, 2, 1]

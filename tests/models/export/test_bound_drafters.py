@@ -15,13 +15,7 @@ import pytest
 import torch
 from accelerate import cpu_offload, dispatch_model
 from accelerate.hooks import remove_hook_from_module
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from outrider.models.export.bound_drafters import ATTRIBUTE, bind, drafters_of
 from outrider.models.export.custom_generate import generate

@@ -6,11 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    GenerationConfig,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from outrider.models.export.bound_drafters import ATTRIBUTE

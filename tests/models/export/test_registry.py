@@ -12,12 +12,7 @@ import torch
 from outrider.models.decoding import GreedyAcceptance, generate
 from outrider.models.drafters import load_drafter, save_drafter
 from outrider.models.drafters.objective import Loss
-from outrider.models.export.registry import (
-    FORMATS,
-    export_drafter,
-    format_of,
-    import_drafter,
-)
+from outrider.models.export.registry import FORMATS, export_drafter, format_of, import_drafter
 
 CASES: dict[str, list[dict[str, Any]]] = {
     "eagle1-vllm": [{"bias": False, "depth": 3, "feature_noise": 0.2}],

@@ -9,12 +9,7 @@ import pytest
 import torch
 
 from outrider.models.decoding import GreedyAcceptance, generate
-from outrider.models.drafters import (
-    NullDrafter,
-    build_drafter,
-    load_drafter,
-    save_drafter,
-)
+from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, save_drafter
 from outrider.models.target import quantization
 from outrider.models.target.config import TargetConfig
 from outrider.models.target.hf_target import HFTarget

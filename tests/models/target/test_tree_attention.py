@@ -7,12 +7,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from outrider.models.target import tree_attention
-from outrider.models.target.tree_attention import (
-    attend_folded,
-    attend_grouped,
-    hidden_score,
-    masks_by_kind,
-)
+from outrider.models.target.tree_attention import attend_folded, attend_grouped, hidden_score, masks_by_kind
 
 
 @pytest.mark.parametrize("attend", [attend_grouped, attend_folded])

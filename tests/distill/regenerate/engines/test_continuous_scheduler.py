@@ -9,16 +9,8 @@ from transformers.generation.continuous_batching.requests import RequestState, R
 
 from outrider.distill.regenerate.engine import Limits, Request
 from outrider.distill.regenerate.engines.continuous import ContinuousEngine
-from outrider.distill.regenerate.engines.continuous_scheduler import (
-    LengthAwareScheduler,
-    num_written,
-)
-from outrider.distill.regenerate.lengths.buckets import (
-    LEARN_FIRST,
-    NUM_BUCKETS,
-    Predicted,
-    Seen,
-)
+from outrider.distill.regenerate.engines.continuous_scheduler import LengthAwareScheduler, num_written
+from outrider.distill.regenerate.lengths.buckets import LEARN_FIRST, NUM_BUCKETS, Predicted, Seen
 from outrider.distill.regenerate.lengths.predictors import LightPredictor
 from outrider.models.decoding import Sampling
 from outrider.models.target.hf_target import HFTarget

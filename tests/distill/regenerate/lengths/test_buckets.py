@@ -20,13 +20,7 @@ from transformers import (
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from outrider.distill.regenerate.engine import Request
-from outrider.distill.regenerate.lengths.buckets import (
-    LEARN_FIRST,
-    NUM_BUCKETS,
-    Buckets,
-    Predicted,
-    Seen,
-)
+from outrider.distill.regenerate.lengths.buckets import LEARN_FIRST, NUM_BUCKETS, Buckets, Predicted, Seen
 from outrider.distill.regenerate.lengths.predictors import (
     DEFAULT_READ_TOKENS,
     ClassifierPredictor,
@@ -35,13 +29,7 @@ from outrider.distill.regenerate.lengths.predictors import (
     make_predictor,
     soft_labels,
 )
-from outrider.distill.regenerate.lengths.schedule import (
-    Decoded,
-    Policy,
-    Rectangle,
-    shortest_text_first,
-    supervise,
-)
+from outrider.distill.regenerate.lengths.schedule import Decoded, Policy, Rectangle, shortest_text_first, supervise
 
 SHORT, LONG = 70, 200
 """Tokens that prompts for short and for long answers begin with."""

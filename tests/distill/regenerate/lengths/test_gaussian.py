@@ -6,11 +6,7 @@ import pytest
 import torch
 
 from outrider.distill.regenerate.lengths.buckets import NUM_BUCKETS
-from outrider.distill.regenerate.lengths.gaussian import (
-    EDGES,
-    LEAST_NOISE,
-    LengthRegression,
-)
+from outrider.distill.regenerate.lengths.gaussian import EDGES, LEAST_NOISE, LengthRegression
 
 
 def likeness(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

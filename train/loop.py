@@ -1,0 +1,87 @@
+"""The training loop: one page, the same for one process and for many."""
+
+import logging
+
+import torch
+from accelerate import Accelerator
+
+from ..data.types import DrafterBatch
+from ..models.drafters.objective import Loss
+from .data import label_counts, with_hidden_states
+from .metrics import LOSS_FIELDS, add_losses
+from .parallel import backward, finish_step, make_anchor, micro_batch
+from .precision import tensor_float32
+from .processes import SIGTERM_EXIT_CODE, Sigterm, StepPatience
+from .resume import save_step
+from .tracking import Tracker
+from .training import Training
+from .watch import is_measured, make_progress, require_sound, validate_now
+
+logger = logging.getLogger(__name__)
+
+
+def fit(training: Training, *, start: int) -> None:
+    """The training loop: steps `start`.. of the run, counted from 0. Ends early where decoding accepts no more than before."""
+    config, accelerator, model, meter = training.config, training.accelerator, training.model, training.meter
+    tracker = Tracker(training.output_dir, config, training.run, step=start, active=accelerator.is_main_process)
+    progress = make_progress(training, start)
+    peaked = training.best.has_peaked(config.patience)
+    patience, sigterm = StepPatience(accelerator), Sigterm(accelerator, step=start)
+    with patience, sigterm, training.checkpoints, tracker, progress:
+        for step in range(start, start if peaked else config.steps):
+            batches = training.stream.batches(step)
+            num_labels, seen = accelerator.reduce(_count(batches, accelerator.device), "sum")
+            total: Loss | None = None
+            for index, batch in enumerate(batches):
+                batch = with_hidden_states(batch, training.target, training.reads)
+                with micro_batch(accelerator, model, last=index == len(batches) - 1), tensor_float32(accelerator.device):
+                    loss = Loss(**dict(zip(LOSS_FIELDS, model(batch, make_anchor(accelerator)), strict=True)))
+                    # A sum over the labels of the whole step, whichever process and micro batch has them; times the
+                    # number of processes because data parallelism takes the gradients' mean.
+                    scale = accelerator.num_processes / num_labels[: len(loss.sums)].sum().clamp(min=1)
+                    backward(accelerator, model, loss.sums.sum() * scale)
+                total = add_losses(total, loss)
+            grad_norm = finish_step(accelerator, model, training.optimizer, config.max_grad_norm)
+            learning_rate = training.scheduler.get_last_lr()[0]
+            training.scheduler.step()
+            loss = _sum_over_processes(total, accelerator)
+            patience.shorten()
+            meter.add_step(step, loss, grad_norm, seen)
+            training.spikes.add_step(step, loss)
+
+            done = step + 1
+            progress.step()
+            measure = is_measured(training, done)
+            log = done % config.log_every == 0 or done == config.steps or measure
+            stop = sigterm.stops(done, host_waits=log)
+            checkpoint = done % config.checkpoint_every == 0 or done == config.steps or stop
+            if log or checkpoint:
+                require_sound(training)
+            if log:
+                record = {"step": done, **meter.record(), "learning_rate": learning_rate, "grad_norm": float(grad_norm)}
+                tracker.log(record)
+                peaked = measure and validate_now(training, tracker, done)
+                measured = training.best.latest
+                progress.show(done, record, measured, measurement_seconds=meter.pause_seconds, ended=peaked)
+            if checkpoint or peaked:
+                save_step(training, done)
+            if stop:
+                training.checkpoints.finish()
+                logger.warning("stopped by SIGTERM after step %d; the same command goes on from there", done)
+                raise SystemExit(SIGTERM_EXIT_CODE)
+            if peaked:
+                logger.info("step %d: tokens per step have peaked; training ends (train.patience=%s)", done, config.patience)
+                break
+
+
+def _count(batches: list[DrafterBatch], device: torch.device) -> list[torch.Tensor]:
+    """Labels by depth, and positions and tokens, of this process's micro batches."""
+    labels = torch.stack([label_counts(batch) for batch in batches]).sum(0)
+    positions = sum(int(batch.positions.sum()) for batch in batches)
+    tokens = sum(int(batch.attention_mask.sum()) for batch in batches)
+    return [labels.to(device), torch.tensor([positions, tokens], device=device)]
+
+
+def _sum_over_processes(loss: Loss | None, accelerator: Accelerator) -> Loss:
+    assert loss is not None, "a step has at least one micro batch"
+    return Loss(**accelerator.reduce({name: getattr(loss, name) for name in LOSS_FIELDS}, "sum"))

@@ -1,0 +1,227 @@
+"""Everything that a training works on, made in the order in which it draws random numbers."""
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from transformers import get_scheduler
+
+from ..data.manifest import Manifest
+from ..data.types import TargetReads
+from ..models.drafters import build_drafter
+from ..models.drafters.base import TrainableDrafter
+from ..models.drafters.objective import Objective
+from ..models.target.hf_target import HFTarget
+from ..models.target.text_states import require_packing
+from .best import Best
+from .checkpoint import Checkpoints
+from .config import SCHEDULES, TrainConfig
+from .data import BatchStream, count_label_tokens, target_reads
+from .metrics import Meter
+from .parallel import needs_whole_copy, prepare
+from .results import CHECKPOINTS_DIR
+from .spikes import SpikeWatch
+from .training import LossModule, Training
+from .validation import HeldOut, Validator, hold_out
+
+logger = logging.getLogger(__name__)
+
+MEASURED_SHARE = 0.1
+"""Share of the steps, the last ones, that `TrainableDrafter.calibrate` is told of where no texts are held out for that."""
+
+
+def set_up(
+    config: TrainConfig,
+    drafter_config: Mapping[str, Any],
+    target: HFTarget,
+    shards_dir: Path,
+    manifest: Manifest,
+    run: dict[str, Any],
+    output_dir: Path,
+    accelerator: Accelerator,
+) -> Training:
+    """Make drafter, batches, optimizer and validation, and hand them over to accelerate.
+
+    Raises ValueError where drafter, shards and target don't go together.
+    """
+    # 1. The drafter, from the same first weights in every process.
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    set_seed(config.seed)
+    drafter = build_drafter(drafter_config, target).train()
+    if config.activation_checkpointing:
+        drafter.checkpoint_activations()
+    objective = make_objective(config, target)
+    # 2. The texts, without those that are held out.
+    reads = target_reads(drafter, objective)
+    check_shards(config, manifest, reads, target)
+    held_out = hold_out_texts(config, drafter, target, shards_dir, manifest)
+    stream = open_stream(config, shards_dir, manifest, held_out, reads, accelerator)
+    if drafter.wants_token_counts:
+        drafter.choose_draft_vocabulary(count_label_tokens(shards_dir, manifest, target.vocab_size))
+    # 3. What a sharded training decodes with: it holds parts of the weights only.
+    copy = None
+    if needs_whole_copy(accelerator):
+        copy = build_drafter(drafter_config, target)
+        copy.load_state_dict(drafter.state_dict())
+    set_seed(config.seed + accelerator.process_index)  # dropout and the like differ by process, the first weights don't
+    # 4. The optimizer. The scheduler stays ours: accelerate would step a prepared one once per process.
+    optimizer = make_optimizer(drafter, config)
+    scheduler = get_scheduler(
+        SCHEDULES[config.schedule], optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=config.steps
+    )
+    validator = make_validator(config, held_out, target, objective, manifest, accelerator)
+    model, optimizer = prepare(
+        accelerator,
+        LossModule(drafter, objective),
+        optimizer,
+        batch_size=config.batch_size,
+        max_grad_norm=config.max_grad_norm,
+        unused_parameters=drafter.has_unused_parameters(manifest.horizon),
+    )
+    return Training(
+        config=config,
+        run=run,
+        accelerator=accelerator,
+        target=target,
+        stream=stream,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        meter=Meter(accelerator.device, measure_from=config.steps - math.ceil(config.steps * MEASURED_SHARE)),
+        spikes=SpikeWatch(accelerator.device, config.spike_threshold),
+        validator=validator,
+        best=Best(output_dir, target.identity),
+        checkpoints=make_checkpoints(config, accelerator, output_dir, model, optimizer),
+        reads=reads,
+        output_dir=output_dir,
+        trained=drafter,
+        copy=copy,
+    )
+
+
+def make_objective(config: TrainConfig, target: HFTarget) -> Objective:
+    """Make the objective, with the target's head where the target is the teacher."""
+    objective = Objective(loss=config.loss, weights=config.label_weights, teacher=config.teacher)
+    if not objective.needs_teacher:
+        return objective
+    target.require_plain_head()
+    return replace(objective, head=target.head)
+
+
+def check_shards(config: TrainConfig, manifest: Manifest, reads: TargetReads, target: HFTarget) -> None:
+    """Raise ValueError where the shards lack what only they can have, or texts can't share a row."""
+    manifest.require_top(reads)
+    log_recomputed(manifest, reads)
+    if config.packing and manifest.stored(reads) != reads:
+        require_packing(target)
+
+
+def hold_out_texts(
+    config: TrainConfig, drafter: TrainableDrafter, target: HFTarget, shards_dir: Path, manifest: Manifest
+) -> list[HeldOut]:
+    """Choose the texts that validation decodes. Raises ValueError where they leave no room for a prompt."""
+    context_length = min(target.context_length, drafter.context_length or target.context_length)
+    room = context_length - config.validation_tokens
+    if config.validation_texts and room < 1:
+        raise ValueError(
+            f"train.validation_tokens is {config.validation_tokens}, and target and drafter read {context_length} tokens at "
+            "most: that leaves no room for a prompt; lower it"
+        )
+    return hold_out(shards_dir, manifest, config.validation_texts, seed=config.seed, max_prompt_tokens=room)
+
+
+def open_stream(
+    config: TrainConfig,
+    shards_dir: Path,
+    manifest: Manifest,
+    held_out: list[HeldOut],
+    reads: TargetReads,
+    accelerator: Accelerator,
+) -> BatchStream:
+    """Open this process's stream of batches."""
+    stream = BatchStream(
+        shards_dir,
+        manifest,
+        config,
+        rank=accelerator.process_index,
+        num_processes=accelerator.num_processes,
+        held_out=[text.place for text in held_out],
+        reads=reads,
+    )
+    if stream.step_size > stream.num_texts:
+        logger.warning("a step reads %d texts, of %d that there are: some of them twice", stream.step_size, stream.num_texts)
+    return stream
+
+
+def make_validator(
+    config: TrainConfig,
+    held_out: list[HeldOut],
+    target: HFTarget,
+    objective: Objective,
+    manifest: Manifest,
+    accelerator: Accelerator,
+) -> Validator | None:
+    """Make what decodes the held-out texts; None where there are none."""
+    if not held_out:
+        return None
+    return Validator(
+        held_out,
+        target=target,
+        objective=objective,
+        horizon=manifest.horizon,
+        max_new_tokens=config.validation_tokens,
+        batch_size=config.batch_size,
+        accelerator=accelerator,
+    )
+
+
+def make_checkpoints(
+    config: TrainConfig,
+    accelerator: Accelerator,
+    output_dir: Path,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+) -> Checkpoints:
+    """Make what writes checkpoints, in the background unless the configuration forbids it."""
+    return Checkpoints(
+        accelerator,
+        output_dir / CHECKPOINTS_DIR,
+        model,
+        optimizer,
+        keep=config.keep_checkpoints,
+        background=config.checkpoint_in_background,
+    )
+
+
+def log_recomputed(manifest: Manifest, reads: TargetReads) -> None:
+    """Log what the target's pass in every step is for, and how it could be spared."""
+    stored = manifest.stored(reads)
+    options = []
+    if reads.hidden_states and not stored.hidden_states:
+        options.append("distill.features=last_hidden")
+    if reads.layers and not stored.layers:
+        options.append(f"distill.feature_layers=[{','.join(map(str, reads.layers))}]")
+    if options:
+        logger.info(
+            "the shards lack states of the target that this drafter reads, so the target makes them anew in every step; "
+            "distilled with %s they would hold them (now: features %s, feature_layers %s)",
+            " ".join(options),
+            manifest.features,
+            manifest.feature_layers,
+        )
+
+
+def make_optimizer(drafter: TrainableDrafter, config: TrainConfig) -> torch.optim.Optimizer:
+    parameters = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [parameter for parameter in parameters if parameter.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.learning_rate, fused=True)
