@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-LIGHT = ["", ".collate", ".config", ".files", ".manifest", ".prompts", ".records", ".shards", ".sources", ".stdlib", ".types"]
+LIGHT = ["", ".collate", ".config", ".files", ".manifest", ".records", ".shards", ".sources", ".stdlib", ".suites", ".types"]
 
 
 @pytest.mark.parametrize("modules", [[""], LIGHT])

@@ -253,9 +253,9 @@ from pathlib import Path
 from accelerate import Accelerator
 from outrider.data.config import DataConfig
 from outrider.distill.config import DistillConfig
-from outrider.distill.run import distill
-from outrider.models.config import TargetConfig
-from outrider.models.target import load_target
+from outrider.distill.label.run import distill
+from outrider.models.target.config import TargetConfig
+from outrider.models.target.loading import load_target
 target_dir, data_path, output_dir = sys.argv[1:]
 target = load_target(TargetConfig(name_or_path=target_dir, device="cpu"))
 config = DistillConfig(horizon=4, features="last_hidden", shard_examples=3, batch_tokens=128)

@@ -399,9 +399,9 @@ from pathlib import Path
 from accelerate import Accelerator
 from outrider.data.config import DataConfig
 from outrider.distill.config import DistillConfig
-from outrider.distill.regenerate import regenerate
-from outrider.models.config import TargetConfig
-from outrider.models.target import load_target
+from outrider.distill.regenerate.run import regenerate
+from outrider.models.target.config import TargetConfig
+from outrider.models.target.loading import load_target
 import torch
 torch.set_num_threads(1)
 target_dir, data_path, output_dir, *stops = sys.argv[1:]
