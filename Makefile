@@ -15,19 +15,27 @@ comma := ,
 # One process on one device, and no questions about it.
 LAUNCH := $(BIN)/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
 
-.PHONY: help install demo test lint format clean
+PYTEST := $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist worksteal
+
+.PHONY: help install demo test test-slow test-all lint format clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
 
 install: $(STAMP) ## Make .venv and install outrider with its pinned dependencies
 
 demo: $(STAMP) ## Distil, train, evaluate and package a ReDrafter for the embedded target (minutes on two cores)
 	$(LAUNCH) train.py conf=demo $(if $(OUTPUT),output_dir=$(OUTPUT))
 
-test: $(STAMP) ## Run the whole test suite, on up to four cores
-	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist worksteal
+test: $(STAMP) ## Run the tests but the slow ones, on up to four cores (minutes)
+	$(PYTEST) -m "not slow"
+
+test-slow: $(STAMP) ## Run the slow tests alone
+	$(PYTEST) -m slow
+
+test-all: $(STAMP) ## Run the whole test suite
+	$(PYTEST)
 
 lint: $(STAMP) $(TYPES) ## Lint, format check, types and the import contract: what .ci/run and pre-commit run
 	$(BIN)/ruff check .

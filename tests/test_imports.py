@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 REPOSITORY = Path(__file__).parents[1]
 PACKAGES = {"cli", "conf", "data", "distill", "eval", "models", "train"}
 LIBRARY = sorted(path for folder in PACKAGES for path in (REPOSITORY / folder).rglob("*.py"))
@@ -46,6 +48,7 @@ def test_the_walk_sees_a_bare_import(tmp_path: Path) -> None:
     assert absolute_imports(path) == ["data", "models"]
 
 
+@pytest.mark.slow
 def test_each_module_can_be_imported_first() -> None:
     """Which one is, is up to the user: a module that is only found once others have been loaded hides a circle."""
     script = """

@@ -326,6 +326,7 @@ def test_more_medusa_heads_than_the_distilled_labels_train_are_told_at_once(
     assert digests(folder) == before
 
 
+@pytest.mark.slow
 def test_the_ablation_compares_both_labels_in_one_table(overrides: list[str], tmp_path: Path) -> None:
     run_here("conf=ablation_demo", *overrides[1:], f"output_dir={tmp_path}")
     methods = [row["method"] for row in summary(tmp_path)]

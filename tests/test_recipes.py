@@ -73,6 +73,7 @@ def run_here(tmp_path: Path, target: Path, questions: Path, *overrides: str) -> 
     return [row["method"] for row in rows]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_runs_through_all_stages(
     tiny_target_dir: Path, conversations: Path, questions: Path, tmp_path: Path, recipe: str
@@ -96,6 +97,7 @@ def test_the_demo_runs_with_every_kind(tiny_target_dir: Path, questions: Path, t
     assert len(methods) > 2
 
 
+@pytest.mark.slow
 def test_a_drafter_is_adapted_to_a_target_that_has_changed(
     tiny_target_dir: Path, conversations: Path, questions: Path, tmp_path: Path
 ) -> None:

@@ -59,6 +59,7 @@ def test_an_unknown_recipe_lists_the_known_ones(tmp_path: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 def test_a_plan_tells_what_a_distillation_takes_and_leaves_nothing(tmp_path: Path) -> None:
     result = call(*OUTRIDER, "run", "--plan", "conf=demo", "data.limit=20", "num_threads=1", cwd=tmp_path)
     assert result.returncode == 0, result.stderr

@@ -43,7 +43,7 @@ CAUGHT = 1e-6
 """Total variation of a mutant must exceed this: six orders of magnitude above what passes."""
 
 
-@pytest.mark.parametrize("drawing", DRAWINGS)
+@pytest.mark.parametrize("drawing", [pytest.param("beam", marks=pytest.mark.slow), *DRAWINGS[1:]])
 def test_speculative_sampling_is_exact(drawing):
     checks = list(check_rule(lambda sampling: SpeculativeSampling(sampling=sampling), shapes=SMALL_SHAPES, drawings=[drawing]))
     assert len(checks) == 5 * 5 * 6 * 2
@@ -210,8 +210,18 @@ class ToyDrafter:
         return None
 
 
-@pytest.mark.parametrize("chance", ["one generator", "row seeds"])
-@pytest.mark.parametrize("drawing", [*DRAWINGS, "nothing"])
+QUICK_LOOPS = {("beam", "row seeds"), ("distinct", "one generator")}
+"""Each drawing and each source of chance is in one of them, or in a slow test."""
+
+
+@pytest.mark.parametrize(
+    ("drawing", "chance"),
+    [
+        pytest.param(drawing, chance, marks=[] if (drawing, chance) in QUICK_LOOPS else pytest.mark.slow)
+        for drawing in (*DRAWINGS, "nothing")
+        for chance in ("one generator", "row seeds")
+    ],
+)
 def test_whole_texts_of_the_decode_loop_follow_the_joint_distribution(drawing, chance):
     length, num_rows = 4, 20_000
     sampling = Sampling(temperature=0.8)

@@ -80,6 +80,7 @@ def test_the_drawn_conversations_stay_the_same_but_for_those_left_out(tmp_path: 
         load_conversations(config, PromptOverlap([suite(*(each.turns[0].content for each in drawn))], 13))
 
 
+@pytest.mark.slow
 def test_answers_to_the_evaluations_prompts_are_no_training_data(shared_data: Path) -> None:
     chat = str(shared_data / "chat" / "alpaca_eval_outputs.jsonl.gz")
     suites = {

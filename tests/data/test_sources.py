@@ -264,6 +264,7 @@ def test_the_standard_library_is_a_source() -> None:
     assert not dropped
 
 
+@pytest.mark.slow
 def test_real_chats_in_sharegpt_form(shared_data: Path) -> None:
     conversations, dropped = load(shared_data / "chat" / "alpaca_eval_outputs.jsonl.gz")
     assert len(conversations) + dropped.total() == 20_125

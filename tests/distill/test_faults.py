@@ -29,6 +29,7 @@ def target(tiny_target_dir: Path) -> HFTarget:
     return load_target(TargetConfig(name_or_path=str(tiny_target_dir), device="cpu"))
 
 
+@pytest.mark.slow
 def test_processes_killed_twenty_times_make_the_bytes_of_an_undisturbed_run(
     target: HFTarget, tiny_target_dir: Path, tmp_path: Path
 ) -> None:

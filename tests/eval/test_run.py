@@ -106,6 +106,7 @@ def test_a_random_drafter_is_lossless_and_everything_is_written(run_tiny: Evalua
     assert len(read(tmp_path)) == 3 * (NUM_TURNS + NUM_PROFILED)
 
 
+@pytest.mark.slow
 def test_timed_runs_have_no_phase_timers_and_orders_rotate(
     run_tiny: Evaluate, generated: list[dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -220,6 +221,7 @@ def test_records_of_another_evaluation_are_never_mixed(run_tiny: Evaluate, tmp_p
         run_tiny(tmp_path)
 
 
+@pytest.mark.slow
 def test_an_incomplete_run_is_not_finished_in_another_environment(run_tiny: Evaluate, tmp_path: Path) -> None:
     rows = run_tiny(tmp_path)
     information = json.loads((tmp_path / "run.json").read_text())
@@ -330,6 +332,7 @@ def test_sampled_answers_of_a_drafter_are_the_baselines_very_tokens(run_tiny: Ev
     assert not any(record.drawn for record in read(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_second_turn_holds_the_baselines_answer_at_its_own_temperature(
     run_tiny: Evaluate, tiny_target: HFTarget, tmp_path: Path
 ) -> None:
@@ -348,6 +351,7 @@ def test_a_second_turn_holds_the_baselines_answer_at_its_own_temperature(
         assert {record.prompt_sha256 for record in seconds} == {hashlib.sha256(str(tokens).encode()).hexdigest()}
 
 
+@pytest.mark.slow
 def test_a_run_of_two_temperatures_goes_on_where_it_was_killed(
     run_tiny: Evaluate, generated: list[dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -376,7 +380,7 @@ class SamplesHotter(SpeculativeSampling):
         return (wrong if tree.num_nodes else right)(tree, output, generator=generator)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_a_sampler_of_a_wrong_distribution_is_caught(
     run_tiny: Evaluate, tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
@@ -488,6 +492,7 @@ def test_what_is_known_of_a_drafters_training_is_told(
             check_inputs(config, [directory])
 
 
+@pytest.mark.slow
 def test_threads_are_set_for_the_measurement_and_given_back(run_tiny: Evaluate, tmp_path: Path) -> None:
     before = torch.get_num_threads()
     run_tiny(tmp_path, num_threads=before + 1, settings=[{}], profile_prompts=0)
@@ -537,6 +542,7 @@ def test_typical_acceptance_is_told_to_be_lossy(tiny_target: HFTarget, config: E
         )
 
 
+@pytest.mark.slow
 def test_a_draft_model_is_evaluated_as_chain_tree_and_sampler(
     tiny_target: HFTarget, config: EvalConfig, tmp_path: Path
 ) -> None:
@@ -593,6 +599,7 @@ def figures(rows: Sequence[Row]) -> dict[tuple[int, str], float | None]:
     return {(row["batch_size"], row["method"]): row["tokens_per_step"] for row in rows}
 
 
+@pytest.mark.slow
 def test_a_method_that_runs_out_of_memory_is_left_out_and_the_others_are_measured(
     run_tiny: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -649,6 +656,7 @@ def shown_everywhere(folder: Path) -> None:
     assert "OOM: memory ran out" in page
 
 
+@pytest.mark.slow
 def test_where_plain_decoding_runs_out_of_memory_no_method_has_figures(
     run_tiny: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -697,6 +705,7 @@ def test_memory_that_runs_out_behind_another_error_is_out_of_memory_too(
     assert "CUDA out of memory. Tried to allocate 2.00 GiB." in caplog.text, "what ran out is named, not what it led to"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", ["baseline", "redrafter"])
 def test_memory_that_runs_out_in_a_profile_costs_the_profile_alone(
     lost: str, run_tiny: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -793,6 +802,7 @@ def test_an_answer_whose_audit_runs_out_of_memory_twice_is_unproven(
     assert run_tiny(folder)[1]["lossless_label"] == "within noise (1)", "the same command audits it"
 
 
+@pytest.mark.slow
 def test_plain_decoding_whose_audit_runs_out_of_memory_proves_nothing(
     run_tiny: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

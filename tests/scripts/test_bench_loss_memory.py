@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_loss_memory.py"
 VOCAB, LABELS = 2048, (2048, 8192)
 LOGITS_MIB = VOCAB * LABELS[1] * 4 / 2**20

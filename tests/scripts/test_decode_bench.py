@@ -15,6 +15,8 @@ from outrider.models.drafters.graphed import GraphedDrafter
 
 from ..models.recorder import ReplayingRecorder
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu" / "decode_bench.py"
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "paper_tables.sh"
 RECORDER = r"""#!/usr/bin/env bash
 printf '%s\n' "$(basename "$0") $*" >> "$(dirname "$0")/log"

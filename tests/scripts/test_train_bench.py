@@ -15,6 +15,8 @@ from outrider.distill.label.continuations import label_continuations
 from outrider.models.target.hf_target import HFTarget
 from outrider.train.data import with_hidden_states
 
+pytestmark = pytest.mark.slow
+
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "gpu"
 ARGS = Namespace(horizon=5, agreement=0.5, steps=1, warm_up=1)
 FOREVER = float("inf")

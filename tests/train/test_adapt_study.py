@@ -16,6 +16,8 @@ from outrider.models.target.hf_target import HFTarget
 
 from ..train.conftest import Run
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "adapt_study.py"
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from accelerate import Accelerator
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_checkpoints.py"
 
 

@@ -10,6 +10,8 @@ import torch
 from .conftest import Run
 from .launching import CONFIG, DRAFTERS, IN_ONE_PROCESS, STEPS, launch, numbers, weights
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("deepspeed")  # pip install 'outrider[deepspeed]'
 
 TRAININGS = [("zero1", "redrafter"), *(("zero2", kind) for kind in DRAFTERS), *(("zero3", kind) for kind in DRAFTERS)]

@@ -15,6 +15,7 @@ from .conftest import Run
 from .test_resume import report_of
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without torch.distributed")
 def test_a_process_that_does_not_come_ends_a_training_but_nothing_before_or_after_it() -> None:
     assert report_of([str(Path(__file__).with_name("late_process.py"))]) == {

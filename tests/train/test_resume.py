@@ -99,6 +99,7 @@ def test_a_resumed_run_may_differ_by_rounding_on_a_gpu_and_by_nothing_on_a_cpu(t
             assert_same_records([{**line, "loss": loss}], [line], device)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_kills_at_random_moments_leave_no_trace(
     processes: int, tiny_target_dir: Path, shards_dir: Path, tmp_path: Path
@@ -126,6 +127,7 @@ def test_kills_at_random_moments_leave_no_trace(
         assert not list((folder / "train").rglob(".*")), kill
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch is built without torch.distributed")
 def test_sigterm_waits_for_the_write_and_one_process_goes_on_with_the_texts_of_two(
     tiny_target_dir: Path, shards_dir: Path, tmp_path: Path, run_train: Callable[..., Run]

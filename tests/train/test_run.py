@@ -94,6 +94,7 @@ def test_a_drafter_learns_and_its_folder_can_be_loaded(run_train: RunTrain, targ
     assert not list(run.drafter_dir.parent.glob(".*"))
 
 
+@pytest.mark.slow
 def test_accumulation_weighs_micro_batches_by_their_labels_not_equally(run_train: RunTrain) -> None:
     one = run_train("one", batch_size=8)
     four = run_train("four", batch_size=2, gradient_accumulation=4)
@@ -103,6 +104,7 @@ def test_accumulation_weighs_micro_batches_by_their_labels_not_equally(run_train
         assert ours["positions_seen"] == theirs["positions_seen"]
 
 
+@pytest.mark.slow
 def test_a_longer_horizon_changes_neither_gradient_nor_loss_where_one_depth_is_trained(
     run_train: RunTrain, shards_dir: Path, target: HFTarget, examples: list[DistilledExample], tmp_path: Path
 ) -> None:
@@ -131,6 +133,7 @@ def test_stored_hidden_states_train_the_same_drafter_as_recomputed_ones(
     assert_close(run_train("recomputed"), run_train("stored", shards=directory))
 
 
+@pytest.mark.slow
 def test_activations_computed_anew_train_the_same_drafter_also_from_the_middle_of_a_run(run_train: RunTrain) -> None:
     eagle3 = {"kind": "eagle3", "feature_layers": [0, 1]}
     kept = run_train("kept", replace_drafter=eagle3, steps=3)
@@ -163,6 +166,7 @@ def test_a_finished_run_is_skipped_and_a_damaged_drafter_restored(run_train: Run
     assert (run.drafter_dir / "model.safetensors").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_users_own_file_beside_the_drafter_stays(run_train: RunTrain, spy: Any) -> None:
     run = run_train(drafter={"kind": "spy"})
     made = spy.calls

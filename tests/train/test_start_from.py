@@ -31,6 +31,7 @@ def test_training_goes_on_where_the_other_one_ended_and_not_from_fresh_weights(r
     assert first_loss(warm) < 0.8 * first_loss(before)
 
 
+@pytest.mark.slow
 def test_a_folder_of_another_start_is_refused(run_train: RunTrain) -> None:
     first, second = run_train("first", seed=1), run_train("second", seed=2)
     warm = run_train("warm", replace_drafter=start_from(first))
@@ -41,6 +42,7 @@ def test_a_folder_of_another_start_is_refused(run_train: RunTrain) -> None:
         run_train("warm")
 
 
+@pytest.mark.slow
 def test_a_start_that_moved_is_the_same_start(run_train: RunTrain, tmp_path: Path) -> None:
     before = run_train("before")
     warm = run_train("warm", replace_drafter=start_from(before))
@@ -50,6 +52,7 @@ def test_a_start_that_moved_is_the_same_start(run_train: RunTrain, tmp_path: Pat
     assert (warm.drafter_dir / "model.safetensors").stat().st_mtime_ns == trained_at, "it was there already"
 
 
+@pytest.mark.slow
 def test_labels_of_new_data_do_not_change_the_tokens_that_are_drafted(run_train: RunTrain) -> None:
     """Choosing them anew would give every row of the head another token's meaning."""
     before = run_train("before", drafter={"draft_vocab_size": 40})

@@ -75,6 +75,7 @@ def forbid_passes(target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(target, name, lambda *args, **kwargs: pytest.fail("the target was run"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "drafter", [EAGLE3, DRAFT_MODEL, {"kind": "eagle"}, {"kind": "medusa", "num_heads": 3}, DRAFTER], ids=lambda d: d["kind"]
 )
@@ -110,6 +111,7 @@ def test_a_draft_model_and_an_eagle3_need_no_hidden_states_where_labels_alone_te
     run_train("draft_model", replace_drafter=DRAFT_MODEL, shards=shards_dir, steps=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [(1,), ()])
 def test_layers_that_are_not_all_stored_are_recomputed_and_told(
     layers: tuple[int, ...],
@@ -169,6 +171,7 @@ def test_fewer_bits_give_nearly_the_same_loss(
     assert found[1] == pytest.approx(found[0], rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["kl", "kl_acceptance"])
 @pytest.mark.parametrize("drafter", [EAGLE3, DRAFTER], ids=lambda d: d["kind"])
 def test_likeliest_tokens_teach_what_hidden_states_do(

@@ -188,6 +188,7 @@ def test_small_segments_chunked_heads_and_plain_operations_change_nothing(
     assert torch.equal(labels, again)
 
 
+@pytest.mark.slow
 def test_embedded_target_labels_equal_naive_greedy_decoding(make_target: MakeTarget, demo_target_dir: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(demo_target_dir, dtype=torch.float32)
     target = make_target(model, [model.config.eos_token_id])

@@ -59,6 +59,7 @@ def test_a_target_and_a_drafter_are_certified(decoding: list[str], dtype: str, t
     assert certificate["false_alarm_rate"] == pytest.approx(3 * certify.FALSE_ALARM_RATE)
 
 
+@pytest.mark.slow
 def test_a_compiled_target_is_certified_in_that_form(
     decoding: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -89,6 +89,7 @@ def test_each_batch_size_is_held_against_plain_decoding_at_the_same(run_tiny: Ev
     assert "batch size 1, 3" in (tmp_path / "eval" / "table.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_run_killed_within_a_batch_measures_that_batch_anew_and_nothing_else(
     run_tiny: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,6 +259,7 @@ def test_where_plain_decoding_is_wrong_nothing_has_a_speedup(
     assert all(each["speedup"] is None for each in rows[3]["by_category"].values())
 
 
+@pytest.mark.slow
 def test_where_nothing_was_decoded_alone_plain_decoding_in_batches_is_audited(
     run_tiny: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,6 +274,7 @@ def test_where_nothing_was_decoded_alone_plain_decoding_in_batches_is_audited(
     assert rows[1]["lossless_label"].startswith("NO: plain decoding is wrong")
 
 
+@pytest.mark.slow
 def test_a_batch_size_is_added_to_a_finished_run_and_none_taken_away(run_tiny: Evaluate, tmp_path: Path) -> None:
     """What is there stays as it was measured."""
     folder = tmp_path / "eval"

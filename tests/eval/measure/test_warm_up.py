@@ -88,8 +88,8 @@ def evaluate_graphed(
     return run
 
 
-@pytest.mark.parametrize("tree_nodes", [6, None], ids=["one size", "buckets"])
-@pytest.mark.parametrize("sizes", [[1], [1, 2]])
+@pytest.mark.parametrize("tree_nodes", [pytest.param(6, marks=pytest.mark.slow), None], ids=["one size", "buckets"])
+@pytest.mark.parametrize("sizes", [pytest.param([1], marks=pytest.mark.slow), [1, 2]])
 def test_nothing_is_recorded_while_an_answer_is_measured(
     sizes: list[int], tree_nodes: int | None, evaluate_graphed: Callable[..., Any], recordings: Counter[bool]
 ) -> None:
@@ -99,6 +99,7 @@ def test_nothing_is_recorded_while_an_answer_is_measured(
     assert recordings[True] == 0, "rows that leave a batch, and longer prompts of a later suite, were visited too"
 
 
+@pytest.mark.slow
 def test_without_the_visits_recordings_are_in_the_times(
     evaluate_graphed: Callable[..., Any], recordings: Counter[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,6 +190,7 @@ def test_drafters_share_the_targets_recordings() -> None:
     assert num_recordings(both, 8) == len(both), "a recording has the inputs of some layers"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_kept", [3, 1000])
 def test_more_shapes_than_recordings_are_kept_is_a_warning(
     num_kept: int,

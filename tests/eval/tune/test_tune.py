@@ -182,6 +182,7 @@ def test_no_impossible_setting_is_ever_proposed_and_the_search_ends(kind: str, g
     assert len({json.dumps(setting) for setting in tried}) == len(tried), "none is tried twice"
 
 
+@pytest.mark.slow
 def test_settings_that_run_out_of_memory_are_left_out_and_named(
     tiny_target: HFTarget, tiny_drafter_dir: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,6 +213,7 @@ def test_settings_that_run_out_of_memory_are_left_out_and_named(
     assert json.loads((tmp_path / TUNING_FILE).read_text())["left_out"][0] == {"setting": wide, "batch_size": 2}
 
 
+@pytest.mark.slow
 def test_a_batch_size_at_which_plain_decoding_does_not_fit_has_no_choice(
     tiny_target: HFTarget, tiny_drafter_dir: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,6 +266,7 @@ def test_a_setting_whose_drafter_does_not_load_is_left_out_and_named(
         tune_tiny([large])
 
 
+@pytest.mark.slow
 def test_plain_answers_are_given_in_smaller_batches_where_memory_runs_out(
     tune_tiny: Callable[..., Tuning], monkeypatch: pytest.MonkeyPatch
 ) -> None:

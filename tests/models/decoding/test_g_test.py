@@ -21,6 +21,7 @@ def multinomial(probs: torch.Tensor, num_samples: int, times: int, seed: int = 0
     return torch.zeros(times, len(probs), dtype=torch.long).scatter_add_(1, drawn, torch.ones_like(drawn))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_false_alarms_are_as_rare_as_stated(name):
     probs = DISTRIBUTIONS[name]

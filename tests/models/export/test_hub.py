@@ -337,6 +337,7 @@ def test_a_folder_is_a_folder_even_where_it_looks_like_a_name(hub, tmp_path, mon
         resolve_drafter("outputs/drafter")
 
 
+@pytest.mark.slow
 def test_the_command_pushes_and_transformers_decodes_from_the_hub(folder: Path, tiny_target_dir: Path, tmp_path: Path) -> None:
     with serving() as server:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}

@@ -22,6 +22,8 @@ from ...distill.regenerate.test_run import write_conversations
 from ...train.launching import launch_script
 from .launched_tensor_parallel import make
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parent / "launched_tensor_parallel.py"
 
 

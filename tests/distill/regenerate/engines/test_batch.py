@@ -69,6 +69,7 @@ def test_evicted_rows_go_on_to_the_answers_of_requests_alone(
     assert engine.statistics.num_tokens == sum(len(tokens) for tokens, _ in found.values())
 
 
+@pytest.mark.slow
 def test_batches_are_the_same_in_every_call_whatever_was_asked_before(
     target: HFTarget, many: list[Request], limits: Limits
 ) -> None:
