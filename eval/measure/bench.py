@@ -18,7 +18,7 @@ from ...data.chat import encode_prompt
 from ...data.suites import Prompt, PromptSet
 from ...data.types import Turn
 from ...models.decoding.protocols import AcceptanceRule, Drafter
-from ...models.target import cuda_graphs as graphs
+from ...models.target import cuda_graphs
 from ...models.target.hf_target import HFTarget
 from ..config import EvalConfig
 from ..records.digests import differences, digest_of
@@ -27,6 +27,7 @@ from ..records.records import BASELINE, EvalRecord, RecordFile, RecordKey
 from ..records.run_files import Environment, OutOfMemory, Place
 from .memory import within_memory
 from .timing import Generation, time_generation
+from .turns import Method, PromptTurn, TurnBatch
 from .warm_up import num_recordings, reachable_sizes, shapes_of, text_lengths, visit
 
 logger = logging.getLogger(__name__)
@@ -37,43 +38,6 @@ T = TypeVar("T")
 
 Pass = tuple[PromptSet, Sequence[Prompt], int, int, bool]
 """Suite, those of its prompts to answer, batch size, repeat, profiled: every method goes through them once."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Method:
-    """A way to decode: a drafter in one setting. The baseline's drafter proposes nothing."""
-
-    name: str
-    drafter: Drafter[Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptTurn:
-    """A turn of a prompt as the target reads it, earlier turns and their answers included: those of plain decoding at this
-    temperature and batch size.
-
-    `input_ids` is None where it, or an earlier turn, leaves no room for an answer in the target's context window.
-    """
-
-    suite: PromptSet
-    prompt: Prompt
-    turn: int
-    temperature: float
-    batch_size: int
-    input_ids: Int[torch.Tensor, "1 seq"] | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TurnBatch:
-    """Turns that are answered together, in the order of the suite: the same turn of up to `batch_size` prompts.
-
-    `index` counts the groups of prompts of a pass: later turns of a group have the same one. A prompt leaves its group where
-    it has no further turn, or no room for one.
-    """
-
-    index: int
-    turns: Sequence[PromptTurn]
-    input_ids: Sequence[Int[torch.Tensor, " _"]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,13 +238,13 @@ class Bench:
     def _warn_of_dropped_recordings(self, num_planned: int) -> None:
         """Warn, once, where the target drops recordings before anything is measured."""
         subject = "recordings"
-        if self.target.cuda_graphs and num_planned > graphs.MAX_RECORDINGS and subject not in self.warnings:
+        if self.target.cuda_graphs and num_planned > cuda_graphs.MAX_RECORDINGS and subject not in self.warnings:
             self.warnings.add(subject)
             logger.warning(
                 "%d shapes are planned, and the target keeps %d recordings: some are recorded again while answers are "
                 "measured; give fewer settings or batch sizes, or each a folder of its own",
                 num_planned,
-                graphs.MAX_RECORDINGS,
+                cuda_graphs.MAX_RECORDINGS,
             )
 
     def _fits(self, turn: PromptTurn, method: Method, profiled: bool) -> bool:

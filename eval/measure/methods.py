@@ -18,7 +18,7 @@ from ...models.target.hf_target import HFTarget
 from ..config import EvalConfig
 from ..records.names import BASELINE
 from ..records.run_files import Place
-from .bench import Method
+from .turns import Method
 
 Settings = Mapping[Path, Sequence[dict[str, Any]]]
 """Run-time options by drafter's directory, each one a method of the table: in place of the configuration's."""
