@@ -51,8 +51,8 @@ def certify_command(
     from ..eval.measure.methods import method_specs, proposer
     from ..eval.run import check_inputs, load_suites
     from ..models.drafters import load_drafter
-    from ..models.drafters.saved.files import WEIGHTS_FILE
-    from ..models.drafters.saved.hub import resolve_drafter
+    from ..models.drafters.saved.download import resolve_drafter
+    from ..models.drafters.saved.folder import WEIGHTS_FILE
     from ..models.target.config import TargetConfig
     from ..models.target.loading import load_target
 

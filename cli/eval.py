@@ -60,7 +60,7 @@ def eval_command(
     from ..eval.results.tables import print_table
     from ..eval.run import check_inputs, evaluate
     from ..eval.tune.run import tuned_settings
-    from ..models.drafters.saved.hub import resolve_drafter
+    from ..models.drafters.saved.download import resolve_drafter
     from ..models.target.config import TargetConfig
     from ..models.target.loading import default_device, load_target
 

@@ -37,8 +37,8 @@ def export_command(
     """
     import torch  # it, and all that uses it, loads too slowly for --help
 
-    from ..models.drafters.saved.files import read_drafter_config
-    from ..models.drafters.saved.hub import resolve_drafter
+    from ..models.drafters.saved.download import resolve_drafter
+    from ..models.drafters.saved.folder import read_drafter_config
     from ..models.export.config import DTYPES
     from ..models.export.registry import export_drafter, find_format
 
@@ -68,7 +68,7 @@ def import_command(
     """
     from ..models.drafters import save_drafter
     from ..models.drafters.registry import kind_of
-    from ..models.drafters.saved.hub import resolve_folder
+    from ..models.drafters.saved.download import resolve_folder
     from ..models.export.registry import find_format, format_of, import_drafter
 
     if output.exists() and (not output.is_dir() or any(output.iterdir())):

@@ -14,7 +14,7 @@ from ..eval.report.card import CardOptions, model_card, rows_of
 from ..eval.results.rows import is_broken
 from ..models.drafters.base import TrainableDrafter
 from ..models.drafters.registry import kind_of
-from ..models.drafters.saved.files import WEIGHTS_FILE, read_drafter_config
+from ..models.drafters.saved.folder import WEIGHTS_FILE, read_drafter_config
 from ..models.export.certificate import read_certificate
 from ..models.export.config import ExportConfig
 from ..models.export.hub import push

@@ -54,8 +54,8 @@ def push_command(
     """
     from huggingface_hub.utils import validate_repo_id
 
-    from ..models.drafters.saved.files import read_drafter_config
-    from ..models.drafters.saved.hub import HUB_ID, READ_FILES, telling_hub_errors
+    from ..models.drafters.saved.download import HUB_ID, READ_FILES, telling_hub_errors
+    from ..models.drafters.saved.folder import read_drafter_config
     from ..models.export.certificate import read_certificate
     from ..models.export.package import CERTIFICATE_FILE, README_FILE, is_package, package_files
 

@@ -31,7 +31,7 @@ from ..eval.results.tables import print_table
 from ..eval.run import check_inputs, evaluate
 from ..models.drafters import build_drafter
 from ..models.drafters.saved.build import require_horizon
-from ..models.drafters.saved.files import read_drafter_config
+from ..models.drafters.saved.folder import read_drafter_config
 from ..models.target.hf_target import HFTarget
 from ..models.target.loading import load_target
 from ..models.target.tensor_parallel import Worker

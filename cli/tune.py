@@ -56,7 +56,7 @@ def tune_command(
     from ..data.chat import use_chat_template
     from ..eval.run import check_inputs
     from ..eval.tune.run import tune
-    from ..models.drafters.saved.hub import HUB_ID, resolve_drafter
+    from ..models.drafters.saved.download import HUB_ID, resolve_drafter
     from ..models.target.config import TargetConfig
     from ..models.target.loading import default_device, load_target
     from .eval import parse_setting, tokenizer_options

@@ -17,7 +17,7 @@ from ..models.decoding.acceptance import GreedyAcceptance, SpeculativeSampling, 
 from ..models.decoding.protocols import AcceptanceRule
 from ..models.decoding.sampling import Sampling
 from ..models.drafters.base import TrainableDrafter
-from ..models.drafters.saved.files import read_training_facts
+from ..models.drafters.saved.folder import read_training_facts
 from ..models.target.hf_target import HFTarget
 from ..models.target.packed_linears import packed_linears
 from .config import EvalConfig

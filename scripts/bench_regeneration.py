@@ -31,7 +31,7 @@ from outrider.distill.regenerate.engine import Request
 from outrider.distill.regenerate.engines.registry import open_engine
 from outrider.distill.regenerate.run import answer_limits
 from outrider.eval.measure.environment import describe_environment
-from outrider.models.drafters.saved.checkpoint import read_drafter_config
+from outrider.models.drafters.saved.loading import read_drafter_config
 from outrider.models.target.config import TargetConfig
 from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.loading import load_target

@@ -42,7 +42,7 @@ from outrider.models.drafters import build_drafter
 from outrider.models.drafters.objective import Objective
 from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.loading import load_target
-from outrider.train.data import BatchStream, target_reads, with_hidden_states
+from outrider.train.batches import BatchStream, target_reads, with_hidden_states
 
 KINDS = ("redrafter", "medusa", "eagle", "eagle3")
 ARMS = ("straightforward", "stored", "made anew", "packed")

@@ -36,7 +36,7 @@ from outrider.models.drafters import build_drafter
 from outrider.models.drafters.objective import Objective
 from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.loading import load_target
-from outrider.train.data import BatchStream, target_reads, with_hidden_states
+from outrider.train.batches import BatchStream, target_reads, with_hidden_states
 from outrider.train.run import train
 
 LAYERS = [2, 4, 7]

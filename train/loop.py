@@ -7,7 +7,7 @@ from accelerate import Accelerator
 
 from ..data.types import DrafterBatch
 from ..models.drafters.objective import Loss
-from .data import label_counts, with_hidden_states
+from .batches import label_counts, with_hidden_states
 from .metrics import LOSS_FIELDS, add_losses
 from .parallel import backward, finish_step, make_anchor, micro_batch
 from .precision import tensor_float32

@@ -16,8 +16,8 @@ from ..data.manifest import Manifest, TargetIdentity
 from ..models.drafters import save_drafter
 from ..models.drafters.base import TrainableDrafter
 from ..models.drafters.saved.build import parse_drafter_config, starting_weights
-from ..models.drafters.saved.checkpoint import change_options
-from ..models.drafters.saved.files import CONFIG_FILE, TRAINING_FILE, WEIGHTS_FILE, TrainingFacts
+from ..models.drafters.saved.folder import CONFIG_FILE, TRAINING_FILE, WEIGHTS_FILE, TrainingFacts
+from ..models.drafters.saved.loading import change_options
 from .best import Best
 from .checkpoint import latest_checkpoint, read_marker
 from .config import MAY_CHANGE_ON_RESUME, TrainConfig

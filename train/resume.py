@@ -4,8 +4,8 @@ import logging
 
 from accelerate.utils import set_seed
 
+from .batches import derived_seed
 from .checkpoint import latest_checkpoint, remove_incomplete
-from .data import derived_seed
 from .division import Division, describe_change
 from .training import Training
 

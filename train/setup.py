@@ -19,10 +19,10 @@ from ..models.drafters.base import TrainableDrafter
 from ..models.drafters.objective import Objective
 from ..models.target.hf_target import HFTarget
 from ..models.target.text_states import require_packing
+from .batches import BatchStream, count_label_tokens, target_reads
 from .best import Best
 from .checkpoint import Checkpoints
 from .config import SCHEDULES, TrainConfig
-from .data import BatchStream, count_label_tokens, target_reads
 from .metrics import Meter
 from .parallel import needs_whole_copy, prepare
 from .results import CHECKPOINTS_DIR

@@ -15,10 +15,10 @@ from ..data.types import DrafterBatch, TargetReads
 from ..models.drafters.base import TrainableDrafter
 from ..models.drafters.objective import Objective
 from ..models.target.hf_target import HFTarget
+from .batches import BatchStream
 from .best import Best
 from .checkpoint import Checkpoints
 from .config import TrainConfig
-from .data import BatchStream
 from .metrics import LOSS_FIELDS, Meter
 from .parallel import gather_weights
 from .spikes import SpikeWatch

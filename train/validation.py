@@ -27,7 +27,7 @@ from ..models.drafters.base import TrainableDrafter
 from ..models.drafters.objective import Loss, Objective
 from ..models.target.hf_target import HFTarget
 from ..models.target.tensor_parallel import Worker
-from .data import PAD_ID, TextPlace, derived_seed, target_reads, with_hidden_states
+from .batches import PAD_ID, TextPlace, derived_seed, target_reads, with_hidden_states
 from .metrics import LOSS_FIELDS, add_losses, summarize
 
 SHARDS_READ = 4

@@ -13,7 +13,7 @@ from ...models.drafters import NullDrafter, load_drafter
 from ...models.drafters.base import TrainableDrafter
 from ...models.drafters.graphed import GraphedDrafter, RecordableDrafter
 from ...models.drafters.saved.build import parse_drafter_config
-from ...models.drafters.saved.checkpoint import WEIGHTS_FILE, read_drafter_config
+from ...models.drafters.saved.loading import WEIGHTS_FILE, read_drafter_config
 from ...models.target.hf_target import HFTarget
 from ..config import EvalConfig
 from ..records.names import BASELINE

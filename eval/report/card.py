@@ -15,8 +15,8 @@ from huggingface_hub import ModelCardData
 
 from ...data.files import read_json, sha256_file
 from ...data.manifest import MANIFEST_FILE, load_manifest
-from ...models.drafters.saved.files import WEIGHTS_FILE, DrafterFile, read_drafter_config, read_training_facts
-from ...models.drafters.saved.hub import HUB_ID
+from ...models.drafters.saved.download import HUB_ID
+from ...models.drafters.saved.folder import WEIGHTS_FILE, DrafterFile, read_drafter_config, read_training_facts
 from ...models.export.certificate import read_certificate
 from ...models.export.package import UNNAMED, UNNAMED_TARGET, require_names, require_whole
 from ..records.names import BASELINE

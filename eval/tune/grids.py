@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ...models.drafters.saved.build import parse_runtime_config
-from ...models.drafters.saved.checkpoint import read_drafter_config
+from ...models.drafters.saved.loading import read_drafter_config
 
 Grid = Mapping[str, tuple[Any, ...]]
 """Values by option, of which every combination that makes sense is tried."""

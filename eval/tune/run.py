@@ -16,7 +16,7 @@ from ...data.types import Turn
 from ...models.drafters import load_drafter
 from ...models.drafters.base import TrainableDrafter
 from ...models.drafters.saved.build import parse_runtime_config
-from ...models.drafters.saved.checkpoint import read_drafter_config
+from ...models.drafters.saved.loading import read_drafter_config
 from ...models.drafters.saved.tuned import Choice, describe_place, read_tuned, save_tuned, tuned_choice
 from ...models.target.hf_target import HFTarget
 from ...models.target.packed_linears import packed_linears

@@ -8,13 +8,13 @@ if TYPE_CHECKING:
     from .null import NullDrafter
     from .registry import DRAFTERS
     from .saved.build import build_drafter
-    from .saved.checkpoint import load_drafter, save_drafter
+    from .saved.loading import load_drafter, save_drafter
 
 __all__ = ["DRAFTERS", "NullDrafter", "build_drafter", "load_drafter", "save_drafter"]
 __getattr__ = lazily(
     __name__,
     {
-        "saved.checkpoint": ("load_drafter", "save_drafter"),
+        "saved.loading": ("load_drafter", "save_drafter"),
         "saved.build": ("build_drafter",),
         "null": ("NullDrafter",),
         "registry": ("DRAFTERS",),

@@ -8,8 +8,8 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ..target.config import TargetConfig
-from ..target.digests import weights_digest
 from ..target.hf_target import HFTarget
+from ..target.identity import weights_digest
 from ..target.loading import load_target
 from ..target.plain_weights import require_plain_weights, whole
 from .beams import MAX_SEARCH_NODES

@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 
 from ...data.manifest import TargetIdentity
 from ..drafters.draft_model import DraftModel
-from ..drafters.saved.checkpoint import load_drafter, require_fitting_target
-from ..drafters.saved.files import CONFIG_FILE, WEIGHTS_FILE, read_drafter_config
-from ..target.digests import config_digest, tokenizer_digest, weights_digest
+from ..drafters.saved.folder import CONFIG_FILE, WEIGHTS_FILE, read_drafter_config
+from ..drafters.saved.loading import load_drafter, require_fitting_target
 from ..target.hf_target import HFTarget
+from ..target.identity import config_digest, tokenizer_digest, weights_digest
 
 logger = logging.getLogger(__name__)
 

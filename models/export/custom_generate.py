@@ -23,7 +23,7 @@ from transformers.generation.stopping_criteria import StoppingCriteria
 from ..decoding.loop import generate as decode
 from ..decoding.sampling import Randomness, RowSeeds
 from ..decoding.types import Step
-from ..drafters.saved.hub import resolve_drafter
+from ..drafters.saved.download import resolve_drafter
 from ..target.packed_linears import packed_linears
 from .bound_drafters import Bound, bind, drafters_of, require_usable
 from .generate_arguments import (

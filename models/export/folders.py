@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 
 from ...data.files import read_json
-from ..drafters.saved.files import CONFIG_FILE, MOST_PROBLEMS, WEIGHTS_FILE
+from ..drafters.saved.folder import CONFIG_FILE, MOST_PROBLEMS, WEIGHTS_FILE
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from ...data.manifest import TargetIdentity
 from ..drafters.base import TrainableDrafter
 from ..drafters.registry import DRAFTERS, kind_of
 from ..drafters.saved.build import parse_drafter_config, parse_runtime_config
-from ..drafters.saved.checkpoint import require_fitting_target
-from ..drafters.saved.files import CONFIG_FILE, WEIGHTS_FILE
+from ..drafters.saved.folder import CONFIG_FILE, WEIGHTS_FILE
+from ..drafters.saved.loading import require_fitting_target
 from ..target.hf_target import HFTarget
 from .folders import NOTE_FILE, Folder, open_folder, raise_problems, shape_problems, to_json
 

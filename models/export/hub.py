@@ -18,7 +18,7 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import httpx
 
 from ...data.files import sha256_file
-from ..drafters.saved.hub import telling_hub_errors
+from ..drafters.saved.download import telling_hub_errors
 from .bundle import FOLDER, LICENCE_FILE, REQUIREMENTS_FILE
 from .package import ALLOWED, building, package_files
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from ...data.files import atomic_write_bytes, atomic_write_text, write_json
-from ..drafters.saved.files import CONFIG_FILE, TRAINING_FILE, WEIGHTS_FILE, read_drafter_config, read_training_facts
-from ..drafters.saved.hub import HUB_ID
+from ..drafters.saved.download import HUB_ID
+from ..drafters.saved.folder import CONFIG_FILE, TRAINING_FILE, WEIGHTS_FILE, read_drafter_config, read_training_facts
 from .bundle import FOLDER, LICENCE_FILE, REQUIREMENTS_FILE, START_FILE, custom_generate_files
 from .certificate import read_certificate
 from .folders import NOTE_FILE

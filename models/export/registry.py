@@ -8,8 +8,8 @@ import torch
 
 from ..drafters.base import TrainableDrafter
 from ..drafters.saved.build import drafter_of_weights, parse_drafter_config
-from ..drafters.saved.checkpoint import require_fitting_target
-from ..drafters.saved.files import read_drafter_config
+from ..drafters.saved.folder import read_drafter_config
+from ..drafters.saved.loading import require_fitting_target
 from ..target.hf_target import HFTarget
 from . import apple, eagle1, eagle3, medusa, speculators, transformers_model
 from .folders import WEIGHT_FILES, open_folder

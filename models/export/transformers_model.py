@@ -16,11 +16,11 @@ from transformers import GenerationConfig, PreTrainedConfig
 
 from ...data.files import write_json
 from ..drafters.draft_model import DraftModel, tied_parameters
-from ..drafters.saved.files import CONFIG_FILE
+from ..drafters.saved.folder import CONFIG_FILE
 from ..drafters.small_models import NOT_ARCHITECTURE, architecture_of, build_model
 from ..target.config import TargetConfig
-from ..target.digests import tokenizer_digest
 from ..target.hf_target import HFTarget
+from ..target.identity import tokenizer_digest
 from ..target.loading import load_tokenizer
 from .folders import Folder, to_json
 from .formats import NOTE_FILE, Format, Layout, Reading, Tensors

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from ...data.manifest import TargetIdentity
 from ..machine import turn_off_cudnn_attention
 from .config import TargetConfig
-from .digests import WEIGHT_PATTERNS, config_digest, tokenizer_digest, weights_digest
 from .hf_target import HFTarget
+from .identity import WEIGHT_PATTERNS, config_digest, tokenizer_digest, weights_digest
 from .quantization import describe, make_config, require_packages, stored_method
 from .tensor_parallel import make_sharding, require_whole_ends
 

@@ -49,7 +49,7 @@ from outrider.models.drafters.small_models import DraftModelConfig
 from outrider.models.target import hf_target, tree_attention
 from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.tree_cache import ACCELERATOR_EXTENT_STEP
-from outrider.train.data import target_reads, with_hidden_states
+from outrider.train.batches import target_reads, with_hidden_states
 
 SORT, COPY_AND_WRITE = 4, 2
 KERNELS = {

@@ -43,7 +43,7 @@ from outrider.eval.measure.environment import describe_environment
 from outrider.models.drafters import build_drafter
 from outrider.models.drafters.objective import Objective
 from outrider.models.target.hf_target import HFTarget
-from outrider.train.data import target_reads, with_hidden_states
+from outrider.train.batches import target_reads, with_hidden_states
 
 SHAPES = {"llama8b": LLAMA_8B, "tiny": TINY}
 DISTILL = "distill"

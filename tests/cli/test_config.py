@@ -19,7 +19,7 @@ from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.models.drafters.medusa import MedusaConfig
 from outrider.models.drafters.objective import LOSSES
 from outrider.models.drafters.saved.build import parse_drafter_config
-from outrider.models.drafters.saved.files import DrafterFile
+from outrider.models.drafters.saved.folder import DrafterFile
 from outrider.train.config import TrainConfig
 
 CONF = Path(__file__).parents[2] / "conf"

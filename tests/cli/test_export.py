@@ -102,7 +102,7 @@ def test_nothing_that_could_be_run_is_downloaded(drafter, tiny_target_dir, tmp_p
         return os.fspath(tmp_path / "theirs")
 
     call("export", drafter, "--target", tiny_target_dir, "--to", "medusa", "--output", tmp_path / "theirs")
-    monkeypatch.setattr("outrider.models.drafters.saved.hub.snapshot_download", download)
+    monkeypatch.setattr("outrider.models.drafters.saved.download.snapshot_download", download)
     call("import", "org/heads", "--target", tiny_target_dir, "--output", tmp_path / "again", "--folder-revision", "abc")
     assert asked == {"name": "org/heads", "revision": "abc", "allow_patterns": WANTED, "ignore_patterns": UNWANTED}
     assert not any(pattern.endswith((".py", "*")) for pattern in WANTED)

@@ -26,9 +26,9 @@ from outrider.models.target.config import TargetConfig
 from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.loading import load_target
 from outrider.models.target.text_states import require_packing, states_of_texts
+from outrider.train.batches import BatchStream, target_reads, to_device, with_hidden_states
 from outrider.train.checkpoint import Checkpoints, complete_checkpoints
 from outrider.train.config import TrainConfig
-from outrider.train.data import BatchStream, target_reads, to_device, with_hidden_states
 from outrider.train.run import train
 from outrider.train.state import HostCopy
 

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from outrider.distill.label.continuations import label_continuations
 from outrider.models.target.hf_target import HFTarget
-from outrider.train.data import with_hidden_states
+from outrider.train.batches import with_hidden_states
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from outrider.models.drafters import build_drafter, save_drafter
 from outrider.models.drafters.saved.build import parse_drafter_config
 from outrider.models.target.hf_target import HFTarget
 
-from ..train.conftest import Run
+from .conftest import Run
 
 pytestmark = pytest.mark.slow
 

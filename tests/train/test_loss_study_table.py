@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ..train.conftest import Run
+from .conftest import Run
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "loss_study_table.py"
 

@@ -14,8 +14,8 @@ from outrider.models.drafters import build_drafter
 from outrider.models.drafters.objective import Labels, Loss, Objective
 from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.text_states import require_packing, states_of_texts
+from outrider.train.batches import BatchStream, target_reads, with_hidden_states
 from outrider.train.config import TrainConfig
-from outrider.train.data import BatchStream, target_reads, with_hidden_states
 from outrider.train.tracking import read_records
 
 from .conftest import DRAFTER, Run

@@ -21,7 +21,7 @@ from outrider.data.types import DistilledExample, DrafterBatch
 from outrider.models.drafters import DRAFTERS, load_drafter
 from outrider.models.drafters.objective import Loss, Objective
 from outrider.models.drafters.redrafter import Redrafter
-from outrider.models.drafters.saved.files import read_training_facts
+from outrider.models.drafters.saved.folder import read_training_facts
 from outrider.models.machine import hardware
 from outrider.models.target.hf_target import HFTarget
 from outrider.train import loop as loop_module

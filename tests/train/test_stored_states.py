@@ -16,8 +16,8 @@ from outrider.data.types import DistilledExample, TargetReads, TopTokens
 from outrider.models.drafters import build_drafter
 from outrider.models.drafters.objective import Objective
 from outrider.models.target.hf_target import HFTarget
+from outrider.train.batches import BatchStream, target_reads, with_hidden_states
 from outrider.train.config import TrainConfig
-from outrider.train.data import BatchStream, target_reads, with_hidden_states
 from outrider.train.tracking import read_records
 
 from .conftest import DRAFTER, Run, write_shards

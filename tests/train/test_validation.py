@@ -18,8 +18,8 @@ from outrider.models.drafters.objective import Objective
 from outrider.models.target.config import TargetConfig
 from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.loading import load_target
+from outrider.train.batches import BatchStream
 from outrider.train.config import TrainConfig
-from outrider.train.data import BatchStream
 from outrider.train.run import train
 from outrider.train.tracking import read_records
 from outrider.train.validation import HeldOut, Validator, hold_out

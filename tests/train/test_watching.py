@@ -18,8 +18,8 @@ from outrider.models.drafters.base import TrainableDrafter
 from outrider.models.drafters.objective import Loss
 from outrider.models.target.hf_target import HFTarget
 from outrider.train import spikes as spikes_module
+from outrider.train.batches import BatchStream
 from outrider.train.checkpoint import complete_checkpoints
-from outrider.train.data import BatchStream
 from outrider.train.tracking import read_records
 from outrider.train.validation import Validation, Validator
 

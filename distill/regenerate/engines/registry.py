@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from ....models.drafters.null import NullDrafter
-from ....models.drafters.saved.checkpoint import load_drafter
+from ....models.drafters.saved.loading import load_drafter
 from ....models.target.hf_target import HFTarget
 from ....models.target.packed_linears import packed_linears
 from ...config import DistillConfig

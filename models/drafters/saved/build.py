@@ -13,8 +13,8 @@ from ....data.manifest import TargetIdentity
 from ...target.hf_target import HFTarget
 from ..base import TrainableDrafter
 from ..registry import DRAFTERS
-from .files import CONFIG_FILE, WEIGHTS_FILE, DrafterFile, count_tensors, read_drafter_config, read_weights
-from .hub import resolve_drafter
+from .download import resolve_drafter
+from .folder import CONFIG_FILE, WEIGHTS_FILE, DrafterFile, count_tensors, read_drafter_config, read_weights
 
 logger = logging.getLogger(__name__)
 

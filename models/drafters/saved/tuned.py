@@ -14,8 +14,8 @@ from ...decoding.protocols import Drafter
 from ...machine import device_name
 from ...target.hf_target import HFTarget
 from ..null import NullDrafter
-from .checkpoint import load_drafter
-from .files import WEIGHTS_FILE
+from .folder import WEIGHTS_FILE
+from .loading import load_drafter
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from outrider.eval.report.page import write_report
 from outrider.eval.report.runs import read_groups
 from outrider.eval.results.finished import rows_of
 from outrider.models.decoding.types import PhaseSeconds
-from outrider.models.drafters.saved.files import TrainingFacts
+from outrider.models.drafters.saved.folder import TrainingFacts
 
 from ...conftest import REPOSITORY
 from ..conftest import MakeRecord

@@ -23,8 +23,8 @@ from outrider.data.manifest import TargetIdentity
 from outrider.models.drafters import build_drafter, save_drafter
 from outrider.models.export.package import make_package
 from outrider.models.target.config import TargetConfig
-from outrider.models.target.digests import tokenizer_digest
 from outrider.models.target.hf_target import HFTarget
+from outrider.models.target.identity import tokenizer_digest
 from outrider.models.target.loading import load_target
 
 HIDDEN, VOCAB = 32, 300

@@ -20,7 +20,7 @@ from outrider.models.drafters import build_drafter, load_drafter
 from outrider.models.drafters.medusa import Medusa
 from outrider.models.drafters.redrafter import Redrafter
 from outrider.models.drafters.saved.build import starting_weights
-from outrider.models.drafters.saved.hub import resolve_drafter
+from outrider.models.drafters.saved.download import resolve_drafter
 from outrider.models.export.hub import pull, push
 from outrider.models.target.config import TargetConfig
 from outrider.models.target.loading import load_target

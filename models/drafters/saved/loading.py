@@ -14,8 +14,8 @@ from ...target.hf_target import HFTarget
 from ..base import TrainableDrafter
 from ..registry import kind_of
 from .build import drafter_of_weights, parse_runtime_config
-from .files import CONFIG_FILE, FORMAT_VERSION, WEIGHTS_FILE, DrafterFile, read_drafter_config
-from .hub import resolve_drafter
+from .download import resolve_drafter
+from .folder import CONFIG_FILE, FORMAT_VERSION, WEIGHTS_FILE, DrafterFile, read_drafter_config
 
 logger = logging.getLogger(__name__)
 

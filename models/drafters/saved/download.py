@@ -16,7 +16,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import httpx  # the client that it uses, which isn't always the package of this name
 
-from .files import CONFIG_FILE, TRAINING_FILE, WEIGHTS_FILE
+from .folder import CONFIG_FILE, TRAINING_FILE, WEIGHTS_FILE
 
 READ_FILES = (CONFIG_FILE, WEIGHTS_FILE, TRAINING_FILE)
 """What loading a drafter downloads: JSON and safetensors, no code."""

@@ -14,9 +14,9 @@ from outrider.data.types import DistilledExample
 from outrider.models.drafters import build_drafter
 from outrider.models.drafters.objective import Objective
 from outrider.models.target.hf_target import HFTarget
-from outrider.train import data as train_data
+from outrider.train import batches as train_data
+from outrider.train.batches import BatchStream, count_label_tokens, epoch_order, label_counts
 from outrider.train.config import TrainConfig
-from outrider.train.data import BatchStream, count_label_tokens, epoch_order, label_counts
 
 from .conftest import DRAFTER, write_shards
 
