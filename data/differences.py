@@ -9,7 +9,7 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str
 
     A text names both values: `target.dtype (was 'float32', is 'bfloat16')`. A missing value equals None, which means off.
     """
-    texts = {}
+    texts: dict[str, str] = {}
     for key in dict.fromkeys([*before, *after]):
         old, new = before.get(key), after.get(key)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
