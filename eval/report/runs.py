@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ...data.differences import differences
 from ..records.names import BASELINE, RUN_FILE
 from ..records.run_files import RunInfo, read_info
 from ..results.finished import read_rows
@@ -115,11 +116,9 @@ def read_groups(directories: Sequence[Path]) -> list[Group]:
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(json.dumps(run.conditions, sort_keys=True), []).append(run)
-    first = _flat(runs[0].conditions)
     made = []
     for members in groups.values():
-        other = _flat(members[0].conditions)
-        differs_in = [name for name in dict.fromkeys([*first, *other]) if first.get(name) != other.get(name)]
+        differs_in = list(differences(runs[0].conditions, members[0].conditions))
         made.append(Group(runs=members, entries=_entries(members), differs_in=differs_in))
     return made
 
@@ -182,12 +181,3 @@ def _label(method: str) -> tuple[str, str]:
 def _options(described: dict[str, Any]) -> dict[str, Any]:
     """A drafter's options as the run tells them; none where tuning turned it off."""
     return {} if described["setting"] is None else {**described["config"], **described["setting"]}
-
-
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """A nested dict's leaves by their dotted names."""
-    if not isinstance(value, dict):
-        return {prefix: value}
-    return {
-        name: leaf for key, item in value.items() for name, leaf in _flat(item, f"{prefix}.{key}" if prefix else key).items()
-    }

@@ -6,6 +6,7 @@ Losses are computed in chunks of labels and recomputed for the gradient, so that
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from enum import StrEnum, auto
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -28,10 +29,54 @@ TINY = 1e-12
 LEAST_REST = 1e-6
 """Least probability of all tokens but the likeliest: as 1 less a sum in float32, a smaller one would be rounding."""
 
-DIVERGENCES = ("cross_entropy", "kl", "reverse_kl")
-LOSSES = (*DIVERGENCES, "tv", "acceptance", "kl_tv", "kl_acceptance")
 WEIGHTS = ("uniform", "reached")
 TEACHERS = ("full", "top_k")
+
+
+class LossKind(StrEnum):
+    """A loss of one label. p is the target's distribution, q the drafter's, overlap is sum min(p, q).
+
+    The overlap is the probability that speculative sampling accepts the draft token (arXiv 2211.17192,
+    section 3.3). `reverse_kl` would rather miss some of p than offer what p lacks (arXiv 2306.08543,
+    section 2). The two blends weight their parts by the label's current overlap, as a constant: KL
+    leads where the drafter is weak. No weight is a mean over a batch, so a loss doesn't depend on how
+    a step is divided.
+    """
+
+    cross_entropy = auto()
+    """-log q(label)"""
+    kl = auto()
+    """KL(p || q)"""
+    reverse_kl = auto()
+    """KL(q || p)"""
+    tv = auto()
+    """1 - overlap: the total variation distance of p and q"""
+    acceptance = auto()
+    """-log overlap"""
+    kl_tv = auto()
+    """overlap x tv + (1 - overlap) x kl"""
+    kl_acceptance = auto()
+    """overlap x acceptance + (1 - overlap) x kl"""
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether the loss reads p, not just the label."""
+        return self is not LossKind.cross_entropy
+
+    @property
+    def reads_overlap(self) -> bool:
+        """Whether the overlap is a part of the loss."""
+        return self.is_total_variation or self in (LossKind.acceptance, LossKind.kl_acceptance)
+
+    @property
+    def is_total_variation(self) -> bool:
+        """Whether the part made of the overlap is 1 - overlap; it is -log overlap otherwise."""
+        return self in (LossKind.tv, LossKind.kl_tv)
+
+    @property
+    def is_blend(self) -> bool:
+        """Whether the loss blends KL with a part made of the overlap."""
+        return self in (LossKind.kl_tv, LossKind.kl_acceptance)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,19 +97,13 @@ class Loss:
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """What is minimised, the same for every kind of drafter. p is the target's distribution, q the drafter's.
-
-    `cross_entropy`: -log q(label). `kl`: KL(p || q). `reverse_kl`: KL(q || p), which would rather miss some of p than offer
-    what p doesn't (arXiv 2306.08543, section 2). `tv`: 1 - sum min(p, q), the probability that speculative sampling refuses
-    the draft token (arXiv 2211.17192, section 3.3). `acceptance`: -log sum min(p, q). `kl_tv` and `kl_acceptance`: the mean of
-    KL and the other, weighted by the label's own sum min(p, q) of the moment: KL leads where the drafter is weak. (No mean over
-    a batch has a part in it, so a loss is the same however a step is divided.)
+    """What is minimised, the same for every kind of drafter.
 
     p is known where a continuation keeps to the text, since the target has read that. Elsewhere it is taken to be one-hot at
     the label, where `reverse_kl`, which would be infinite, is -log q(label) too.
     """
 
-    loss: str = "cross_entropy"
+    loss: LossKind = LossKind.cross_entropy
     weights: str = "uniform"
     """`reached` counts a label only where the drafter's arg-max was right at all depths before it: where decoding gets to."""
     head: nn.Linear | None = None
@@ -73,10 +112,6 @@ class Objective:
     """`full`: p of all tokens. `top_k`: p of the likeliest ones that the batch holds, and of "any other" as one outcome more;
     q is lumped likewise. Lumping makes no divergence larger and no overlap smaller: what is minimised is a bound of the loss,
     exact where k is the whole vocabulary. How q divides the rest is left to it."""
-
-    @property
-    def needs_teacher(self) -> bool:
-        return self.loss != "cross_entropy"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,12 +285,12 @@ class _Judge:
         logits, rank = _ranked(self.predict(*rows), output, inside)
         p, log_q = self.teacher(index, logits.log_softmax(1))
         inside_p = p if not self.teacher.reduced else p / p.sum(1, keepdim=True).clamp(min=TINY)
-        if self.objective.loss == "reverse_kl":
+        if self.objective.loss is LossKind.reverse_kl:
             divergence = (log_q.exp() * (log_q - inside_p.clamp(min=TINY).log())).sum(1)
         else:
             divergence = F.kl_div(log_q, inside_p, reduction="none").sum(1)
         overlap = torch.ones_like(divergence)
-        if self.objective.loss not in DIVERGENCES:  # two more tensors of all logits, and what their gradient keeps
+        if self.objective.loss.reads_overlap:  # two more tensors of all logits, and what their gradient keeps
             overlap = torch.minimum(p, log_q.exp()).sum(1)
         return torch.stack([divergence, overlap, rank.to(divergence.dtype)], dim=1)
 
@@ -280,7 +315,7 @@ def _ranked(
 
 
 def _teacher(batch: DrafterBatch, objective: Objective, vocabulary: DraftVocabulary) -> "Teacher | TopTeacher | None":
-    if not objective.needs_teacher:
+    if not objective.loss.needs_teacher:
         return None
     return (TopTeacher if objective.teacher == "top_k" else Teacher).of(batch, objective, vocabulary)
 
@@ -385,12 +420,12 @@ def _in_chunks(
 
 
 def _combine(
-    divergence: Float[torch.Tensor, " label"], overlap: Float[torch.Tensor, " label"], loss: str
+    divergence: Float[torch.Tensor, " label"], overlap: Float[torch.Tensor, " label"], loss: LossKind
 ) -> Float[torch.Tensor, " label"]:
-    if loss in DIVERGENCES:
+    if not loss.reads_overlap:
         return divergence
-    direct = 1 - overlap if loss.endswith("tv") else -overlap.clamp(min=TINY).log()
-    if loss in ("tv", "acceptance"):
+    direct = 1 - overlap if loss.is_total_variation else -overlap.clamp(min=TINY).log()
+    if not loss.is_blend:
         return direct
     share = overlap.detach()
     return share * direct + (1 - share) * divergence
