@@ -181,5 +181,3 @@ def _label(method: str) -> tuple[str, str]:
 def _options(described: dict[str, Any]) -> dict[str, Any]:
     """A drafter's options as the run tells them; none where tuning turned it off."""
     return {} if described["setting"] is None else {**described["config"], **described["setting"]}
-
-
