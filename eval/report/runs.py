@@ -16,6 +16,7 @@ from ..records.names import BASELINE, RUN_FILE
 from ..records.records import EvalRecord
 from ..results.finished import read_finished
 from ..results.rows import Row
+from ..results.stats import bootstrap, ratio
 
 VARIES_WITHIN_A_TABLE = frozenset(
     {
@@ -24,7 +25,6 @@ VARIES_WITHIN_A_TABLE = frozenset(
     }
 )
 """Options of a run in which comparable runs may differ: what they change is shown with each number."""
-NUM_RESAMPLES = 2_000
 ANYTHING = "anything, since a run.json is missing"
 """What may differ between runs of which one doesn't tell how it was made."""
 
@@ -182,25 +182,16 @@ def short_names(directories: Sequence[Path]) -> list[str]:
 
 
 def _intervals(records: Iterable[EvalRecord]) -> dict[Cell, tuple[float, float]]:
-    """The intervals of tokens per step that these records give."""
+    """Intervals of tokens per step over prompts; none for a cell in which an answer took no step."""
     sums: dict[Cell, dict[str, list[int]]] = defaultdict(lambda: defaultdict(lambda: [0, 0]))
     for record in records:
         if not record.profiled:
             place = record.suite, record.prompt_set_revision, record.temperature
             total = sums[*place, record.batch_size, record.method][record.prompt_id]
             total[:] = total[0] + record.num_verify_tokens, total[1] + record.num_steps
-    intervals = {cell: _interval(list(prompts.values())) for cell, prompts in sums.items()}
+    counts = {cell: np.array(list(prompts.values())) for cell, prompts in sums.items()}
+    intervals = {cell: bootstrap(each, ratio, seed=0)[1] for cell, each in counts.items() if each[:, 1].all()}
     return {cell: interval for cell, interval in intervals.items() if interval is not None}
-
-
-def _interval(prompts: Sequence[Sequence[int]]) -> tuple[float, float] | None:
-    """95 % interval of tokens per step: a percentile bootstrap over prompts, whose tokens and steps are summed."""
-    counts = np.array(prompts)
-    if len(counts) < 2 or not counts[:, 1].all():
-        return None
-    drawn = np.random.default_rng(0).multinomial(len(counts), [1 / len(counts)] * len(counts), size=NUM_RESAMPLES) @ counts
-    low, high = np.percentile(drawn[:, 0] / drawn[:, 1], [2.5, 97.5])
-    return float(low), float(high)
 
 
 def _entries(runs: Sequence[Run]) -> list[Entry]:
