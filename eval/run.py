@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from ..data.differences import differences
 from ..data.files import atomic_write_text, write_json, write_sealed
 from ..data.suites import PromptSet, load_suite
 from ..models.decoding.acceptance import GreedyAcceptance, SpeculativeSampling, TypicalAcceptance
@@ -36,7 +37,7 @@ from .measure.methods import (
 )
 from .measure.roofline import measure_roofline
 from .records.checks import check_records, foreign
-from .records.digests import differences, digest_of
+from .records.digests import digest_of
 from .records.names import FACTS_FILE, RECORDS_FILE, RUN_FILE, SUMMARY_FILE, TABLE_FILE
 from .records.records import EvalRecord, GroupKey, RecordFile, group_name
 from .records.run_files import RECORDED_OPTIONS, Audit, DrafterFacts, Environment, Facts, RunInfo, read_info
@@ -182,9 +183,9 @@ def open_run(
         info = read_info(path)
         if differing := differences(info.config, info.within(recorded)):
             raise ValueError(
-                f"{output_dir} holds another evaluation's records; it differs in {'; '.join(differing)}. Suites, temperatures "
-                "and batch sizes may be added to those of a folder; all else, and taking any away, needs another output "
-                "directory (or delete this one to measure anew)"
+                f"{output_dir} holds another evaluation's records; it differs in {'; '.join(differing.values())}. Suites, "
+                "temperatures and batch sizes may be added to those of a folder; all else, and taking any away, needs another "
+                "output directory (or delete this one to measure anew)"
             )
         info = dataclasses.replace(info, config=recorded)
     elif (output_dir / RECORDS_FILE).exists():

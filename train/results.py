@@ -4,13 +4,14 @@ import hashlib
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 
+from ..data.differences import differences
 from ..data.files import atomic_write_bytes, read_json, sha256_file, write_json
 from ..data.manifest import Manifest, TargetIdentity
 from ..models.drafters import save_drafter
@@ -165,21 +166,8 @@ def _digests(directory: Path) -> dict[str, str]:
 
 
 def _require_same_run(before: Mapping[str, Any], now: Mapping[str, Any], where: Path, remedy: str) -> None:
-    old, new = dict(_flat(before)), dict(_flat(now))
+    changes = differences(before, now)
     if Division.of(now).may_follow(Division.of(before)):
-        old, new = ({key: value for key, value in flat.items() if key not in DIVISION_KEYS} for flat in (old, new))
-    changes = [
-        f"{key} was {old.get(key, 'absent')!r} and is {new.get(key, 'absent')!r}"
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key, "absent") != new.get(key, "absent")
-    ]
+        changes = {name: text for name, text in changes.items() if name not in DIVISION_KEYS}
     if changes:
-        raise ValueError(f"{where} belongs to a run with another configuration: {'; '.join(changes)}. {remedy}")
-
-
-def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, item in value.items():
-        if isinstance(item, Mapping):
-            yield from _flat(item, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", item
+        raise ValueError(f"{where} belongs to a run with another configuration: {'; '.join(changes.values())}. {remedy}")

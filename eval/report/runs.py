@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ...data.differences import differences
 from ...data.files import read_json
 from ..records.names import BASELINE, RUN_FILE
 from ..records.records import EvalRecord
@@ -133,11 +134,9 @@ def read_groups(directories: Sequence[Path]) -> list[Group]:
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(json.dumps(run.conditions, sort_keys=True), []).append(run)
-    first = _flat(runs[0].conditions)
     made = []
     for members in groups.values():
-        other = _flat(members[0].conditions)
-        differs_in = [name for name in dict.fromkeys([*first, *other]) if first.get(name) != other.get(name)]
+        differs_in = list(differences(runs[0].conditions, members[0].conditions))
         if members[0] is not runs[0] and (members[0].config is None or runs[0].config is None):
             differs_in = [ANYTHING]
         made.append(Group(runs=members, entries=_entries(members), differs_in=differs_in))
@@ -254,12 +253,3 @@ def _options(described: dict[str, Any]) -> dict[str, Any]:
 def _options_in(method: str) -> dict[str, Any]:
     pairs = (word.split("=", 1) for word in method.split(" ") if "=" in word)
     return {name: int(value) if value.isdecimal() else value for name, value in pairs}
-
-
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """A nested dict's leaves by their dotted names."""
-    if not isinstance(value, dict):
-        return {prefix: value}
-    return {
-        name: leaf for key, item in value.items() for name, leaf in _flat(item, f"{prefix}.{key}" if prefix else key).items()
-    }

@@ -235,7 +235,7 @@ def test_an_incomplete_run_is_not_finished_in_another_environment(run_tiny: Eval
     assert run_tiny(tmp_path) == rows  # complete: nothing is measured, so nothing is mixed
     lines = (tmp_path / "records.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "records.jsonl").write_text("".join(lines[:-1]))
-    with pytest.raises(ValueError, match=r"another environment, which differs in cpu \(was another"):
+    with pytest.raises(ValueError, match=r"another environment, which differs in cpu \(was 'another"):
         run_tiny(tmp_path)
 
 
