@@ -35,6 +35,20 @@ CHAT_TEMPLATE = (
 )
 
 
+COLLECTED = pytest.StashKey[list[pytest.Item]]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    config.stash[COLLECTED] = list(items)
+
+
+@pytest.fixture
+def collected(request: pytest.FixtureRequest) -> list[pytest.Item]:
+    """Every test that was collected, also those that `-m` leaves out."""
+    return request.config.stash[COLLECTED]
+
+
 def pytest_collection_finish() -> None:
     """Spare every later collection of garbage a walk over what imports and collection left, which stays to the end."""
     gc.collect()
