@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save
 
-from .files import atomic_write_bytes, parse_dataclass, read_json, sha256_file, write_json
+from .files import atomic_write_bytes, read_dataclass, sha256_file, write_json
 from .manifest import Manifest, ShardEntry
 from .states import StoredStates
 from .types import UNKNOWN, DistilledExample, Example, TargetReads, TopTokens
@@ -76,7 +76,7 @@ def read_entry(directory: Path, index: int) -> ShardEntry | None:
     if not path.exists():
         return None
     try:
-        return parse_dataclass(ShardEntry, read_json(path), path)
+        return read_dataclass(ShardEntry, path)
     except ValueError as error:
         raise ValueError(f"{error}. Delete {path}, then run the stage distill again: it makes just this shard anew") from error
 

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from tqdm import tqdm
 
-from .files import parse_dataclass, read_json
+from .files import read_dataclass
 from .manifest import MANIFEST_FILE, Manifest, ShardEntry, load_manifest
 from .shards import read_entry, read_shard, sidecar_path
 from .types import UNKNOWN, DistilledExample
@@ -61,7 +61,7 @@ def read_sidecars(cls: type[T], directory: Path, pattern: str, problems: list[st
     entries = []
     for path in sorted(directory.glob(pattern)):
         try:
-            entries.append(parse_dataclass(cls, read_json(path), path))
+            entries.append(read_dataclass(cls, path))
         except ValueError as error:
             problems.append(f"{error}. Delete {path}, then run the stage distill again: it makes just this shard anew")
     return entries

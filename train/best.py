@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..data.files import parse_dataclass, read_json, write_json
+from ..data.files import read_dataclass, write_json
 from ..data.manifest import TargetIdentity
 from ..models.drafters import save_drafter
 from ..models.drafters.base import TrainableDrafter
@@ -67,7 +67,7 @@ class Best:
         if (self._partial / RECORD_FILE).is_file():
             self._rename()
         path = self.directory / RECORD_FILE
-        return parse_dataclass(BestRecord, read_json(path), path) if path.is_file() else None
+        return read_dataclass(BestRecord, path) if path.is_file() else None
 
     def clear(self) -> None:
         """Remove the folder, for a run that begins anew."""

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from ...data.chat import encode_conversations
 from ...data.config import DataConfig
 from ...data.decontamination import PromptOverlap
-from ...data.files import parse_dataclass, read_json, write_json
+from ...data.files import read_dataclass, write_json
 from ...data.manifest import MANIFEST_FILE, Manifest, ShardEntry, examples_sha256, load_manifest, save_manifest
 from ...data.shards import forget, is_written, read_entry, verify_shard, write_shard
 from ...data.sources import describe_drops, load_conversations
@@ -337,7 +337,7 @@ def _remove_leftovers(output_dir: Path) -> None:
 
 def _read_stats(output_dir: Path, index: int) -> ShardStats:
     path = _stats_path(output_dir, index)
-    return parse_dataclass(ShardStats, read_json(path), path)
+    return read_dataclass(ShardStats, path)
 
 
 def _stats_path(output_dir: Path, index: int) -> Path:

@@ -13,7 +13,16 @@ from pathlib import Path
 
 import torch
 
-from ...data.files import atomic_write_bytes, parse_dataclass, read_json, read_sealed, sha256_file, write_json, write_sealed
+from ...data.files import (
+    atomic_write_bytes,
+    parse_json,
+    read_dataclass,
+    read_json,
+    read_sealed,
+    sha256_file,
+    write_json,
+    write_sealed,
+)
 from ...data.manifest import MANIFEST_FILE, TargetIdentity
 from ...data.types import Conversation, Example
 from ...data.verify import read_sidecars
@@ -187,7 +196,7 @@ def read_answers_entry(directory: Path, index: int) -> AnswersEntry | None:
     if not path.exists():
         return None
     try:
-        return parse_dataclass(AnswersEntry, read_json(path), path)
+        return read_dataclass(AnswersEntry, path)
     except ValueError as error:
         raise ValueError(
             f"{error}. Delete {path}, then run the stage distill again: it makes just these answers anew"
@@ -216,7 +225,7 @@ def read_answers(directory: Path, entry: AnswersEntry) -> list[AnsweredExample]:
     verify_answers(directory, entry)
     path = directory / entry.file
     lines = path.read_bytes().splitlines()
-    return [parse_dataclass(AnsweredExample, json.loads(line), path) for line in lines]
+    return [parse_json(AnsweredExample, line, path) for line in lines]
 
 
 def find_damage(directory: Path) -> tuple[AnswersManifest, list[str]]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from ...data.files import atomic_write_bytes, naming_full_disk, parse_dataclass, sealed, was_altered
+from ...data.files import atomic_write_bytes, naming_full_disk, parse_json, sealed, was_altered
 from ...models.decoding.phases import PhaseSeconds
 from .digests import digest_of
 from .names import BASELINE as BASELINE
@@ -257,7 +257,7 @@ def read_records(path: Path) -> dict[RecordKey, EvalRecord]:
         try:
             content = json.loads(line)
             altered = isinstance(content, dict) and was_altered(content)
-            record = parse_dataclass(EvalRecord, content, path)
+            record = parse_json(EvalRecord, json.dumps(content), path)
             if record.key in records:
                 raise ValueError("the same generation as an earlier line")
             if altered:

@@ -14,11 +14,11 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from ...data.files import atomic_write_bytes, parse_dataclass, read_json, write_json
+from ...data.files import atomic_write_bytes, read_dataclass, write_json
 from ...data.manifest import TargetIdentity
 from ..drafters.base import TrainableDrafter
 from ..drafters.registry import DRAFTERS, kind_of
-from ..drafters.saved.build import parse_drafter_config, parse_runtime_config
+from ..drafters.saved.build import DrafterSpec, parse_drafter
 from ..drafters.saved.folder import CONFIG_FILE, WEIGHTS_FILE
 from ..drafters.saved.loading import require_fitting_target
 from ..target.hf_target import HFTarget
@@ -159,7 +159,7 @@ def read_note(directory: Path) -> Note | None:
     path = directory / NOTE_FILE
     if not path.is_file():
         return None
-    note = parse_dataclass(Note, read_json(path), path)
+    note = read_dataclass(Note, path)
     if note.format_version != NOTE_VERSION:
         raise ValueError(f"{path} has version {note.format_version}; this outrider reads {NOTE_VERSION}: export it again")
     return note
@@ -188,8 +188,8 @@ def read_folder(
         _require_note_of(note, format, reading, folder, target)
     given = dict(options or {})
     said = {name: given.pop(name) for name in sorted(reading.untold & given.keys())} if note is None else {}
-    told = {"kind": reading.kind, **reading.options, **said, **(note.drafter if note else {})}
-    kind, config = parse_runtime_config(told, given)
+    spec = parse_drafter({"kind": reading.kind, **reading.options, **said, **(note.drafter if note else {})})
+    kind, config = spec.kind, spec.with_options(given).config
     try:
         with torch.device("meta"):  # shapes only: a config of absurd sizes must not take the memory for them
             shapes = DRAFTERS[kind].for_target(config, target).state_dict()
@@ -205,7 +205,7 @@ def read_folder(
         weights[name] = _measured(name, drafter.get_buffer(name), note, folder.path)
     _adopt(drafter, weights, folder.path / (CONFIG_FILE if note is None else NOTE_FILE))
     if note is not None:
-        _require_told_alike(format, drafter, target, folder, told)
+        _require_told_alike(format, drafter, target, folder, spec)
     return drafter.eval().requires_grad_(False)
 
 
@@ -253,12 +253,10 @@ def _require_note_of(note: Note, format: Format, reading: Reading, folder: Folde
     require_fitting_target(folder.path, note.target, target.identity)
 
 
-def _require_told_alike(
-    format: Format, drafter: TrainableDrafter, target: HFTarget, folder: Folder, told: dict[str, Any]
-) -> None:
+def _require_told_alike(format: Format, drafter: TrainableDrafter, target: HFTarget, folder: Folder, spec: DrafterSpec) -> None:
     """Raise ValueError where `config.json` isn't what the drafter of the note would have in it."""
     chosen = drafter.config
-    _, drafter.config = parse_drafter_config(told)
+    drafter.config = spec.config
     try:
         layout = format.write(drafter, target)
     except ValueError as error:  # its target has other layers, say

@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from outrider.data.manifest import Manifest, TargetIdentity, save_manifest
 from outrider.data.shards import write_shard
 from outrider.data.types import UNKNOWN, DistilledExample, Example
+from outrider.models.drafters import parse_drafter
 from outrider.models.target.config import TargetConfig
 from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.loading import load_target
@@ -108,8 +109,8 @@ def run_train(accelerator: Accelerator, target: HFTarget, shards_dir: Path, tmp_
     ) -> Run:
         folders = Run(tmp_path / name / "train", tmp_path / name / "drafter")
         config = TrainConfig(**{**TRAIN, **changes})
-        options = replace_drafter or {**DRAFTER, **(drafter or {})}
-        train(config, options, target, shards, folders.train_dir, folders.drafter_dir, accelerator)
+        spec = parse_drafter(replace_drafter or {**DRAFTER, **(drafter or {})})
+        train(config, spec, target, shards, folders.train_dir, folders.drafter_dir, accelerator)
         return folders
 
     return run

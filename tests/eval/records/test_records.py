@@ -81,8 +81,8 @@ def test_an_altered_line_is_named_and_refused(tmp_path: Path, make_record: MakeR
     del missing["seed"]
     bad_lines = {
         "not JSON": '{"suite": ',
-        "unknown keys notes": altered(good, notes="x"),
-        "missing keys seed": json.dumps(missing),
+        "notes: there is no such key": altered(good, notes="x"),
+        "seed: is missing": json.dumps(missing),
         "decode_seconds is '1'": altered(good, decode_seconds="1"),
         r"token_ids\[0\] is 1.5": altered(good, token_ids=[1.5, 2, 3]),
         "the prefill emits one": altered(good, num_verify_tokens=3),

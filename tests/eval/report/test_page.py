@@ -363,7 +363,7 @@ def test_contradictions_are_refused(write_run: WriteRun, tmp_path: Path) -> None
         with pytest.raises(ValueError, match=message):
             read_groups([directory])
     records.write_text("".join(lines[:3]) + "{}\n" + "".join(lines[3:]))
-    with pytest.raises(ValueError, match="line 4: .*missing keys"):
+    with pytest.raises(ValueError, match="line 4: .*: is missing"):
         read_groups([directory])
     records.write_text("".join(lines) + '{"torn": ')
     assert read_groups([directory])[0].runs[0].num_records == len(lines)
