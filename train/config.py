@@ -2,12 +2,12 @@
 
 from typing import Annotated
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from ..data.collate import LABELS
 from ..data.fields import OPTIONS, Seed, one_of, raise_problems
-from ..models.drafters.objective import LOSSES, TEACHERS, WEIGHTS
+from ..models.drafters.objective import TEACHERS, WEIGHTS, LossKind
 
 # Our name of a learning rate schedule, and transformers'.
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
@@ -57,9 +57,9 @@ class TrainConfig:
     labels: Annotated[str, one_of(*LABELS)] = "distilled"
     """`distilled`: the target's own continuations; `text`: the text's next tokens, at the same positions (an ablation)."""
 
-    loss: Annotated[str, one_of(*LOSSES)] = "cross_entropy"
+    loss: Annotated[LossKind, Field(strict=False)] = LossKind.cross_entropy
     """`cross_entropy` on the labels; `kl`, `reverse_kl`, `tv`, `acceptance`, `kl_tv` or `kl_acceptance` against the target's
-    distribution, where a continuation keeps to the text (see `Objective`)."""
+    distribution, where a continuation keeps to the text (see `LossKind`)."""
     teacher: Annotated[str, one_of(*TEACHERS)] = "full"
     """The target's distribution, for all losses but cross-entropy: `full`, of its hidden states, or `top_k`, of the likeliest
     tokens that distill.top_logprobs stored, and all others as one (see `Objective`)."""
