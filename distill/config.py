@@ -81,9 +81,9 @@ class DistillConfig:
     """Memory for the keys and values of a batch of the engine `batch`, in GiB; reading its prompts takes some besides."""
 
     predictor: str | None = None
-    """What predicts the lengths of answers: `none`, `light`, `embedding` (on the target's own states), or a directory or Hub id
-    of a sequence-classification model. None is `light` for the engine `batch`; the engine `continuous` admits the longest first
-    where one is named."""
+    """What predicts the lengths of answers: `none`, `light`, or a directory or Hub id of a
+    sequence-classification model. None is `light` for the engine `batch`; the engine `continuous` admits the longest first where
+    one is named."""
 
     base_url: str | None = None
     """Of the server that the engine `openai` asks, with its version: http://HOST:8000/v1."""
@@ -145,7 +145,7 @@ class DistillConfig:
         if not 0 < self.kv_budget_gib < float("inf"):
             problems.append(f"kv_budget_gib is {self.kv_budget_gib}; it must be a positive number")
         if self.predictor == "":
-            problems.append("predictor is empty; leave it out, or name none, light, embedding, or a directory or Hub id")
+            problems.append("predictor is empty; leave it out, or name none, light, or a directory or Hub id")
         if self.predictor is not None and self.engine not in ("batch", "continuous"):
             problems.append(
                 f"predictor is {self.predictor!r} and engine {self.engine!r}; only the engines batch and continuous schedule "
