@@ -77,8 +77,6 @@ OURS = "by length, light"
 S3 = "S3: light, decreasing first fit"
 NOTHING = "by length, nothing predicted"
 KNOWN = "by length, light and known length"
-EMBEDDING = "by length, embedding"
-"""Only counted: it reads prompts at full length, out of proportion to what is decoded where that is scaled."""
 
 SHOWN = (
     "num_batches",
@@ -155,7 +153,7 @@ def main() -> None:
             for factor in (1, *args.maximum_factors):
                 longer = replace(work, max_new_tokens=work.max_new_tokens * factor)
                 for name, policy in policies(longer, predictors, budget).items():
-                    if name == EMBEDDING or (factor > 1 and name not in (MAXIMUM, S3, OURS, ORACLE)):
+                    if factor > 1 and name not in (MAXIMUM, S3, OURS, ORACLE):
                         continue
                     measured = run(target, longer, policy, decoder(target, longer).decode, budget)
                     rounds.setdefault((mode, args.max_new_tokens * factor, name), []).append(measured)
@@ -263,7 +261,6 @@ def make_predictors(target: HFTarget) -> dict[str, tuple[LengthPredictor, bool]]
     return {
         NOTHING: (make_predictor("none", target), False),
         OURS: (make_predictor("light", target), False),
-        EMBEDDING: (make_predictor("embedding", target), False),
         KNOWN: (make_predictor("light", target), True),
     }
 
