@@ -95,7 +95,7 @@ def set_up(
         optimizer=optimizer,
         scheduler=scheduler,
         meter=Meter(accelerator.device, measure_from=config.steps - math.ceil(config.steps * MEASURED_SHARE)),
-        spikes=SpikeWatch(accelerator.device, config.spike_threshold),
+        spikes=SpikeWatch(config.spike_threshold),
         validator=validator,
         best=Best(output_dir, target.identity),
         checkpoints=make_checkpoints(config, accelerator, output_dir, model, optimizer),

@@ -108,8 +108,6 @@ NO_FIGURES = cast(
     },
 )
 """Of a method that ran out of memory."""
-NUM_RESAMPLES = 2_000
-"""Of the bootstrap of tokens per step."""
 
 
 def build_rows(
@@ -274,11 +272,7 @@ def _steps_interval(records: Sequence[EvalRecord]) -> tuple[float, float] | None
         total = sums[record.prompt_id]
         total[:] = total[0] + record.num_verify_tokens, total[1] + record.num_steps
     counts = np.array(list(sums.values()))
-    if len(counts) < 2 or not counts[:, 1].all():
-        return None
-    drawn = np.random.default_rng(0).multinomial(len(counts), [1 / len(counts)] * len(counts), size=NUM_RESAMPLES) @ counts
-    low, high = np.percentile(drawn[:, 0] / drawn[:, 1], [2.5, 97.5])
-    return float(low), float(high)
+    return stats.bootstrap(counts, stats.ratio, seed=0)[1] if counts[:, 1].all() else None
 
 
 def _speeds(
