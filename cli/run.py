@@ -125,7 +125,7 @@ def _require_trainable(config: RunConfig, target: HFTarget) -> None:
     exported."""
     for drafter in config.drafter_runs():
         fresh = build_drafter(drafter.drafter, target)
-        if drafter.train.loss != "cross_entropy":
+        if drafter.train.loss.needs_teacher:
             target.require_plain_head()
         if "export" in config.stages:
             require_exportable(config.export, fresh, target)

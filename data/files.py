@@ -10,7 +10,7 @@ import os
 import shutil
 import types
 import typing
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from functools import cache
@@ -168,7 +168,8 @@ def read_json(path: Path) -> Any:
 
 def write_sealed(path: Path, value: Any) -> None:
     """Write a dataclass as JSON, whole or not at all, with a digest of what it says."""
-    write_json(path, sealed(asdict(value)))
+    content = asdict(value)
+    write_json(path, {**content, SEAL_KEY: _content_sha256(content)})
 
 
 def read_sealed(cls: type[T], path: Path) -> T:
@@ -181,17 +182,6 @@ def read_sealed(cls: type[T], path: Path) -> T:
             f"{path} was altered: its SHA-256 digest is not the recorded one. Restore it, or make its folder anew elsewhere"
         )
     return value
-
-
-def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON's content and a digest of it, under SEAL_KEY."""
-    return {**content, SEAL_KEY: _content_sha256(content)}
-
-
-def was_altered(content: dict[str, Any]) -> bool:
-    """Whether sealed content says something else than when it was sealed; takes the seal off. What has none wasn't sealed."""
-    seal = content.pop(SEAL_KEY, None)
-    return seal is not None and seal != _content_sha256(content)
 
 
 def _content_sha256(content: Any) -> str:

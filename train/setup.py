@@ -109,7 +109,7 @@ def set_up(
 def make_objective(config: TrainConfig, target: HFTarget) -> Objective:
     """Make the objective, with the target's head where the target is the teacher."""
     objective = Objective(loss=config.loss, weights=config.label_weights, teacher=config.teacher)
-    if not objective.needs_teacher:
+    if not objective.loss.needs_teacher:
         return objective
     target.require_plain_head()
     return replace(objective, head=target.head)

@@ -33,7 +33,7 @@ def results(group: Group) -> Section | None:
     """Tokens per step and speedup by method and suite."""
     tables = _overviews(group)
     for caption, entries in group.settings():
-        steps = [number(entry.row["tokens_per_step"], ci95=entry.tokens_per_step_ci95) for entry in entries]
+        steps = [number(entry.row["tokens_per_step"], ci95=entry.row["tokens_per_step_ci95"]) for entry in entries]
         ratios = [speedup(entry) for entry in entries]
         speeds = [number(entry.row["tokens_per_second"], ".1f") for entry in entries]
         columns = [
@@ -74,14 +74,13 @@ def _notes(entries: Sequence[Entry]) -> list[str]:
 def _interval_note(entries: Sequence[Entry]) -> str:
     """What the intervals of a table are drawn over, and whether that is enough."""
     row = entries[0].row
-    if all(entry.row["speedup_ci95"] is None and entry.tokens_per_step_ci95 is None for entry in entries):
+    if all(entry.row["speedup_ci95"] is None and entry.row["tokens_per_step_ci95"] is None for entry in entries):
         return ""
     if row["batch_size"] == 1:
         return f" Intervals: over the prompts{too_few(row['num_prompts'])}."
-    counted = row["num_batches"]
-    if counted == 1:
+    if row["num_batches"] == 1:
         return " Intervals: of tokens per step over the prompts; of the speedup none, which takes more than one batch."
-    batches = "the batches" if counted is None else f"{counted} batches{too_few(counted)}"
+    batches = f"{row['num_batches']} batches{too_few(row['num_batches'])}"
     return f" Intervals: of tokens per step over the prompts, of the speedup over {batches}."
 
 
@@ -207,9 +206,8 @@ def heat_maps(group: Group) -> Section | None:
 
 
 def answer_speed(entry: Entry) -> float | None:
-    """Tokens per second of one answer: its own tokens over the time that its batch took; None where the run doesn't tell."""
-    row = entry.row
-    return row["tokens_per_second"] if row["batch_size"] == 1 else row["answer_tokens_per_second"]
+    """Tokens per second of one answer: its tokens over the time that its batch took."""
+    return entry.row["answer_tokens_per_second"]
 
 
 def batch_speed(entry: Entry) -> float | None:

@@ -32,7 +32,7 @@ from ..target.tree_attention import attention_kinds, hidden_score, require_tree_
 from .base import TrainableDrafter
 from .beams import SearchTree, likeliest_nodes, likeliest_successors, pack
 from .branches.layout import Branches
-from .objective import DraftVocabulary, Labels, Loss, Objective, score
+from .objective import Labels, Loss, Objective, score
 from .small_models import (
     DraftModelConfig,
     architecture_of,
@@ -42,6 +42,7 @@ from .small_models import (
     smaller_architecture,
     weights_digest_at,
 )
+from .vocabulary import DraftVocabulary
 
 
 class DraftModel(TrainableDrafter):

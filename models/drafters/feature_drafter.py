@@ -32,7 +32,8 @@ from .beams import MAX_SEARCH_NODES, SearchTree, pack_likeliest
 from .branches.attention import Entries, KeysAndValues
 from .branches.layout import Branches
 from .decoder_layer import check_form, make_layer, make_rotary
-from .objective import DraftVocabulary, Labels
+from .objective import Labels
+from .vocabulary import DraftVocabulary
 
 STATIC_FIRST_HIT = 0.6
 """Static trees take the r-th likeliest child (from 0) to be right with probability STATIC_FIRST_HIT / (r + 1)^2. With four

@@ -20,7 +20,7 @@ from outrider.models.decoding import (
 )
 from outrider.models.drafters import DRAFTERS, NullDrafter, build_drafter, load_drafter, save_drafter
 from outrider.models.drafters.base import TrainableDrafter
-from outrider.models.drafters.objective import LOSSES, WEIGHTS, Loss, Objective
+from outrider.models.drafters.objective import WEIGHTS, Loss, LossKind, Objective
 from outrider.models.target.config import TargetConfig
 from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.loading import load_target
@@ -305,7 +305,7 @@ def test_what_was_saved_drafts_the_same_bits(trained, target):
     assert before.child_probs is None or torch.equal(before.child_probs, after.child_probs)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", LossKind)
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_every_objective_has_a_finite_gradient(kind, target, batch, loss, weights):
     drafter, batch = make(kind, target, batch)
@@ -330,7 +330,7 @@ def test_a_drafter_announces_parameters_without_a_gradient(kind, target, batch, 
         pytest.skip("this kind can't be trained on such labels")
     positions = batch.positions if with_labels else torch.zeros_like(batch.positions)
     batch = replace(batch, positions=positions, continuations=batch.continuations[:, :, :horizon])
-    drafter.loss(batch, Objective(loss="kl", head=target.head)).sums.sum().backward()
+    drafter.loss(batch, Objective(loss=LossKind.kl, head=target.head)).sums.sum().backward()
     missing = [name for name, each in drafter.named_parameters() if each.requires_grad and each.grad is None]
     assert bool(missing) == drafter.has_unused_parameters(horizon), missing
 
@@ -351,7 +351,7 @@ def test_the_targets_parameters_are_neither_trained_nor_saved(kind, target, batc
     assert [name for name, each in owned.items() if each.data_ptr() in memory] == []
     before = [each.clone() for each in target.model.parameters()]
     optimizer = torch.optim.SGD(drafter.parameters(), lr=1.0)
-    drafter.loss(batch, Objective(loss="kl", head=target.head)).sums.sum().backward()
+    drafter.loss(batch, Objective(loss=LossKind.kl, head=target.head)).sums.sum().backward()
     optimizer.step()
     for parameter, value in zip(target.model.parameters(), before, strict=True):
         assert parameter.grad is None
