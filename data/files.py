@@ -47,12 +47,13 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing_directory(path: Path) -> Iterator[Path]:
-    """A new, empty folder to write to, which replaces the folder `path` when the block ends without an error.
+    """A new, empty folder that replaces the folder `path` when the block ends without an error.
 
-    On an error the new folder is removed and `path` stays as it was; a full disk raises the OSError of `replacing`. A killed
-    process leaves the old folder or the new one, and at most a `.NAME.partial` and a `.NAME.old`, which the next writer
-    removes. Between two renames `path` is missing for a moment: `finish_replacing` completes what a kill there has left.
-    Raises ValueError for the current folder, which a shell would be left without.
+    On an error the new folder is removed and `path` stays as it was; a full disk raises the OSError
+    of `replacing`. A killed process leaves the old folder or the new one. It may also leave
+    `.NAME.partial` and `.NAME.old`, which the next writer removes. Between two renames `path` is
+    missing for a moment: after a kill there, `finish_replacing` completes the replacement. Raises
+    ValueError for the current folder, since a shell there would be left without it.
     """
     path = path.resolve()
     if path == Path.cwd():
@@ -74,7 +75,10 @@ def replacing_directory(path: Path) -> Iterator[Path]:
 
 
 def finish_replacing(path: Path) -> None:
-    """Complete the replacement of the folder `path` where a killed process has begun it (see `replacing_directory`)."""
+    """Complete the replacement of the folder `path` that a killed process has begun.
+
+    See `replacing_directory`. Does nothing for a folder that is complete.
+    """
     partial, old = partial_directory(path), _old_directory(path)
     if old.exists() and partial.exists() and not path.exists():
         os.replace(partial, path)
