@@ -217,7 +217,7 @@ def test_every_outcome_of_a_drawn_chain_together_is_the_targets_distribution(tin
     assert float(torch.minimum(p, q).sum()) <= accepted <= 2
 
 
-@pytest.mark.parametrize("temperature", [TEMPERATURE, 1.5])
+@pytest.mark.parametrize("temperature", [TEMPERATURE, pytest.param(1.5, marks=pytest.mark.slow)])
 def test_texts_drafted_by_drawn_chains_are_samples_of_the_target(tiny_pair, temperature):
     target, small = tiny_pair
     drafter = DraftModel(DraftModelConfig(length=2, temperature=temperature), small)

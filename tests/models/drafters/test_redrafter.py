@@ -251,7 +251,10 @@ def distilled_to_tiny(tiny) -> Redrafter:
     return drafter.eval().requires_grad_(False)
 
 
-@pytest.mark.parametrize(("tree_nodes", "share_prefixes"), [(None, True), (4, True), (None, False)])
+@pytest.mark.parametrize(
+    ("tree_nodes", "share_prefixes"),
+    [pytest.param(None, True, marks=pytest.mark.slow), (4, True), pytest.param(None, False, marks=pytest.mark.slow)],
+)
 def test_texts_drafted_by_beams_are_samples_of_the_target(target, tree_nodes, share_prefixes):
     tiny = make_tiny(target, seed=0)
     drafter = distilled_to_tiny(tiny)
