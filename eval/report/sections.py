@@ -226,15 +226,7 @@ def _heat_map(
     for batch in batches:
         values = [_speed(cells.get((batch, width)), speed_of) for width in widths]
         best = max((value.number for value in values if value.number is not None and not value.tone), default=None)
-        marked = [
-            Value(
-                text=value.text,
-                number=value.number,
-                tone=value.tone or ("best" if value.number == best else ""),
-                note=value.note,
-            )
-            for value in values
-        ]
+        marked = [replace(value, tone=value.tone or ("best" if value.number == best else "")) for value in values]
         lines.append(Line(label=f"batch size {batch}", values=marked))
     top = column("", "heat", [value for line in lines for value in line.values]).top
     columns = [Column(name=f"width {width}" if width else "plain", kind="heat", top=top) for width in widths]
@@ -273,16 +265,13 @@ def accepted_lengths(group: Group) -> Section | None:
             counts = entry.row["accepted_histogram"]
             num_steps = sum(counts)
             tail: int = sum(counts[longest - 1 :])
-            shares = tuple(count / num_steps for count in [*counts[: longest - 1], tail]) + (0.0,) * (longest - len(counts))
-            mean = sum(length * count for length, count in enumerate(counts)) / num_steps
-            values = [Value(text="", parts=shares[:longest]), Value(text=f"{mean:.2f}"), Value(text=f"{num_steps:,}")]
-            lines.append(_line(entry, values))
-        columns = [
-            Column(name="% of steps by accepted length", kind="histogram", parts=tuple(names)),
-            Column(name="Mean"),
-            Column(name="Steps"),
-        ]
-        tables.append(table(caption, "Method", columns, lines))
+            shown = [*counts[: longest - 1], tail] + [0] * (longest - len(counts))
+            shares = [number(count / num_steps, ".0%") for count in shown[:longest]]
+            mean = Value(text=f"{entry.row['mean_accepted']:.2f}")
+            lines.append(_line(entry, [*shares, mean, Value(text=f"{num_steps:,}")]))
+        top = column("", "heat", [value for line in lines for value in line.values]).top
+        columns = [*(Column(name=name, kind="heat", top=top) for name in names), Column(name="Mean"), Column(name="Steps")]
+        tables.append(table(f"{caption}: steps by accepted length", "Method", columns, lines))
     if not tables:
         return None
     return Section(
@@ -301,14 +290,12 @@ def time_split(group: Group) -> Section | None:
         for entry in entries:
             if (split := entry.row["time_split"]) is None:
                 continue
-            parts = tuple(max(0.0, split[phase]) for phase in PHASES)
+            shares = [number(max(0.0, split[phase]), ".0%") for phase in PHASES]
             seconds = entry.row["draft_seconds_per_step"]
-            lines.append(
-                _line(entry, [Value(text="", parts=parts), Value(text="-" if seconds is None else f"{1e3 * seconds:.2f}")])
-            )
+            lines.append(_line(entry, [*shares, Value(text="-" if seconds is None else f"{1e3 * seconds:.2f}")]))
         if lines:
-            columns = [Column(name="Share of decode time", kind="shares", parts=PHASES), Column(name="Draft ms/step")]
-            tables.append(table(caption, "Method", columns, lines))
+            columns = [*(Column(name=phase, kind="heat") for phase in PHASES), Column(name="Draft ms/step")]
+            tables.append(table(f"{caption}: share of decode time", "Method", columns, lines))
     if not tables:
         return None
     return Section(
