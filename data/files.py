@@ -12,7 +12,7 @@ import types
 import typing
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
-from dataclasses import MISSING, asdict, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,9 +20,6 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 LOCK_FILE = ".lock"
-
-SEAL_KEY = "sha256"
-"""Where a sealed file keeps the digest of the rest."""
 
 OLD_IS_KEPT = "No half-written file was left: what was there before is unchanged, and every file finished earlier is kept"
 
@@ -164,28 +161,6 @@ def read_json(path: Path) -> Any:
         raise ValueError(
             f"{path} is not a JSON file ({error}). It was altered or cut: restore it, or run the stage that writes it"
         ) from error
-
-
-def write_sealed(path: Path, value: Any) -> None:
-    """Write a dataclass as JSON, whole or not at all, with a digest of what it says."""
-    content = asdict(value)
-    write_json(path, {**content, SEAL_KEY: _content_sha256(content)})
-
-
-def read_sealed(cls: type[T], path: Path) -> T:
-    """A dataclass that `write_sealed` wrote. Raises ValueError as `parse_dataclass` does, and where anything was altered."""
-    content = read_json(path)
-    recorded = content.pop(SEAL_KEY, None) if isinstance(content, dict) else None
-    value = parse_dataclass(cls, content, path)
-    if recorded != _content_sha256(content):
-        raise ValueError(
-            f"{path} was altered: its SHA-256 digest is not the recorded one. Restore it, or make its folder anew elsewhere"
-        )
-    return value
-
-
-def _content_sha256(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def parse_dataclass(cls: type[T], value: Any, path: Path) -> T:
