@@ -31,7 +31,6 @@ from rich.console import Console
 from rich.table import Table
 from scheduling_policies import (
     BASELINE,
-    EMBEDDING,
     HELD_OUT,
     MAXIMUM,
     ORACLE,
@@ -134,7 +133,7 @@ def main() -> None:
             for factor in (1, *args.maximum_factors):
                 longer = replace(work, max_new_tokens=work.max_new_tokens * factor)
                 for name, policy in policies(longer, predictors, budget).items():
-                    if name == EMBEDDING or (factor > 1 and name not in (MAXIMUM, S3, OURS, ORACLE)):
+                    if factor > 1 and name not in (MAXIMUM, S3, OURS, ORACLE):
                         continue
                     measured = run(target, longer, policy, decoder(target, longer).decode, budget)
                     rounds.setdefault((mode, args.max_new_tokens * factor, name), []).append(measured)

@@ -34,7 +34,6 @@ OURS = "by length, light"
 S3 = "S3: light, decreasing first fit"
 NOTHING = "by length, nothing predicted"
 KNOWN = "by length, light and known length"
-EMBEDDING = "by length, embedding"
 """Only counted: it reads prompts at full length, out of proportion to what is decoded where that is scaled."""
 
 Record = tuple[torch.Tensor, int, int]  # a prompt's tokens, the lengths of the model's and of the known model's answer
@@ -115,7 +114,6 @@ def make_predictors(target: HFTarget) -> dict[str, tuple[LengthPredictor, bool]]
     return {
         NOTHING: (make_predictor("none", target), False),
         OURS: (make_predictor("light", target), False),
-        EMBEDDING: (make_predictor("embedding", target), False),
         KNOWN: (make_predictor("light", target), True),
     }
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..data.files import finish_replacing, parse_dataclass, partial_directory, read_json, replacing_directory, write_json
+from ..data.files import finish_replacing, partial_directory, read_dataclass, replacing_directory, write_json
 from ..data.manifest import TargetIdentity
 from ..models.drafters import save_drafter
 from ..models.drafters.base import TrainableDrafter
@@ -64,7 +64,7 @@ class Best:
         """The record of the drafter in the folder, or None without a drafter."""
         finish_replacing(self.directory)
         path = self.directory / RECORD_FILE
-        return parse_dataclass(BestRecord, read_json(path), path) if path.is_file() else None
+        return read_dataclass(BestRecord, path) if path.is_file() else None
 
     def clear(self) -> None:
         """Remove the folder, for a run that starts from step 0."""

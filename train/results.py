@@ -15,7 +15,7 @@ from ..data.files import read_json, replacing_directory, sha256_file, write_json
 from ..data.manifest import Manifest, TargetIdentity
 from ..models.drafters import save_drafter
 from ..models.drafters.base import TrainableDrafter
-from ..models.drafters.saved.build import parse_drafter_config, starting_weights
+from ..models.drafters.saved.build import DrafterSpec, starting_weights
 from ..models.drafters.saved.folder import CONFIG_FILE, TRAINING_FILE, WEIGHTS_FILE, TrainingFacts
 from ..models.drafters.saved.loading import change_options
 from .best import Best
@@ -32,22 +32,19 @@ DRAFTER_FILES = (CONFIG_FILE, WEIGHTS_FILE)
 CHECKPOINTS_DIR = "checkpoints"
 
 
-def describe_run(
-    config: TrainConfig, drafter_config: Mapping[str, Any], manifest: Manifest, accelerator: Accelerator
-) -> dict[str, Any]:
+def describe_run(config: TrainConfig, spec: DrafterSpec, manifest: Manifest, accelerator: Accelerator) -> dict[str, Any]:
     """Everything that decides what is learned, as JSON values.
 
     Two runs with equal descriptions learn the same. A run may resume with another division of its
     steps (see `Division`), and then learns nearly the same.
     """
-    kind, drafter = parse_drafter_config(drafter_config)
     shards = "\n".join(shard.sha256 for shard in manifest.shards)
-    started_from = starting_weights(drafter_config)
+    started_from = starting_weights(spec)
     return {
         "train": {key: value for key, value in asdict(config).items() if key not in MAY_CHANGE_ON_RESUME},
         "drafter": {
-            "kind": kind,
-            **{key: value for key, value in asdict(drafter).items() if key not in drafter.RUNTIME_FIELDS},
+            "kind": spec.kind,
+            **{key: value for key, value in asdict(spec.config).items() if key not in spec.config.RUNTIME_FIELDS},
         },
         "shards": {
             "horizon": manifest.horizon,
@@ -92,13 +89,12 @@ def end_of(config: TrainConfig) -> dict[str, Any]:
     return {"export": config.export, "patience": config.patience}
 
 
-def take_over_options(drafter_config: Mapping[str, Any], output_dir: Path, drafter_dir: Path) -> None:
+def take_over_options(spec: DrafterSpec, output_dir: Path, drafter_dir: Path) -> None:
     """Change a finished drafter's options for decoding to the configuration's.
 
     They don't depend on training.
     """
-    _, config = parse_drafter_config(drafter_config)
-    if change_options(drafter_dir, {name: getattr(config, name) for name in config.RUNTIME_FIELDS}):
+    if change_options(drafter_dir, {name: getattr(spec.config, name) for name in spec.config.RUNTIME_FIELDS}):
         summary = read_json(output_dir / SUMMARY_FILE)
         write_json(output_dir / SUMMARY_FILE, {**summary, "drafter_sha256": _digests(drafter_dir)})
 

@@ -38,7 +38,7 @@ from outrider.distill.label import branch_attention as labelling_attention
 from outrider.distill.label import continuations
 from outrider.models.decoding import Acceptance, DraftTree, GreedyAcceptance, RowSeeds, Sampling, SpeculativeSampling, generate
 from outrider.models.decoding.types import NO_NODE, TargetOutput
-from outrider.models.drafters import NullDrafter, build_drafter, feature_drafter
+from outrider.models.drafters import NullDrafter, build_drafter, feature_drafter, parse_drafter
 from outrider.models.drafters.branches import attention as branch_attention
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.graphed import GraphedDrafter, RecordableDrafter
@@ -189,7 +189,7 @@ def decoding_drafter(options: dict[str, Any] | None, target: HFTarget, form: dic
     if options["kind"] == "draft_model":
         reader = target_of(narrow(LLAMA_1B["num_hidden_layers"]), **form)
         return DraftModel(DraftModelConfig(length=options["length"]), reader)
-    drafter: Any = build_drafter(options, target).to(DTYPE).eval().requires_grad_(False)
+    drafter: Any = build_drafter(parse_drafter(options), target).to(DTYPE).eval().requires_grad_(False)
     return GraphedDrafter(drafter, form["recorder"]) if form and isinstance(drafter, RecordableDrafter) else drafter
 
 
@@ -237,7 +237,7 @@ TRAINED_KINDS = {
 def training_step(kind: str, layers: int) -> dict[str, Any]:
     """The counts of a micro batch, by phase."""
     counted, target = Counted(), target_of(narrow(layers))
-    drafter = build_drafter({"kind": kind}, target).train()
+    drafter = build_drafter(parse_drafter({"kind": kind}), target).train()
     loss = TRAINED_KINDS[kind]
     objective = Objective(loss=LossKind(loss), head=None if loss == "cross_entropy" else target.head)
     batch = random_batch(TRAINED, target.vocab_size, HORIZON, TRAINED_POSITIONS)
