@@ -22,14 +22,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from ...data.types import UNKNOWN, DrafterBatch
-from ..decoding.acceptance import last_entry
-from ..decoding.prompts import Prompts
-from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree
-from ..decoding.types import Acceptance, TargetOutput
 from ..target.hf_target import HFTarget
-from .base import TrainableDrafter
 from .beams import MAX_CANDIDATES, MAX_SEARCH_NODES, beam_search, pack_likeliest, pack_separately, pack_survivors
+from .last_state import LastStateDrafter
 from .objective import DraftVocabulary, Labels, Loss, Objective, commonest_tokens, require_draft_tokens, score
 
 TREE_PADDINGS = ("exact", "bucket", "full")
@@ -125,7 +121,7 @@ class ResidualBlock(nn.Module):
         return x + F.silu(self.linear(x))
 
 
-class Redrafter(TrainableDrafter):
+class Redrafter(LastStateDrafter):
     """The recurrent drafter. Its state is the target's hidden state at the last accepted token, [batch, hidden]."""
 
     Config = RedrafterConfig
@@ -206,24 +202,9 @@ class Redrafter(TrainableDrafter):
 
     # --- decoding
 
-    def init_state(
-        self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int
-    ) -> Float[torch.Tensor, "batch hidden"]:
-        return prompts.last(prefill.hidden_states)
-
-    def propose(
-        self,
-        state: Float[torch.Tensor, "batch hidden"],
-        last_token: Int[torch.Tensor, " batch"],
-        *,
-        generator: Randomness = None,
-    ) -> DraftTree:
-        """Draft the tree of a beam search (section 3.2): its last beams (section 3.3), or the
-        likeliest nodes that it met."""
-        return self.trim(self.draft(state, last_token))
-
     def draft(self, state: Float[torch.Tensor, "batch hidden"], last_token: Int[torch.Tensor, " batch"]) -> DraftTree:
-        """Draft a tree of full size, which a CUDA graph can record."""
+        """Draft the tree of a beam search (section 3.2), padded to its full size: the last beams
+        (section 3.3), or the likeliest nodes that the search met."""
         search = beam_search(self, state, last_token, width=self.config.beam_width, length=self.config.beam_length)
         if not self.config.share_prefixes:
             return pack_separately(search)
@@ -252,20 +233,6 @@ class Redrafter(TrainableDrafter):
     @property
     def _bucket(self) -> int:
         return -(-self.max_nodes // NUM_BUCKETS)
-
-    def advance(
-        self,
-        state: Float[torch.Tensor, "batch hidden"],
-        tree: DraftTree,
-        acceptance: Acceptance,
-        output: TargetOutput,
-        num_accepted: Sequence[int],
-    ) -> Float[torch.Tensor, "batch hidden"]:
-        entry = last_entry(acceptance)
-        return output.hidden_states[torch.arange(len(entry), device=entry.device), entry]
-
-    def select(self, state: Float[torch.Tensor, "batch hidden"], rows: Sequence[int]) -> Float[torch.Tensor, "kept hidden"]:
-        return state[rows]
 
     # --- the network
 
