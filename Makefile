@@ -37,11 +37,12 @@ test-slow: $(STAMP) ## Run the slow tests alone
 test-all: $(STAMP) ## Run the whole test suite
 	$(PYTEST)
 
-lint: $(STAMP) $(TYPES) ## Lint, format check, types and the import contract: what .ci/run and pre-commit run
+lint: $(STAMP) $(TYPES) ## Lint, format check, types, the import contract and the dependencies: what .ci/run and pre-commit run
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	cd build/types && $(BIN)/lint-imports --no-cache --config ../../pyproject.toml
+	$(BIN)/deptry . scripts scripts/engines scripts/gpu
 
 format: $(STAMP) ## Format the code and mend what ruff can mend
 	$(BIN)/ruff check --fix .

@@ -21,9 +21,8 @@ def verify_command(
     """Read every byte of a folder and tell all that is wrong with it. Exits with 1 where anything is."""
     # They load torch.
     from ..data.manifest import MANIFEST_FILE, TargetIdentity
-    from ..data.verify import find_damage
-    from ..distill.regenerate.answers import find_damage as find_damaged_answers
-    from ..distill.regenerate.answers import is_answers
+    from ..data.shards import label_store
+    from ..distill.regenerate.answers import answer_store, is_answers
 
     if not directory.is_dir():
         raise ValueError(f"{directory} is {'no folder' if directory.exists() else 'not there'}; name one that distill wrote")
@@ -32,12 +31,12 @@ def verify_command(
         raise ValueError(f"{directory} is a run's folder; verify {' and '.join(str(directory / each) for each in stages)}")
     identity: TargetIdentity
     if is_answers(directory):
-        answers, problems = find_damaged_answers(directory)
+        answers, problems = answer_store(directory).find_damage()
         identity, num_tokens = answers.target, sum(entry.counts.num_tokens for entry in answers.shards)
         num_answers = sum(entry.counts.num_answers for entry in answers.shards)
         summary = f"{len(answers.shards)} shards are whole: {num_answers} answers of {num_tokens} tokens"
     else:
-        manifest, problems = find_damage(directory)
+        manifest, problems = label_store(directory).find_damage()
         identity, num_bytes = manifest.target, sum(shard.num_bytes for shard in manifest.shards)
         summary = (
             f"{len(manifest.shards)} shards are whole: {sum(len(shard.ids) for shard in manifest.shards)} examples, "
@@ -47,10 +46,10 @@ def verify_command(
     if target is not None:
         from ..models.target.loading import load_target
 
-        if differences := identity.differences(load_target(target).identity):
+        if changes := identity.differences(load_target(target).identity):
             problems.append(
-                f"they are of the target {identity.name!r} (revision {identity.revision}) and not of {target}; differing "
-                f"(there, here): {'; '.join(differences)}"
+                f"they are of the target {identity.name!r} (revision {identity.revision}) and not of {target}; differing: "
+                f"{'; '.join(changes)}"
             )
     for problem in problems:
         typer.echo(problem, err=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ..data.files import sha256_file
+from ..data.files import replacing_directory, sha256_file
 from ..eval.records.names import SUMMARY_FILE
 from ..eval.report.card import CardOptions, model_card, rows_of
 from ..eval.results.rows import is_broken
@@ -95,16 +95,16 @@ def _package(drafter: Path, package: Path, options: CardOptions, *, overwrite: b
     with tempfile.TemporaryDirectory(prefix=f".{package.name}.", dir=package.parent) as temporary:
         new = Path(temporary) / "new"
         make_package(drafter, new, card, options.certificate)
-        if package.exists() and (differing := _differing(new, package)):
-            if not overwrite:
-                log.warning(
-                    "%s holds something else than would be made now (%s), and stays: remove it, or set export.overwrite=true",
-                    *(package, ", ".join(differing)),
-                )
-                return False
-            package.rename(Path(temporary) / "old")
-        if not package.exists():
-            new.rename(package)
+        differing = _differing(new, package)
+        if differing and package.exists() and not overwrite:
+            log.warning(
+                "%s holds something else than would be made now (%s), and stays: remove it, or set export.overwrite=true",
+                *(package, ", ".join(differing)),
+            )
+            return False
+        if differing:
+            with replacing_directory(package) as folder:
+                new.rename(folder)  # an empty one
     log.info("%s is the folder for the Hub", package)
     for name, what, option in names_left_open(card):
         log.info("the card's commands say %s for %s: export.%s=user/name writes its name", name, what, option)

@@ -25,6 +25,7 @@ from ..data.types import Example
 from ..distill.estimate import estimate, estimate_regeneration, estimate_table, regeneration_table
 from ..distill.label.continuations import require_branch_attention
 from ..distill.label.run import distill, load_examples, missing_examples
+from ..distill.regenerate.engines.openai import require_client
 from ..distill.regenerate.run import missing_conversations, regenerate
 from ..eval.results.rows import Row, is_broken
 from ..eval.results.tables import print_table
@@ -125,7 +126,7 @@ def _require_trainable(config: RunConfig, target: HFTarget) -> None:
     exported."""
     for drafter in config.drafter_runs():
         fresh = build_drafter(drafter.drafter, target)
-        if drafter.train.loss != "cross_entropy":
+        if drafter.train.loss.needs_teacher:
             target.require_plain_head()
         if "export" in config.stages:
             require_exportable(config.export, fresh, target)
@@ -213,6 +214,8 @@ def _as_run(config: RunConfig, path: Path) -> dict[str, Any]:
 
 def _check_inputs(config: RunConfig) -> None:
     """The evaluation's prompts, and what earlier stages left: a mistake shows before the target is loaded."""
+    if "distill" in config.stages and config.distill.engine == "openai" and not config.plan:
+        require_client()
     for drafter in config.drafter_runs() if "train" in config.stages else ():
         require_tracker(drafter.train)
     if "train" in config.stages and "distill" not in config.stages:
@@ -230,4 +233,6 @@ def _check_inputs(config: RunConfig) -> None:
 
 def _configure_logging(is_main_process: bool) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S")
-    logging.getLogger("outrider").setLevel(logging.INFO if is_main_process else logging.WARNING)
+    level = logging.INFO if is_main_process else logging.WARNING
+    logging.getLogger("outrider").setLevel(level)
+    logging.getLogger("openai").setLevel(level)  # the engine's client, which logs there that it retries a request

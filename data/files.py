@@ -1,15 +1,16 @@
-"""Files of a run: written whole or not at all, hashed, and read back strictly.
+"""Files and folders of a run: written whole or not at all, hashed, and read back strictly.
 
-A file has one writer. A reader sees the old content or the new one, never a part of either.
+A file or folder has one writer. A reader sees the old content or the new one, never a part of either.
 """
 
 import errno
 import hashlib
 import json
 import os
+import shutil
 import types
 import typing
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from functools import cache
@@ -23,6 +24,8 @@ LOCK_FILE = ".lock"
 SEAL_KEY = "sha256"
 """Where a sealed file keeps the digest of the rest."""
 
+OLD_IS_KEPT = "No half-written file was left: what was there before is unchanged, and every file finished earlier is kept"
+
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
@@ -33,9 +36,8 @@ def replacing(path: Path) -> Iterator[Path]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    kept = "No half-written file was left: what this file held before is unchanged, and every file finished earlier is kept"
     try:
-        with naming_full_disk(path, kept):
+        with naming_full_disk(path, OLD_IS_KEPT):
             yield temporary
             with open(temporary, "r+b") as file:
                 os.fsync(file.fileno())
@@ -43,6 +45,53 @@ def replacing(path: Path) -> Iterator[Path]:
             _sync_directory(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def replacing_directory(path: Path) -> Iterator[Path]:
+    """A new, empty folder to write to, which replaces the folder `path` when the block ends without an error.
+
+    On an error the new folder is removed and `path` stays as it was; a full disk raises the OSError of `replacing`. A killed
+    process leaves the old folder or the new one, and at most a `.NAME.partial` and a `.NAME.old`, which the next writer
+    removes. Between two renames `path` is missing for a moment: `finish_replacing` completes what a kill there has left.
+    Raises ValueError for the current folder, which a shell would be left without.
+    """
+    path = path.resolve()
+    if path == Path.cwd():
+        raise ValueError(f"{path} is the folder you are in; name another folder")
+    finish_replacing(path)
+    partial, old = partial_directory(path), _old_directory(path)
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        with naming_full_disk(path, OLD_IS_KEPT):
+            partial.mkdir(parents=True)
+            yield partial
+            if path.exists():
+                os.replace(path, old)
+            os.replace(partial, path)
+            _sync_directory(path.parent)
+    finally:
+        finish_replacing(path)
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def finish_replacing(path: Path) -> None:
+    """Complete the replacement of the folder `path` where a killed process has begun it (see `replacing_directory`)."""
+    partial, old = partial_directory(path), _old_directory(path)
+    if old.exists() and partial.exists() and not path.exists():
+        os.replace(partial, path)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def partial_directory(path: Path) -> Path:
+    """The folder that `replacing_directory(path)` writes to."""
+    real = path.resolve()
+    return real.with_name(f".{real.name}.partial")
+
+
+def _old_directory(path: Path) -> Path:
+    real = path.resolve()
+    return real.with_name(f".{real.name}.old")
 
 
 @contextmanager
@@ -119,7 +168,8 @@ def read_json(path: Path) -> Any:
 
 def write_sealed(path: Path, value: Any) -> None:
     """Write a dataclass as JSON, whole or not at all, with a digest of what it says."""
-    write_json(path, sealed(asdict(value)))
+    content = asdict(value)
+    write_json(path, {**content, SEAL_KEY: _content_sha256(content)})
 
 
 def read_sealed(cls: type[T], path: Path) -> T:
@@ -132,17 +182,6 @@ def read_sealed(cls: type[T], path: Path) -> T:
             f"{path} was altered: its SHA-256 digest is not the recorded one. Restore it, or make its folder anew elsewhere"
         )
     return value
-
-
-def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON's content and a digest of it, under SEAL_KEY."""
-    return {**content, SEAL_KEY: _content_sha256(content)}
-
-
-def was_altered(content: dict[str, Any]) -> bool:
-    """Whether sealed content says something else than when it was sealed; takes the seal off. What has none wasn't sealed."""
-    seal = content.pop(SEAL_KEY, None)
-    return seal is not None and seal != _content_sha256(content)
 
 
 def _content_sha256(content: Any) -> str:

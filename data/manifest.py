@@ -1,19 +1,23 @@
 """What a folder of shards holds and which target made it: `manifest.json`, written last."""
 
 import hashlib
-from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
-from .files import read_sealed, write_sealed
+from .differences import differences
+from .files import parse_dataclass, read_json, write_json
 from .states import STATE_DTYPES
 from .types import Example, TargetReads
 
 FORMAT_VERSION = 2
 MANIFEST_FILE = "manifest.json"
 FEATURES = ("none", "last_hidden")
+
+M = TypeVar("M", bound="BaseManifest")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,26 +38,54 @@ class TargetIdentity:
     hidden_size: int
     vocab_size: int
 
+    def facts(self) -> dict[str, Any]:
+        """Return what decides whether another target is the same."""
+        return {name: value for name, value in asdict(self).items() if name not in ("name", "revision")}
+
     def differences(self, other: "TargetIdentity") -> list[str]:
-        """The fields that make `other` a different target, each as "field: ours, theirs"."""
-        compared = [each.name for each in fields(self) if each.name not in ("name", "revision")]
-        return [
-            f"{name}: {getattr(self, name)}, {getattr(other, name)}"
-            for name in compared
-            if getattr(self, name) != getattr(other, name)
-        ]
+        """Return texts about the fields that make `other` a different target."""
+        return list(differences(self.facts(), other.facts()).values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShardEntry:
-    """One complete shard: its file, digest and size, and the examples in it.
-
-    `num_tokens` counts the tokens of all its texts, `num_labels` the positions that have a continuation.
-    """
+class BaseEntry:
+    """One complete shard: its file, and that file's digest."""
 
     index: int
     file: str
     sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseManifest:
+    """All shards of one run of a stage.
+
+    `target_dtype` is the type that the target computed in. `data_sha256` is a digest of the data, in
+    order; `plan_sha256` is a digest of which of them go into which shard; `complete` is False until
+    every shard is there.
+    """
+
+    format_version: int
+    target: TargetIdentity
+    target_dtype: str
+    data_sha256: str
+    plan_sha256: str
+    shards: Sequence[BaseEntry]
+    complete: bool
+
+    def facts(self) -> dict[str, Any]:
+        """Return what decides the content of the shards."""
+        facts = {name: value for name, value in asdict(self).items() if name not in ("shards", "complete")}
+        return facts | {"target": self.target.facts()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardEntry(BaseEntry):
+    """One complete shard of labels, its size, and the examples in it.
+
+    `num_tokens` counts the tokens of all its texts, `num_labels` the positions that have a continuation.
+    """
+
     num_bytes: int
     ids: list[str]
     num_tokens: int
@@ -61,26 +93,19 @@ class ShardEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
+class Manifest(BaseManifest):
     """All shards of one distillation.
 
-    `target_dtype` is the type that the target computed in. `horizon` is the number of tokens labelled after a position;
-    `features` says which hidden states lie beside the tokens (`none` or `last_hidden`), `feature_layers` the inputs of which
-    layers, `features_dtype` in which of STATE_DTYPES all of them are, and `top_logprobs` how many of the target's likeliest
-    next tokens there are. `data_sha256` is `examples_sha256` of all examples, in order; `plan_sha256` is a digest of which of
-    them go into which shard; `complete` is False until every shard is there.
+    `horizon` is the number of tokens labelled after a position; `features` says which hidden states lie beside the tokens
+    (`none` or `last_hidden`), `feature_layers` the inputs of which layers, `features_dtype` in which of STATE_DTYPES all of
+    them are, and `top_logprobs` how many of the target's likeliest next tokens there are. `data_sha256` is `examples_sha256`.
     """
 
     format_version: int = FORMAT_VERSION
-    target: TargetIdentity
-    target_dtype: str
     horizon: int
     features: str
-    data_sha256: str
-    plan_sha256: str
     max_length: int
     shards: list[ShardEntry]
-    complete: bool
     feature_layers: list[int] = field(default_factory=list)
     features_dtype: str = "bfloat16"
     top_logprobs: int | None = None
@@ -128,28 +153,34 @@ class Manifest:
 
     def require_target(self, identity: TargetIdentity) -> None:
         """Raise ValueError, naming the fields, where these shards were not made by the target `identity`."""
-        if differences := self.target.differences(identity):
+        if changes := self.target.differences(identity):
             raise ValueError(
                 f"the shards were distilled with the target {self.target.name!r} (revision {self.target.revision}), but the "
-                f"run's target is {identity.name!r} (revision {identity.revision}); they differ in {'; '.join(differences)}. "
+                f"run's target is {identity.name!r} (revision {identity.revision}); they differ in {'; '.join(changes)}. "
                 "A drafter learns one target's own words: set target.name_or_path to the target of the shards, or distil again "
                 "into another output directory"
             )
 
 
-def save_manifest(directory: Path, manifest: Manifest) -> None:
-    """Write `manifest.json`, whole or not at all, with a digest of what it says."""
-    write_sealed(directory / MANIFEST_FILE, manifest)
+def save_manifest(directory: Path, manifest: BaseManifest) -> None:
+    """Write `manifest.json`, whole or not at all."""
+    write_json(directory / MANIFEST_FILE, asdict(manifest))
 
 
 def load_manifest(directory: Path) -> Manifest:
-    """Read `manifest.json`. Raises ValueError where it is missing, malformed or altered, or has unknown or missing keys."""
+    """Read the manifest of a distillation. Errors as in `read_manifest`."""
+    return read_manifest(Manifest, directory)
+
+
+def read_manifest(kind: type[M], directory: Path) -> M:
+    """Read `manifest.json`. Raises ValueError where it is missing or malformed, or has unknown or missing keys."""
     path = directory / MANIFEST_FILE
     if not path.exists():
-        raise ValueError(
-            f"{path} does not exist: the distillation into this folder is not complete. Run the stage distill first"
-        )
-    return read_sealed(Manifest, path)
+        raise ValueError(f"{path} does not exist: {directory} holds no finished data. Run the stage distill first")
+    content = read_json(path)
+    if isinstance(content, dict):
+        content.pop("sha256", None)  # earlier manifests had a digest of themselves
+    return parse_dataclass(kind, content, path)
 
 
 def examples_sha256(examples: Iterable[Example]) -> str:

@@ -7,20 +7,18 @@ Beside the tokens it may hold `hidden_states` and `layer.2`, `layer.4`, ... (the
 with their `.scales`, and the likeliest tokens, `top_tokens` and `top_log_probs`, of the positions where `top_mask` is set.
 """
 
-import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save
 
-from .files import atomic_write_bytes, parse_dataclass, read_json, sha256_file, write_json
 from .manifest import Manifest, ShardEntry
 from .states import StoredStates
+from .store import ShardStore
 from .types import UNKNOWN, DistilledExample, Example, TargetReads, TopTokens
 
 METADATA_KEY = "outrider"
@@ -28,6 +26,11 @@ LAYER, SCALES = "layer.", ".scales"
 
 TOP_BYTES = 4 + 2
 """Of one likely token on disk: its id, and its log-probability in float16, to 2^-11 of itself."""
+
+
+def label_store(directory: Path) -> ShardStore[ShardEntry, Manifest]:
+    """Return the shards of labels in a folder."""
+    return ShardStore(directory, "shard", ".safetensors", ShardEntry, Manifest)
 
 
 def write_shard(directory: Path, index: int, examples: list[DistilledExample]) -> ShardEntry:
@@ -54,57 +57,14 @@ def write_shard(directory: Path, index: int, examples: list[DistilledExample]) -
         tensors |= _top_tensors(tops)
     ids = [example.example.id for example in examples]
     # One key only: safetensors writes several in an order that changes from run to run, and with it the digest.
-    path = directory / f"{_stem(index)}.safetensors"
     data = save(tensors, metadata={METADATA_KEY: json.dumps({"ids": ids})})
-    atomic_write_bytes(path, data)
-    entry = ShardEntry(
-        index=index,
-        file=path.name,
-        sha256=hashlib.sha256(data).hexdigest(),
+    return label_store(directory).write(
+        index,
+        data,
         num_bytes=len(data),
         ids=ids,
         num_tokens=len(tensors["input_ids"]),
         num_labels=int((tensors["continuations"][:, 0] != UNKNOWN).sum()),
-    )
-    write_json(sidecar_path(directory, index), asdict(entry))
-    return entry
-
-
-def read_entry(directory: Path, index: int) -> ShardEntry | None:
-    """The sidecar of shard `index`, or None where there is none yet. A malformed sidecar is a ValueError."""
-    path = sidecar_path(directory, index)
-    if not path.exists():
-        return None
-    try:
-        return parse_dataclass(ShardEntry, read_json(path), path)
-    except ValueError as error:
-        raise ValueError(f"{error}. Delete {path}, then run the stage distill again: it makes just this shard anew") from error
-
-
-def is_written(directory: Path, index: int) -> bool:
-    """Whether shard `index` was finished: its sidecar, which is written last, is there."""
-    return sidecar_path(directory, index).exists()
-
-
-def forget(directory: Path, index: int) -> None:
-    """Let shard `index` count as not written."""
-    sidecar_path(directory, index).unlink()
-
-
-def verify_shard(directory: Path, entry: ShardEntry) -> None:
-    """Raise ValueError, with what is wrong and the remedy, where the shard's file is missing, cut or altered."""
-    path = directory / entry.file
-    if not path.exists():
-        problem = "is missing"
-    elif (num_bytes := path.stat().st_size) < entry.num_bytes:
-        problem = f"is truncated: {num_bytes} of {entry.num_bytes} bytes"
-    elif sha256_file(path) != entry.sha256:
-        problem = "was altered: its SHA-256 digest is not the recorded one"
-    else:
-        return
-    raise ValueError(
-        f"the shard {path} {problem}. Delete it and {sidecar_path(directory, entry.index).name}, then run the stage distill "
-        "again: it makes just this shard anew"
     )
 
 
@@ -115,22 +75,20 @@ def verify_shards(directory: Path, manifest: Manifest) -> None:
             f"the distillation in {directory} is not complete; run the stage distill again, which goes on from there"
         )
     for entry in manifest.shards:
-        verify_shard(directory, entry)
+        label_store(directory).verify(entry)
 
 
 def read_shard(directory: Path, entry: ShardEntry, reads: TargetReads | None = None) -> list[DistilledExample]:
-    """The examples of one shard, in their order, after checking its digest (errors as in `verify_shard`).
+    """The examples of one shard, in their order, after checking its digest (errors as in `ShardStore.verify`).
 
     What lies there beside the tokens is read where `reads` says so, and all of it without.
     """
-    verify_shard(directory, entry)
+    label_store(directory).verify(entry)
     path = directory / entry.file
     with safe_open(path, framework="pt") as file:
         ids = json.loads(file.metadata()[METADATA_KEY])["ids"]
         names = file.keys()
         tensors = {name: file.get_tensor(name) for name in names if reads is None or _is_read(name, reads)}
-    if ids != entry.ids:
-        raise ValueError(f"the shard {path} holds other examples than its entry says; distil again into an empty folder")
     stored = {
         name: StoredStates(values=values, scales=tensors.get(name + SCALES))
         for name, values in tensors.items()
@@ -193,12 +151,3 @@ def _is_read(name: str, reads: TargetReads) -> bool:
     if name.startswith("hidden_states"):
         return reads.hidden_states
     return not name.startswith(LAYER) or int(name.removeprefix(LAYER).removesuffix(SCALES)) in reads.layers
-
-
-def _stem(index: int) -> str:
-    return f"shard-{index:05d}"
-
-
-def sidecar_path(directory: Path, index: int) -> Path:
-    """The file that says that shard `index` is complete."""
-    return directory / f"{_stem(index)}.json"

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..data.files import atomic_write_text, write_json, write_sealed
+from ..data.differences import differences
+from ..data.files import atomic_write_text, write_json
 from ..data.suites import PromptSet, load_suite
 from ..models.decoding.acceptance import GreedyAcceptance, SpeculativeSampling, TypicalAcceptance
 from ..models.decoding.protocols import AcceptanceRule
@@ -35,8 +36,7 @@ from .measure.methods import (
     recorded_methods,
 )
 from .measure.roofline import measure_roofline
-from .records.checks import check_records, foreign
-from .records.digests import differences, digest_of
+from .records.digests import digest_of
 from .records.names import FACTS_FILE, RECORDS_FILE, RUN_FILE, SUMMARY_FILE, TABLE_FILE
 from .records.records import EvalRecord, GroupKey, RecordFile, group_name
 from .records.run_files import RECORDED_OPTIONS, Audit, DrafterFacts, Environment, Facts, RunInfo, read_info
@@ -80,8 +80,7 @@ def evaluate(
         recorded = recorded_config(config, suites, target, tokenizer, specs)
         info = open_run(output_dir, recorded, environment, target, config)
         file = stack.enter_context(RecordFile(output_dir / RECORDS_FILE))
-        check_records(file.records.values(), info, file.path)
-        check_prompts(file.records.values(), suites, file.path)
+        require_own_records(file, info)
         bench = Bench(
             target=target,
             tokenizer=tokenizer,
@@ -106,7 +105,7 @@ def evaluate(
             without_profile=bench.without_profile,
             unaudited=unaudited,
         )
-    write_sealed(output_dir / FACTS_FILE, facts)
+    write_json(output_dir / FACTS_FILE, dataclasses.asdict(facts))
     rows = rows_of(records, info, facts)
     write_results(rows, output_dir)
     write_answers(records, suites, tokenizer, output_dir / ANSWERS_DIR, file.path.stat().st_mtime)
@@ -182,9 +181,9 @@ def open_run(
         info = read_info(path)
         if differing := differences(info.config, info.within(recorded)):
             raise ValueError(
-                f"{output_dir} holds another evaluation's records; it differs in {'; '.join(differing)}. Suites, temperatures "
-                "and batch sizes may be added to those of a folder; all else, and taking any away, needs another output "
-                "directory (or delete this one to measure anew)"
+                f"{output_dir} holds another evaluation's records; it differs in {'; '.join(differing.values())}. Suites, "
+                "temperatures and batch sizes may be added to those of a folder; all else, and taking any away, needs another "
+                "output directory (or delete this one to measure anew)"
             )
         info = dataclasses.replace(info, config=recorded)
     elif (output_dir / RECORDS_FILE).exists():
@@ -198,16 +197,16 @@ def open_run(
     return info
 
 
-def check_prompts(records: Iterable[EvalRecord], suites: Sequence[PromptSet], path: Path) -> None:
-    """Raise ValueError for a record of the file at `path` that answers none of the prompts of its suite, or says what is not
-    true of the prompt."""
-    prompts = {(suite.name, prompt.id): prompt for suite in suites for prompt in suite.prompts}
-    for record in records:
-        prompt = prompts.get((record.suite, record.prompt_id))
-        if prompt is None or record.turn >= len(prompt.turns):
-            raise foreign(path, record, "answers a prompt, or a turn of it, that the suite doesn't have")
-        if record.category != prompt.category:
-            raise foreign(path, record, f"has the category {record.category!r}, and the suite says {prompt.category!r}")
+def require_own_records(file: RecordFile, info: RunInfo) -> None:
+    """Raise ValueError for a record that was made with another configuration, or in another environment."""
+    expected = {"config_digest": info.config_digest, "environment_digest": info.environment.digest}
+    for record in file.records.values():
+        for name, digest in expected.items():
+            if (recorded := getattr(record, name)) != digest:
+                raise ValueError(
+                    f"{file.path} holds records of another evaluation: {record.name} has {name} {recorded!r}, and {RUN_FILE} "
+                    f"has {digest!r}; give another output directory"
+                )
 
 
 def check_measured(bench: Bench, records: Sequence[EvalRecord], suites: Sequence[PromptSet]) -> None:

@@ -37,7 +37,8 @@ from outrider.data.types import DrafterBatch
 from outrider.eval.measure.environment import describe_environment
 from outrider.models.drafters import build_drafter
 from outrider.models.drafters import objective as objective_module
-from outrider.models.drafters.objective import DraftVocabulary, Labels, Objective, score
+from outrider.models.drafters.objective import Labels, LossKind, Objective, score
+from outrider.models.drafters.vocabulary import DraftVocabulary
 from outrider.models.target.hf_target import HFTarget
 
 MIB = 2**20
@@ -185,7 +186,7 @@ def make_batch(num_labels: int, vocab: int, hidden: int, device: torch.device) -
 def one_step(head: nn.Linear, target_head: nn.Linear, states: torch.Tensor, batch: DrafterBatch, loss: str) -> None:
     """The training loss, as drafters take it."""
     vocabulary = DraftVocabulary(size=head.out_features)
-    labels, objective = Labels.of(batch), Objective(loss=loss, head=target_head)
+    labels, objective = Labels.of(batch), Objective(loss=LossKind(loss), head=target_head)
     score(head, (states,), labels, batch, objective, vocabulary=vocabulary).sums.sum().backward()
 
 

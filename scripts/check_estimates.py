@@ -23,6 +23,7 @@ from outrider.data.files import read_json, write_json
 from outrider.data.manifest import load_manifest
 from outrider.distill.label.run import load_examples
 from outrider.eval.measure.environment import describe_environment
+from outrider.eval.results.stats import bootstrap, ratio
 from outrider.models.decoding import GreedyAcceptance, RowSeeds, generate
 from outrider.models.decoding.protocols import Drafter
 from outrider.models.drafters import load_drafter
@@ -31,7 +32,6 @@ from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.loading import load_target
 
 BATCH_SIZE = 16
-NUM_RESAMPLES = 2000
 
 
 def main() -> None:
@@ -49,7 +49,8 @@ def main() -> None:
         summary, drafter = read_json(path), load_drafter(path.parents[1] / "drafter", target)
         counts = decode(target, cast("Drafter[Any, Any]", drafter), prompts, summary["run"]["train"]["validation_tokens"])
         training = summary["validation"]["validation_tokens_per_step"]
-        figures.append({"drafter": path.parents[1].name, "training": training, **tokens_per_step(counts)})
+        decoding, interval = bootstrap(counts, ratio, seed=0)
+        figures.append({"drafter": path.parents[1].name, "training": training, "decoding": decoding, "interval": interval})
     print(f"| drafter | measured in training | decoding {len(prompts)} other prompts [95 %] | ratio |\n|---|---:|---:|---:|")
     for figure in figures:
         low, high = figure["interval"]
@@ -92,14 +93,6 @@ def decode(target: HFTarget, drafter: Drafter[Any, Any], prompts: list[torch.Ten
             for row, tokens in zip(step.rows, step.tokens, strict=True):
                 counts[rows[row]] += (0, 0) if step.is_prefill else (len(tokens), 1)
     return counts
-
-
-def tokens_per_step(counts: np.ndarray) -> dict[str, Any]:
-    """The figure and its bootstrap interval over prompts."""
-    draws = np.random.default_rng(0).integers(len(counts), size=(NUM_RESAMPLES, len(counts)))
-    tokens, steps = counts[draws].sum(1).T
-    low, high = np.percentile(tokens / steps, [2.5, 97.5])
-    return {"decoding": float(counts[:, 0].sum() / counts[:, 1].sum()), "interval": [float(low), float(high)]}
 
 
 if __name__ == "__main__":

@@ -23,10 +23,10 @@ from outrider.cli.config import register, to_run_config
 from outrider.data.files import read_json, write_json
 from outrider.distill.label.run import load_examples
 from outrider.eval.measure.environment import describe_environment
+from outrider.eval.results.stats import bootstrap, ratio_of_ratios
 from outrider.models.target.loading import load_tokenizer
 
 TRAIN = Path(__file__).parents[1] / "train.py"
-NUM_RESAMPLES = 4000
 CLOSE = 0.95
 """Numbers of labels that are equal enough."""
 SETTING = {"beam_width": 16, "beam_length": 5, "tree_nodes": 40}
@@ -120,14 +120,9 @@ def paired_ratio(reference: Path, folder: Path) -> dict[str, Any]:
     """Tokens per step over those of the reference, with a bootstrap interval over the prompts, which are the same."""
     theirs, ours = steps_by_prompt(reference), steps_by_prompt(folder)
     assert theirs.keys() == ours.keys()
-    pairs = np.array([[*theirs[prompt], *ours[prompt]] for prompt in sorted(theirs)])  # [prompt, 4]: tokens and steps, twice
-    drawn = pairs[np.random.default_rng(0).integers(0, len(pairs), (NUM_RESAMPLES, len(pairs)))].sum(1)
-    ratios = drawn[:, 2] / drawn[:, 3] / (drawn[:, 0] / drawn[:, 1])
-    total = pairs.sum(0)
-    return {
-        "ratio": total[2] / total[3] / (total[0] / total[1]),
-        "ratio_ci95": np.percentile(ratios, [2.5, 97.5]).tolist(),
-    }
+    sums = np.array([[steps[prompt] for prompt in sorted(theirs)] for steps in (ours, theirs)])
+    ratio, interval = bootstrap(sums, ratio_of_ratios, seed=0)
+    return {"ratio": ratio, "ratio_ci95": interval}
 
 
 def steps_by_prompt(folder: Path) -> dict[str, tuple[int, int]]:

@@ -160,9 +160,9 @@ def to_device(batch: DrafterBatch, device: torch.device) -> DrafterBatch:
 
 def target_reads(drafter: TrainableDrafter, objective: Objective) -> TargetReads:
     """What training this drafter reads of the target beside its tokens."""
-    top = objective.needs_teacher and objective.teacher == "top_k"
+    top = objective.loss.needs_teacher and objective.teacher == "top_k"
     return TargetReads(
-        hidden_states=drafter.reads_hidden_states or (objective.needs_teacher and not top),
+        hidden_states=drafter.reads_hidden_states or (objective.loss.needs_teacher and not top),
         layers=drafter.feature_layers,
         top=top,
     )

@@ -1,13 +1,12 @@
 """The drafter that decoding measured best: kept apart from the checkpoints, and the reason to stop early."""
 
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..data.files import parse_dataclass, read_json, write_json
+from ..data.files import finish_replacing, parse_dataclass, partial_directory, read_json, replacing_directory, write_json
 from ..data.manifest import TargetIdentity
 from ..models.drafters import save_drafter
 from ..models.drafters.base import TrainableDrafter
@@ -26,15 +25,10 @@ class BestRecord:
 
 
 class Best:
-    """The measurements of a run, and the folder of the drafter that has the highest tokens per step of them.
-
-    The folder is complete at any moment but one: between the removal of the old and the renaming of the new, which then lies
-    beside it under its temporary name and gets its own when it is next looked for.
-    """
+    """The measurements of a run, and the folder of the drafter with the highest tokens per step among them."""
 
     def __init__(self, output_dir: Path, target: TargetIdentity) -> None:
         self.directory = output_dir / BEST_DIR
-        self._partial = output_dir / f".{BEST_DIR}.partial"
         self._target = target
         self._measured: list[tuple[int, float | None]] = []
         self.validation: dict[str, Any] | None = None
@@ -54,29 +48,24 @@ class Best:
         kept = self.record()
         if tokens_per_step is None or (kept is not None and kept.tokens_per_step > tokens_per_step):
             return False
-        shutil.rmtree(self._partial, ignore_errors=True)
-        save_drafter(drafter, self._partial, self._target)
         assert self.validation is not None
         record = BestRecord(step=step, tokens_per_step=tokens_per_step, validation=self.validation)
-        write_json(self._partial / RECORD_FILE, asdict(record))  # last: it says that the drafter is there
-        self._rename()
+        with replacing_directory(self.directory) as folder:
+            save_drafter(drafter, folder, self._target)
+            write_json(folder / RECORD_FILE, asdict(record))
         return True
 
     def record(self) -> BestRecord | None:
         """What is said of the drafter in the folder, where there is one."""
-        if (self._partial / RECORD_FILE).is_file():
-            self._rename()
+        finish_replacing(self.directory)
         path = self.directory / RECORD_FILE
         return parse_dataclass(BestRecord, read_json(path), path) if path.is_file() else None
 
     def clear(self) -> None:
         """Remove the folder, for a run that begins anew."""
-        for path in (self.directory, self._partial):
+        finish_replacing(self.directory)
+        for path in (self.directory, partial_directory(self.directory)):
             shutil.rmtree(path, ignore_errors=True)
-
-    def _rename(self) -> None:
-        shutil.rmtree(self.directory, ignore_errors=True)
-        os.replace(self._partial, self.directory)
 
     @property
     def latest(self) -> tuple[int, float] | None:

@@ -8,13 +8,12 @@ nothing by that); should a power cut tear one, the sizes in its marker give it a
 import errno
 import json
 import logging
-import os
 import pickle
 import shutil
 import zipfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,7 +23,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, gather_object
 from torch import nn
 
-from ..data.files import read_json
+from ..data.files import partial_directory, read_json, replacing_directory
 from .state import HostCopy, random_state, set_random_state
 
 logger = logging.getLogger(__name__)
@@ -118,22 +117,20 @@ class Checkpoints:
 
     def _write(self, step: int, content: dict[str, Any], marker: dict[str, Any]) -> None:
         """All of a checkpoint, by the main process alone."""
-        with _named(self.directory, step) as partial:
-            _begin(partial)
+        with replacing_directory(_folder(self.directory, step)) as partial, _named(self.directory, step):
             torch.save(content, partial / STATE_FILE)
-            _complete(partial, marker)
+            _write_marker(partial, marker)
         self._remove_old()
 
     def _save_sharded(self, step: int, marker: dict[str, Any]) -> None:
-        accelerator = self._accelerator
-        with _named(self.directory, step, removes=accelerator.is_main_process) as partial:
-            if accelerator.is_main_process:
-                _begin(partial)
+        accelerator, folder = self._accelerator, _folder(self.directory, step)
+        writing = replacing_directory(folder) if accelerator.is_main_process else nullcontext(partial_directory(folder))
+        with writing as partial, _named(self.directory, step):
             accelerator.wait_for_everyone()
             accelerator.save_state(str(partial))
             accelerator.wait_for_everyone()
             if accelerator.is_main_process:
-                _complete(partial, marker)
+                _write_marker(partial, marker)
         if accelerator.is_main_process:
             self._remove_old()
         accelerator.wait_for_everyone()
@@ -218,29 +215,22 @@ def latest_checkpoint(directory: Path) -> Path | None:
 def remove_incomplete(directory: Path) -> None:
     """Remove what killed runs left half-written (or half-removed)."""
     complete = set(complete_checkpoints(directory))
-    for path in [*directory.glob("step-*"), *directory.glob(".step-*.partial")]:
+    for path in [*directory.glob("step-*"), *directory.glob(".step-*")]:
         if path not in complete:
             logger.warning("removing %s: it is not complete", path)
             shutil.rmtree(path)
 
 
 @contextmanager
-def _named(directory: Path, step: int, *, removes: bool = True) -> Iterator[Path]:
-    """The temporary folder of a step's checkpoint. An error while it is written becomes one message, with the remedy.
-
-    Of several processes that write into it, one `removes` what is left then.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    partial = directory / f".step-{step:08d}.partial"
+def _named(directory: Path, step: int) -> Iterator[None]:
+    """Raise an error while a step's checkpoint is written as one OSError, with the remedy."""
     try:
-        yield partial
+        yield
     except (OSError, RuntimeError) as error:
         # torch has an error of its own for a full disk. Others, such as another process's end, aren't the disk's.
         if isinstance(error, RuntimeError) and "inline_container" not in str(error):
             raise
         free_mebibytes = shutil.disk_usage(directory).free // 2**20
-        if removes:
-            shutil.rmtree(partial, ignore_errors=True)
         kept = latest_checkpoint(directory)
         raise OSError(
             getattr(error, "errno", None) or errno.EIO,
@@ -250,18 +240,15 @@ def _named(directory: Path, step: int, *, removes: bool = True) -> Iterator[Path
         ) from error
 
 
-def _begin(partial: Path) -> None:
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
+def _folder(directory: Path, step: int) -> Path:
+    return directory / f"step-{step:08d}"
 
 
-def _complete(partial: Path, marker: dict[str, Any]) -> None:
-    """Write the marker, and give the folder its name."""
+def _write_marker(partial: Path, marker: dict[str, Any]) -> None:
+    """Write the marker of a complete checkpoint, with the sizes of its files."""
     paths = [path for path in sorted(partial.rglob("*")) if path.is_file()]
     files = {path.relative_to(partial).as_posix(): path.stat().st_size for path in paths}
     (partial / MARKER_FILE).write_text(json.dumps({**marker, "files": files}, indent=1, allow_nan=False))
-    final = partial.with_name(f"step-{marker['step']:08d}")
-    os.replace(partial, final)
 
 
 def _is_complete(checkpoint: Path) -> bool:

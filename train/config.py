@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from ..data.collate import LABELS
-from ..models.drafters.objective import LOSSES, TEACHERS, WEIGHTS
+from ..models.drafters.objective import TEACHERS, WEIGHTS, LossKind
 
 # Our name of a learning rate schedule, and transformers'.
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
@@ -54,9 +54,9 @@ class TrainConfig:
     labels: str = "distilled"
     """`distilled`: the target's own continuations; `text`: the text's next tokens, at the same positions (an ablation)."""
 
-    loss: str = "cross_entropy"
+    loss: LossKind = LossKind.cross_entropy
     """`cross_entropy` on the labels; `kl`, `reverse_kl`, `tv`, `acceptance`, `kl_tv` or `kl_acceptance` against the target's
-    distribution, where a continuation keeps to the text (see `Objective`)."""
+    distribution, where a continuation keeps to the text (see `LossKind`)."""
     teacher: str = "full"
     """The target's distribution, for all losses but cross-entropy: `full`, of its hidden states, or `top_k`, of the likeliest
     tokens that distill.top_logprobs stored, and all others as one (see `Objective`)."""
@@ -146,6 +146,7 @@ class TrainConfig:
             problems.append("patience is set, but validate_every is not, so there is nothing to wait for; set that too")
         if problems:
             raise ValueError("training configuration: " + "; ".join(problems))
+        self.loss = LossKind(self.loss)  # a caller in Python may have written a string
 
 
 LEAST = {
@@ -168,7 +169,7 @@ LEAST = {
 }
 CHOICES = {
     "labels": LABELS,
-    "loss": LOSSES,
+    "loss": tuple(LossKind),
     "label_weights": WEIGHTS,
     "teacher": TEACHERS,
     "schedule": tuple(SCHEDULES),

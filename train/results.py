@@ -2,16 +2,16 @@
 
 import hashlib
 import logging
-import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 
-from ..data.files import atomic_write_bytes, read_json, sha256_file, write_json
+from ..data.differences import differences
+from ..data.files import read_json, replacing_directory, sha256_file, write_json
 from ..data.manifest import Manifest, TargetIdentity
 from ..models.drafters import save_drafter
 from ..models.drafters.base import TrainableDrafter
@@ -122,17 +122,6 @@ def save_results(
             "give the same command again, or train anew at a lower train.learning_rate"
         )
     metrics = next(record for record in reversed(records) if "loss" in record)
-    partial = drafter_dir.with_name(f".{drafter_dir.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    kept = best.record() if config.export == "best" else None
-    if kept is None:
-        save_drafter(drafter, partial, target)
-    else:
-        for name in (WEIGHTS_FILE, CONFIG_FILE):
-            atomic_write_bytes(partial / name, (best.directory / name).read_bytes())
-        # How it drafts may have been changed since it was measured.
-        change_options(partial, {name: getattr(drafter.config, name) for name in drafter.config.RUNTIME_FIELDS})
-        logger.info("the best drafter is that of step %d: %.2f tokens per step", kept.step, kept.tokens_per_step)
     facts = TrainingFacts(
         steps=metrics["step"],
         seconds=seconds,
@@ -143,11 +132,16 @@ def save_results(
         labels=config.labels,
         hardware=hardware,
     )
-    write_json(partial / TRAINING_FILE, asdict(facts))
-    drafter_dir.mkdir(parents=True, exist_ok=True)
-    for path in sorted(partial.iterdir(), reverse=True):  # weights before config: it says that they are there
-        os.replace(path, drafter_dir / path.name)  # a user's own files beside them stay
-    partial.rmdir()
+    kept = best.record() if config.export == "best" else None
+    with replacing_directory(drafter_dir) as folder:
+        if drafter_dir.is_dir():  # a user's files beside the drafter's stay
+            shutil.copytree(drafter_dir, folder, symlinks=True, dirs_exist_ok=True)
+        if kept is None:
+            save_drafter(drafter, folder, target)
+        else:
+            _copy_best(best, folder, drafter)
+            logger.info("the best drafter is that of step %d: %.2f tokens per step", kept.step, kept.tokens_per_step)
+        write_json(folder / TRAINING_FILE, asdict(facts))
     summary = {
         **asdict(facts),
         "metrics": metrics,
@@ -160,26 +154,20 @@ def save_results(
     write_json(output_dir / SUMMARY_FILE, summary)
 
 
+def _copy_best(best: Best, folder: Path, drafter: TrainableDrafter) -> None:
+    """Copy the best drafter, with the options for decoding of `drafter`: they may have changed since the measurement."""
+    for name in DRAFTER_FILES:
+        shutil.copyfile(best.directory / name, folder / name)
+    change_options(folder, {name: getattr(drafter.config, name) for name in drafter.config.RUNTIME_FIELDS})
+
+
 def _digests(directory: Path) -> dict[str, str]:
     return {name: sha256_file(directory / name) for name in DRAFTER_FILES if (directory / name).is_file()}
 
 
 def _require_same_run(before: Mapping[str, Any], now: Mapping[str, Any], where: Path, remedy: str) -> None:
-    old, new = dict(_flat(before)), dict(_flat(now))
+    changes = differences(before, now)
     if Division.of(now).may_follow(Division.of(before)):
-        old, new = ({key: value for key, value in flat.items() if key not in DIVISION_KEYS} for flat in (old, new))
-    changes = [
-        f"{key} was {old.get(key, 'absent')!r} and is {new.get(key, 'absent')!r}"
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key, "absent") != new.get(key, "absent")
-    ]
+        changes = {name: text for name, text in changes.items() if name not in DIVISION_KEYS}
     if changes:
-        raise ValueError(f"{where} belongs to a run with another configuration: {'; '.join(changes)}. {remedy}")
-
-
-def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, item in value.items():
-        if isinstance(item, Mapping):
-            yield from _flat(item, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", item
+        raise ValueError(f"{where} belongs to a run with another configuration: {'; '.join(changes.values())}. {remedy}")

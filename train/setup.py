@@ -95,7 +95,7 @@ def set_up(
         optimizer=optimizer,
         scheduler=scheduler,
         meter=Meter(accelerator.device, measure_from=config.steps - math.ceil(config.steps * MEASURED_SHARE)),
-        spikes=SpikeWatch(accelerator.device, config.spike_threshold),
+        spikes=SpikeWatch(config.spike_threshold),
         validator=validator,
         best=Best(output_dir, target.identity),
         checkpoints=make_checkpoints(config, accelerator, output_dir, model, optimizer),
@@ -109,7 +109,7 @@ def set_up(
 def make_objective(config: TrainConfig, target: HFTarget) -> Objective:
     """Make the objective, with the target's head where the target is the teacher."""
     objective = Objective(loss=config.loss, weights=config.label_weights, teacher=config.teacher)
-    if not objective.needs_teacher:
+    if not objective.loss.needs_teacher:
         return objective
     target.require_plain_head()
     return replace(objective, head=target.head)

@@ -4,8 +4,8 @@ interrupted."""
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -17,15 +17,16 @@ from transformers import PreTrainedTokenizerBase
 from ...data.chat import encode_conversations
 from ...data.config import DataConfig
 from ...data.decontamination import PromptOverlap
-from ...data.files import parse_dataclass, read_json, write_json
-from ...data.manifest import MANIFEST_FILE, Manifest, ShardEntry, examples_sha256, load_manifest, save_manifest
-from ...data.shards import forget, is_written, read_entry, verify_shard, write_shard
+from ...data.files import write_json
+from ...data.manifest import Manifest, ShardEntry, examples_sha256
+from ...data.shards import label_store, write_shard
 from ...data.sources import describe_drops, load_conversations
+from ...data.store import STATS_SUFFIX
 from ...data.types import DistilledExample, Example
 from ...models.target.hf_target import HFTarget
 from ...models.target.tensor_parallel import Worker
 from ..config import DistillConfig
-from ..plan import Shards, deal, peak_memory_bytes, pending_shards, plan_sha256, plan_shards
+from ..plan import peak_memory_bytes, plan_sha256, plan_shards, run_shards
 from .continuations import label_continuations, require_branch_attention
 from .features import require_features, require_space, stored_example
 
@@ -71,41 +72,33 @@ def distill(
     the target can't be distilled, the folder holds another run's shards, one of its shards is damaged, or the disk has no room
     for what is to be stored.
     """
+    # 1. The examples, and whether the target can label them.
     dropped: Counter[str] = Counter()
     if examples is None:
         examples, dropped = load_examples(data, tokenizer, overlap)
     longest = max(len(example.input_ids) for example in examples)
     require_branch_attention(target, longest + max(config.horizon - 2, 0))
     require_features(config, target)
-    plan = plan_shards(examples, config.shard_examples)
+    # 2. The labels, shard by shard.
+    plan, store = plan_shards(examples, config.shard_examples), label_store(output_dir)
     manifest = describe_labels(config, data, target, plan)
-    require_same_run(output_dir, manifest)
-    pending = pending_shards(
-        accelerator,
-        len(plan),
-        check=lambda index: _check_shard(output_dir, index, plan[index]),
-        is_written=lambda index: is_written(output_dir, index),
-    )
-    require_space(config, target, [example for index in pending for example in plan[index]], output_dir)
-    if accelerator.is_main_process and not _is_manifest_complete(output_dir, len(plan)):
-        _remove_leftovers(output_dir)
-        save_manifest(output_dir, manifest)
-    accelerator.wait_for_everyone()
+    store.require_same(manifest)
+    require_space(config, target, store.missing(plan), output_dir)
     worker = Worker.of(accelerator, tensor_parallel=target.tensor_parallel)
-    if own := deal(pending, worker):
-        _make_shards(config, target, plan, pending, own, output_dir, accelerator, worker)
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        if _is_manifest_complete(output_dir, len(plan)):
-            logger.info("distillation in %s is already complete: %d shards, nothing to do", output_dir, len(plan))
-        else:
-            is_own_greedy = config.mode == "regenerate" and config.temperature == 0
-            _finish(output_dir, manifest, len(plan), dropped, target.device, is_own_greedy=is_own_greedy)
-    accelerator.wait_for_everyone()
-    return load_manifest(output_dir)
+    return run_shards(
+        store,
+        manifest,
+        plan,
+        accelerator,
+        worker,
+        num_units=lambda shard: sum(len(example.input_ids) for example in shard),
+        make=lambda shards, progress: _label_shards(config, target, shards, output_dir, progress, worker),
+        finish=lambda entries: _write_statistics(config, target, output_dir, entries, dropped),
+        unit="tok",
+    )
 
 
-def describe_labels(config: DistillConfig, data: DataConfig, target: HFTarget, plan: Shards) -> Manifest:
+def describe_labels(config: DistillConfig, data: DataConfig, target: HFTarget, plan: Sequence[Sequence[Example]]) -> Manifest:
     """What decides these shards, before there is any."""
     data_sha256 = examples_sha256(example for shard in plan for example in shard)
     return Manifest(
@@ -127,10 +120,10 @@ def describe_labels(config: DistillConfig, data: DataConfig, target: HFTarget, p
 def missing_examples(
     config: DistillConfig, data: DataConfig, target: HFTarget, examples: Sequence[Example], output_dir: Path
 ) -> list[Example]:
-    """The examples that are still to be labelled. Raises ValueError where the folder holds another run's shards."""
-    plan = plan_shards(examples, config.shard_examples)
-    require_same_run(output_dir, describe_labels(config, data, target, plan))
-    return [example for index, shard in enumerate(plan) if not is_written(output_dir, index) for example in shard]
+    """Return the examples that are still to be labelled. Raises ValueError where the folder holds another run's shards."""
+    plan, store = plan_shards(examples, config.shard_examples), label_store(output_dir)
+    store.require_same(describe_labels(config, data, target, plan))
+    return store.missing(plan)
 
 
 def load_examples(
@@ -148,39 +141,6 @@ def load_examples(
         describe_drops(unread + unfit),
     )
     return examples, unread + unfit
-
-
-def require_same_run(output_dir: Path, manifest: Manifest) -> None:
-    """Raise ValueError, naming every differing field, where `output_dir` holds shards of another run than `manifest`
-    describes."""
-    remedy = "Choose another output directory, or delete this one to distil anew"
-    if not (output_dir / MANIFEST_FILE).exists():
-        if any(output_dir.glob("shard-*")):
-            raise ValueError(f"{output_dir} holds shards but no {MANIFEST_FILE}, so nobody knows whose they are. {remedy}")
-        return
-    found = load_manifest(output_dir)
-    differences = [f"target.{difference}" for difference in found.target.differences(manifest.target)]
-    differences += [
-        f"{name}: {getattr(found, name)}, {getattr(manifest, name)}"
-        for name in (
-            "target_dtype",
-            "horizon",
-            "features",
-            "feature_layers",
-            "features_dtype",
-            "top_logprobs",
-            "data_sha256",
-            "plan_sha256",
-            "max_length",
-        )
-        if getattr(found, name) != getattr(manifest, name)
-    ]
-    if found.data_sha256 == manifest.data_sha256 and found.plan_sha256 != manifest.plan_sha256:
-        differences.append("the same examples in shards of another size: set distill.shard_examples back")
-    if differences:
-        raise ValueError(
-            f"{output_dir} holds the distillation of another run. Differing (there, here): {'; '.join(differences)}. {remedy}"
-        )
 
 
 def length_batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
@@ -225,47 +185,27 @@ def label_shard(
     return [labelled[index] for index in range(len(examples))], shard_stats
 
 
-def _make_shards(
+def _label_shards(
     config: DistillConfig,
     target: HFTarget,
-    plan: Shards,
-    pending: Sequence[int],
-    own: Sequence[int],
+    shards: Mapping[int, Sequence[Example]],
     output_dir: Path,
-    accelerator: Accelerator,
+    progress: tqdm,
     worker: Worker,
 ) -> None:
-    """Label and write this worker's `own` of the `pending` shards."""
-    logger.info("%d of %d shards are to be labelled, %d by this process", len(pending), len(plan), len(own))
-    finished = sum(map(_num_tokens, plan)) - sum(_num_tokens(plan[index]) for index in pending)
-    finished //= worker.num_workers  # its share of what there was
-    with tqdm(
-        total=finished + sum(_num_tokens(plan[index]) for index in own),
-        initial=finished,
-        unit="tok",
-        unit_scale=True,
-        desc="distill",
-        disable=not accelerator.is_main_process,
-    ) as progress:
-        for index in own:
-            labelled, stats = label_shard(config, target, plan[index], progress)
-            if worker.speaks:
-                # Before the shard, whose sidecar then vouches for both.
-                write_json(_stats_path(output_dir, index), asdict(stats))
-                write_shard(output_dir, index, labelled)
+    for index, examples in shards.items():
+        labelled, stats = label_shard(config, target, examples, progress)
+        if worker.speaks:
+            # Before the shard, whose sidecar is written last.
+            write_json(label_store(output_dir).path(index, STATS_SUFFIX), asdict(stats))
+            write_shard(output_dir, index, labelled)
 
 
-def _num_tokens(examples: Sequence[Example]) -> int:
-    return sum(len(example.input_ids) for example in examples)
-
-
-def _finish(
-    output_dir: Path, manifest: Manifest, num_shards: int, dropped: Counter[str], device: torch.device, *, is_own_greedy: bool
+def _write_statistics(
+    config: DistillConfig, target: HFTarget, output_dir: Path, entries: Sequence[ShardEntry], dropped: Counter[str]
 ) -> None:
-    """Merge all shards' entries into the complete manifest, after what they took into the statistics."""
-    entries = [entry for index in range(num_shards) if (entry := read_entry(output_dir, index)) is not None]
-    assert len(entries) == num_shards, "every process has finished its shards"
-    shards = [_read_stats(output_dir, index) for index in range(num_shards)]
+    """Write what all shards took into the statistics, and warn where the target disagrees with the texts."""
+    shards = label_store(output_dir).read_stats(ShardStats, len(entries)).values()
     num_positions = sum(shard.num_positions for shard in shards)
     seconds = sum(shard.seconds for shard in shards)
     agreement = sum(shard.num_agreeing for shard in shards) / max(1, num_positions)
@@ -276,12 +216,11 @@ def _finish(
         "agreement": agreement,
         "num_branch_tokens": sum(shard.num_branch_tokens for shard in shards),
         "process_seconds": seconds,
-        "positions_per_process_second": num_positions / seconds,
-        "peak_memory_bytes": peak_memory_bytes(device),
+        "positions_per_process_second": num_positions / max(1e-9, seconds),
+        "peak_memory_bytes": peak_memory_bytes(target.device),
         "dropped": dict(dropped.most_common()),
     }
     write_json(output_dir / STATS_FILE, statistics)
-    save_manifest(output_dir, replace(manifest, shards=entries, complete=True))
     logger.info(
         "labelled %d positions of %d examples, %.0f per second and process; the target agrees with %.1f %% of the text",
         num_positions,
@@ -289,56 +228,13 @@ def _finish(
         statistics["positions_per_process_second"],
         100 * agreement,
     )
-    if agreement < SUSPICIOUS_AGREEMENT:
+    if shards and agreement < SUSPICIOUS_AGREEMENT:
         logger.warning(
             "the target agrees with so little of the text that tokenizer, chat template or data may be another model's: check "
             "them before you train"
         )
-    elif is_own_greedy and agreement < GREEDY_AGREEMENT:
+    elif shards and config.mode == "regenerate" and config.temperature == 0 and agreement < GREEDY_AGREEMENT:
         logger.warning(
             "the answers were to be the target's own greedy ones, and it often disagrees: does the engine run another model, "
             "in another precision, or sample? Check it before you train"
         )
-
-
-def _check_shard(output_dir: Path, index: int, examples: Sequence[Example]) -> None:
-    """Raise ValueError where shard `index` is there, and damaged or of other examples than planned.
-
-    Where only its statistics are lost, it is forgotten, so that it is made anew.
-    """
-    entry: ShardEntry | None = read_entry(output_dir, index)
-    if entry is None:
-        return
-    if entry.ids != [example.id for example in examples]:
-        raise ValueError(
-            f"{output_dir / entry.file} holds {len(entry.ids)} examples, and this run plans others for it ({len(examples)}). "
-            "Choose another output directory, or delete this one to distil anew"
-        )
-    verify_shard(output_dir, entry)
-    try:
-        _read_stats(output_dir, index)
-    except (ValueError, OSError):
-        logger.warning("%s is missing or damaged: the shard is made anew", _stats_path(output_dir, index))
-        forget(output_dir, index)
-
-
-def _is_manifest_complete(output_dir: Path, num_shards: int) -> bool:
-    """Whether the manifest says complete, and no shard was deleted since (to be made anew)."""
-    if not (output_dir / MANIFEST_FILE).exists() or not (manifest := load_manifest(output_dir)).complete:
-        return False
-    return [read_entry(output_dir, index) for index in range(num_shards)] == manifest.shards
-
-
-def _remove_leftovers(output_dir: Path) -> None:
-    """Delete the half-written files of killed processes."""
-    for path in output_dir.glob(".*.tmp"):
-        path.unlink()
-
-
-def _read_stats(output_dir: Path, index: int) -> ShardStats:
-    path = _stats_path(output_dir, index)
-    return parse_dataclass(ShardStats, read_json(path), path)
-
-
-def _stats_path(output_dir: Path, index: int) -> Path:
-    return output_dir / f"shard-{index:05d}.stats.json"

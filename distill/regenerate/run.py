@@ -10,12 +10,10 @@ import operator
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass
 from functools import reduce
 from pathlib import Path
-from typing import Any
 
-import torch
 from accelerate import Accelerator
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
@@ -23,29 +21,23 @@ from transformers import PreTrainedTokenizerBase
 from ...data.chat import require_template
 from ...data.config import DataConfig
 from ...data.decontamination import PromptOverlap
-from ...data.files import read_json, write_json
-from ...data.manifest import MANIFEST_FILE
+from ...data.files import write_json
 from ...data.sources import describe_drops, load_conversations
+from ...data.store import STATS_SUFFIX
 from ...data.types import Conversation, Example
 from ...models.target.hf_target import HFTarget
 from ...models.target.tensor_parallel import Worker
 from ..config import DistillConfig
-from ..plan import deal, peak_memory_bytes, pending_shards, plan_sha256, plan_shards
+from ..plan import peak_memory_bytes, plan_sha256, plan_shards, run_shards
 from .answers import (
     AnswerCounts,
     AnsweredExample,
     AnswersEntry,
     AnswersManifest,
     SamplingFacts,
+    answer_store,
     conversations_sha256,
-    is_written,
-    load_answers_manifest,
     read_answers,
-    read_answers_entry,
-    require_same_answers,
-    save_answers_manifest,
-    stats_path,
-    verify_answers,
     write_answers,
 )
 from .dialogues import Dialogue, questions
@@ -59,6 +51,15 @@ logger = logging.getLogger(__name__)
 STATS_FILE = "stats.json"
 LARGE_CUT_SHARE = 0.2
 """Of the answers: where more are cut, a drafter hardly learns how the target ends."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardStats:
+    """What answering one shard took."""
+
+    engine: str
+    seconds: float
+    schedule: ScheduleStatistics | None
 
 
 def regenerate(
@@ -78,49 +79,30 @@ def regenerate(
     its conversation's and a number. Raises ValueError where the folder holds another run's answers or damaged ones, where the
     engine can't be had, and where no answer is left.
     """
+    # 1. The conversations, in shards.
     conversations, unread = load_conversations(data, overlap)
     logger.info("%d conversations to regenerate | dropped: %s", len(conversations), describe_drops(unread))
     plan = plan_shards(conversations, config.shard_examples)
     limits = answer_limits(config, data, target)
-    manifest = describe_answers(config, plan, target, tokenizer, limits)
-    require_same_answers(output_dir, manifest)
-    pending = pending_shards(
+    # 2. The answers, shard by shard. Each process sends a server requests of its own.
+    worker = Worker.of(accelerator, tensor_parallel=target.tensor_parallel and config.engine != "openai")
+    manifest = run_shards(
+        answer_store(output_dir),
+        describe_answers(config, plan, target, tokenizer, limits),
+        plan,
         accelerator,
-        len(plan),
-        check=lambda index: _check_shard(output_dir, index, plan[index]),
-        is_written=lambda index: is_written(output_dir, index),
+        worker,
+        num_units=count_turns,
+        make=lambda shards, progress: _answer_shards(config, shards, target, tokenizer, limits, output_dir, progress, worker),
+        finish=lambda entries: _write_statistics(config, data, target, output_dir, entries, unread),
+        unit="answer",
     )
-    if accelerator.is_main_process and not _is_manifest_complete(output_dir, len(plan)):
-        for path in output_dir.glob(".*.tmp"):  # of killed processes
-            path.unlink()
-        save_answers_manifest(output_dir, manifest)
-    accelerator.wait_for_everyone()
-    # A server answers whoever asks it.
-    together = target.tensor_parallel and config.engine != "openai"
-    worker = Worker.of(accelerator, tensor_parallel=together)
-    if own := deal(pending, worker):
-        finished = sum(map(count_turns, plan)) - sum(count_turns(plan[index]) for index in pending)
-        finished //= worker.num_workers  # its share of what there was
-        logger.info("%d of %d shards are to be answered, %d by this process", len(pending), len(plan), len(own))
-        with tqdm(
-            total=finished + sum(count_turns(plan[index]) for index in own),
-            initial=finished,
-            unit="answer",
-            desc="regenerate",
-            disable=not accelerator.is_main_process,
-        ) as progress:
-            shards = {index: plan[index] for index in own}
-            _answer_shards(config, shards, target, tokenizer, limits, output_dir, progress, worker)
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process and not _is_manifest_complete(output_dir, len(plan)):
-        _finish(output_dir, manifest, len(plan), unread, target.device)
-    accelerator.wait_for_everyone()
-    entries = load_answers_manifest(output_dir).shards
-    examples = [example.to_example() for entry in entries for example in read_answers(output_dir, entry)]
+    # 3. The examples that they make.
+    examples = [example.to_example() for entry in manifest.shards for example in read_answers(output_dir, entry)]
     if not examples:
         raise ValueError(
             f"the target gave none of {len(conversations)} conversations an answer that can be used; dropped turns: "
-            f"{describe_drops(_total(entries)[1])}. Check data.max_length, the chat template and the target"
+            f"{describe_drops(_total(manifest.shards)[1])}. Check data.max_length, the chat template and the target"
         )
     return examples
 
@@ -128,11 +110,11 @@ def regenerate(
 def missing_conversations(
     config: DistillConfig, data: DataConfig, target: HFTarget, conversations: Sequence[Conversation], output_dir: Path
 ) -> list[Conversation]:
-    """The conversations that are still to be answered. Raises ValueError where the folder holds another run's answers."""
-    plan = plan_shards(conversations, config.shard_examples)
+    """Return the conversations still to be answered. Raises ValueError where the folder holds another run's answers."""
+    plan, store = plan_shards(conversations, config.shard_examples), answer_store(output_dir)
     limits = answer_limits(config, data, target)
-    require_same_answers(output_dir, describe_answers(config, plan, target, target.tokenizer, limits))
-    return [each for index, shard in enumerate(plan) if not is_written(output_dir, index) for each in shard]
+    store.require_same(describe_answers(config, plan, target, target.tokenizer, limits))
+    return store.missing(plan)
 
 
 def answer_limits(config: DistillConfig, data: DataConfig, target: HFTarget) -> Limits:
@@ -238,10 +220,9 @@ def _answer_shards(
             progress.set_postfix_str(f"{counts.num_tokens / seconds:.0f} tok/s")
             if not worker.speaks:
                 continue
-            note: dict[str, Any] = {"engine": type(engine).__name__, "seconds": seconds}
-            if isinstance(engine, BatchEngine) and engine.statistics is not None:
-                note["schedule"] = asdict(engine.statistics)
-            write_json(stats_path(output_dir, index), note)
+            schedule = engine.statistics if isinstance(engine, BatchEngine) else None
+            note = ShardStats(engine=type(engine).__name__, seconds=seconds, schedule=schedule)
+            write_json(answer_store(output_dir).path(index, STATS_SUFFIX), asdict(note))
             write_answers(output_dir, index, [conversation.id for conversation in conversations], examples, counts)
 
 
@@ -250,14 +231,19 @@ def count_turns(conversations: Sequence[Conversation]) -> int:
     return sum(len(questions(conversation.turns)) for conversation in conversations)
 
 
-def _finish(output_dir: Path, manifest: AnswersManifest, num_shards: int, unread: Counter[str], device: torch.device) -> None:
-    """Merge all shards' entries into the complete manifest, after what they took into the statistics."""
-    shards = [entry for index in range(num_shards) if (entry := read_answers_entry(output_dir, index)) is not None]
-    assert len(shards) == num_shards, "every process has finished its shards"
+def _write_statistics(
+    config: DistillConfig,
+    data: DataConfig,
+    target: HFTarget,
+    output_dir: Path,
+    shards: Sequence[AnswersEntry],
+    unread: Counter[str],
+) -> None:
+    """Write what all shards took into the statistics, and warn where many answers are cut."""
     num, dropped = _total(shards)
-    notes = {entry.index: note for entry in shards if (note := _read_note(output_dir, entry.index)) is not None}
-    seconds = {index: note["seconds"] for index, note in notes.items()}
-    schedules = [ScheduleStatistics(**note["schedule"]) for note in notes.values() if "schedule" in note]
+    notes = answer_store(output_dir).read_stats(ShardStats, len(shards))
+    seconds = {index: note.seconds for index, note in notes.items()}
+    schedules = [note.schedule for note in notes.values() if note.schedule is not None]
     num_timed_tokens = sum(entry.counts.num_tokens for entry in shards if entry.index in seconds)
     cut_share = num["num_cut"] / max(1, num["num_answers"])
     tokens_per_second = num_timed_tokens / max(1e-9, sum(seconds.values()))
@@ -270,14 +256,13 @@ def _finish(output_dir: Path, manifest: AnswersManifest, num_shards: int, unread
         "dropped_turns": dict(dropped.most_common()),
         "process_seconds": sum(seconds.values()),
         "tokens_per_process_second": tokens_per_second,
-        "peak_memory_bytes": peak_memory_bytes(device),
+        "peak_memory_bytes": peak_memory_bytes(target.device),
     }
     if schedules:
         schedule = reduce(operator.add, schedules)
         statistics["schedule"] = schedule.record()
         logger.info("by length: %s", schedule)
     write_json(output_dir / STATS_FILE, statistics)
-    save_answers_manifest(output_dir, replace(manifest, shards=shards, complete=True))
     logger.info(
         "regenerated %d answers of %d conversations, %d tokens, %.0f per second and process; %.1f %% are cut by the length "
         "limit | dropped turns: %s",
@@ -292,8 +277,8 @@ def _finish(output_dir: Path, manifest: AnswersManifest, num_shards: int, unread
         logger.warning(
             "many answers are cut by the length limit: raise distill.max_new_tokens (%d) or data.max_length (prompt and answer "
             "together have %d tokens), or check that the target's stop tokens are those of the chat template",
-            manifest.sampling.max_new_tokens,
-            manifest.max_tokens,
+            config.max_new_tokens,
+            answer_limits(config, data, target).max_tokens,
         )
 
 
@@ -301,35 +286,3 @@ def _total(shards: Sequence[AnswersEntry]) -> tuple[dict[str, int], Counter[str]
     names = ("num_turns", "num_answers", "num_cut", "num_tokens")
     num = {name: sum(getattr(entry.counts, name) for entry in shards) for name in names}
     return num, sum((Counter(entry.counts.dropped) for entry in shards), Counter[str]())
-
-
-def _check_shard(output_dir: Path, index: int, conversations: Sequence[Conversation]) -> None:
-    """Raise ValueError where shard `index` is there, and damaged or of other conversations than planned."""
-    entry = read_answers_entry(output_dir, index)
-    if entry is None:
-        return
-    if entry.conversation_ids != [conversation.id for conversation in conversations]:
-        raise ValueError(
-            f"{output_dir / entry.file} answers {len(entry.conversation_ids)} conversations, and this run plans others for it "
-            f"({len(conversations)}). Choose another output directory, or delete this one to regenerate anew"
-        )
-    verify_answers(output_dir, entry)
-
-
-def _is_manifest_complete(output_dir: Path, num_shards: int) -> bool:
-    """Whether the manifest says complete, and no shard was deleted since (to be made anew)."""
-    if not (output_dir / MANIFEST_FILE).exists() or not (manifest := load_answers_manifest(output_dir)).complete:
-        return False
-    return [read_answers_entry(output_dir, index) for index in range(num_shards)] == manifest.shards
-
-
-def _read_note(output_dir: Path, index: int) -> dict[str, Any] | None:
-    """What a shard took; None where the note is lost, which is no reason to answer it again."""
-    try:
-        note: dict[str, Any] = read_json(stats_path(output_dir, index))
-        float(note["seconds"])
-        if "schedule" in note:
-            ScheduleStatistics(**note["schedule"])
-    except (ValueError, KeyError, TypeError):
-        return None
-    return note

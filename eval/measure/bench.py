@@ -15,13 +15,14 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from ...data.chat import encode_prompt
+from ...data.differences import differences
 from ...data.suites import Prompt, PromptSet
 from ...data.types import Turn
 from ...models.decoding.protocols import AcceptanceRule, Drafter
 from ...models.target import cuda_graphs
 from ...models.target.hf_target import HFTarget
 from ..config import EvalConfig
-from ..records.digests import differences, digest_of
+from ..records.digests import digest_of
 from ..records.names import OOM
 from ..records.records import BASELINE, EvalRecord, RecordFile, RecordKey
 from ..records.run_files import Environment, OutOfMemory, Place
@@ -194,8 +195,8 @@ class Bench:
         """
         if changes := differences(asdict(self.recorded_environment), asdict(self.environment)):
             raise ValueError(
-                f"{self.file.path} was begun in another environment, which differs in {'; '.join(changes)}. Times of both "
-                "can't be compared: finish the run where it was begun, or give another output directory"
+                f"{self.file.path} was begun in another environment, which differs in {'; '.join(changes.values())}. Times "
+                "of both can't be compared: finish the run where it was begun, or give another output directory"
             )
         while True:
             warm_length = self.context_length if self.target.form == "eager" else self._visit_shapes(suites, length, profiled)

@@ -4,15 +4,14 @@ import dataclasses
 import errno
 import json
 import logging
-import math
 import os
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from ...data.files import atomic_write_bytes, naming_full_disk, parse_dataclass, sealed, was_altered
+from ...data.files import atomic_write_bytes, naming_full_disk, parse_dataclass
 from ...models.decoding.phases import PhaseSeconds
 from .digests import digest_of
 from .names import BASELINE as BASELINE
@@ -31,15 +30,15 @@ GroupKey = tuple[str, float, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeTokens:
-    """Draft tokens of each verify step: what merging shared prefixes saves (see `tree_tokens`), and what padding costs."""
+    """Draft tokens of each verify step: what merging shared prefixes saves, and what padding costs."""
 
     separate: list[int]
     """Were every path of the tree read by itself, without padding."""
     shared: list[int]
     """As the tree has them, without padding."""
-    read: list[int] | None = None
-    """What the target read for this row, padding included: a row is padded to the largest tree of its batch, and where trees
-    have one shape for all steps to that. None in records made before it was counted."""
+    read: list[int]
+    """What the target read for this row, padding included: a row is padded to the largest tree of its
+    batch, or to the one shape that trees have in all steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,13 +65,13 @@ class EvalRecord:
     repeat: int
     profiled: bool
     """Whether the phase timers were on. Such a record never counts for speed."""
-    prompt_set_source: str | None = None
+    prompt_set_source: str | None
     """The data set of the Hub (ID@COMMIT) that the prompts were read from; None for a file or the running Python."""
-    batch_size: int = 1
+    batch_size: int
     """Prompts decoded together, at most: the setting."""
-    batch: int = 0
+    batch: int
     """Counts the groups of prompts that a method goes through in turn; all turns of a group's prompts have its number."""
-    num_rows: int = 1
+    num_rows: int
     """Answers that were decoded together, this one included: fewer than `batch_size` where prompts ran out."""
     context_from: str | None
     """The method whose answers to the earlier turns, at the same temperature, stand in this prompt; None for a first turn."""
@@ -100,37 +99,23 @@ class EvalRecord:
     environment_digest: str
     config_digest: str
     seed: int
-    tree_tokens: TreeTokens | None = None
-    """None unless profiled, and in records made before it was measured."""
+    tree_tokens: TreeTokens | None
+    """None unless profiled."""
 
     def __post_init__(self) -> None:
-        if not self.token_ids or self.num_verify_tokens != len(self.token_ids) - 1:
-            raise ValueError(
-                f"{len(self.token_ids)} tokens, of which {self.num_verify_tokens} by verify steps; the prefill emits one"
-            )
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature is {self.temperature}; it must be 0 or a positive number")
-        if min((self.turn, self.repeat, self.num_draft_tokens, *self.accepted_histogram, *self.token_ids)) < 0:
-            raise ValueError("a count, an index or a token id is negative")
-        if self.num_steps > self.num_verify_tokens:
-            raise ValueError(f"{self.num_steps} verify steps emitted {self.num_verify_tokens} tokens; each emits at least one")
-        if not (0 < self.prefill_seconds < math.inf and 0 <= self.decode_seconds < math.inf):
-            raise ValueError(f"took {self.prefill_seconds} s and {self.decode_seconds} s; seconds are positive and finite")
-        if self.profiled != (self.phase_seconds is not None):
-            raise ValueError("phase_seconds must be there exactly when profiled")
-        if self.batch < 0 or not 1 <= self.num_rows <= self.batch_size:
-            raise ValueError(f"{self.num_rows} rows of batch {self.batch}; a batch has from 1 to {self.batch_size} rows")
-        if self.tree_tokens is not None:
-            self._check_tree_tokens(self.tree_tokens)
-
-    def _check_tree_tokens(self, counts: TreeTokens) -> None:
-        read = counts.shared if counts.read is None else counts.read
-        if {len(counts.separate), len(counts.shared), len(read)} != {self.num_steps}:
-            raise ValueError(f"tree_tokens must have an entry for each of the {self.num_steps} verify steps")
-        if any(num_real > num_read for num_real, num_read in zip(counts.shared, read, strict=True)):
-            raise ValueError("tree_tokens has a step that read fewer draft tokens than its tree has")
-        if counts.read is not None and sum(read) != self.num_draft_tokens:
-            raise ValueError(f"tree_tokens read {sum(read)} draft tokens, and num_draft_tokens is {self.num_draft_tokens}")
+        counts = self.tree_tokens or TreeTokens(separate=[], shared=[], read=[])
+        rules = {
+            "all tokens but the prefill's are those of verify steps": self.num_verify_tokens == len(self.token_ids) - 1,
+            "each verify step emits a token or more": self.num_steps <= self.num_verify_tokens,
+            f"a batch has from 1 to {self.batch_size} rows": 1 <= self.num_rows <= self.batch_size,
+            "phases are timed exactly when profiled": self.profiled == (self.phase_seconds is not None),
+            "tree_tokens has an entry for each verify step": self.tree_tokens is None
+            or {len(counts.separate), len(counts.shared), len(counts.read)} == {self.num_steps},
+            "tree_tokens reads the tree or more, and num_draft_tokens in all": self.tree_tokens is None
+            or (all(map(int.__le__, counts.shared, counts.read)) and sum(counts.read) == self.num_draft_tokens),
+        }
+        if broken := [rule for rule, holds in rules.items() if not holds]:
+            raise ValueError(f"the record contradicts itself: {'; '.join(broken)}")
 
     @property
     def key(self) -> RecordKey:
@@ -198,8 +183,8 @@ class EvalRecord:
         return self.prefill_seconds + self.decode_seconds
 
     def to_json(self) -> str:
-        """A line of JSON, with a digest by which it is seen whether anybody changed it since."""
-        return json.dumps(sealed(dataclasses.asdict(self)), ensure_ascii=False)
+        """Return a line of JSON."""
+        return json.dumps(dataclasses.asdict(self), ensure_ascii=False)
 
 
 def group_name(key: GroupKey) -> str:
@@ -211,9 +196,9 @@ def group_name(key: GroupKey) -> str:
 class RecordFile:
     """The records of a run: a JSON-lines file that grows batch by batch and survives being killed.
 
-    A last line without its newline was torn by a kill: it is dropped. So are the records of a batch of which some are missing,
-    since its answers are measured together or not at all. Any other line that cannot be read is a ValueError, and so are
-    records of a batch that contradict each other.
+    A last line without its newline was torn by a kill: it is dropped. A batch of which some records
+    are missing is dropped too, since its answers are measured together or not at all. Any other line
+    that cannot be read is a ValueError.
     """
 
     def __init__(self, path: Path) -> None:
@@ -250,36 +235,14 @@ def _lines(records: Iterable[EvalRecord]) -> bytes:
 
 
 def read_records(path: Path) -> dict[RecordKey, EvalRecord]:
-    """The records of whole lines and batches, of a file that is left as it is. Raises ValueError as `RecordFile` does."""
+    """Read the records of whole lines and batches; the file is left as it is. Raises ValueError as `RecordFile` does."""
     records: dict[RecordKey, EvalRecord] = {}
     content = path.read_bytes() if path.exists() else b""
     for number, line in enumerate(content.split(b"\n")[:-1], start=1):
         try:
-            content = json.loads(line)
-            altered = isinstance(content, dict) and was_altered(content)
-            record = parse_dataclass(EvalRecord, content, path)
-            if record.key in records:
-                raise ValueError("the same generation as an earlier line")
-            if altered:
-                raise ValueError(f"{record.name} was altered since it was measured: its digest is not the recorded one")
+            record = parse_dataclass(EvalRecord, json.loads(line), path)
         except ValueError as error:  # malformed JSON and UTF-8 are ValueErrors too
-            raise ValueError(f"{path}, line {number}: {error}; delete the line, and the run makes the record again") from error
+            raise ValueError(f"{path}, line {number}: {error}; delete the line, and the run measures it again") from error
         records[record.key] = record
-    batches: dict[BatchKey, list[EvalRecord]] = defaultdict(list)
-    for record in records.values():
-        batches[record.batch_key].append(record)
-    _check_batches(batches.values(), path)
-    return {key: record for key, record in records.items() if len(batches[record.batch_key]) == record.num_rows}
-
-
-def _check_batches(batches: Iterable[Sequence[EvalRecord]], path: Path) -> None:
-    """Raise ValueError where answers that were decoded together say different things of what they have in common."""
-    for first, *others in batches:
-        for other in others:
-            for name in ("num_rows", "prefill_seconds", "decode_seconds", "phase_seconds"):
-                one, another = getattr(first, name), getattr(other, name)
-                if one != another:
-                    raise ValueError(
-                        f"{path}: {first.name} has {name} {one}, and prompt {other.prompt_id!r} of the same batch {another}; "
-                        "answers of a batch share its time. Delete the batch's lines, and the run measures it anew"
-                    )
+    num_rows = Counter(record.batch_key for record in records.values())
+    return {key: record for key, record in records.items() if num_rows[record.batch_key] == record.num_rows}

@@ -1,10 +1,7 @@
-"""What a run leaves beside its records: how they were made, and what only the run could find out.
-
-With the records these make every figure (`finished.rows_of`), so that who reads a finished run needs neither target nor torch.
-"""
+"""What a run leaves beside its records: how they were made, and what only the run could find out."""
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -190,11 +187,11 @@ class Facts:
     """Of each suite, those included that were left out as too long."""
     audits: dict[str, Audit]
     """Of the answers that noise may explain, by `EvalRecord.answer_digest`."""
-    out_of_memory: list[OutOfMemory] = field(default_factory=list)
+    out_of_memory: list[OutOfMemory]
     """In the order in which it happened."""
-    without_profile: list[OutOfMemory] = field(default_factory=list)
+    without_profile: list[OutOfMemory]
     """What ran out of memory with the phase timers on, after all its figures had been measured."""
-    unaudited: list[str] = field(default_factory=list)
+    unaudited: list[str]
     """The answers in whose audit memory ran out, by `EvalRecord.answer_digest`: nothing proves them."""
 
 

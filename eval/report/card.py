@@ -138,17 +138,15 @@ def _measurements(runs: Sequence[Run], saved: DrafterFile, weights: str) -> str:
 
 def _measured(run: Run, saved: DrafterFile, weights: str) -> str:
     """The rows of one evaluation that are this drafter's, and where they were measured."""
-    if run.config is None or run.environment is None:
-        raise ValueError(f"{run.directory} has no run.json, so nobody knows which drafter it measured, or where; leave it out")
-    rows = _rows_of(run, weights)
-    if not rows and weights in (method["weights"] for method in run.config["methods"].values()):
+    rows, methods = _rows_of(run, weights), run.info.config["methods"]
+    if not rows and weights in (method["weights"] for method in methods.values()):
         raise ValueError(
             f"this drafter ran out of memory everywhere in {run.directory}, so it has no figures there; leave it out"
         )
     if not rows:
         raise ValueError(
-            f"{run.directory} has measured other weights ({', '.join(run.config['methods']) or 'no drafter'}); give an "
-            "evaluation of this drafter as it is"
+            f"{run.directory} has measured other weights ({', '.join(methods) or 'no drafter'}); give an evaluation of this "
+            "drafter as it is"
         )
     heads = ("Prompts", "Decoding", "Setting", "Tokens per step", "Speedup", "Tokens/s (plain)", "Lossless")
     lines = [heads, ("---", "---", "---", "---:", "---:", "---:", "---"), *(_line(row, run, saved) for row in rows)]
@@ -163,7 +161,7 @@ def rows_of(evaluation: Path, drafter: Path) -> list[Row]:
 
 def _rows_of(run: Run, weights: str) -> list[Row]:
     """Rows with figures of these weights; where memory ran out there is nothing to tell."""
-    methods = {} if run.config is None else run.config["methods"]
+    methods = run.info.config["methods"]
     return [row for row in run.rows if methods.get(row["method"], {}).get("weights") == weights and not row["out_of_memory"]]
 
 
@@ -171,15 +169,14 @@ def _line(row: Row, run: Run, saved: DrafterFile) -> tuple[str, ...]:
     (plain,) = [
         each for each in run.rows if each["method"] == BASELINE and cell_of(each)[:-1] == cell_of(row)[:-1]
     ]  # every group of rows has one
-    assert run.config is not None
-    method = run.config["methods"][row["method"]]
+    method = run.info.config["methods"][row["method"]]
     return tuple(
         escape_markdown(text)
         for text in (
             f"{row['suite']} ({row['num_prompts']})",
             decoding_name(row),
             _setting(method["config"], method["setting"], saved),
-            _with_interval(row["tokens_per_step"], run.intervals.get(cell_of(row))),
+            _with_interval(row["tokens_per_step"], row["tokens_per_step_ci95"]),
             f"none: {fault(row)}" if is_broken(row) else _with_interval(row["speedup"], row["speedup_ci95"], "x"),
             f"{row['tokens_per_second']:.1f} ({plain['tokens_per_second']:.1f})",
             row["lossless_label"],
@@ -203,16 +200,14 @@ def _with_interval(value: float | None, interval: Sequence[float] | None, unit: 
 
 
 def _conditions(run: Run, row: Row) -> str:
-    assert run.environment is not None
-    place = run.environment
-    device = f"{place['cpu']}, {place['num_threads']} threads" if place["device"] == "cpu" else place["device"]
-    packages = ", ".join(f"{name} {number}" for name, number in place["packages"].items())
-    config = run.config or {}
-    packed = ", linear layers packed for few rows" if config.get("pack_weights") and place["device"] == "cpu" else ""
-    form = f" ({form})" if (form := config.get("target", {}).get("form", "eager")) != "eager" else ""
+    place, config = run.info.environment, run.info.config
+    device = f"{place.cpu}, {place.num_threads} threads" if place.device == "cpu" else place.device
+    packages = ", ".join(f"{name} {number}" for name, number in place.packages.items())
+    packed = ", linear layers packed for few rows" if config["pack_weights"] and place.device == "cpu" else ""
+    form = "" if config["target"]["form"] == "eager" else f" ({config['target']['form']})"
     return (
         f"Measured on {device}, the target{form} in {row['dtype']}{packed}, up to {row['max_new_tokens']} new tokens; Python "
-        f"{place['python']}, {packages}."
+        f"{place.python}, {packages}."
     )
 
 
@@ -272,10 +267,10 @@ def _training(directory: Path, run: Path | None, saved: DrafterFile, weights: st
     if facts is None:
         lines.append("- Cost: unknown")
     else:
-        labels = {None: "", "distilled": " on the target's own continuations", "text": " on the texts as they are"}
+        labels = {"distilled": "the target's own continuations", "text": "the texts as they are"}
         lines.append(
-            f"- Training: {facts.steps:,} steps{labels.get(facts.labels, '')}, {facts.tokens_seen:,} tokens seen, "
-            f"{facts.positions_seen:,} positions trained, {facts.seconds:,.0f} s on {facts.hardware or 'unknown hardware'}"
+            f"- Training: {facts.steps:,} steps on {labels[facts.labels]}, {facts.tokens_seen:,} tokens seen, "
+            f"{facts.positions_seen:,} positions trained, {facts.seconds:,.0f} s on {facts.hardware}"
         )
     return "## Data and cost\n\n" + "\n".join(lines)
 

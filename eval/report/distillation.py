@@ -25,7 +25,7 @@ def distillation(group: Group) -> Section | None:
             name = f"{pair[0].row['method'].split(' ')[0]} {pair[0].detail}".strip()
             name += f" [{pair[0].run}]" if len(runs) > 1 else ""
             for entry, said in zip(pair, ("distilled", "not distilled"), strict=True):
-                steps.append(number(entry.row["tokens_per_step"], ci95=entry.tokens_per_step_ci95))
+                steps.append(number(entry.row["tokens_per_step"], ci95=entry.row["tokens_per_step_ci95"]))
                 ratios.append(speedup(entry))
                 lines.append(Line(label=said, detail=name, values=[steps[-1], ratios[-1]]))
         columns = [
@@ -64,8 +64,5 @@ def _pairs(entries: Sequence[Entry]) -> tuple[list[tuple[Entry, Entry]], list[st
 
 
 def _labels(entry: Entry) -> str | None:
-    """What its drafter learned: as its training noted, or else as its folder is called."""
-    if entry.row["training"] and entry.row["training"].get("labels") is not None:
-        return str(entry.row["training"]["labels"])
-    places = entry.row["method"].split(" ")[1:2]
-    return next((part for place in places for part in place.split("/") if part in LABELS), None)
+    """What its drafter learned, as its training noted; None where nothing noted it."""
+    return entry.row["training"]["labels"] if entry.row["training"] else None

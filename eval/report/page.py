@@ -1,16 +1,16 @@
-"""The report of finished evaluations: one page and PNGs, of their records alone."""
+"""The report of finished evaluations: one page and PNGs, of what their folders hold."""
 
 import logging
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ...data.files import atomic_write_text
 from ..records.names import BASELINE
+from ..records.run_files import Environment as EvalEnvironment
 from ..results.rows import Row
 from .distillation import distillation
 from .page_plots import plot_table
@@ -32,8 +32,8 @@ SECTIONS: dict[Callable[[Group], Section | None], str] = {
     heat_maps: "Batch size and beam width: no drafter at several batch sizes or beam widths, all else equal "
     "(outrider eval --beam-width 4 --beam-width 16)",
     distillation: "Distillation: no pair of drafters that learned the target's labels and the text's (conf=ablation_demo)",
-    prefixes: "Shared prefixes: tokens before and after merging are counted in profiled answers (--profile-prompts) since they "
-    "are recorded; with and without tree attention need the setting share_prefixes both ways",
+    prefixes: "Shared prefixes: tokens before and after merging are counted in profiled answers (--profile-prompts); with and "
+    "without tree attention need the setting share_prefixes both ways",
     accepted_lengths: "Accepted lengths: no drafter",
     time_split: "Where the time goes: no profiled answers (--profile-prompts)",
     roofline: "Roofline: no plain decoding",
@@ -56,7 +56,7 @@ class Chapter:
 def write_report(directories: Sequence[Path], output_dir: Path, *, figures: bool = True) -> Path:
     """Write the page, and its figures as PNGs unless `figures` is off, and return the page's path.
 
-    Raises ValueError for folders that hold no finished evaluation or contradict themselves (see `read_groups`).
+    Raises ValueError for folders that hold no finished evaluation (see `read_groups`).
     """
     chapters = [_chapter(group) for group in read_groups(directories)]
     atomic_write_text(output_dir / PAGE_FILE, render(chapters, [str(directory) for directory in directories]))
@@ -88,70 +88,52 @@ def _chapter(group: Group) -> Chapter:
         differs_in=group.differs_in,
         sections=[section for section in made.values() if section is not None],
         facts=_facts(group),
-        absent=[told for told, section in made.items() if section is None] + _unknown(group),
+        absent=[told for told, section in made.items() if section is None],
     )
 
 
 def _subtitle(group: Group) -> str:
-    environment = group.runs[0].environment
     names = ", ".join(run.name for run in group.runs)
-    where = f"{_device(environment)}; " if environment else ""
-    return f"{where}from {names}"
+    return f"{_device(group.runs[0].info.environment)}; from {names}"
 
 
-def _device(environment: dict[str, Any]) -> str:
-    if environment["device"] == "cpu":
-        num_threads = environment["num_threads"]
-        return f"{num_threads} thread{'s' if num_threads > 1 else ''} of {environment['cpu']}"
-    return str(environment["device"])
+def _device(environment: EvalEnvironment) -> str:
+    if environment.device != "cpu":
+        return environment.device
+    return f"{environment.num_threads} thread{'s' if environment.num_threads > 1 else ''} of {environment.cpu}"
 
 
 def _facts(group: Group) -> list[tuple[str, str]]:
     """Where and how the numbers were measured."""
-    facts = []
-    environment, config = group.runs[0].environment, group.runs[0].config
-    if environment:
-        names = {"num_cpus": "CPUs", "num_threads": "Threads", "git_hash": "Commit", "cpu": "CPU"}
-        for key, value in environment.items():
-            text = ", ".join(f"{name} {version}" for name, version in value.items()) if isinstance(value, dict) else str(value)
-            facts.append((names.get(key, key.capitalize()), "unknown" if value is None else text))
-    if config:
-        target = config["target"]
-        facts.append(("Target", f"{target['name']}, weights {target['weights_sha256'][:12]}, revision {target['revision']}"))
-        options = ("max_new_tokens", "acceptance", "seed", "pack_weights")
-        facts.append(("Options", ", ".join(f"{name} {config[name]}" for name in options if name in config)))
+    info, facts = group.runs[0].info, []
+    names = {"num_cpus": "CPUs", "num_threads": "Threads", "git_hash": "Commit", "cpu": "CPU"}
+    for key, value in asdict(info.environment).items():
+        text = ", ".join(f"{name} {version}" for name, version in value.items()) if isinstance(value, dict) else str(value)
+        facts.append((names.get(key, key.capitalize()), "unknown" if value is None else text))
+    target = info.config["target"]
+    facts.append(("Target", f"{target['name']}, weights {target['weights_sha256'][:12]}, revision {target['revision']}"))
+    options = ("max_new_tokens", "acceptance", "seed", "pack_weights")
+    facts.append(("Options", ", ".join(f"{name} {info.config[name]}" for name in options)))
     for run in group.runs:
-        records = f"summary only, no {run.lacks}" if run.lacks else f"{run.num_records:,} records"
         prompts = {(row["suite"], row["prompt_set_revision"][:12]) for row in run.rows}
-        told = ", ".join(f"{suite} (prompts {revision})" for suite, revision in sorted(prompts))
+        suites = ", ".join(f"{suite} (prompts {revision})" for suite, revision in sorted(prompts))
         left_out = [
-            f"{row['suite']} ({decoding(row['temperature'])}, batch size {row['batch_size']}): {told_of}"
+            f"{row['suite']} ({decoding(row['temperature'])}, batch size {row['batch_size']}): {reasons}"
             for row in run.rows
-            if row["method"] == BASELINE and (told_of := _left_out(row))
+            if row["method"] == BASELINE and (reasons := _left_out(row))
         ]
-        facts.append((f"Folder {run.name}", "; ".join([records, told, *left_out])))
+        facts.append((f"Folder {run.name}", "; ".join([suites, *left_out])))
     return facts
 
 
 def _left_out(row: Row) -> str:
     """What a reader of the row's figures should know of its answers."""
-    told = []
-    if num_skipped := row.get("num_skipped"):
-        told.append(f"{num_skipped} turns skipped as too long")
-    if num_truncated := row.get("num_truncated"):
-        told.append(f"{num_truncated} plain answers ended at the token limit")
-    return ", ".join(told)
-
-
-def _unknown(group: Group) -> list[str]:
-    absent = []
-    if any(run.config is None for run in group.runs):
-        absent.append("Target, options and environment: run.json is missing, so nothing can be compared with these numbers")
-    if without := [f"{run.lacks} in {run.name}" for run in group.runs if run.lacks]:
-        absent.append(
-            f"Intervals of tokens per step, and the proof that the figures are those of the records: no {', no '.join(without)}"
-        )
-    return absent
+    reasons = []
+    if row["num_skipped"]:
+        reasons.append(f"{row['num_skipped']} turns skipped as too long")
+    if row["num_truncated"]:
+        reasons.append(f"{row['num_truncated']} plain answers ended at the token limit")
+    return ", ".join(reasons)
 
 
 def _write_figures(chapters: Sequence[Chapter], folder: Path) -> None:

@@ -10,7 +10,6 @@ from ..results.plots import PLAIN_TEXT
 from .page_tables import Column, Table, Value
 
 BAR, WHISKER, PARITY, BAD = "#2a78b5", "#14202b", "#7a848e", "#b3261e"
-PARTS = ("#2a78b5", "#c9713a", "#3f9162", "#8a929b")
 LINE_INCHES, NAME_WIDTH, GRID_CELL_INCHES = 0.16, 44, 0.85
 DPI = 130
 
@@ -23,11 +22,10 @@ def plot_table(table: Table, title: str, path: Path) -> None:
     names = ["\n".join([*_wrapped(line.label), *_wrapped(line.detail)]) for line in table.lines]
     inches = LINE_INCHES * (0.8 + max(name.count("\n") + 1 for name in names))
     with mpl.rc_context({**PLAIN_TEXT, "font.size": 8, "axes.titlesize": 9}):
-        drawn = [index for index, column in enumerate(table.columns) if column.kind != "text"]
-        is_grid = table.columns[0].kind == "heat"
-        width = 3.4 + (GRID_CELL_INCHES * len(drawn) if is_grid else 3.1 * len(drawn))
+        drawn = [index for index, column in enumerate(table.columns) if column.kind == "bar"]
+        width = 3.4 + (GRID_CELL_INCHES * len(table.columns) if table.is_grid else 3.1 * len(drawn))
         figure = Figure(figsize=(width, max(inches, 0.42) * len(names) + 1.3), layout="constrained")
-        if is_grid:
+        if table.is_grid:
             _grid(figure.subplots(), table, names)
         else:
             panels = figure.subplots(1, len(drawn), sharey=True, squeeze=False)[0]
@@ -52,19 +50,10 @@ def _panel(axes: Any, column: Column, values: Sequence[Value]) -> None:
     axes.spines[["top", "right", "bottom", "left"]].set_visible(False)
     axes.tick_params(left=False, bottom=False, labelbottom=False)
     for place, value in enumerate(values):
-        if column.kind == "bar":
-            _bar(axes, place, value)
-        elif column.kind == "shares":
-            _shares(axes, place, value, column.parts)
-        else:
-            _histogram(axes, place, value, column.parts)
-    if column.kind == "bar":
-        axes.set_xlim(0, 1.65 * column.top)  # room for the texts
-        if column.parity:
-            axes.axvline(column.parity, color=PARITY, linewidth=0.8, linestyle=(0, (4, 3)))
-    elif column.kind == "shares":
-        axes.set_xlim(0, 1)
-        axes.figure.legend(*axes.get_legend_handles_labels(), loc="outside lower right", ncols=len(column.parts), frameon=False)
+        _bar(axes, place, value)
+    axes.set_xlim(0, 1.65 * column.top)  # room for the texts
+    if column.parity:
+        axes.axvline(column.parity, color=PARITY, linewidth=0.8, linestyle=(0, (4, 3)))
 
 
 def _bar(axes: Any, place: int, value: Value) -> None:
@@ -79,24 +68,6 @@ def _bar(axes: Any, place: int, value: Value) -> None:
         end = max(end, value.high)
     label = f"{value.text}  ({value.note})" if value.note else value.text
     axes.annotate(label, (end, place), (5, 0), color=BAD if value.tone == "bad" else "black", **text)
-
-
-def _shares(axes: Any, place: int, value: Value, names: Sequence[str]) -> None:
-    start = 0.0
-    for index, (name, part) in enumerate(zip(names, value.parts, strict=True)):
-        axes.barh(place, part, 0.6, left=start, color=PARTS[index], label=name if place == 0 else None)
-        if part >= 0.06:
-            axes.text(start + part / 2, place, f"{part:.0%}", ha="center", va="center", color="white", fontsize=7.5)
-        start += part
-
-
-def _histogram(axes: Any, place: int, value: Value, names: Sequence[str]) -> None:
-    most = max(value.parts)
-    for index, part in enumerate(value.parts):
-        height = 0.6 * part / most
-        axes.bar(index, -height, 0.85, bottom=place + 0.28, color=BAR)  # upwards: the axis of lines points down
-        axes.text(index, place + 0.26 - height, f"{part:.0%}", ha="center", va="bottom", fontsize=6.5)
-        axes.text(index, place + 0.3, names[index], ha="center", va="top", fontsize=6.5, color="0.35")
 
 
 def _grid(axes: Any, table: Table, names: Sequence[str]) -> None:

@@ -15,23 +15,19 @@ class Value:
     high: float | None = None
     note: str = ""
     """Small print beside the text."""
-    parts: tuple[float, ...] = ()
-    """Of a `shares` or `histogram` column: what the column's `parts` are of the whole."""
     tone: str = ""
     """`bad` where it is a refusal, `best` where it is the best of its line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """A column, drawn as its kind says: `text`, `bar` (from 0 to `top`), `heat` (a colour from 0 to `top`), `shares` (a bar in
-    parts) or `histogram` (a bar for each part)."""
+    """A column, drawn as its kind says: `text`, `bar` (from 0 to `top`) or `heat` (a colour from 0 to `top`)."""
 
     name: str
     kind: str = "text"
     top: float = 1.0
     parity: float | None = None
     """Where a bar would be as good as plain decoding."""
-    parts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +48,8 @@ class Table:
 
     @property
     def is_grid(self) -> bool:
-        """Whether its columns are alike, so that a narrow screen scrolls it; otherwise each line becomes a card."""
-        return len({column.kind for column in self.columns}) == 1 and self.columns[0].kind in ("heat", "text")
+        """Whether it is coloured, so that a narrow screen scrolls it; otherwise each line becomes a card."""
+        return self.columns[0].kind == "heat"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,6 @@ VARIED = ("beam_width", "share_prefixes")
 """Options in which the settings of one table differ."""
 SIDES = {"separate": "Tokens before merging", "shared": "Tokens after", "read": "Tokens read"}
 """Columns by their names in `stats.tree_tokens`."""
-NOT_COUNTED = "Where no tokens read are shown, padding was not counted, and what is saved is that of a tree without padding."
 
 
 def prefixes(group: Group) -> Section | None:
@@ -45,18 +44,17 @@ def _sizes(group: Group) -> list[Table]:
             continue
         lines = []
         for entry, counts in counted:
-            sides = [_percentiles(counts[name]) if name in counts else Value(text="-") for name in SIDES]
+            sides = [_percentiles(counts[name]) for name in SIDES]
             lines.append(Line(label=entry.label, detail=entry.detail, values=[*sides, _saved(counts)]))
         top = column("", "bar", [value for line in lines for value in line.values[: len(SIDES)]]).top
         columns = [*(Column(name=name, kind="bar", top=top) for name in SIDES.values()), Column(name="Saved (median)")]
-        notes = [] if all("read" in counts for _, counts in counted) else [NOT_COUNTED]
-        tables.append(table(f"{caption}: draft tokens a step", "Method", columns, lines, notes))
+        tables.append(table(f"{caption}: draft tokens a step", "Method", columns, lines))
     return tables
 
 
 def _saved(counts: dict[str, list[float]]) -> Value:
     """The share of the tokens before merging that the target didn't read: padding, which it reads, saves nothing."""
-    before, read = counts["separate"][1], counts.get("read", counts["shared"])[1]
+    before, read = counts["separate"][1], counts["read"][1]
     return Value(text=f"{1 - read / before:.0%}" if before else "-")
 
 

@@ -3,17 +3,15 @@
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from ...data.files import read_json
+from ...data.differences import differences
 from ..records.names import BASELINE, RUN_FILE
-from ..records.records import EvalRecord
-from ..results.finished import read_finished
+from ..records.run_files import RunInfo, read_info
+from ..results.finished import read_rows
 from ..results.rows import Row
 
 VARIES_WITHIN_A_TABLE = frozenset(
@@ -23,9 +21,6 @@ VARIES_WITHIN_A_TABLE = frozenset(
     }
 )
 """Options of a run in which comparable runs may differ: what they change is shown with each number."""
-NUM_RESAMPLES = 2_000
-ANYTHING = "anything, since a run.json is missing"
-"""What may differ between runs of which one doesn't tell how it was made."""
 
 Cell = tuple[str, str, float, int, str]
 """Suite, its prompts' revision, temperature, batch size and method: one row of a summary."""
@@ -43,11 +38,9 @@ class Entry:
     detail: str
     """The method's setting."""
     options: dict[str, Any]
-    """All options of the drafter; where the run doesn't tell, those that the method's name has."""
+    """All options of the drafter."""
     weights: str | None
-    """Digest of the drafter's weights; None for plain decoding, and where the run doesn't tell."""
-    tokens_per_step_ci95: tuple[float, float] | None
-    """Bootstrap over prompts; None without records, and for fewer than two prompts."""
+    """Digest of the drafter's weights; None for plain decoding."""
 
     @property
     def is_baseline(self) -> bool:
@@ -56,30 +49,21 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """An evaluation's folder. `config` and `environment` are None where it doesn't say how it was made."""
+    """An evaluation's folder."""
 
     name: str
     directory: Path
-    config: dict[str, Any] | None
-    environment: dict[str, Any] | None
+    info: RunInfo
     rows: list[Row]
-    num_records: int
-    """0 where the rows are the summary's."""
-    lacks: str
-    """The file for want of which they are; empty where the rows are made of records."""
-    intervals: dict[Cell, tuple[float, float]]
-    """95 % intervals of tokens per step."""
 
     @property
     def conditions(self) -> dict[str, Any]:
-        """What must be the same for numbers to be comparable. A run that doesn't tell is like no other."""
-        if self.config is None or self.environment is None:
-            return {"folder": str(self.directory), "dtype": self.rows[0]["dtype"]}
-        options = {name: value for name, value in self.config.items() if name not in VARIES_WITHIN_A_TABLE}
-        place = dict(self.environment)
-        if place["device"] != "cpu":
-            del place["num_threads"]  # which launchers set as they like
-        return {**options, "environment": place}
+        """What must be the same for numbers to be comparable."""
+        options = {name: value for name, value in self.info.config.items() if name not in VARIES_WITHIN_A_TABLE}
+        environment = asdict(self.info.environment)
+        if environment["device"] != "cpu":
+            del environment["num_threads"]  # which launchers set as they like
+        return {**options, "environment": environment}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,12 +73,11 @@ class Group:
     runs: list[Run]
     entries: list[Entry]
     differs_in: list[str]
-    """Conditions in which it differs from the first group, or ANYTHING."""
+    """Conditions in which it differs from the first group."""
 
     @property
     def title(self) -> str:
-        config, dtype = self.runs[0].config, self.entries[0].row["dtype"]
-        return f"{config['target']['name']} in {dtype}" if config else f"{self.runs[0].name} (its run.json is missing)"
+        return f"{self.runs[0].info.config['target']['name']} in {self.entries[0].row['dtype']}"
 
     def settings(self) -> Iterator[tuple[str, list[Entry]]]:
         """The rows that one table can hold: of one suite, temperature and batch size; with a caption that says so."""
@@ -124,7 +107,7 @@ def cell_of(row: Row) -> Cell:
 def read_groups(directories: Sequence[Path]) -> list[Group]:
     """The runs of these folders, by what may be compared, in the order given.
 
-    Raises ValueError for a folder given twice, one that holds no finished run, and one whose files contradict each other.
+    Raises ValueError for a folder given twice, and for one that holds no finished run.
     """
     resolved = [directory.resolve() for directory in directories]
     if twice := [str(path) for index, path in enumerate(resolved) if path in resolved[:index]]:
@@ -133,43 +116,16 @@ def read_groups(directories: Sequence[Path]) -> list[Group]:
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(json.dumps(run.conditions, sort_keys=True), []).append(run)
-    first = _flat(runs[0].conditions)
     made = []
     for members in groups.values():
-        other = _flat(members[0].conditions)
-        differs_in = [name for name in dict.fromkeys([*first, *other]) if first.get(name) != other.get(name)]
-        if members[0] is not runs[0] and (members[0].config is None or runs[0].config is None):
-            differs_in = [ANYTHING]
+        differs_in = list(differences(runs[0].conditions, members[0].conditions))
         made.append(Group(runs=members, entries=_entries(members), differs_in=differs_in))
     return made
 
 
 def read_run(directory: Path, name: str) -> Run:
-    """A finished run. Raises ValueError as `read_finished` does."""
-    finished = read_finished(directory)
-    config, environment = _described(directory / RUN_FILE)
-    return Run(
-        name=name,
-        directory=directory,
-        config=config,
-        environment=environment,
-        rows=finished.rows,
-        num_records=len(finished.records),
-        lacks=finished.lacks,
-        intervals=_intervals(finished.records),
-    )
-
-
-def _described(path: Path) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """Configuration and environment of a run, maybe of an earlier version, whose options were fewer."""
-    if not path.is_file():
-        return None, None
-    found = read_json(path)
-    config, environment = (found.get(name) if isinstance(found, dict) else None for name in ("config", "environment"))
-    needed = ((config, ("target", "methods", "suites")), (environment, ("device", "cpu", "num_threads")))
-    if not all(isinstance(part, dict) and part.keys() >= set(keys) for part, keys in needed):
-        raise ValueError(f"{path} doesn't tell how the run was made; restore it, or take it away and report the summary alone")
-    return config, environment
+    """Read a finished run. Raises ValueError as `read_rows` and `read_info` do."""
+    return Run(name=name, directory=directory, rows=read_rows(directory), info=read_info(directory / RUN_FILE))
 
 
 def short_names(directories: Sequence[Path]) -> list[str]:
@@ -182,43 +138,20 @@ def short_names(directories: Sequence[Path]) -> list[str]:
     return names if len(set(names)) == len(names) else [str(path) for path in directories]
 
 
-def _intervals(records: Iterable[EvalRecord]) -> dict[Cell, tuple[float, float]]:
-    """The intervals of tokens per step that these records give."""
-    sums: dict[Cell, dict[str, list[int]]] = defaultdict(lambda: defaultdict(lambda: [0, 0]))
-    for record in records:
-        if not record.profiled:
-            place = record.suite, record.prompt_set_revision, record.temperature
-            total = sums[*place, record.batch_size, record.method][record.prompt_id]
-            total[:] = total[0] + record.num_verify_tokens, total[1] + record.num_steps
-    intervals = {cell: _interval(list(prompts.values())) for cell, prompts in sums.items()}
-    return {cell: interval for cell, interval in intervals.items() if interval is not None}
-
-
-def _interval(prompts: Sequence[Sequence[int]]) -> tuple[float, float] | None:
-    """95 % interval of tokens per step: a percentile bootstrap over prompts, whose tokens and steps are summed."""
-    counts = np.array(prompts)
-    if len(counts) < 2 or not counts[:, 1].all():
-        return None
-    drawn = np.random.default_rng(0).multinomial(len(counts), [1 / len(counts)] * len(counts), size=NUM_RESAMPLES) @ counts
-    low, high = np.percentile(drawn[:, 0] / drawn[:, 1], [2.5, 97.5])
-    return float(low), float(high)
-
-
 def _entries(runs: Sequence[Run]) -> list[Entry]:
     """The rows of comparable runs. What several of them measured, or call the same though it isn't, is told apart."""
-    described = {run.name: (run.config or {}).get("methods", {}) for run in runs}
     drafters: dict[str, set[str]] = defaultdict(set)
     times_measured: Counter[Cell] = Counter()
     for run in runs:
         times_measured.update(cell_of(row) for row in run.rows)
-        for method, own in described[run.name].items():
-            drafters[_label(method)[0]].add(own["weights"])
+        for method, described in run.info.config["methods"].items():
+            drafters[_label(method)[0]].add(described["weights"])
     twice = {cell[-1] for cell, count in times_measured.items() if count > 1}
     entries = []
     for run in runs:
         for row in run.rows:
             method = row["method"]
-            own = described[run.name].get(method)
+            described = run.info.config["methods"].get(method)  # plain decoding isn't among them
             label, detail = _label(method)
             contested = method in twice or len(drafters[label]) > 1
             entries.append(
@@ -227,9 +160,8 @@ def _entries(runs: Sequence[Run]) -> list[Entry]:
                     row=row,
                     label=f"{label} [{run.name}]" if contested else label,
                     detail=detail,
-                    options=_options(own) if own else _options_in(method),
-                    weights=own["weights"] if own else None,
-                    tokens_per_step_ci95=run.intervals.get(cell_of(row)),
+                    options=_options(described) if described else {},
+                    weights=described["weights"] if described else None,
                 )
             )
     return entries
@@ -249,17 +181,3 @@ def _label(method: str) -> tuple[str, str]:
 def _options(described: dict[str, Any]) -> dict[str, Any]:
     """A drafter's options as the run tells them; none where tuning turned it off."""
     return {} if described["setting"] is None else {**described["config"], **described["setting"]}
-
-
-def _options_in(method: str) -> dict[str, Any]:
-    pairs = (word.split("=", 1) for word in method.split(" ") if "=" in word)
-    return {name: int(value) if value.isdecimal() else value for name, value in pairs}
-
-
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """A nested dict's leaves by their dotted names."""
-    if not isinstance(value, dict):
-        return {prefix: value}
-    return {
-        name: leaf for key, item in value.items() for name, leaf in _flat(item, f"{prefix}.{key}" if prefix else key).items()
-    }

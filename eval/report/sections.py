@@ -33,7 +33,7 @@ def results(group: Group) -> Section | None:
     """Tokens per step and speedup by method and suite."""
     tables = _overviews(group)
     for caption, entries in group.settings():
-        steps = [number(entry.row["tokens_per_step"], ci95=entry.tokens_per_step_ci95) for entry in entries]
+        steps = [number(entry.row["tokens_per_step"], ci95=entry.row["tokens_per_step_ci95"]) for entry in entries]
         ratios = [speedup(entry) for entry in entries]
         speeds = [number(entry.row["tokens_per_second"], ".1f") for entry in entries]
         columns = [
@@ -74,14 +74,13 @@ def _notes(entries: Sequence[Entry]) -> list[str]:
 def _interval_note(entries: Sequence[Entry]) -> str:
     """What the intervals of a table are drawn over, and whether that is enough."""
     row = entries[0].row
-    if all(entry.row["speedup_ci95"] is None and entry.tokens_per_step_ci95 is None for entry in entries):
+    if all(entry.row["speedup_ci95"] is None and entry.row["tokens_per_step_ci95"] is None for entry in entries):
         return ""
     if row["batch_size"] == 1:
         return f" Intervals: over the prompts{too_few(row['num_prompts'])}."
-    counted = row["num_batches"]
-    if counted == 1:
+    if row["num_batches"] == 1:
         return " Intervals: of tokens per step over the prompts; of the speedup none, which takes more than one batch."
-    batches = "the batches" if counted is None else f"{counted} batches{too_few(counted)}"
+    batches = f"{row['num_batches']} batches{too_few(row['num_batches'])}"
     return f" Intervals: of tokens per step over the prompts, of the speedup over {batches}."
 
 
@@ -207,9 +206,8 @@ def heat_maps(group: Group) -> Section | None:
 
 
 def answer_speed(entry: Entry) -> float | None:
-    """Tokens per second of one answer: its own tokens over the time that its batch took; None where the run doesn't tell."""
-    row = entry.row
-    return row["tokens_per_second"] if row["batch_size"] == 1 else row["answer_tokens_per_second"]
+    """Tokens per second of one answer: its tokens over the time that its batch took."""
+    return entry.row["answer_tokens_per_second"]
 
 
 def batch_speed(entry: Entry) -> float | None:
@@ -228,15 +226,7 @@ def _heat_map(
     for batch in batches:
         values = [_speed(cells.get((batch, width)), speed_of) for width in widths]
         best = max((value.number for value in values if value.number is not None and not value.tone), default=None)
-        marked = [
-            Value(
-                text=value.text,
-                number=value.number,
-                tone=value.tone or ("best" if value.number == best else ""),
-                note=value.note,
-            )
-            for value in values
-        ]
+        marked = [replace(value, tone=value.tone or ("best" if value.number == best else "")) for value in values]
         lines.append(Line(label=f"batch size {batch}", values=marked))
     top = column("", "heat", [value for line in lines for value in line.values]).top
     columns = [Column(name=f"width {width}" if width else "plain", kind="heat", top=top) for width in widths]
@@ -275,16 +265,13 @@ def accepted_lengths(group: Group) -> Section | None:
             counts = entry.row["accepted_histogram"]
             num_steps = sum(counts)
             tail: int = sum(counts[longest - 1 :])
-            shares = tuple(count / num_steps for count in [*counts[: longest - 1], tail]) + (0.0,) * (longest - len(counts))
-            mean = sum(length * count for length, count in enumerate(counts)) / num_steps
-            values = [Value(text="", parts=shares[:longest]), Value(text=f"{mean:.2f}"), Value(text=f"{num_steps:,}")]
-            lines.append(_line(entry, values))
-        columns = [
-            Column(name="% of steps by accepted length", kind="histogram", parts=tuple(names)),
-            Column(name="Mean"),
-            Column(name="Steps"),
-        ]
-        tables.append(table(caption, "Method", columns, lines))
+            shown = [*counts[: longest - 1], tail] + [0] * (longest - len(counts))
+            shares = [number(count / num_steps, ".0%") for count in shown[:longest]]
+            mean = Value(text=f"{entry.row['mean_accepted']:.2f}")
+            lines.append(_line(entry, [*shares, mean, Value(text=f"{num_steps:,}")]))
+        top = column("", "heat", [value for line in lines for value in line.values]).top
+        columns = [*(Column(name=name, kind="heat", top=top) for name in names), Column(name="Mean"), Column(name="Steps")]
+        tables.append(table(f"{caption}: steps by accepted length", "Method", columns, lines))
     if not tables:
         return None
     return Section(
@@ -303,14 +290,12 @@ def time_split(group: Group) -> Section | None:
         for entry in entries:
             if (split := entry.row["time_split"]) is None:
                 continue
-            parts = tuple(max(0.0, split[phase]) for phase in PHASES)
+            shares = [number(max(0.0, split[phase]), ".0%") for phase in PHASES]
             seconds = entry.row["draft_seconds_per_step"]
-            lines.append(
-                _line(entry, [Value(text="", parts=parts), Value(text="-" if seconds is None else f"{1e3 * seconds:.2f}")])
-            )
+            lines.append(_line(entry, [*shares, Value(text="-" if seconds is None else f"{1e3 * seconds:.2f}")]))
         if lines:
-            columns = [Column(name="Share of decode time", kind="shares", parts=PHASES), Column(name="Draft ms/step")]
-            tables.append(table(caption, "Method", columns, lines))
+            columns = [*(Column(name=phase, kind="heat") for phase in PHASES), Column(name="Draft ms/step")]
+            tables.append(table(f"{caption}: share of decode time", "Method", columns, lines))
     if not tables:
         return None
     return Section(

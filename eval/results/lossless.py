@@ -41,8 +41,8 @@ def find_mismatches(records: Iterable[EvalRecord]) -> list[Mismatch]:
         reference = by_key.get((*place, BASELINE, 0, False, record.batch_size))
         if reference is None or reference.prompt_sha256 != record.prompt_sha256:
             raise ValueError(
-                f"{record.name} has no baseline record of the same prompt: one of the two was altered or taken out. "
-                "Delete their lines, and run the evaluation's command again"
+                f"{record.name} has no baseline record of the same prompt; delete the lines of both, and run the evaluation's "
+                "command again"
             )
         if record.method == BASELINE:
             alone = by_key.get((*place, BASELINE, 0, False, smallest))
@@ -97,20 +97,15 @@ def judged(
 ) -> list[Mismatch]:
     """Every answer that is not the target's own, and whether noise explains it, which an audit says (by `answer_digest`).
 
-    An answer of `unaudited`, in whose audit memory ran out, counts as a mismatch: nothing proves it. Raises ValueError for
-    another answer that must be audited and wasn't.
+    An answer of `unaudited`, in whose audit memory ran out, counts as a mismatch: nothing proves it.
     """
     found = {mismatch.record.key: mismatch for mismatch in find_mismatches(records)}
     for record in to_audit(records, list(found.values()), dtype):
-        audit = audits.get(record.answer_digest)
-        if audit is None and record.answer_digest in unaudited:
+        if record.answer_digest in unaudited:
             position = found[record.key].position if record.key in found else 0
             found[record.key] = Mismatch(record=record, position=position, unaudited=True)
             continue
-        if audit is None:
-            raise ValueError(
-                f"{record.name} was not audited, or was altered since; run the evaluation's command again, which audits it"
-            )
+        audit = audits[record.answer_digest]
         if record.key in found:
             found[record.key] = replace(found[record.key], within_noise=audit.within_noise)
         elif audit.deficit > 0 or not audit.within_noise:

@@ -1,20 +1,18 @@
-"""Answers that took oddly long: a busy machine's, most of the time. They are told, and stay in every figure."""
+"""Answers that took far longer than usual: mostly on a busy machine. Summaries name them, and every figure includes them."""
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ...data.deviation import median_and_deviation
 from ..records.records import EvalRecord
 from .stats import batches
 
 MIN_BATCHES = 5
-"""Fewer say nothing about what is usual."""
+"""Fewest batches that show what is usual."""
 NUM_DEVIATIONS = 5
-"""Robust standard deviations above the median from which on something is odd."""
+"""An outlier lies more than so many robust standard deviations above the median."""
 MIN_RATIO = 1.5
-"""And at least this many times the median: a long text alone takes somewhat longer than a short one."""
-MAD_TO_DEVIATION = 1.4826
-"""A normal distribution's standard deviation over its median absolute deviation (1 / 0.6745)."""
+"""And above so many times the median: a long text takes somewhat longer than a short one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,10 +30,9 @@ class Outlier:
 
 
 def find_outliers(records: Sequence[EvalRecord]) -> list[Outlier]:
-    """Those of one method on one suite at one temperature and batch size, the worst first.
+    """Outliers among the answers of one method on one suite at one temperature and batch size, the worst first.
 
-    Robust: median and median absolute deviation, which the outliers themselves hardly move. Records with phase timers are left
-    out.
+    Records with phase timers are left out.
     """
     timed = [record for record in records if not record.profiled]
     values = {
@@ -43,8 +40,7 @@ def find_outliers(records: Sequence[EvalRecord]) -> list[Outlier]:
     }
     if len(values) < MIN_BATCHES:
         return []
-    median = statistics.median(value for _, value in values.values())
-    deviation = MAD_TO_DEVIATION * statistics.median(abs(value - median) for _, value in values.values())
+    median, deviation = median_and_deviation([value for _, value in values.values()])
     limit = max(median + NUM_DEVIATIONS * deviation, MIN_RATIO * median)
     found = [
         Outlier(

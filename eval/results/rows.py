@@ -1,9 +1,12 @@
 """The rows of `summary.json`: what each method achieved on each suite."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import product
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
+
+import numpy as np
 
 from ..config import EvalConfig
 from ..records.records import BASELINE, EvalRecord, GroupKey
@@ -13,9 +16,8 @@ from .lossless import Mismatch, judge
 from .outliers import find_outliers
 
 
-class Row(TypedDict):
-    """A method on a suite at a temperature and a batch size. None stands for a number that doesn't exist, or that must not be
-    shown."""
+class Conditions(TypedDict):
+    """What a method was measured on, and what it took to make."""
 
     method: str
     suite: str
@@ -28,10 +30,20 @@ class Row(TypedDict):
     batch_size: int
     """Prompts decoded together; the baseline's answers too."""
     max_new_tokens: int
+    num_repeats: int
+    parameters: int | None
+    """The drafter's; those of the target are not counted."""
+    training: dict[str, Any] | None
+    """What the drafter's training took (TrainingFacts)."""
+    roofline: dict[str, Any]
+
+
+class Figures(TypedDict):
+    """What was measured. None stands for a number that doesn't exist, or that must not be shown."""
+
     num_prompts: int
     num_turns: int
     """Answers per repeat."""
-    num_repeats: int
     num_batches: int
     """What the intervals are over: batches, or at batch size 1 prompts."""
     num_skipped: int
@@ -41,6 +53,8 @@ class Row(TypedDict):
     num_tokens: int
     tokens_per_step: float | None
     """Of one answer."""
+    tokens_per_step_ci95: Sequence[float] | None
+    """Bootstrap over prompts; None for fewer than two."""
     mean_accepted: float | None
     accepted_histogram: list[int]
     draft_tokens_per_step: float | None
@@ -51,19 +65,14 @@ class Row(TypedDict):
     decode_tokens_per_second: float | None
     speedup: float | None
     """None where a method that claims to be lossless isn't: a wrong answer has no speed."""
-    speedup_ci95: tuple[float, float] | None
+    speedup_ci95: Sequence[float] | None
     rho: float | None
     ceiling: float | None
     """tau / (1 + rho): computed, not measured. None where there is no speedup."""
     draft_seconds_per_step: float | None
-    parameters: int | None
-    """The drafter's own; those of the target are not counted."""
-    training: dict[str, Any] | None
-    """What the drafter's training took (TrainingFacts)."""
     time_split: dict[str, float] | None
     tree_tokens: dict[str, list[float]] | None
     """Draft tokens a step before and after shared prefixes are merged, and those read (`stats.tree_tokens`)."""
-    roofline: dict[str, Any]
     roofline_fraction: float | None
     """Decode tokens per second over the roofline of plain decoding, which reads the weights once for a token of every row that
     is still being answered."""
@@ -83,6 +92,24 @@ class Row(TypedDict):
     """Whether the method, or plain decoding, ran out of memory here: then there are no figures."""
 
 
+class Row(Conditions, Figures):
+    """A method on a suite at a temperature and a batch size."""
+
+
+NO_FIGURES = cast(
+    "Figures",
+    {
+        **{name: 0 if name.startswith("num_") else None for name in Figures.__annotations__},
+        "accepted_histogram": [],
+        "outliers": [],
+        "by_category": {},
+        "lossless_label": "-",
+        "out_of_memory": True,
+    },
+)
+"""Of a method that ran out of memory."""
+
+
 def build_rows(
     records: Sequence[EvalRecord],
     mismatches: Sequence[Mismatch],
@@ -99,7 +126,7 @@ def build_rows(
 
     `drafters` is by method.
     """
-    rows = []
+    rows: list[Row] = []
     suites = dict.fromkeys([*(record.suite for record in records), *(missing.suite for missing in out_of_memory)])
     for group_key in product(suites, config.temperatures, config.batch_sizes):
         group = [record for record in records if record.group_key == group_key]
@@ -110,7 +137,8 @@ def build_rows(
             keys = {record.key for record in own}
             wrong = [item for item in mismatches if item.record.key in keys]
             skipped = num_skipped.get(group_key, 0)
-            rows.append(_row(plain, own, wrong, config, dtype, roofline, skipped, drafters.get(method)))
+            conditions = _conditions(own[0], config, dtype, roofline, drafters.get(method))
+            rows.append({**conditions, **_figures(plain, own, wrong, roofline, skipped, config.seed)})
         of_group = rows[-len(names) :] if names else []
         if any(is_broken(row) and row["method"] == BASELINE for row in of_group):
             cause = "is unproven" if any(is_unproven(row) and row["method"] == BASELINE for row in of_group) else "is wrong"
@@ -120,7 +148,7 @@ def build_rows(
             (missing for missing in out_of_memory if missing.group_key == group_key),
             key=lambda missing: missing.method != BASELINE,
         )
-        rows += [_row_without_figures(missing, config, dtype, roofline, drafters.get(missing.method)) for missing in empty]
+        rows += [{**_conditions(each, config, dtype, roofline, drafters.get(each.method)), **NO_FIGURES} for each in empty]
     return rows
 
 
@@ -166,119 +194,85 @@ def is_lossy(row: Row) -> bool:
     return is_wrong(row) and not is_broken(row)
 
 
-def _row(
+def _conditions(
+    of: EvalRecord | OutOfMemory, config: EvalConfig, dtype: str, roofline: Roofline, drafter: DrafterFacts | None
+) -> Conditions:
+    return {
+        "method": of.method,
+        "suite": of.suite,
+        "prompt_set_revision": of.prompt_set_revision,
+        "prompt_set_source": of.prompt_set_source,
+        "dtype": dtype,
+        "temperature": of.temperature,
+        "batch_size": of.batch_size,
+        "max_new_tokens": config.max_new_tokens,
+        "num_repeats": config.repeats,
+        "parameters": drafter.parameters if drafter else None,
+        "training": drafter.training if drafter else None,
+        "roofline": roofline.to_json(),
+    }
+
+
+def _figures(
     plain_records: Sequence[EvalRecord],
     own_records: Sequence[EvalRecord],
     mismatches: Sequence[Mismatch],
-    config: EvalConfig,
-    dtype: str,
     roofline: Roofline,
     num_skipped: int,
-    drafter: DrafterFacts | None,
-) -> Row:
+    seed: int,
+) -> Figures:
+    # Timed answers make the speeds, profiled ones the time split and what follows from it.
     plain, own = ([record for record in records if not record.profiled] for records in (plain_records, own_records))
     profiled_plain, profiled = ([record for record in records if record.profiled] for records in (plain_records, own_records))
-    first = own[0]
-    is_baseline = first.method == BASELINE
+    is_baseline = own[0].method == BASELINE
     lossless = judge(own_records, mismatches)
-    ratio, interval, categories = _speeds(plain, own, is_broken=lossless.broken, seed=config.seed)
+    ratio, interval, categories = _speeds(plain, own, is_broken=lossless.broken, seed=seed)
     tau = stats.tokens_per_step(own)
     rho = None if is_baseline else stats.relative_draft_cost(profiled_plain, profiled)
     histogram = stats.accepted_histogram(own)
-    return Row(
-        method=first.method,
-        suite=first.suite,
-        prompt_set_revision=first.prompt_set_revision,
-        prompt_set_source=first.prompt_set_source,
-        dtype=dtype,
-        temperature=first.temperature,
-        batch_size=first.batch_size,
-        max_new_tokens=config.max_new_tokens,
-        num_prompts=stats.num_prompts(own),
-        num_turns=len({(record.prompt_id, record.turn) for record in own}),
-        num_repeats=config.repeats,
-        num_batches=len({record.unit for record in own}),
-        num_skipped=num_skipped,
-        num_truncated=sum(record.truncated for record in own),
-        num_tokens=sum(len(record.token_ids) for record in own),
-        tokens_per_step=tau,
-        mean_accepted=stats.mean_accepted(histogram),
-        accepted_histogram=histogram,
-        draft_tokens_per_step=stats.draft_tokens_per_step(own),
-        tokens_per_second=stats.tokens_per_second(own),
-        answer_tokens_per_second=stats.answer_tokens_per_second(own),
-        decode_tokens_per_second=stats.decode_tokens_per_second(own),
-        speedup=ratio,
-        speedup_ci95=interval,
-        rho=rho,
-        ceiling=None if lossless.broken else stats.ceiling(tau, rho),
-        draft_seconds_per_step=None if is_baseline else stats.draft_seconds_per_step(profiled),
-        parameters=drafter.parameters if drafter else None,
-        training=drafter.training if drafter else None,
-        time_split=stats.time_split(profiled),
-        tree_tokens=stats.tree_tokens(profiled),
-        roofline=roofline.to_json(),
-        roofline_fraction=_roofline_fraction(own, roofline),
-        lossless=False if lossless.lossy else None if lossless.by_rule and not mismatches else not mismatches,
-        lossless_label=lossless.label,
-        num_mismatched_prompts=lossless.num_mismatched,
-        num_within_noise=lossless.num_within_noise,
-        num_unaudited=lossless.num_unaudited,
-        first_mismatch=lossless.first,
-        outliers=[asdict(outlier) for outlier in find_outliers(own)],
-        by_category=categories,
-        out_of_memory=False,
-    )
+    return {
+        "num_prompts": stats.num_prompts(own),
+        "num_turns": len({(record.prompt_id, record.turn) for record in own}),
+        "num_batches": len({record.unit for record in own}),
+        "num_skipped": num_skipped,
+        "num_truncated": sum(record.truncated for record in own),
+        "num_tokens": sum(len(record.token_ids) for record in own),
+        "tokens_per_step": tau,
+        "tokens_per_step_ci95": _steps_interval(own),
+        "mean_accepted": stats.mean_accepted(histogram),
+        "accepted_histogram": histogram,
+        "draft_tokens_per_step": stats.draft_tokens_per_step(own),
+        "tokens_per_second": stats.tokens_per_second(own),
+        "answer_tokens_per_second": stats.answer_tokens_per_second(own),
+        "decode_tokens_per_second": stats.decode_tokens_per_second(own),
+        "speedup": ratio,
+        "speedup_ci95": interval,
+        "rho": rho,
+        "ceiling": None if lossless.broken else stats.ceiling(tau, rho),
+        "draft_seconds_per_step": None if is_baseline else stats.draft_seconds_per_step(profiled),
+        "time_split": stats.time_split(profiled),
+        "tree_tokens": stats.tree_tokens(profiled),
+        "roofline_fraction": _roofline_fraction(own, roofline),
+        "lossless": False if lossless.lossy else None if lossless.by_rule and not mismatches else not mismatches,
+        "lossless_label": lossless.label,
+        "num_mismatched_prompts": lossless.num_mismatched,
+        "num_within_noise": lossless.num_within_noise,
+        "num_unaudited": lossless.num_unaudited,
+        "first_mismatch": lossless.first,
+        "outliers": [asdict(outlier) for outlier in find_outliers(own)],
+        "by_category": categories,
+        "out_of_memory": False,
+    }
 
 
-def _row_without_figures(
-    missing: OutOfMemory, config: EvalConfig, dtype: str, roofline: Roofline, drafter: DrafterFacts | None
-) -> Row:
-    """The row of a method that ran out of memory: what was wanted, and nothing that was measured."""
-    return Row(
-        method=missing.method,
-        suite=missing.suite,
-        prompt_set_revision=missing.prompt_set_revision,
-        prompt_set_source=missing.prompt_set_source,
-        dtype=dtype,
-        temperature=missing.temperature,
-        batch_size=missing.batch_size,
-        max_new_tokens=config.max_new_tokens,
-        num_prompts=0,
-        num_turns=0,
-        num_repeats=config.repeats,
-        num_batches=0,
-        num_skipped=0,
-        num_truncated=0,
-        num_tokens=0,
-        tokens_per_step=None,
-        mean_accepted=None,
-        accepted_histogram=[],
-        draft_tokens_per_step=None,
-        tokens_per_second=None,
-        answer_tokens_per_second=None,
-        decode_tokens_per_second=None,
-        speedup=None,
-        speedup_ci95=None,
-        rho=None,
-        ceiling=None,
-        draft_seconds_per_step=None,
-        parameters=drafter.parameters if drafter else None,
-        training=drafter.training if drafter else None,
-        time_split=None,
-        tree_tokens=None,
-        roofline=roofline.to_json(),
-        roofline_fraction=None,
-        lossless=None,
-        lossless_label="-",
-        num_mismatched_prompts=0,
-        num_within_noise=0,
-        num_unaudited=0,
-        first_mismatch=None,
-        outliers=[],
-        by_category={},
-        out_of_memory=True,
-    )
+def _steps_interval(records: Sequence[EvalRecord]) -> tuple[float, float] | None:
+    """95 % interval of tokens per step: a percentile bootstrap over prompts, whose tokens and steps are summed."""
+    sums: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for record in records:
+        total = sums[record.prompt_id]
+        total[:] = total[0] + record.num_verify_tokens, total[1] + record.num_steps
+    counts = np.array(list(sums.values()))
+    return stats.bootstrap(counts, stats.ratio, seed=0)[1] if counts[:, 1].all() else None
 
 
 def _speeds(

@@ -4,14 +4,16 @@ The answers of a batch share its seconds, which are counted once. Its steps are 
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 
 from ..records.records import BatchKey, EvalRecord
+
+Statistic = Callable[[np.ndarray], np.ndarray]
 
 NUM_RESAMPLES = 10_000
 CONFIDENCE = 0.95
@@ -89,14 +91,35 @@ def speedup(
     others.
     """
     sums = np.stack([_by_unit(baseline, records), _by_unit(records, baseline)])  # [side, unit, (seconds, tokens)]
-    num_units = sums.shape[1]
-    point = float(_speedups(sums, np.ones((1, num_units), dtype=int))[0])
+    return bootstrap(sums, ratio_of_ratios, seed=seed)
+
+
+def bootstrap(
+    sums: Shaped[np.ndarray, "*side unit 2"], statistic: Statistic, *, seed: int
+) -> tuple[float, tuple[float, float] | None]:
+    """The statistic of the sums over all units, and its 95 % interval: the percentile bootstrap over units.
+
+    Fewer than two units have no interval.
+    """
+    num_units = sums.shape[-2]
+    (point,) = statistic(np.ones((1, num_units), dtype=int) @ sums)
     if num_units < 2:
-        return point, None
-    times_drawn = _times_drawn(seed, num_units)
+        return float(point), None
     tail = 50 * (1 - CONFIDENCE)
-    low, high = np.percentile(_speedups(sums, times_drawn), [tail, 100 - tail])
-    return point, (float(low), float(high))
+    low, high = np.percentile(statistic(_times_drawn(seed, num_units) @ sums), [tail, 100 - tail])
+    return float(point), (float(low), float(high))
+
+
+def ratio(sums: Shaped[np.ndarray, "*side resample 2"]) -> Float[np.ndarray, "*side resample"]:
+    """The first sum over the second, such as tokens per step."""
+    quotients: Float[np.ndarray, "*side resample"] = sums[..., 0] / sums[..., 1]
+    return quotients
+
+
+def ratio_of_ratios(sums: Shaped[np.ndarray, "2 resample 2"]) -> Float[np.ndarray, " resample"]:
+    """The first side's `ratio` over the second side's."""
+    first, second = ratio(sums)
+    return first / second
 
 
 def time_split(profiled: Sequence[EvalRecord]) -> dict[str, float] | None:
@@ -183,15 +206,6 @@ def by_category(baseline: Sequence[EvalRecord], records: Sequence[EvalRecord], *
 
 def num_prompts(records: Iterable[EvalRecord]) -> int:
     return len({record.prompt_id for record in records})
-
-
-def _speedups(
-    sums: Float[np.ndarray, "2 unit 2"], times_drawn: Int[np.ndarray, "resample unit"]
-) -> Float[np.ndarray, " resample"]:
-    """The speedup of each resample, which draws each prompt, or batch, so many times."""
-    drawn = times_drawn @ sums  # [side, resample, (seconds, tokens)]
-    seconds_per_token = drawn[..., 0] / drawn[..., 1]
-    return seconds_per_token[0] / seconds_per_token[1]
 
 
 def _by_unit(records: Sequence[EvalRecord], others: Sequence[EvalRecord]) -> Float[np.ndarray, "unit 2"]:

@@ -1,13 +1,11 @@
 """The table of an evaluation for other programs: CSV with the bare numbers, and LaTeX as papers have it."""
 
-import csv
 from collections.abc import Sequence
-from io import StringIO
 from typing import Any
 
 from ..records.names import OOM
 from .rows import Row
-from .tables import RESULT_COLUMNS, cells, footnotes
+from .tables import RESULT_COLUMNS, footnotes, texts
 
 CSV_COLUMNS = (
     "suite",
@@ -41,64 +39,27 @@ CSV_COLUMNS = (
     "prompt_set_source",
 )
 """Fields of a row, under their own names; after them those of `_spread`."""
-LATEX_SPECIAL = {
-    "\\": r"\textbackslash{}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "<": r"\textless{}",
-    ">": r"\textgreater{}",
-    "|": r"\textbar{}",
-    '"': r"\textquotedbl{}",
-    "[": "{[}",  # after a line's end it would begin an option
-    "]": "{]}",
-    **{character: f"\\{character}" for character in "{}$&#_%"},
-}
+LATEX_NEEDS = r"% needs \usepackage{booktabs} and, for < > | in names, \usepackage[T1]{fontenc}"
 
 
 def csv_table(rows: Sequence[Row]) -> str:
     """A line per row, numbers as they are in the summary; a number that doesn't exist is an empty cell."""
-    lines: list[dict[str, Any]] = []
-    for row in rows:
-        values: dict[str, Any] = {**row}
-        lines.append({**{column: values[column] for column in CSV_COLUMNS}, **_spread(row)})
-    text = StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(lines[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    return text.getvalue()
+    import pandas as pd  # slow to import
+
+    lines, columns = [{**row, **_spread(row)} for row in rows], [*CSV_COLUMNS, *_spread(rows[0])]
+    # As objects, integers beside empty cells stay integers.
+    return str(pd.DataFrame(lines, columns=columns, dtype=object).to_csv(index=False, lineterminator="\n"))
 
 
 def latex_table(rows: Sequence[Row]) -> str:
-    r"""A tabular for the package booktabs, a rule between what isn't compared with each other; the notes follow as comments."""
-    heads = ("Suite", "Temp.", "Batch", "Method", *(column.removesuffix("*") for column in RESULT_COLUMNS))
-    lines = [
-        r"% needs \usepackage{booktabs}",
-        rf"\begin{{tabular}}{{lrrl{'r' * len(RESULT_COLUMNS)}}}",
-        r"\toprule",
-        _latex_line(heads),
-    ]
-    above = None
-    for row in rows:
-        place = (row["suite"], f"{row['temperature']:g}", str(row["batch_size"]))
-        if place != above:
-            lines.append(r"\midrule")
-        shown = place if place != above else ("", "", "")
-        texts = cells(row)
-        line = _latex_line((*shown, row["method"], *(texts[column] for column in RESULT_COLUMNS)))
-        lines.append(line)
-        above = place
-    lines += [r"\bottomrule", r"\end{tabular}"]
-    lines += [f"% {' '.join(note.split())}" for note in footnotes(rows)]
-    return "\n".join(lines) + "\n"
+    r"""A tabular for the package booktabs; the notes follow as comments."""
+    import pandas as pd  # slow to import
 
-
-def escape_latex(text: str) -> str:
-    """The text as LaTeX prints it, on one line."""
-    return "".join(LATEX_SPECIAL.get(character, character) for character in " ".join(text.split()))
-
-
-def _latex_line(texts: Sequence[str]) -> str:
-    return " & ".join(map(escape_latex, texts)) + r" \\"
+    lines = [{name: " ".join(text.split()) for name, text in line.items()} for line in texts(rows, RESULT_COLUMNS)]
+    frame = pd.DataFrame(lines).rename(columns={"Temperature": "Temp.", "Ceiling*": "Ceiling"})
+    tabular = frame.to_latex(index=False, escape=True, column_format=f"lrrl{'r' * len(RESULT_COLUMNS)}")
+    notes = "".join(f"% {' '.join(note.split())}\n" for note in footnotes(rows))
+    return f"{LATEX_NEEDS}\n{tabular}{notes}"
 
 
 def _spread(row: Row) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The table of an evaluation, for the terminal and as Markdown."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from rich import box
 from rich.console import Console
@@ -58,7 +58,7 @@ def cells(row: Row) -> dict[str, str]:
     draft_seconds = row["draft_seconds_per_step"]
     if row["out_of_memory"]:
         return {**dict.fromkeys((*RESULT_COLUMNS, *COST_COLUMNS), "-"), "Tok/s": OOM, "Speedup [95 %]": OOM}
-    texts = {
+    shown = {
         "Tok/step": _number(row["tokens_per_step"], ".2f"),
         "Tok/s": _number(row["tokens_per_second"], ".1f"),
         "Speedup [95 %]": _number(row["speedup"], ".2f", "x"),
@@ -71,8 +71,8 @@ def cells(row: Row) -> dict[str, str]:
         "Of roofline": _number(row["roofline_fraction"], ".0%"),
     }
     if interval:
-        texts["Speedup [95 %]"] += f" [{interval[0]:.2f}, {interval[1]:.2f}]"
-    return texts
+        shown["Speedup [95 %]"] += f" [{interval[0]:.2f}, {interval[1]:.2f}]"
+    return shown
 
 
 def footnotes(rows: Sequence[Row]) -> list[str]:
@@ -112,16 +112,30 @@ def escape_markdown(text: str) -> str:
     return re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\\_", text)
 
 
+def texts(rows: Sequence[Row], columns: Sequence[str]) -> list[dict[str, str]]:
+    """Return the table as a reader sees it: of each row the texts by column, what it is about first."""
+    return [
+        {
+            "Suite": row["suite"],
+            "Temperature": f"{row['temperature']:g}",
+            "Batch": str(row["batch_size"]),
+            "Method": row["method"],
+            **{column: cells(row)[column] for column in columns},
+        }
+        for row in rows
+    ]
+
+
+def markdown_table(lines: Sequence[Mapping[str, str]], left: Collection[str]) -> str:
+    """Write texts by column as a table of Markdown; all columns but those of `left` are aligned to the right."""
+    table: list[Iterable[str]] = [map(escape_markdown, lines[0]), ("---" if name in left else "---:" for name in lines[0])]
+    table += [map(escape_markdown, line.values()) for line in lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in table)
+
+
 def markdown(rows: Sequence[Row]) -> str:
     """The table and its notes as a Markdown page."""
-    columns = (*RESULT_COLUMNS, *COST_COLUMNS)
-    heads = ("Suite", "Temperature", "Batch", "Method", *columns)
-    lines = [tuple(map(escape_markdown, heads)), ("---", "---:", "---:", "---", *["---:"] * len(columns))]
-    for row in rows:
-        texts = cells(row)
-        place = (row["suite"], f"{row['temperature']:g}", str(row["batch_size"]), row["method"])
-        lines.append(tuple(map(escape_markdown, (*place, *(texts[column] for column in columns)))))
-    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    table = markdown_table(texts(rows, (*RESULT_COLUMNS, *COST_COLUMNS)), left=("Suite", "Method"))
     notes = "\n".join(f"- {escape_markdown(note)}" for note in footnotes(rows))
     return f"{table}\n\n{notes}\n"
 
@@ -139,8 +153,7 @@ def print_table(rows: Sequence[Row], console: Console | None = None) -> None:
         for group, of_group in _groups(rows).items():
             table.add_row(Text(group), style="bold")
             for row in of_group:
-                texts = cells(row)
-                shown = (Text(text) for text in (row["method"], *(texts[column] for column in columns)))
+                shown = (Text(text) for text in (row["method"], *(cells(row)[column] for column in columns)))
                 table.add_row(*shown, style="red" if is_broken(row) else None)
             table.add_section()
         console.print(table)

@@ -33,7 +33,7 @@ from ..target.tree_cache import CacheSnapshot, TreeCache
 from .base import TrainableDrafter
 from .beams import SearchTree, likeliest_nodes, likeliest_successors, pack
 from .branches.layout import Branches
-from .objective import DraftVocabulary, Labels, Loss, Objective, score
+from .objective import Labels, Loss, Objective, score
 from .small_models import (
     DraftModelConfig,
     architecture_of,
@@ -43,6 +43,7 @@ from .small_models import (
     smaller_architecture,
     weights_digest_at,
 )
+from .vocabulary import DraftVocabulary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

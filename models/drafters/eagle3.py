@@ -14,13 +14,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import nn
 
-from ...data.types import UNKNOWN, DrafterBatch
+from ...data.types import DrafterBatch
 from ..decoding.types import TargetOutput
 from ..target.hf_target import HFTarget
 from ..target.hidden_states import decoder_layers
 from .decoder_layer import start_from_target
 from .feature_drafter import FeatureDrafter, TreeOptions
-from .objective import DraftVocabulary, Labels, Loss, Objective, commonest_tokens, require_draft_tokens, score
+from .objective import Labels, Loss, Objective, score
+from .vocabulary import ReducedVocabulary
 
 
 @dataclass(kw_only=True)
@@ -55,21 +56,16 @@ def default_feature_layers(num_layers: int) -> list[int]:
     return sorted({min(2, num_layers - 1), num_layers // 2, max(0, num_layers - 3)})
 
 
-class Eagle3(FeatureDrafter):
+class Eagle3(ReducedVocabulary, FeatureDrafter):
     """The drafter with fused features. What it feeds back is its output before the final norm."""
 
     Config = Eagle3Config
     config: Eagle3Config
-    draft_tokens: torch.Tensor
 
     def __init__(self, config: Eagle3Config, target: HFTarget) -> None:
         hidden_size = target.hidden_size
         super().__init__(target, input_width=2 * hidden_size, form=config.layer)
-        if config.draft_vocab_size is not None and config.draft_vocab_size > target.vocab_size:
-            raise ValueError(
-                f"drafter.draft_vocab_size is {config.draft_vocab_size}, more than the target's {target.vocab_size} tokens; "
-                "make it smaller, or null for the whole vocabulary"
-            )
+        num_outputs = self.add_draft_vocabulary(config.draft_vocab_size, target.vocab_size)
         num_layers = len(decoder_layers(target.model))
         layers = default_feature_layers(num_layers) if config.feature_layers is None else config.feature_layers
         if not all(0 <= layer < num_layers for layer in layers):
@@ -78,13 +74,9 @@ class Eagle3(FeatureDrafter):
         self._feature_layers = tuple(layers)
         self.fc = nn.Linear(len(layers) * hidden_size, hidden_size, bias=False)
         self.hidden_norm, self.norm = copy.deepcopy(self.layer.input_layernorm), copy.deepcopy(self.layer.input_layernorm)
-        num_outputs = config.draft_vocab_size or target.vocab_size
         self.lm_head = nn.Linear(hidden_size, num_outputs, bias=False)
         # Read, not owned: in a tuple, it is neither saved nor trained with the drafter.
         self._target_head = (target.head,)
-        if config.draft_vocab_size is not None:
-            # Output o of the head is the target's token draft_tokens[o].
-            self.register_buffer("draft_tokens", torch.full((num_outputs,), UNKNOWN))
 
     @classmethod
     def for_target(cls, config: Eagle3Config, target: HFTarget) -> "Eagle3":
@@ -131,28 +123,11 @@ class Eagle3(FeatureDrafter):
         logits: torch.Tensor = self.lm_head(self.norm(outputs))
         return logits
 
-    # --- the vocabulary
-
-    @property
-    def wants_token_counts(self) -> bool:
-        return self.config.draft_vocab_size is not None and bool((self.draft_tokens == UNKNOWN).any())
-
-    @property
-    def vocabulary(self) -> DraftVocabulary:
-        return DraftVocabulary(size=self.vocab_size, tokens=None if self.config.draft_vocab_size is None else self.draft_tokens)
-
     def choose_draft_vocabulary(self, token_counts: Int[torch.Tensor, " vocab"]) -> None:
-        """Take the commonest tokens (see `commonest_tokens`). Without a reduced vocabulary there is nothing to choose."""
-        if self.config.draft_vocab_size is None:
-            return
-        tokens = commonest_tokens(token_counts, self.config.draft_vocab_size, self.vocab_size)
-        self.draft_tokens = tokens.to(self.draft_tokens.device)
-        self._start_head(self.draft_tokens)
-
-    def check_weights(self) -> None:
-        """A reduced vocabulary must name different tokens of the target, in order."""
-        if self.config.draft_vocab_size is not None:
-            require_draft_tokens(self.draft_tokens, self.vocab_size)
+        """Take the commonest tokens, and start the head with their rows."""
+        super().choose_draft_vocabulary(token_counts)
+        if self.vocabulary.tokens is not None:
+            self._start_head(self.vocabulary.tokens)
 
     # --- training
 

@@ -32,7 +32,8 @@ from .branches.attention import Entries, KeysAndValues
 from .branches.layout import Branches
 from .decoder_layer import check_form, make_layer, make_rotary
 from .feature_search import FeatureState, completed, read_committed, read_prompts, search
-from .objective import DraftVocabulary, Labels
+from .objective import Labels
+from .vocabulary import DraftVocabulary
 
 
 @dataclass(kw_only=True)

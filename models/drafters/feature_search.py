@@ -13,7 +13,7 @@ from ..decoding.types import NO_NODE, AcceptedPath, Counts
 from ..target.tree_attention import visible_columns
 from ..target.tree_cache import CacheSnapshot, TreeCache, extent_step
 from .beams import SearchTree
-from .objective import DraftVocabulary
+from .vocabulary import DraftVocabulary
 
 STATIC_FIRST_HIT = 0.6
 """Static trees take the r-th likeliest child (from 0) to be right with probability STATIC_FIRST_HIT / (r + 1)^2. With four

@@ -25,8 +25,9 @@ from ..decoding.tree import DraftTree
 from ..decoding.types import NO_NODE
 from ..target.hf_target import HFTarget
 from .last_state import LastStateDrafter
-from .objective import HIT_RANKS, DraftVocabulary, Labels, Loss, Objective, score
+from .objective import HIT_RANKS, Labels, Loss, Objective, score
 from .redrafter import ResidualBlock
+from .vocabulary import DraftVocabulary
 
 RankPath = tuple[int, ...]
 """A node of a static tree: the rank of each token on the way to it, 0 being a head's likeliest."""

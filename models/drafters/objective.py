@@ -1,11 +1,13 @@
-"""What every drafter is trained with: its labels, the loss of each, and how often it would be accepted.
+"""The training objective of all drafters: labels, the loss of each label, and counts of right drafts.
 
 Losses are computed in chunks of labels and recomputed for the gradient, so that memory doesn't grow with labels x vocabulary.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from enum import StrEnum, auto
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -14,6 +16,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ...data.types import UNKNOWN, DrafterBatch
+from .teachers import TINY, Teacher, TopTeacher
+from .vocabulary import DraftVocabulary
 
 HIT_RANKS = 10
 """Training reports how often the label is among the 1..HIT_RANKS likeliest tokens."""
@@ -22,16 +26,54 @@ MAX_CHUNK = 2**26
 """Logits held at a time: 256 MiB in float32, and a few times that while their loss is computed. Less would cost time: for every
 chunk a trained head's whole gradient is added up once more (scripts/bench_loss_memory.py)."""
 
-TINY = 1e-12
-"""Keeps logarithms and quotients of probabilities finite."""
-
-LEAST_REST = 1e-6
-"""Least probability of all tokens but the likeliest: as 1 less a sum in float32, a smaller one would be rounding."""
-
-DIVERGENCES = ("cross_entropy", "kl", "reverse_kl")
-LOSSES = (*DIVERGENCES, "tv", "acceptance", "kl_tv", "kl_acceptance")
 WEIGHTS = ("uniform", "reached")
 TEACHERS = ("full", "top_k")
+
+
+class LossKind(StrEnum):
+    """A loss of one label. p is the target's distribution, q the drafter's, overlap is sum min(p, q).
+
+    The overlap is the probability that speculative sampling accepts the draft token (arXiv 2211.17192,
+    section 3.3). `reverse_kl` would rather miss some of p than offer what p lacks (arXiv 2306.08543,
+    section 2). The two blends weight their parts by the label's current overlap, as a constant: KL
+    leads where the drafter is weak. No weight is a mean over a batch, so a loss doesn't depend on how
+    a step is divided.
+    """
+
+    cross_entropy = auto()
+    """-log q(label)"""
+    kl = auto()
+    """KL(p || q)"""
+    reverse_kl = auto()
+    """KL(q || p)"""
+    tv = auto()
+    """1 - overlap: the total variation distance of p and q"""
+    acceptance = auto()
+    """-log overlap"""
+    kl_tv = auto()
+    """overlap x tv + (1 - overlap) x kl"""
+    kl_acceptance = auto()
+    """overlap x acceptance + (1 - overlap) x kl"""
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether the loss reads p, not just the label."""
+        return self is not LossKind.cross_entropy
+
+    @property
+    def reads_overlap(self) -> bool:
+        """Whether the overlap is a part of the loss."""
+        return self.is_total_variation or self in (LossKind.acceptance, LossKind.kl_acceptance)
+
+    @property
+    def is_total_variation(self) -> bool:
+        """Whether the part made of the overlap is 1 - overlap; it is -log overlap otherwise."""
+        return self in (LossKind.tv, LossKind.kl_tv)
+
+    @property
+    def is_blend(self) -> bool:
+        """Whether the loss blends KL with a part made of the overlap."""
+        return self in (LossKind.kl_tv, LossKind.kl_acceptance)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,19 +94,13 @@ class Loss:
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """What is minimised, the same for every kind of drafter. p is the target's distribution, q the drafter's.
-
-    `cross_entropy`: -log q(label). `kl`: KL(p || q). `reverse_kl`: KL(q || p), which would rather miss some of p than offer
-    what p doesn't (arXiv 2306.08543, section 2). `tv`: 1 - sum min(p, q), the probability that speculative sampling refuses
-    the draft token (arXiv 2211.17192, section 3.3). `acceptance`: -log sum min(p, q). `kl_tv` and `kl_acceptance`: the mean of
-    KL and the other, weighted by the label's own sum min(p, q) of the moment: KL leads where the drafter is weak. (No mean over
-    a batch has a part in it, so a loss is the same however a step is divided.)
+    """What is minimised, the same for every kind of drafter.
 
     p is known where a continuation keeps to the text, since the target has read that. Elsewhere it is taken to be one-hot at
     the label, where `reverse_kl`, which would be infinite, is -log q(label) too.
     """
 
-    loss: str = "cross_entropy"
+    loss: LossKind = LossKind.cross_entropy
     weights: str = "uniform"
     """`reached` counts a label only where the drafter's arg-max was right at all depths before it: where decoding gets to."""
     head: nn.Linear | None = None
@@ -73,10 +109,6 @@ class Objective:
     """`full`: p of all tokens. `top_k`: p of the likeliest ones that the batch holds, and of "any other" as one outcome more;
     q is lumped likewise. Lumping makes no divergence larger and no overlap smaller: what is minimised is a bound of the loss,
     exact where k is the whole vocabulary. How q divides the rest is left to it."""
-
-    @property
-    def needs_teacher(self) -> bool:
-        return self.loss != "cross_entropy"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,44 +157,6 @@ class Labels:
         return Labels(**{field.name: getattr(self, field.name)[:, :num_depths] for field in fields(self)})
 
 
-@dataclass(frozen=True, kw_only=True)
-class DraftVocabulary:
-    """The target's tokens that a drafter's outputs stand for: all `size` of them, or some, in order of their ids."""
-
-    size: int
-    tokens: Int[torch.Tensor, " output"] | None = None
-
-    @property
-    def num_outputs(self) -> int:
-        return self.size if self.tokens is None else len(self.tokens)
-
-    def outputs(self, tokens: Int[torch.Tensor, " label"]) -> tuple[Int[torch.Tensor, " label"], Bool[torch.Tensor, " label"]]:
-        """The outputs of the target's tokens, and which of them there are; some output stands in for the others."""
-        if self.tokens is None:
-            return tokens, torch.ones_like(tokens, dtype=torch.bool)
-        output = torch.searchsorted(self.tokens, tokens).clamp(max=len(self.tokens) - 1)
-        found = self.tokens[output] == tokens
-        return torch.where(found, output, 0), found
-
-
-def commonest_tokens(token_counts: Int[torch.Tensor, " vocab"], count: int, vocab_size: int) -> Int[torch.Tensor, " output"]:
-    """The `count` commonest tokens of the distilled data, in order of their ids: a reduced vocabulary.
-
-    Raises ValueError where the counts are of another vocabulary.
-    """
-    if token_counts.shape != (vocab_size,):
-        raise ValueError(f"token_counts is {tuple(token_counts.shape)}; the target has {vocab_size} tokens")
-    return token_counts.topk(count).indices.sort().values
-
-
-def require_draft_tokens(tokens: Int[torch.Tensor, " output"], vocab_size: int) -> None:
-    """Raise ValueError unless a reduced vocabulary names different tokens of the target, in order."""
-    if tokens[0] < 0 or tokens[-1] >= vocab_size or not (tokens[1:] > tokens[:-1]).all():
-        raise ValueError(
-            f"the drafter's draft_tokens must be different tokens of the target's {vocab_size}, in order; export it again"
-        )
-
-
 def score(
     predict: Callable[..., Float[torch.Tensor, "label output"]],
     inputs: tuple[Shaped[torch.Tensor, "label *_"], ...],
@@ -173,224 +167,171 @@ def score(
     vocabulary: DraftVocabulary,
     trained_depths: int | None = None,
 ) -> Loss:
-    """The loss of a drafter whose logits are `predict` of the rows of `inputs`: one per known label, position by position.
+    """Compute the loss of a drafter from `inputs`, which have one row per known label, position by position.
 
-    A label outside a reduced vocabulary counts as a miss. It adds nothing to the sums where it is the teacher: in the
-    cross-entropy, and in every loss off the text. Depths from `trained_depths` on have no sums, only counts and hits.
+    `predict` makes logits of such rows. A label outside a reduced vocabulary counts as a miss. It adds
+    nothing to the sums where it is the teacher: in the cross-entropy, and in every loss off the text.
+    Depths from `trained_depths` on have no sums, only counts and hits.
     """
+    # 1. Name each label's depth, and which labels the target's distribution teaches.
     known = labels.known
-    output, inside = vocabulary.outputs(labels.tokens[known])
-    depth = torch.arange(known.shape[1], device=known.device).expand_as(known)[known]
-    trained = depth < (known.shape[1] if trained_depths is None else trained_depths)
-    judge = _Judge(predict=predict, objective=objective, teacher=_teacher(batch, objective, vocabulary))
-    index, taught = labels.text_index[known], torch.zeros_like(trained)
-    if judge.teacher is not None:
-        taught = trained & labels.on_text[known] & judge.teacher.knows(index)
-    rows = (output, inside, index, *inputs)
-    # Labels of one kind together: only what the target's distribution teaches has to pay for it. Which kinds there are doesn't
-    # depend on the labels: every process runs the same modules, and every parameter has a gradient.
-    parts = [_judged(judge.by_label, trained & ~taught, rows, vocabulary.num_outputs)]
-    if judge.teacher is not None:
-        parts.append(_judged(judge.by_teacher, taught, rows, judge.width(vocabulary), order=index))
+    num_depths = known.shape[1]
+    depth = torch.arange(num_depths, device=known.device).expand_as(known)[known]
+    trained = depth < (num_depths if trained_depths is None else trained_depths)
+    rows = LabelRows(*vocabulary.outputs(labels.tokens[known]), labels.text_index[known], inputs)
+    teacher = make_teacher(batch, objective, vocabulary)
+    taught = torch.zeros_like(trained)
+    if teacher is not None:
+        taught = trained & labels.on_text[known] & teacher.knows(rows.text_index)
+    # 2. Evaluate the labels of one kind together, so that only those with a teacher pay for it. The kinds don't depend
+    # on the labels: every process runs the same modules, and every parameter has a gradient.
+    parts = [per_label_loss(partial(against_label, predict), rows, trained & ~taught, vocabulary.num_outputs)]
+    if teacher is not None:
+        evaluate = partial(against_teacher, predict, teacher, objective.loss)
+        parts.append(per_label_loss(evaluate, rows, taught, teacher.num_columns, in_text_order=True))
     if trained_depths is not None:
-        parts.append(_judged(judge.by_rank, ~trained, rows, vocabulary.num_outputs))
-    places, values = (torch.cat(each) for each in zip(*parts, strict=True))
-    divergence, overlap, rank = values[places.argsort()].unbind(1)
-    loss = _combine(divergence, overlap, objective.loss)
-    ranks = torch.full(known.shape, float(HIT_RANKS), device=known.device).masked_scatter(known, rank.detach().float())
+        parts.append(per_label_loss(partial(rank_only, predict), rows, ~trained, vocabulary.num_outputs))
+    # 3. Put them back in order, and sum the losses by depth.
+    order = torch.cat([index for index, _ in parts]).argsort()
+    divergence, overlap, rank = (torch.cat(column)[order] for column in zip(*(part for _, part in parts), strict=True))
+    loss = combine(divergence, overlap, objective.loss)
+    ranks = torch.full(known.shape, HIT_RANKS, device=known.device, dtype=rank.dtype).masked_scatter(known, rank)
+    right_so_far = (ranks == 0).cumprod(1)
     if objective.weights == "reached":
-        loss = loss * F.pad((ranks == 0).cumprod(1)[:, :-1], (1, 0), value=1)[known]
+        loss = loss * F.pad(right_so_far[:, :-1], (1, 0), value=1)[known]
     return Loss(
-        sums=torch.zeros(known.shape[1], device=loss.device, dtype=loss.dtype).index_add(0, depth, loss)[:trained_depths],
+        sums=torch.zeros(num_depths, device=loss.device, dtype=loss.dtype).index_add(0, depth, loss)[:trained_depths],
         counts=known.sum(0),
         hits=(ranks[:, :, None] <= torch.arange(HIT_RANKS, device=known.device)).sum(0),
-        joint_hits=(ranks == 0).cumprod(1).sum(0),
+        joint_hits=right_so_far.sum(0),
     )
 
 
-def _judged(
-    evaluate: Callable[..., torch.Tensor],
-    chosen: Bool[torch.Tensor, " label"],
-    rows: tuple[torch.Tensor, ...],
-    width: int,
-    *,
-    order: Int[torch.Tensor, " label"] | None = None,
-) -> tuple[Int[torch.Tensor, " chosen"], Float[torch.Tensor, "chosen 3"]]:
-    """Which labels were chosen, in the order of `order`, and what `evaluate` makes of their `rows`, chunk by chunk."""
-    places = chosen.nonzero()[:, 0]
-    if order is not None:
-        places = places[order[places].argsort(stable=True)]
-    elif len(places) == len(chosen):
-        return places, _in_chunks(evaluate, rows, max(1, MAX_CHUNK // width))
-    return places, _in_chunks(evaluate, tuple(each[places] for each in rows), max(1, MAX_CHUNK // width))
+class LabelRows(NamedTuple):
+    """Labels, and what the loss of each is computed from. Fields have one row per label."""
+
+    output: Int[torch.Tensor, " label"]
+    """The label among the drafter's outputs; some output where it isn't among them."""
+    inside: Bool[torch.Tensor, " label"]
+    """Whether the drafter's vocabulary has the label."""
+    text_index: Int[torch.Tensor, " label"]
+    """Where the teacher's distribution of this label is: see `Labels.text_index`."""
+    inputs: tuple[torch.Tensor, ...]
+    """What the drafter predicts the label from."""
+
+    def take(self, index: Int[torch.Tensor, " taken"]) -> "LabelRows":
+        """Return the rows `index`, in its order."""
+        inputs = tuple(column[index] for column in self.inputs)
+        return LabelRows(self.output[index], self.inside[index], self.text_index[index], inputs)
+
+    def split(self, size: int) -> "list[LabelRows]":
+        """Return chunks of `size` rows."""
+        labels = zip(self.output.split(size), self.inside.split(size), self.text_index.split(size), strict=True)
+        inputs = zip(*(column.split(size) for column in self.inputs), strict=True)
+        return [LabelRows(*label, rows) for label, rows in zip(labels, inputs, strict=True)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Judge:
-    """What single labels are worth: columns of divergence, overlap, and rank (HIT_RANKS for a label outside the vocabulary)."""
+class LabelLoss(NamedTuple):
+    """Parts of the loss of each label, for `combine`, and the label's rank."""
 
-    predict: Callable[..., torch.Tensor]
-    objective: Objective
-    teacher: "Teacher | TopTeacher | None"
-
-    def width(self, vocabulary: DraftVocabulary) -> int:
-        """Columns of the widest tensor that the teacher makes."""
-        return vocabulary.size if isinstance(self.teacher, Teacher) else vocabulary.num_outputs
-
-    def by_label(self, output: torch.Tensor, inside: torch.Tensor, index: torch.Tensor, *rows: torch.Tensor) -> torch.Tensor:
-        """Against the label itself."""
-        logits, rank = _ranked(self.predict(*rows), output, inside)
-        divergence = F.cross_entropy(logits, output, reduction="none") * inside
-        # The overlap is 1 where the label is outside, so that no loss has a part for it.
-        return torch.stack([divergence, divergence.neg().exp(), rank.to(divergence.dtype)], dim=1)
-
-    def by_teacher(self, output: torch.Tensor, inside: torch.Tensor, index: torch.Tensor, *rows: torch.Tensor) -> torch.Tensor:
-        """Against the target's distribution."""
-        assert self.teacher is not None
-        logits, rank = _ranked(self.predict(*rows), output, inside)
-        p, log_q = self.teacher(index, logits.log_softmax(1))
-        inside_p = p if not self.teacher.reduced else p / p.sum(1, keepdim=True).clamp(min=TINY)
-        if self.objective.loss == "reverse_kl":
-            divergence = (log_q.exp() * (log_q - inside_p.clamp(min=TINY).log())).sum(1)
-        else:
-            divergence = F.kl_div(log_q, inside_p, reduction="none").sum(1)
-        overlap = torch.ones_like(divergence)
-        if self.objective.loss not in DIVERGENCES:  # two more tensors of all logits, and what their gradient keeps
-            overlap = torch.minimum(p, log_q.exp()).sum(1)
-        return torch.stack([divergence, overlap, rank.to(divergence.dtype)], dim=1)
-
-    @torch.no_grad()
-    def by_rank(self, output: torch.Tensor, inside: torch.Tensor, index: torch.Tensor, *rows: torch.Tensor) -> torch.Tensor:
-        """Nothing but the rank."""
-        _, rank = _ranked(self.predict(*rows), output, inside)
-        return torch.stack([torch.zeros_like(rank), torch.ones_like(rank), rank], dim=1).float()
+    divergence: Float[torch.Tensor, " label"]
+    """KL or reverse KL from the teacher; the cross-entropy where the label is the teacher."""
+    overlap: Float[torch.Tensor, " label"]
+    """sum min(p, q); 1 where no loss reads it."""
+    rank: Int[torch.Tensor, " label"]
+    """How many outputs are likelier than the label; HIT_RANKS for a label outside the vocabulary."""
 
 
-def _ranked(
-    logits: Float[torch.Tensor, "label output"], output: Int[torch.Tensor, " label"], inside: Bool[torch.Tensor, " label"]
-) -> tuple[Float[torch.Tensor, "label output"], Int[torch.Tensor, " label"]]:
-    """The logits in float32, and how many outputs are likelier than the label's."""
-    own = logits.detach()
-    label = own.gather(1, output[:, None])
-    rank = (own > label).sum(1, dtype=torch.int32)  # in 64 bits, the default, it takes twice as long
-    if own.dtype != torch.float32:  # in 16 bits many are equal, and of equals the first one is the arg-max
-        first = torch.arange(own.shape[1], device=own.device) < output[:, None]
-        rank += ((own == label) & first).sum(1, dtype=torch.int32)
-    return logits.float(), torch.where(inside, rank, HIT_RANKS)
-
-
-def _teacher(batch: DrafterBatch, objective: Objective, vocabulary: DraftVocabulary) -> "Teacher | TopTeacher | None":
-    if not objective.needs_teacher:
-        return None
-    return (TopTeacher if objective.teacher == "top_k" else Teacher).of(batch, objective, vocabulary)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Teacher:
-    """The target's distribution after any token of the texts, made of its hidden states when asked for."""
-
-    states: Float[torch.Tensor, "token hidden"]
-    head: nn.Linear
-    columns: Int[torch.Tensor, " output"] | None
-
-    @property
-    def reduced(self) -> bool:
-        """Whether the drafter has outputs for some tokens only."""
-        return self.columns is not None
-
-    def knows(self, index: Int[torch.Tensor, " label"]) -> Bool[torch.Tensor, " label"]:
-        """Where it has a distribution: everywhere."""
-        return torch.ones_like(index, dtype=torch.bool)
-
-    @classmethod
-    def of(cls, batch: DrafterBatch, objective: Objective, vocabulary: DraftVocabulary) -> "Teacher":
-        if objective.head is None or batch.hidden_states is None:
-            raise ValueError(
-                f"the loss {objective.loss} needs the target's head and hidden states; give both, or cross_entropy"
-            )
-        states = batch.hidden_states.flatten(0, 1)
-        return cls(states=states, head=objective.head, columns=vocabulary.tokens)
-
-    def __call__(
-        self, index: Int[torch.Tensor, " label"], log_q: Float[torch.Tensor, "label output"]
-    ) -> tuple[Float[torch.Tensor, "label output"], Float[torch.Tensor, "label output"]]:
-        """p of the drafter's outputs, which with a reduced vocabulary sums to less than 1, and `log_q` as it is.
-
-        Labels of neighbouring positions meet the same token of the text: side by side, they share its distribution.
-        """
-        with torch.no_grad():
-            tokens, place = index.unique_consecutive(return_inverse=True)
-            logits: torch.Tensor = self.head(self.states[tokens].to(self.head.weight.dtype))
-            probs = logits.float().softmax(1)
-            probs = probs if self.columns is None else probs[:, self.columns]
-            return probs if len(tokens) == len(index) else probs[place], log_q
-
-
-@dataclass(frozen=True, kw_only=True)
-class TopTeacher:
-    """The target's likeliest tokens after any token of the texts, as outputs of the drafter, and their probabilities.
-
-    `inside` are those that a reduced vocabulary has. What it lacks of the rest nobody knows: all of it counts as inside. Where
-    nothing is `known`, p is taken to be one-hot at the label, as off the text.
-    """
-
-    outputs: Int[torch.Tensor, "token top"]
-    inside: Bool[torch.Tensor, "token top"]
-    probs: Float[torch.Tensor, "token top"]
-    known: Bool[torch.Tensor, " token"]
-    reduced: bool
-
-    def knows(self, index: Int[torch.Tensor, " label"]) -> Bool[torch.Tensor, " label"]:
-        """Where likeliest tokens are stored."""
-        return self.known[index]
-
-    @classmethod
-    def of(cls, batch: DrafterBatch, objective: Objective, vocabulary: DraftVocabulary) -> "TopTeacher":
-        if batch.top_tokens is None or batch.top_log_probs is None:
-            raise ValueError(
-                "the teacher top_k needs the target's likeliest tokens, and the batch has none; distil with "
-                "distill.top_logprobs, or train with train.teacher=full"
-            )
-        tokens = batch.top_tokens.flatten(0, 1).long()
-        outputs, inside = vocabulary.outputs(tokens.clamp(min=0).flatten())
-        probs = batch.top_log_probs.flatten(0, 1).float().exp()
-        return cls(
-            outputs=outputs.view_as(tokens),
-            inside=inside.view_as(tokens),
-            probs=probs,
-            known=tokens[:, 0] != UNKNOWN,
-            reduced=vocabulary.tokens is not None,
-        )
-
-    def __call__(
-        self, index: Int[torch.Tensor, " label"], log_q: Float[torch.Tensor, "label output"]
-    ) -> tuple[Float[torch.Tensor, "label outcome"], Float[torch.Tensor, "label outcome"]]:
-        """p and log q of the likeliest tokens and, last, of any other."""
-        probs, inside = self.probs[index], self.inside[index]
-        top_log_q = log_q.gather(1, self.outputs[index])
-        rest = (1 - probs.sum(1, keepdim=True)).clamp(min=LEAST_REST)
-        rest_q = (1 - (top_log_q.exp() * inside).sum(1, keepdim=True)).clamp(min=LEAST_REST)
-        log_q = torch.cat([top_log_q.masked_fill(~inside, math.log(TINY)), rest_q.log()], dim=1)
-        return torch.cat([probs * inside, rest], dim=1), log_q
-
-
-def _in_chunks(
-    evaluate: Callable[..., torch.Tensor], rows: tuple[torch.Tensor, ...], size: int
-) -> Float[torch.Tensor, "label column"]:
-    """`evaluate` of all rows, `size` at a time. Of several chunks nothing is kept but the result: backward computes anew."""
-    if len(rows[0]) <= size:
-        return evaluate(*rows)
-    chunks = zip(*(each.split(size) for each in rows), strict=True)
-    return torch.cat([checkpoint(evaluate, *chunk, use_reentrant=False) for chunk in chunks])
-
-
-def _combine(
-    divergence: Float[torch.Tensor, " label"], overlap: Float[torch.Tensor, " label"], loss: str
+def combine(
+    divergence: Float[torch.Tensor, " label"], overlap: Float[torch.Tensor, " label"], kind: LossKind
 ) -> Float[torch.Tensor, " label"]:
-    if loss in DIVERGENCES:
+    """Return the loss of each label: see `LossKind`."""
+    if not kind.reads_overlap:
         return divergence
-    direct = 1 - overlap if loss.endswith("tv") else -overlap.clamp(min=TINY).log()
-    if loss in ("tv", "acceptance"):
+    direct = 1 - overlap if kind.is_total_variation else -overlap.clamp(min=TINY).log()
+    if not kind.is_blend:
         return direct
     share = overlap.detach()
     return share * direct + (1 - share) * divergence
+
+
+def against_label(predict: Callable[..., torch.Tensor], rows: LabelRows) -> LabelLoss:
+    """Compare the drafter with the label itself, as if p were one-hot."""
+    logits, rank = logits_and_rank(predict, rows)
+    divergence = F.cross_entropy(logits, rows.output, reduction="none") * rows.inside
+    # The overlap is q(label), and 1 where the label is outside, so that no loss has a part for it.
+    return LabelLoss(divergence, divergence.neg().exp(), rank)
+
+
+def against_teacher(
+    predict: Callable[..., torch.Tensor], teacher: Teacher | TopTeacher, kind: LossKind, rows: LabelRows
+) -> LabelLoss:
+    """Compare the drafter with the target's distribution. The divergences are of p within a reduced vocabulary."""
+    logits, rank = logits_and_rank(predict, rows)
+    p, log_q = teacher.outcomes(rows.text_index, logits.log_softmax(1))
+    inside_p = p / p.sum(1, keepdim=True).clamp(min=TINY) if teacher.reduced else p
+    if kind is LossKind.reverse_kl:
+        divergence = (log_q.exp() * (log_q - inside_p.clamp(min=TINY).log())).sum(1)
+    else:
+        divergence = F.kl_div(log_q, inside_p, reduction="none").sum(1)
+    overlap = torch.ones_like(divergence)
+    if kind.reads_overlap:  # two more tensors of all logits, and what their gradient keeps
+        overlap = torch.minimum(p, log_q.exp()).sum(1)
+    return LabelLoss(divergence, overlap, rank)
+
+
+@torch.no_grad()
+def rank_only(predict: Callable[..., torch.Tensor], rows: LabelRows) -> LabelLoss:
+    """Compute the rank alone, of a label that isn't trained on."""
+    _, rank = logits_and_rank(predict, rows)
+    return LabelLoss(torch.zeros_like(rank, dtype=torch.float), torch.ones_like(rank, dtype=torch.float), rank)
+
+
+def logits_and_rank(
+    predict: Callable[..., torch.Tensor], rows: LabelRows
+) -> tuple[Float[torch.Tensor, "label output"], Int[torch.Tensor, " label"]]:
+    """Return the drafter's logits in float32, and the ranks of the labels."""
+    logits = predict(*rows.inputs)
+    values, output = logits.detach(), rows.output[:, None]
+    label = values.gather(1, output)
+    rank = (values > label).sum(1, dtype=torch.int32)  # in 64 bits, the default, it takes twice as long
+    if values.dtype != torch.float32:  # in 16 bits many are equal, and of equals the first one is the arg-max
+        first = torch.arange(values.shape[1], device=values.device) < output
+        rank += ((values == label) & first).sum(1, dtype=torch.int32)
+    return logits.float(), torch.where(rows.inside, rank, HIT_RANKS)
+
+
+def per_label_loss(
+    evaluate: Callable[[LabelRows], LabelLoss],
+    rows: LabelRows,
+    chosen: Bool[torch.Tensor, " label"],
+    num_columns: int,
+    *,
+    in_text_order: bool = False,
+) -> tuple[Int[torch.Tensor, " chosen"], LabelLoss]:
+    """Evaluate the chosen rows in chunks, and return their indices too.
+
+    `num_columns` is the width of the widest tensor that `evaluate` makes. Several chunks keep nothing but
+    the result: backward recomputes the rest. In the order of the text, labels of one token are neighbours.
+    """
+    index = chosen.nonzero()[:, 0]
+    if in_text_order:
+        index = index[rows.text_index[index].argsort(stable=True)]
+    if in_text_order or len(index) < len(chosen):
+        rows = rows.take(index)
+    size = max(1, MAX_CHUNK // num_columns)
+    if len(index) <= size:
+        return index, evaluate(rows)
+    losses = [checkpoint(evaluate, chunk, use_reentrant=False) for chunk in rows.split(size)]
+    return index, LabelLoss(*(torch.cat(column) for column in zip(*losses, strict=True)))
+
+
+def make_teacher(batch: DrafterBatch, objective: Objective, vocabulary: DraftVocabulary) -> Teacher | TopTeacher | None:
+    """Make the teacher that the objective names; None where its loss needs none. Raises ValueError for missing inputs."""
+    if not objective.loss.needs_teacher:
+        return None
+    if objective.teacher == "top_k":
+        return TopTeacher.of(batch, vocabulary)
+    if objective.head is None or batch.hidden_states is None:
+        raise ValueError(f"the loss {objective.loss} needs the target's head and hidden states; give both, or cross_entropy")
+    return Teacher(states=batch.hidden_states.flatten(0, 1), head=objective.head, vocabulary=vocabulary)

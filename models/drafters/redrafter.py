@@ -21,12 +21,13 @@ from jaxtyping import Float, Int
 from torch import nn
 from torch.nn import functional as F
 
-from ...data.types import UNKNOWN, DrafterBatch
+from ...data.types import DrafterBatch
 from ..decoding.tree import DraftTree
 from ..target.hf_target import HFTarget
 from .beams import MAX_CANDIDATES, MAX_SEARCH_NODES, beam_search, pack_likeliest, pack_separately, pack_survivors
 from .last_state import LastStateDrafter
-from .objective import DraftVocabulary, Labels, Loss, Objective, commonest_tokens, require_draft_tokens, score
+from .objective import Labels, Loss, Objective, score
+from .vocabulary import ReducedVocabulary
 
 TREE_PADDINGS = ("exact", "bucket", "full")
 NUM_BUCKETS = 5
@@ -121,22 +122,17 @@ class ResidualBlock(nn.Module):
         return x + F.silu(self.linear(x))
 
 
-class Redrafter(LastStateDrafter):
+class Redrafter(ReducedVocabulary, LastStateDrafter):
     """The recurrent drafter. Its state is the target's hidden state at the last accepted token, [batch, hidden]."""
 
     Config = RedrafterConfig
-    draft_tokens: torch.Tensor
 
     def __init__(self, config: RedrafterConfig, embed_tokens: nn.Module, *, hidden_size: int, vocab_size: int) -> None:
         super().__init__()
-        if config.draft_vocab_size is not None and config.draft_vocab_size > vocab_size:
-            raise ValueError(
-                f"drafter.draft_vocab_size is {config.draft_vocab_size}, more than the target's {vocab_size} tokens; "
-                "make it smaller, or null for the whole vocabulary"
-            )
+        num_outputs = self.add_draft_vocabulary(config.draft_vocab_size, vocab_size)
         self.config = config
         self.tree_padding = config.tree_padding or "exact"
-        self.vocab_size, self.hidden_size = vocab_size, hidden_size
+        self.hidden_size = hidden_size
         self.exit_width = exit_width = config.exit_width or 2 * hidden_size
         # The target's table is read, not owned: in a tuple, it is neither saved nor trained with the drafter.
         self._embed_tokens = (embed_tokens,)
@@ -145,15 +141,11 @@ class Redrafter(LastStateDrafter):
             self.input = nn.Linear(hidden_size, hidden_size)  # W, b
         self.projection = nn.Identity() if exit_width == 2 * hidden_size else nn.Linear(2 * hidden_size, exit_width)
         self.blocks = nn.Sequential(*(ResidualBlock(exit_width) for _ in range(config.num_blocks)))
-        num_outputs = config.draft_vocab_size or vocab_size
         self.head: nn.Module = nn.Linear(exit_width, num_outputs, bias=False)
         if config.head_rank is not None:
             self.head = nn.Sequential(
                 nn.Linear(exit_width, config.head_rank, bias=False), nn.Linear(config.head_rank, num_outputs, bias=False)
             )
-        if config.draft_vocab_size is not None:
-            # Output o of the head is the target's token draft_tokens[o].
-            self.register_buffer("draft_tokens", torch.full((num_outputs,), UNKNOWN))
 
     @classmethod
     def for_target(cls, config: RedrafterConfig, target: HFTarget) -> "Redrafter":
@@ -183,22 +175,6 @@ class Redrafter(LastStateDrafter):
     def max_nodes(self) -> int:
         most = self.config.beam_width * self.config.beam_length
         return most if self.config.tree_nodes is None else min(most, self.config.tree_nodes)
-
-    @property
-    def wants_token_counts(self) -> bool:
-        return self.config.draft_vocab_size is not None and bool((self.draft_tokens == UNKNOWN).any())
-
-    def choose_draft_vocabulary(self, token_counts: Int[torch.Tensor, " vocab"]) -> None:
-        """Take the commonest tokens (see `commonest_tokens`). Without a reduced vocabulary there is nothing to choose."""
-        if self.config.draft_vocab_size is None:
-            return
-        tokens = commonest_tokens(token_counts, self.config.draft_vocab_size, self.vocab_size)
-        self.draft_tokens = tokens.to(self.draft_tokens.device)
-
-    def check_weights(self) -> None:
-        """A reduced vocabulary must name different tokens of the target, in order."""
-        if self.config.draft_vocab_size is not None:
-            require_draft_tokens(self.draft_tokens, self.vocab_size)
 
     # --- decoding
 
@@ -263,10 +239,6 @@ class Redrafter(LastStateDrafter):
         logits: torch.Tensor = self.head(self.blocks(self.projection(both)))
         return logits
 
-    def to_target_tokens(self, outputs: Int[torch.Tensor, "*batch"]) -> Int[torch.Tensor, "*batch"]:
-        """The target's token ids of the head's outputs."""
-        return outputs if self.config.draft_vocab_size is None else self.draft_tokens[outputs]
-
     # --- training
 
     def loss(self, batch: DrafterBatch, objective: Objective) -> Loss:
@@ -290,8 +262,3 @@ class Redrafter(LastStateDrafter):
     def has_unused_parameters(self, horizon: int) -> bool:
         """Labels of two tokens train the first depth alone, which the recurrence hasn't reached."""
         return self.config.rnn and horizon == 2
-
-    @property
-    def vocabulary(self) -> DraftVocabulary:
-        """The tokens that the head's outputs stand for."""
-        return DraftVocabulary(size=self.vocab_size, tokens=None if self.config.draft_vocab_size is None else self.draft_tokens)

@@ -98,6 +98,14 @@ class DraftModelConfig:
             raise ValueError("; ".join(problems))
 
 
+CANT_BE_BUILT = (
+    *(StrictDataclassError, TypeError, ValueError),  # values of wrong types, or that contradict each other
+    KeyError,  # names that transformers doesn't know
+    *(ArithmeticError, AssertionError, RuntimeError),  # sizes that no tensor can have
+)
+"""What transformers' classes and torch's modules raise for a configuration of which no model can be built."""
+
+
 def architecture_of(model: PreTrainedModel) -> dict[str, Any]:
     """What `build_model` makes such a model of: JSON values."""
     return _shape(model.config)
@@ -113,7 +121,7 @@ def build_model(architecture: dict[str, Any], target: HFTarget) -> PreTrainedMod
             attn_implementation=target.model.config._attn_implementation,
             trust_remote_code=False,
         )
-    except (ValueError, TypeError, StrictDataclassError) as error:
+    except CANT_BE_BUILT as error:
         raise ValueError(f"transformers can't make the draft model ({error}); its configuration is {architecture}") from error
     return model
 

@@ -66,7 +66,7 @@ def read(folder: Folder, target: HFTarget) -> Reading:
     config = folder.config
     problems = [f"no {name}" for name in (*SIZES, "rnn") if name not in config]
     problems += [f"an unknown key {name}" for name in sorted(config.keys() - {*SIZES, "rnn"} - OTHER_KEYS)]
-    problems += [f"{name} {config[name]!r}" for name in SIZES if name in config and type(config[name]) is not int]
+    problems += [f"{name} {config[name]!r}" for name in SIZES if name in config and not _is_size(config[name])]
     problems += [f"rnn {config['rnn']!r}"] if type(config.get("rnn", True)) is not bool else []
     problems += [f"model_type {config['model_type']!r}"] if config.get("model_type", MODEL_TYPE) != MODEL_TYPE else []
     if problems:
@@ -78,7 +78,11 @@ def read(folder: Folder, target: HFTarget) -> Reading:
         "num_blocks": config["num_draft_layers"],
         "exit_width": config["exit_dim"],
     }
-    return Reading(kind="redrafter", options=options, names=_names)
+    return Reading(options=options, rename=_names)
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**31
 
 
 def is_of(folder: Folder) -> bool:

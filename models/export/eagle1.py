@@ -87,7 +87,7 @@ def read_vllm(folder: Folder, target: HFTarget) -> Reading:
         return reading.convert(tensors, config) | zeros
 
     names = {ours: theirs for ours, theirs in _names().items() if ours != "fc.bias"}
-    return replace(reading, names=lambda config: names, convert=convert)
+    return replace(reading, rename=lambda config: names, convert=convert)
 
 
 def read(folder: Folder, target: HFTarget) -> Reading:
@@ -100,7 +100,7 @@ def read(folder: Folder, target: HFTarget) -> Reading:
         )
     layer = read_config(config, folder, target, more=frozenset({"bias", "qkv_bias"}))
     made = form_config(target, layer or {"model_type": config["model_type"]})
-    may = target_parts(target, head=True) | {
+    optional = target_parts(target, head=True) | {
         ROTARY: torch.empty(describe(made)["head_dim"] // 2, device="meta"),
         "fc.bias": torch.empty(target.hidden_size, device="meta"),
     }
@@ -114,10 +114,9 @@ def read(folder: Folder, target: HFTarget) -> Reading:
         return {}
 
     return Reading(
-        kind="eagle",
         options={"bias": "fc.bias" in folder.shapes, "init": "random", "layer": layer},
-        names=lambda config: _names(),
-        may=may,
+        rename=lambda config: _names(),
+        optional=optional,
         convert=convert,
     )
 

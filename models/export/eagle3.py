@@ -140,12 +140,11 @@ def vocabulary_reading(folder: Folder, target: HFTarget, *, options: dict[str, A
         return _read_vocabulary(tensors, config, num_outputs, folder)
 
     return Reading(
-        kind="eagle3",
         options={"init": "random", "draft_vocab_size": None if is_whole else num_outputs, **options},
-        names=lambda config: names_of(prefix),
-        also={} if is_whole else maps,
-        untold=frozenset({"feature_layers"}),
-        may=target_parts(target, head=False) | (maps if is_whole else {"t2d": drafted.to("meta")}),
+        rename=lambda config: names_of(prefix),
+        required_extra={} if is_whole else maps,
+        open_options=frozenset({"feature_layers"}),
+        optional=target_parts(target, head=False) | (maps if is_whole else {"t2d": drafted.to("meta")}),
         convert=convert,
     )
 

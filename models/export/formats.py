@@ -7,7 +7,7 @@ drafter. Without it, as in what others have published, those options are the def
 
 import io
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,11 @@ from ...data.files import atomic_write_bytes, parse_dataclass, read_json, write_
 from ...data.manifest import TargetIdentity
 from ..drafters.base import TrainableDrafter
 from ..drafters.registry import DRAFTERS, kind_of
-from ..drafters.saved.build import parse_drafter_config, parse_runtime_config
+from ..drafters.saved.build import parse_runtime_config
 from ..drafters.saved.folder import CONFIG_FILE, WEIGHTS_FILE
 from ..drafters.saved.loading import require_fitting_target
 from ..target.hf_target import HFTarget
-from .folders import NOTE_FILE, Folder, open_folder, raise_problems, shape_problems, to_json
+from .folders import NOTE_FILE, Folder, open_folder, raise_problems, shape_problems
 
 NOTE_VERSION = 1
 Tensors = dict[str, torch.Tensor]
@@ -54,23 +54,22 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """What a folder of a format makes: which drafter, and which of its tensors is called what.
+    """How to make a drafter of a folder: its options, and where its tensors come from."""
 
-    `options` are those of the drafter's config that the folder tells. `names` maps our names to theirs. `also` are tensors
-    that the folder must have besides, and `may` those that it may have, on the meta device. Of all tensors and the drafter's
-    typed config, `convert` makes those of ours that aren't copies of theirs, under our names, and raises ValueError where
-    theirs don't belong to the target.
-    """
-
-    kind: str
     options: dict[str, Any]
-    names: Callable[[Any], dict[str, str]]
-    """Of the drafter's typed config."""
-    also: Tensors = field(default_factory=dict)
-    may: Tensors = field(default_factory=dict)
-    untold: frozenset[str] = frozenset()
-    """Options that a folder may leave open, and whoever reads it may say."""
+    """The options of the drafter's config that the folder determines."""
+    rename: Callable[[Any], dict[str, str]]
+    """Given the drafter's typed config, returns the folder's name of each tensor of ours that is a plain copy."""
+    required_extra: Tensors = field(default_factory=dict)
+    """More tensors that the folder must have, on the meta device."""
+    optional: Tensors = field(default_factory=dict)
+    """Tensors that the folder may have, on the meta device."""
     convert: Callable[[Tensors, Any], Tensors] = field(default=lambda tensors, config: {})
+    """Computes our tensors that aren't plain copies, from all tensors and the drafter's typed config.
+
+    Raises ValueError where the folder's tensors don't belong to the target."""
+    open_options: frozenset[str] = frozenset()
+    """Options that a folder may leave open, and its reader may set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,42 +169,37 @@ def read_folder(
 ) -> TrainableDrafter:
     """The drafter of a folder in this format, on the CPU, in the type of its numbers. Save it with `save_drafter`.
 
-    `options` change how it drafts; they may also say what the folder leaves open (see `Reading.untold`). Raises ValueError for
-    a folder of another target's sizes, with anything but plain tensors, or with a key or tensor missing, unknown or of a wrong
-    shape.
+    `options` change how it drafts; they may also say what the folder leaves open (see `Reading.open_options`). Where our own
+    note lies beside a configuration, the drafter is the note's. Raises ValueError for a folder of another target's sizes, with
+    anything but plain tensors, or with a key or tensor missing, unknown or of a wrong shape.
     """
+    # 1. The drafter's config: from the note where there is one, else from the folder and the open options.
     folder = open_folder(Path(directory), format.weight_files)
-    try:
-        reading = format.read(folder, target)
-    except ValueError:
-        raise
-    except Exception as error:  # transformers' own classes and a stranger's values: any of theirs
-        raise ValueError(
-            f"{folder.path / CONFIG_FILE} describes nothing that can be made ({type(error).__name__}: {error})"
-        ) from error
+    reading = format.read(folder, target)
     note = read_note(folder.path)
-    if note is not None:
-        _require_note_of(note, format, reading, folder, target)
-    given = dict(options or {})
-    said = {name: given.pop(name) for name in sorted(reading.untold & given.keys())} if note is None else {}
-    told = {"kind": reading.kind, **reading.options, **said, **(note.drafter if note else {})}
-    kind, config = parse_runtime_config(told, given)
+    runtime_options, drafter_options = dict(options or {}), {**reading.options}
+    if note is None:
+        drafter_options |= {name: runtime_options.pop(name) for name in reading.open_options & runtime_options.keys()}
+    else:
+        _check_note(note, format, folder.path, target)
+        drafter_options |= note.drafter
+    kind, config = parse_runtime_config({"kind": format.kind, **drafter_options}, runtime_options)
+    # 2. Names and shapes of the tensors, before any weight is read.
     try:
         with torch.device("meta"):  # shapes only: a config of absurd sizes must not take the memory for them
             shapes = DRAFTERS[kind].for_target(config, target).state_dict()
     except RuntimeError as error:
         raise ValueError(f"a drafter of the sizes in {folder.path / CONFIG_FILE} can't be made ({error})") from error
-    names = {ours: theirs for ours, theirs in reading.names(config).items() if ours in shapes}
-    expected = {theirs: shapes[ours] for ours, theirs in names.items()} | reading.also
-    raise_problems(folder.path, shape_problems(folder.shapes, expected, reading.may))
+    names = {ours: theirs for ours, theirs in reading.rename(config).items() if ours in shapes}
+    expected = {theirs: shapes[ours] for ours, theirs in names.items()} | reading.required_extra
+    raise_problems(folder.path, shape_problems(folder.shapes, expected, reading.optional))
+    # 3. The weights, under our names.
     tensors = folder.load()
     weights = {ours: tensors[theirs] for ours, theirs in names.items()} | reading.convert(tensors, config)
     drafter = DRAFTERS[kind].for_target(config, target).cpu()
     for name in format.measured:
         weights[name] = _measured(name, drafter.get_buffer(name), note, folder.path)
     _adopt(drafter, weights, folder.path / (CONFIG_FILE if note is None else NOTE_FILE))
-    if note is not None:
-        _require_told_alike(format, drafter, target, folder, told)
     return drafter.eval().requires_grad_(False)
 
 
@@ -238,45 +232,13 @@ def _adopt(drafter: TrainableDrafter, weights: Tensors, describing: Path) -> Non
     drafter.check_weights()
 
 
-def _require_note_of(note: Note, format: Format, reading: Reading, folder: Folder, target: HFTarget) -> None:
-    """Raise ValueError where the note is another drafter's or target's."""
-    if note.kind != reading.kind:
-        raise ValueError(
-            f"{folder.path / NOTE_FILE} says that the drafter is of the kind {note.kind}, and {CONFIG_FILE} {reading.kind}; "
-            "export it again"
-        )
-    if strange := sorted(note.measured.keys() - format.measured):
-        raise ValueError(f"{folder.path / NOTE_FILE} has unknown measurements, {', '.join(strange)}; export it again")
-    known = {each.name for each in fields(DRAFTERS[note.kind].Config)}
-    if unknown := sorted(note.drafter.keys() - known):  # none of the registry's own, which could name other folders
-        raise ValueError(f"{folder.path / NOTE_FILE} has unknown options of the drafter, {', '.join(unknown)}; export it again")
-    require_fitting_target(folder.path, note.target, target.identity)
-
-
-def _require_told_alike(
-    format: Format, drafter: TrainableDrafter, target: HFTarget, folder: Folder, told: dict[str, Any]
-) -> None:
-    """Raise ValueError where `config.json` isn't what the drafter of the note would have in it."""
-    chosen = drafter.config
-    _, drafter.config = parse_drafter_config(told)
-    try:
-        layout = format.write(drafter, target)
-    except ValueError as error:  # its target has other layers, say
-        raise ValueError(f"{folder.path} can't have been made of a drafter for {target.identity.name}: {error}") from error
-    expected, found = (_without_names(to_json(each)) for each in (layout.config, folder.config))
-    drafter.config = chosen
-    found.pop("torch_dtype", None)
-    if differing := sorted(key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key)):
-        raise ValueError(
-            f"{folder.path / CONFIG_FILE} was changed since outrider wrote it, in {', '.join(differing)}, so that {NOTE_FILE} "
-            "tells of another drafter: export it again, or delete that file"
-        )
-
-
-def _without_names(value: Any) -> Any:
-    """A JSON value without what a target is called, which may differ from place to place."""
-    if isinstance(value, list):
-        return [_without_names(each) for each in value]
-    if not isinstance(value, dict):
-        return value
-    return {key: _without_names(each) for key, each in value.items() if not key.endswith("name_or_path")}
+def _check_note(note: Note, format: Format, directory: Path, target: HFTarget) -> None:
+    """Raise ValueError for the note of another kind, with unknown keys, or of another target."""
+    path = directory / NOTE_FILE
+    if note.kind != format.kind:
+        raise ValueError(f"{path} has the kind {note.kind}, and {format.name} is for {format.kind}; export it again")
+    if unknown := sorted(note.measured.keys() - format.measured):
+        raise ValueError(f"{path} has unknown measurements, {', '.join(unknown)}; export it again")
+    # Strictly: an option of the registry's, such as start_from, could name another folder.
+    parse_dataclass(DRAFTERS[note.kind].Config, note.drafter, path)
+    require_fitting_target(directory, note.target, target.identity)

@@ -17,10 +17,10 @@ from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, Revi
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import httpx
 
-from ...data.files import sha256_file
+from ...data.files import replacing_directory, sha256_file
 from ..drafters.saved.download import telling_hub_errors
 from .bundle import FOLDER, LICENCE_FILE, REQUIREMENTS_FILE
-from .package import ALLOWED, building, package_files
+from .package import ALLOWED, package_files, require_new
 
 logger = logging.getLogger(__name__)
 
@@ -100,10 +100,9 @@ def pull(repo: str, output: Path, revision: str | None = None) -> str:
 
     Raises ValueError for a folder that isn't empty, and where the repository holds no drafter or can't be read.
     """
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(f"{output} is there already; name a new folder, or remove that one first")
+    require_new(output)
     patterns = [*ALLOWED, "*.safetensors", *(f"{FOLDER}/{name}" for name in ("*.py", LICENCE_FILE, REQUIREMENTS_FILE))]
-    with telling_hub_errors(repo, revision), building(output) as folder:
+    with telling_hub_errors(repo, revision), replacing_directory(output) as folder:
         commit = HfApi().model_info(repo, revision=revision).sha
         assert commit is not None
         snapshot_download(repo, revision=commit, local_dir=folder, allow_patterns=patterns, ignore_patterns=["*/*.safetensors"])

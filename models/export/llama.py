@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import LlamaConfig
+from huggingface_hub.errors import StrictDataclassError
 from transformers.activations import ACT2FN
 
 from ..drafters.decoder_layer import FORMS, form_config
@@ -177,7 +177,7 @@ def _is_size(value: Any) -> bool:
 
 def _parse(config: Mapping[str, Any], folder: Folder, target: HFTarget) -> Any:
     """transformers' configuration of the described layer. A rotary base that isn't told is transformers' own default."""
-    make: Any = FORMS[config.get("model_type", "llama")][0] if config.get("model_type", "llama") in FORMS else LlamaConfig
+    make: Any = FORMS[config.get("model_type", "llama")][0]
     keys = SIZES | {"max_position_embeddings"}
     options = {name: value for name, value in config.items() if name in keys and value is not None}
     options.setdefault("num_key_value_heads", options["num_attention_heads"])
@@ -185,7 +185,7 @@ def _parse(config: Mapping[str, Any], folder: Folder, target: HFTarget) -> Any:
     try:
         made = make(**options, num_hidden_layers=1)
         form_config(target, describe(made))
-    except Exception as error:
+    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
         raise ValueError(f"{folder.path / 'config.json'} makes no layer ({type(error).__name__}: {error})") from error
     return made
 

@@ -157,7 +157,7 @@ def read(folder: Folder, target: HFTarget) -> Reading:
     heads = [layout.head.format(head=head, layers=num_layers) for head in range(num_heads)]
     shares = str(config.get("version", "1")) == SHARED_HEAD_VERSION or not any(name in folder.shapes for name in heads)
     options: dict[str, Any] = {"num_heads": num_heads, "num_layers": num_layers, "heads": "residual", "share_head": shares}
-    return Reading(kind="medusa", options=options, names=lambda config: _names(config, layout))
+    return Reading(options=options, rename=lambda config: _names(config, layout))
 
 
 def _blocks(folder: Folder) -> tuple[Names, list[tuple[int, int]]]:

@@ -9,17 +9,14 @@
 Nothing else is in such a folder, and nothing else is ever uploaded.
 """
 
-import os
 import re
 import shutil
-import tempfile
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from ...data.files import atomic_write_bytes, atomic_write_text, write_json
+from ...data.files import atomic_write_text, replacing_directory, write_json
 from ..drafters.saved.download import HUB_ID
 from ..drafters.saved.folder import CONFIG_FILE, TRAINING_FILE, WEIGHTS_FILE, read_drafter_config, read_training_facts
 from .bundle import FOLDER, LICENCE_FILE, REQUIREMENTS_FILE, START_FILE, custom_generate_files
@@ -56,24 +53,29 @@ def make_package(drafter: Path, output: Path, readme: str, certificate: Path | N
 
     Raises ValueError for a folder that isn't empty, for a drafter that is damaged, and for a certificate that isn't one.
     """
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(f"{output} is there already; name a new folder, or remove that one first")
+    require_new(output)
     read_drafter_config(drafter)
     read_training_facts(drafter)
     require_whole(drafter / WEIGHTS_FILE)
     if certificate is not None:
         read_certificate(certificate)
-    with building(output) as folder:
+    with replacing_directory(output) as folder:
         for name in (CONFIG_FILE, WEIGHTS_FILE, TRAINING_FILE):
             if (drafter / name).is_file():
                 shutil.copyfile(drafter / name, folder / name)
         if certificate is not None:
-            atomic_write_bytes(folder / CERTIFICATE_FILE, certificate.read_bytes())
+            shutil.copyfile(certificate, folder / CERTIFICATE_FILE)
         atomic_write_text(folder / README_FILE, readme)
         write_json(folder / GENERATION_FILE, GENERATION_CONFIG)
         for name, text in custom_generate_files().items():
             atomic_write_text(folder / FOLDER / name, text)
         package_files(folder)
+
+
+def require_new(output: Path) -> None:
+    """Raise ValueError where `output` exists and is no empty folder."""
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"{output} is there already; name a new folder, or remove that one first")
 
 
 def require_names(*, base_model: str | None, repo: str | None, licence: str | None) -> None:
@@ -89,21 +91,6 @@ def names_left_open(card: str) -> list[tuple[str, str, str]]:
     """What readers of a card couldn't run as it stands: the placeholder, what it stands for, and the option that names it."""
     places = ((UNNAMED, "the drafter", "repo"), (UNNAMED_TARGET, "its target", "base_model"))
     return [place for place in places if f'"{place[0]}"' in card]
-
-
-@contextmanager
-def building(output: Path) -> Iterator[Path]:
-    """A new folder beside `output`, which takes its place when the block ends without an error, and is removed elsewise."""
-    if output.is_symlink() or output.resolve() == Path.cwd():
-        raise ValueError(f"{output} is {'a link' if output.is_symlink() else 'the folder you are in'}; name a new folder")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
-    try:
-        yield folder
-        folder.chmod(0o755)  # a temporary folder is its owner's alone
-        os.replace(folder, output)  # which may be an empty folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def package_files(folder: Path, called: str = "") -> dict[str, Path]:

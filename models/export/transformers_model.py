@@ -72,17 +72,22 @@ def read(folder: Folder, target: HFTarget) -> Reading:
             f"the model in {folder.path} has a vocabulary of {folder.config.get('vocab_size')} tokens and "
             f"{target.identity.name} one of {target.vocab_size}; use a smaller model of the same family"
         )
+    named = {key: value for key, value in folder.config.items() if key not in (*NOT_ARCHITECTURE, "torch_dtype")}
+    try:
+        with torch.device("meta"):
+            model = build_model(named, target)
+    except ValueError as error:
+        raise ValueError(f"{folder.path / CONFIG_FILE} describes no model: {error}") from error
+    _require_known_keys(named, model.config, folder.path / CONFIG_FILE)
     if not (folder.path / NOTE_FILE).is_file():  # its digest was written down
-        tokenizer = load_tokenizer(TargetConfig(name_or_path=str(folder.path)))
+        # With the checked configuration: transformers would read the stranger's again.
+        options = {"config": model.config}
+        tokenizer = load_tokenizer(TargetConfig(name_or_path=str(folder.path), tokenizer_options=options))
         if tokenizer_digest(tokenizer) != target.identity.tokenizer_sha256:
             raise ValueError(
                 f"the model in {folder.path} has another tokenizer than {target.identity.name}, so its token ids mean "
                 "something else; use a smaller model of the same family"
             )
-    named = {key: value for key, value in folder.config.items() if key not in (*NOT_ARCHITECTURE, "torch_dtype")}
-    with torch.device("meta"):
-        model = build_model(named, target)
-    _require_known_keys(named, model.config, folder.path / CONFIG_FILE)
     tied = tied_parameters(model)
 
     def convert(tensors: Tensors, config: Any) -> Tensors:
@@ -93,10 +98,9 @@ def read(folder: Folder, target: HFTarget) -> Reading:
 
     shapes = model.state_dict()
     return Reading(
-        kind="draft_model",
         options={"architecture": architecture_of(model)},
-        names=lambda config: {PREFIX + name: name for name in shapes},
-        may={name: shapes[name] for name in tied},
+        rename=lambda config: {PREFIX + name: name for name in shapes},
+        optional={name: shapes[name] for name in tied},
         convert=convert,
     )
 

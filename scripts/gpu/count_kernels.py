@@ -44,7 +44,7 @@ from outrider.models.drafters import NullDrafter, build_drafter, feature_search
 from outrider.models.drafters.branches import attention as branch_attention
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.graphed import GraphedDrafter, RecordableDrafter
-from outrider.models.drafters.objective import Objective
+from outrider.models.drafters.objective import LossKind, Objective
 from outrider.models.drafters.small_models import DraftModelConfig
 from outrider.models.target import tree_attention, tree_reader
 from outrider.models.target.hf_target import HFTarget
@@ -371,7 +371,7 @@ def training_step(kind: str, layers: int) -> dict[str, Any]:
     counted, target = Counted(), target_of(narrow(layers))
     drafter = build_drafter({"kind": kind}, target).train()
     loss = TRAINED_KINDS[kind]
-    objective = Objective(loss=loss, head=None if loss == "cross_entropy" else target.head)
+    objective = Objective(loss=LossKind(loss), head=None if loss == "cross_entropy" else target.head)
     batch = random_batch(TRAINED, target.vocab_size, HORIZON, TRAINED_POSITIONS)
     reads = target_reads(drafter, objective)
     with counted, Transfers(counted.read):

@@ -41,7 +41,7 @@ from outrider.data.types import DrafterBatch
 from outrider.distill.label.continuations import label_continuations
 from outrider.eval.measure.environment import describe_environment
 from outrider.models.drafters import build_drafter
-from outrider.models.drafters.objective import Objective
+from outrider.models.drafters.objective import LossKind, Objective
 from outrider.models.target.hf_target import HFTarget
 from outrider.train.batches import target_reads, with_hidden_states
 
@@ -247,7 +247,7 @@ class TrainingStep:
         self.kind, self.training, self.target, self.args, self.deadline = kind, training, target, args, deadline
         self.drafter = build(kind, training, target)
         head = target.head if training.loss != "cross_entropy" else None
-        self.objective = Objective(loss=training.loss, head=head)
+        self.objective = Objective(loss=LossKind(training.loss), head=head)
         self.reads = target_reads(self.drafter, self.objective)
         parameters = [parameter for parameter in self.drafter.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)

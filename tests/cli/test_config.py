@@ -17,7 +17,7 @@ from outrider.data.files import write_json
 from outrider.data.manifest import TargetIdentity
 from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.models.drafters.medusa import MedusaConfig
-from outrider.models.drafters.objective import LOSSES
+from outrider.models.drafters.objective import LossKind
 from outrider.models.drafters.saved.build import parse_drafter_config
 from outrider.models.drafters.saved.folder import DrafterFile
 from outrider.train.config import TrainConfig
@@ -135,7 +135,7 @@ def test_recipes_built_on_the_demo_train_as_it_does(recipe: str, steps: int) -> 
 def test_the_loss_study_gives_every_loss_the_same_seeds() -> None:
     runs = run_config("conf=loss_study_demo").drafter_runs()
     counts = Counter((run.train.loss, run.train.label_weights) for run in runs)
-    assert {loss for loss, _ in counts} == set(LOSSES)
+    assert {loss for loss, _ in counts} == set(LossKind)
     assert set(counts.values()) == {3}
     for loss, weights in counts:
         own = [run.train.seed for run in runs if (run.train.loss, run.train.label_weights) == (loss, weights)]

@@ -1,5 +1,6 @@
 """What every registered drafter promises, trained as `train` does on a handful of texts, saved and loaded."""
 
+import itertools
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from outrider.models.decoding import (
 )
 from outrider.models.drafters import DRAFTERS, NullDrafter, build_drafter, load_drafter, save_drafter
 from outrider.models.drafters.base import TrainableDrafter
-from outrider.models.drafters.objective import LOSSES, WEIGHTS, Loss, Objective
+from outrider.models.drafters.objective import WEIGHTS, Loss, LossKind, Objective
 from outrider.models.target.config import TargetConfig
 from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.loading import load_target
@@ -40,6 +41,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "medusa": {"tree_nodes": 8},
     "redrafter": {"beam_width": 3, "beam_length": 4, "tree_nodes": 8},
 }
+VARIANTS = {"blockwise", "draft_tree", "eagle-static"}
+"""Rows that are slow tests: their kinds have another row."""
 HORIZON = 5
 STEPS = 150
 LEARNING_RATE = 1e-2
@@ -136,7 +139,10 @@ class Trained:
         return load_drafter(self.folder, target)
 
 
-@pytest.fixture(scope="module", params=sorted(OPTIONS))
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.slow if name in VARIANTS else []) for name in sorted(OPTIONS)],
+)
 def kind(request) -> str:
     return request.param
 
@@ -165,9 +171,9 @@ def drafter(trained, target) -> Any:
     return trained.load(target)
 
 
-@pytest.fixture(params=["fresh", "trained"])
+@pytest.fixture(params=[pytest.param("fresh", marks=pytest.mark.slow), "trained"])
 def either(request, kind, trained, target, batch) -> Any:
-    """A drafter that is mostly wrong, and one that is right on the memorised prompts."""
+    """A drafter that is mostly wrong, and one that is right on the memorised prompts and wrong on the others."""
     if request.param == "trained":
         return trained.load(target)
     return make(kind, target, batch)[0].to(target.dtype).eval()
@@ -305,8 +311,17 @@ def test_what_was_saved_drafts_the_same_bits(trained, target):
     assert before.drawn is None or torch.equal(before.drawn.probs, after.drawn.probs)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("weights", WEIGHTS)
+QUICK_OBJECTIVES = set(zip(LossKind, itertools.cycle(WEIGHTS), strict=False))
+"""Each loss once, with either way of weighting."""
+
+
+@pytest.mark.parametrize(
+    ("loss", "weights"),
+    [
+        pytest.param(*pair, marks=[] if pair in QUICK_OBJECTIVES else pytest.mark.slow)
+        for pair in itertools.product(LossKind, WEIGHTS)
+    ],
+)
 def test_every_objective_has_a_finite_gradient(kind, target, batch, loss, weights):
     drafter, batch = make(kind, target, batch)
     result = drafter.loss(batch, Objective(loss=loss, weights=weights, head=target.head))
@@ -330,7 +345,7 @@ def test_a_drafter_announces_parameters_without_a_gradient(kind, target, batch, 
         pytest.skip("this kind can't be trained on such labels")
     positions = batch.positions if with_labels else torch.zeros_like(batch.positions)
     batch = replace(batch, positions=positions, continuations=batch.continuations[:, :, :horizon])
-    drafter.loss(batch, Objective(loss="kl", head=target.head)).sums.sum().backward()
+    drafter.loss(batch, Objective(loss=LossKind.kl, head=target.head)).sums.sum().backward()
     missing = [name for name, each in drafter.named_parameters() if each.requires_grad and each.grad is None]
     assert bool(missing) == drafter.has_unused_parameters(horizon), missing
 
@@ -351,7 +366,7 @@ def test_the_targets_parameters_are_neither_trained_nor_saved(kind, target, batc
     assert [name for name, each in owned.items() if each.data_ptr() in memory] == []
     before = [each.clone() for each in target.model.parameters()]
     optimizer = torch.optim.SGD(drafter.parameters(), lr=1.0)
-    drafter.loss(batch, Objective(loss="kl", head=target.head)).sums.sum().backward()
+    drafter.loss(batch, Objective(loss=LossKind.kl, head=target.head)).sums.sum().backward()
     optimizer.step()
     for parameter, value in zip(target.model.parameters(), before, strict=True):
         assert parameter.grad is None

@@ -1,20 +1,24 @@
 import errno
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from outrider.data.files import (
     atomic_write_bytes,
     atomic_write_text,
+    finish_replacing,
     locked,
     parse_dataclass,
     read_json,
     replacing,
+    replacing_directory,
     sha256_file,
     write_json,
 )
@@ -71,6 +75,88 @@ def test_the_old_file_is_readable_while_the_new_one_is_written(tmp_path: Path) -
         temporary.write_bytes(b"new")
         assert path.read_bytes() == b"old"
     assert path.read_bytes() == b"new"
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in folder.iterdir()}
+
+
+OLD, NEW = {"a": "old", "b": "old"}, {"a": "new"}
+
+
+def replace_folder(path: Path, files: dict[str, str]) -> None:
+    with replacing_directory(path) as folder:
+        for name, text in files.items():
+            (folder / name).write_text(text)
+
+
+def test_a_folder_is_replaced_with_no_file_of_the_old_one(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "folder"
+    replace_folder(path, OLD)
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    replace_folder(link, NEW)
+    assert link.is_symlink()
+    assert contents(path) == NEW
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_an_error_keeps_the_old_folder_and_a_full_disk_is_explained(tmp_path: Path) -> None:
+    path = tmp_path / "folder"
+    replace_folder(path, OLD)
+
+    def fill_disk() -> None:
+        with replacing_directory(path) as folder:
+            (folder / "a").write_text("new")
+            full_disk()
+
+    with pytest.raises(OSError, match=r"disk is full.*folder.*unchanged"):
+        fill_disk()
+    assert contents(path) == OLD
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_current_folder_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="folder you are in"):
+        replace_folder(Path(), NEW)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "call", "expected"),
+    [
+        (Path, "write_text", 2, OLD),  # half of the new folder is written
+        (os, "replace", 1, OLD),
+        (os, "replace", 2, NEW),  # neither name is there
+        (shutil, "rmtree", 3, NEW),  # the old folder lies beside the new one
+    ],
+)
+def test_a_kill_leaves_the_old_folder_or_the_new_one_and_nothing_else_in_the_end(
+    owner: Any, name: str, call: int, expected: dict[str, str], tmp_path: Path
+) -> None:
+    path = tmp_path / "folder"
+    replace_folder(path, OLD)
+    if (pid := os.fork()) == 0:
+        original, calls = getattr(owner, name), 0
+
+        def die_in_call(*args: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == call:
+                os._exit(9)
+            return original(*args, **options)
+
+        setattr(owner, name, die_in_call)
+        try:
+            replace_folder(path, {**NEW, "c": "new"} if owner is Path else NEW)
+        finally:
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9, "the moment never came"
+    finish_replacing(path)
+    assert contents(path) == expected
+    replace_folder(path, NEW)
+    assert contents(path) == NEW
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_json_survives_and_its_folder_is_made(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from accelerate import Accelerator
 
 from outrider.data.shards import verify_shards
-from outrider.distill.regenerate.answers import load_answers_manifest
+from outrider.distill.regenerate.answers import answer_store
 from outrider.models.target.config import TargetConfig
 from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.loading import load_target
@@ -54,7 +54,7 @@ def test_processes_killed_twenty_times_make_the_bytes_of_an_undisturbed_run(
     assert counts == sorted(counts)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     manifest = make(target, data, whole, Accelerator(cpu=True))
-    answers = load_answers_manifest(whole / "answers")
+    answers = answer_store(whole / "answers").load()
     assert counts[0] < len(answers.shards) < counts[-1], "the kills came in both parts"
     verify_shards(killed / "distill", manifest)
     ids = [id for shard in manifest.shards for id in shard.ids]

@@ -3,7 +3,6 @@
 import csv
 import hashlib
 import json
-import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -73,11 +72,6 @@ def generated(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     monkeypatch.setattr(measure, "time_generation", counted)
     return calls
-
-
-def unsealed(lines: str) -> str:
-    """Records as earlier versions wrote them, without digests: they are checked by what they say."""
-    return re.sub(r', "sha256": "[0-9a-f]{64}"}', "}", lines)
 
 
 def read(output_dir: Path) -> list[EvalRecord]:
@@ -228,41 +222,17 @@ def test_an_incomplete_run_is_not_finished_in_another_environment(run_tiny: Eval
     digest = read_info(tmp_path / "run.json").environment.digest
     information["environment"]["cpu"] = "another"
     (tmp_path / "run.json").write_text(json.dumps(information))
-    with pytest.raises(ValueError, match=rf"records.jsonl: baseline's answer to prompt '0' .* environment_digest '{digest}'"):
+    with pytest.raises(
+        ValueError, match=rf"records.jsonl holds records of another evaluation: .* environment_digest '{digest}'"
+    ):
         run_tiny(tmp_path)
-    text = unsealed((tmp_path / "records.jsonl").read_text())
+    text = (tmp_path / "records.jsonl").read_text()
     (tmp_path / "records.jsonl").write_text(text.replace(digest, read_info(tmp_path / "run.json").environment.digest))
     assert run_tiny(tmp_path) == rows  # complete: nothing is measured, so nothing is mixed
     lines = (tmp_path / "records.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "records.jsonl").write_text("".join(lines[:-1]))
-    with pytest.raises(ValueError, match=r"another environment, which differs in cpu \(was another"):
+    with pytest.raises(ValueError, match=r"another environment, which differs in cpu \(was 'another"):
         run_tiny(tmp_path)
-
-
-def test_an_altered_record_is_named_with_what_is_wrong_with_it(run_tiny: Evaluate, tmp_path: Path) -> None:
-    run_tiny(tmp_path, settings=[{}], profile_prompts=0)
-    path = tmp_path / "records.jsonl"
-    lines = unsealed(path.read_text())
-    token = re.search(r'"token_ids": \[(\d+)', lines)
-    assert token is not None
-    changes = {
-        "baseline's answer to prompt '0' .* has the token id 99999; the vocabulary ends at 299. Delete": (
-            token[0],
-            '"token_ids": [99999',
-        ),
-        "answer to prompt 'seven' of mt_bench .* answers a prompt, or a turn of it, that the suite doesn't have": (
-            '"prompt_id": "0"',
-            '"prompt_id": "seven"',
-        ),
-        "has the category 'law', and the suite says 'math'": ('"category": "math"', '"category": "law"'),
-        "has config_digest 'foreign.*', and this run has": ('"config_digest": "', '"config_digest": "foreign'),
-    }
-    for message, (old, new) in changes.items():
-        # A category must be changed everywhere not to contradict itself.
-        path.write_text(lines.replace(old, new, -1 if "category" in old else 1))
-        with pytest.raises(ValueError, match=f"records.jsonl: .*{message}"):
-            run_tiny(tmp_path, settings=[{}], profile_prompts=0)
-    assert len(changes) == 4
 
 
 def test_tuned_settings_are_each_evaluated_where_they_were_chosen(
@@ -312,6 +282,7 @@ def answers(output_dir: Path) -> dict[tuple[str, int, float], dict[str, list[int
     return found
 
 
+@pytest.mark.slow
 def test_sampled_answers_of_a_drafter_are_the_baselines_very_tokens(run_tiny: Evaluate, tmp_path: Path) -> None:
     rows = run_tiny(tmp_path, temperatures=TWO_TEMPERATURES, repeats=2)
     methods = ["baseline", "redrafter", "redrafter beam_width=1"]
@@ -380,7 +351,8 @@ class SamplesHotter(SpeculativeSampling):
         return (wrong if tree.num_nodes else right)(tree, output, generator=generator)
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.slow
 def test_a_sampler_of_a_wrong_distribution_is_caught(
     run_tiny: Evaluate, tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
@@ -475,6 +447,7 @@ def test_what_is_known_of_a_drafters_training_is_told(
     shutil.copytree(tiny_drafter_dir, directory)
     parameters = sum(parameter.numel() for parameter in load_drafter(directory, tiny_target).parameters())
     facts = {"steps": 3, "seconds": 1.5, "positions_seen": 9, "tokens_seen": 20, "parameters": parameters}
+    facts |= {"labels": "text", "hardware": "one CPU"}
     config = replace(config, settings=[{}])
 
     def evaluate_here() -> list[Row]:
@@ -484,7 +457,7 @@ def test_what_is_known_of_a_drafters_training_is_told(
     assert (unknown["parameters"], unknown["training"]) == (parameters, None)
     (directory / "training.json").write_text(json.dumps({**facts, "tokens_per_step_estimate": 1.2}))
     plain, known = evaluate_here()
-    assert known["training"] == {**facts, "tokens_per_step_estimate": 1.2, "labels": None, "hardware": None}
+    assert known["training"] == {**facts, "tokens_per_step_estimate": 1.2}
     assert (plain["parameters"], plain["training"]) == (None, None)
     for text, message in (("{", "not a JSON file"), (json.dumps(facts), "missing keys tokens_per_step_estimate")):
         (directory / "training.json").write_text(text)
@@ -650,7 +623,6 @@ def shown_everywhere(folder: Path) -> None:
     ]
     assert (folder / "mt_bench-b2.png").stat().st_size > 0
     assert (folder / "mt_bench-b2-comparison.png").stat().st_size > 0
-    (folder / "summary.json").unlink()
     page = write_report([folder], folder / "report", figures=True).read_text()
     assert page.count(">OOM<") > 2
     assert "OOM: memory ran out" in page
@@ -780,6 +752,7 @@ def test_an_audit_that_runs_out_of_memory_is_tried_once_more(
     assert len(tried) == 2
 
 
+@pytest.mark.slow
 def test_an_answer_whose_audit_runs_out_of_memory_twice_is_unproven(
     run_tiny: Evaluate, differing: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

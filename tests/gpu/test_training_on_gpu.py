@@ -21,7 +21,7 @@ from outrider.distill.regenerate.engines.continuous import ContinuousEngine
 from outrider.distill.regenerate.engines.decoder import DecoderEngine
 from outrider.models.decoding import Sampling
 from outrider.models.drafters import DRAFTERS, NullDrafter, build_drafter
-from outrider.models.drafters.objective import Objective
+from outrider.models.drafters.objective import LossKind, Objective
 from outrider.models.target.config import TargetConfig
 from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.loading import load_target
@@ -151,7 +151,7 @@ def first_step(kind: str, batch: DrafterBatch, target: HFTarget, start: HFTarget
     weights = build_drafter(options, start).state_dict()
     drafter = build_drafter(options, target).train()
     drafter.load_state_dict(weights)
-    objective = Objective(loss="kl", head=target.head)
+    objective = Objective(loss=LossKind.kl, head=target.head)
     inputs = with_hidden_states(batch, target, target_reads(drafter, objective))
     with torch.autocast(target.device.type, torch.bfloat16, enabled=autocast):
         loss = drafter.loss(inputs, objective)

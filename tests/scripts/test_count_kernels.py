@@ -28,6 +28,7 @@ def test_a_layer_of_the_target_launches_no_more_kernels_than_it_did(counting: An
         assert 20 < per_layer <= MOST_KERNELS_PER_LAYER, (kind, per_layer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("graphs", [False, True])
 def test_the_host_waits_once_in_a_decode_step_of_each_kind(counting: Any, graphs: bool) -> None:
     """And once more where ReDrafter cuts the padding of its tree."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from omegaconf import OmegaConf
 
 from outrider.data.manifest import Manifest, TargetIdentity, save_manifest
 from outrider.data.shards import write_shard
@@ -107,7 +108,8 @@ def run_train(accelerator: Accelerator, target: HFTarget, shards_dir: Path, tmp_
         **changes: Any,
     ) -> Run:
         folders = Run(tmp_path / name / "train", tmp_path / name / "drafter")
-        config = TrainConfig(**{**TRAIN, **changes})
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainConfig), {**TRAIN, **changes}))
+        assert isinstance(config, TrainConfig)
         options = replace_drafter or {**DRAFTER, **(drafter or {})}
         train(config, options, target, shards, folders.train_dir, folders.drafter_dir, accelerator)
         return folders

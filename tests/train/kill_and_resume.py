@@ -59,7 +59,7 @@ MOMENTS: dict[str, Callable[[], None]] = {
     "in the middle of a step": lambda: kill_on_call(DropoutDrafter, "loss", 6),
     "between a record and its checkpoint": lambda: kill_on_call(Checkpoints, "save", 3),
     "in a half-written checkpoint": lambda: kill_on_call(torch, "save", 3),
-    "before a checkpoint gets its name": lambda: kill_on_call(checkpoint_module.os, "replace", 4),
+    "before a checkpoint gets its name": lambda: kill_on_call(os, "replace", 4),
     "before old checkpoints are removed": lambda: kill_on_call(checkpoint_module, "complete_checkpoints", 6),
     "after the last step": lambda: kill_on_call(run_module, "save_results", 1),
     "with half a drafter": lambda: kill_on_call(results_module, "save_drafter", 1, after=True),

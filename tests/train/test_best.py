@@ -1,6 +1,6 @@
 """The drafter that decoding measured best."""
 
-import shutil
+import os
 from pathlib import Path
 from typing import Any
 
@@ -55,26 +55,23 @@ def test_a_worse_drafter_never_replaces_the_best_and_that_can_be_loaded(
     assert best.latest == (5, 1.6)
 
 
-@pytest.mark.parametrize("moment", ["before the record", "before the removal", "between removal and renaming"])
+@pytest.mark.parametrize(("moment", "expected"), [("before the record", 1), ("between the renames", 2)])
 def test_a_kill_leaves_the_old_or_the_new_one(
-    drafter: TrainableDrafter, target: HFTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+    drafter: TrainableDrafter, target: HFTarget, tmp_path: Path, moment: str, expected: int
 ) -> None:
     best = Best(tmp_path, target.identity)
     add(best, drafter, 1, 1.5)
-
-    def die(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
+    if (pid := os.fork()) == 0:
+        replace = os.replace
         if moment == "before the record":
-            patch.setattr(best_module, "write_json", die)
-        elif moment == "before the removal":
-            patch.setattr(best_module.Best, "_rename", die)
+            best_module.write_json = lambda *_: os._exit(9)
         else:
-            patch.setattr(best_module.os, "replace", lambda a, b: die() if Path(b).name == "best" else shutil.move(a, b))
-        with pytest.raises(KeyboardInterrupt):
+            os.replace = lambda old, new: os._exit(9) if Path(new).name == "best" else replace(old, new)
+        try:
             add(best, drafter, 2, 1.8)
-    expected = 1 if moment == "before the record" else 2
+        finally:
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9, "the moment never came"
     resumed = Best(tmp_path, target.identity)
     record = resumed.record()
     assert record is not None

@@ -1,6 +1,10 @@
+import json
+from dataclasses import asdict
+
 import pytest
 from omegaconf import OmegaConf
 
+from outrider.models.drafters.objective import LossKind
 from outrider.train.config import MAY_CHANGE_ON_RESUME, TrainConfig
 
 
@@ -26,3 +30,12 @@ def test_hydra_can_build_it_and_knows_no_other_keys() -> None:
 def test_the_options_that_may_change_on_resume_exist() -> None:
     known = OmegaConf.structured(TrainConfig).keys()
     assert len(MAY_CHANGE_ON_RESUME) == len(MAY_CHANGE_ON_RESUME & known) == 13
+
+
+def test_a_loss_is_typed_by_its_name_and_a_wrong_one_names_all() -> None:
+    schema = OmegaConf.structured(TrainConfig)
+    config = OmegaConf.to_object(OmegaConf.merge(schema, {"steps": 5, "loss": "kl_tv"}))
+    assert config == TrainConfig(steps=5, loss=LossKind.kl_tv)
+    assert json.dumps(asdict(config)["loss"]) == '"kl_tv"'
+    with pytest.raises(Exception, match="'guess'.*" + ".*".join(LossKind)):
+        OmegaConf.merge(schema, {"loss": "guess"})

@@ -14,7 +14,7 @@ from outrider.data.manifest import load_manifest
 from outrider.data.states import StoredStates, encode_states
 from outrider.data.types import DistilledExample, TargetReads, TopTokens
 from outrider.models.drafters import build_drafter
-from outrider.models.drafters.objective import Objective
+from outrider.models.drafters.objective import LossKind, Objective
 from outrider.models.target.hf_target import HFTarget
 from outrider.train.batches import BatchStream, target_reads, with_hidden_states
 from outrider.train.config import TrainConfig
@@ -209,8 +209,8 @@ def test_a_teacher_that_is_not_stored_is_refused_before_training(
 
 
 def test_what_is_read_follows_from_drafter_and_objective(target: HFTarget) -> None:
-    def reads(drafter: dict[str, Any], **objective: str) -> TargetReads:
-        return target_reads(build_drafter(drafter, target), Objective(**objective))
+    def reads(drafter: dict[str, Any], loss: str = "cross_entropy", teacher: str = "full") -> TargetReads:
+        return target_reads(build_drafter(drafter, target), Objective(loss=LossKind(loss), teacher=teacher))
 
     assert reads(EAGLE3) == TargetReads(layers=(1, 0))
     assert reads(EAGLE3, loss="kl") == TargetReads(hidden_states=True, layers=(1, 0))

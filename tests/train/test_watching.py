@@ -194,7 +194,7 @@ def test_the_same_texts_divided_otherwise_go_on_to_the_same_drafter(
         in told
     )
     assert "every step still reads the same 4 texts" in told
-    with pytest.raises(ValueError, match=r"train\.batch_size was 2 and is 8"):
+    with pytest.raises(ValueError, match=r"train\.batch_size \(was 2, is 8\)"):
         run_train("broken", drafter={"kind": "spy"}, batch_size=8)
 
 

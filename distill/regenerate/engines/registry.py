@@ -96,7 +96,7 @@ def _open_openai(config: DistillConfig, target: HFTarget, limits: Limits, stack:
     assert config.base_url is not None  # DistillConfig has checked it
     server = stack.enter_context(openai.open_server(config.base_url))
     return openai.OpenAIEngine(
-        server,
+        server=server,
         model=openai.find_model(server, config.served_model, target.identity.name),
         tokenizer=target.tokenizer,
         vocab_size=target.vocab_size,

@@ -64,11 +64,10 @@ class TrainingFacts:
     """The drafter's own; those of the target are not counted."""
     tokens_per_step_estimate: float
     """Of the last record of the training."""
-    labels: str | None = None
-    """What it learned, `distilled` or `text` (see TrainConfig); None where it was trained before that was written down."""
-
-    hardware: str | None = None
-    """Where it ended: how many processes on which devices; None where it was trained before that was written down."""
+    labels: str
+    """What it learned, `distilled` or `text` (see TrainConfig)."""
+    hardware: str
+    """Where it ended: how many processes on which devices."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():

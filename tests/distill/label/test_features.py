@@ -168,10 +168,10 @@ def test_a_lost_shard_with_everything_is_made_anew_to_the_same_bytes(
 @pytest.mark.parametrize(
     ("change", "difference"),
     [
-        ({"features_dtype": "int8"}, "features_dtype: bfloat16, int8"),
-        ({"feature_layers": [1]}, r"feature_layers: \[0, 1\], \[1\]"),
-        ({"top_logprobs": None}, "top_logprobs: 6, None"),
-        ({"features": "none"}, "features: last_hidden, none"),
+        ({"features_dtype": "int8"}, "features_dtype .was 'bfloat16', is 'int8'"),
+        ({"feature_layers": [1]}, r"feature_layers .was \[0, 1\], is \[1\]"),
+        ({"top_logprobs": None}, "top_logprobs .was 6, is None"),
+        ({"features": "none"}, "features .was 'last_hidden', is 'none'"),
     ],
 )
 def test_shards_that_store_something_else_are_not_mixed_in(

@@ -125,7 +125,7 @@ def test_a_deleted_shard_alone_is_made_anew(
     assert contents(folder) == before
 
 
-def test_lost_statistics_cost_their_shard_and_not_the_run(target: HFTarget, data: DataConfig, tmp_path: Path) -> None:
+def test_lost_statistics_cost_no_shard(target: HFTarget, data: DataConfig, tmp_path: Path) -> None:
     folder = tmp_path / "distill"
     run(CONFIG, data, target, folder)
     before = set(contents(folder))
@@ -164,10 +164,10 @@ def test_damaged_shards_are_named_before_any_labelling(
     shard = folder / "shard-00002.safetensors"
     whole = shard.read_bytes()
     shard.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match="truncated"):
+    with pytest.raises(ValueError, match="was cut or altered"):
         run(CONFIG, data, target, folder)
     shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    with pytest.raises(ValueError, match="was altered"):
+    with pytest.raises(ValueError, match="was cut or altered"):
         run(CONFIG, data, target, folder)
 
 
@@ -189,7 +189,7 @@ def test_a_folder_of_another_run_is_refused_with_every_difference(
     other_data = write_conversations(tmp_path / "more.jsonl", 9)
     with pytest.raises(ValueError, match="another run") as error:
         run(other_config, other_data, other, folder)
-    for field in ("target.weights_sha256", "horizon: 4, 3", "features: last_hidden, none", "data_sha256"):
+    for field in ("target.weights_sha256", "horizon (was 4, is 3)", "features (was 'last_hidden', is 'none')", "data_sha256"):
         assert field in str(error.value)
     with pytest.raises(ValueError, match=r"distill\.shard_examples"):
         run(DistillConfig(horizon=4, features="last_hidden", shard_examples=4, batch_tokens=128), data, target, folder)
@@ -264,6 +264,7 @@ distill(config, data, target, target.tokenizer, Path(output_dir), Accelerator(cp
 """
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments_it_resumes_to_the_same_bytes(target: HFTarget, tiny_target_dir: Path, tmp_path: Path) -> None:
     data = write_conversations(tmp_path / "chats.jsonl", 180)
     folder, num_shards = tmp_path / "killed", 60
@@ -304,7 +305,7 @@ def test_another_configuration_of_the_same_weights_is_another_target(
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**config, "transformers_version": "0", "dtype": "bfloat16"}))
     run(CONFIG, data, load_target(load(name_or_path=str(copy), dtype="float32")), folder)  # says the same of the model
-    with pytest.raises(ValueError, match=r"target_dtype: torch\.float32, torch\.bfloat16"):
+    with pytest.raises(ValueError, match=r"target_dtype \(was 'torch\.float32', is 'torch\.bfloat16'\)"):
         run(CONFIG, data, load_target(load(name_or_path=str(copy), dtype="bfloat16")), folder)
     (copy / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
     with pytest.raises(ValueError, match=r"target\.config_sha256"):

@@ -1,10 +1,11 @@
 """The report: nothing that the records don't say, nothing mixed that can't be compared, and one file that needs no other."""
 
+import json
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,22 @@ import typer
 from typer.testing import CliRunner
 
 from outrider.cli.report import report_command
-from outrider.data.files import write_json, write_sealed
+from outrider.data.files import parse_dataclass, read_json, write_json
 from outrider.eval.config import EvalConfig, SuiteConfig
-from outrider.eval.records.records import EvalRecord, TreeTokens
-from outrider.eval.records.run_files import RECORDED_OPTIONS, Audit, DrafterFacts, Environment, Facts, Roofline, RunInfo
+from outrider.eval.records.records import EvalRecord, TreeTokens, read_records
+from outrider.eval.records.run_files import (
+    RECORDED_OPTIONS,
+    Audit,
+    DrafterFacts,
+    Environment,
+    Facts,
+    Roofline,
+    RunInfo,
+    read_info,
+)
 from outrider.eval.report.page import write_report
 from outrider.eval.report.runs import read_groups
-from outrider.eval.results.finished import rows_of
+from outrider.eval.results.finished import read_rows, rows_of
 from outrider.models.decoding.types import PhaseSeconds
 from outrider.models.drafters.saved.folder import TrainingFacts
 
@@ -47,7 +57,7 @@ WriteRun = Callable[..., Path]
 def write_run(make_record: MakeRecord, tmp_path: Path) -> WriteRun:
     """An evaluation's folder: two prompts, plain decoding in 1 s each (or both together), and `methods`, options by name, in
     half of that. The answers of `wrong` methods differ from plain decoding's, of which the audit explains those to `noise`.
-    With `row`, what its summary's rows say instead, it holds no records."""
+    `row` is what the summary's rows have instead."""
 
     def write(
         name: str,
@@ -78,22 +88,22 @@ def write_run(make_record: MakeRecord, tmp_path: Path) -> WriteRun:
         records = two_answers(make_record, shared, list(methods), wrong, profiled or {})
         audits = {
             each.answer_digest: Audit(
-                deficit=0.1, position=4, noise=0.1, ends_rightly=True, within_noise=each.prompt_id in noise
+                deficit=0.0 if batch_size > 1 else 0.1,
+                position=4,
+                noise=0.1,
+                ends_rightly=True,
+                within_noise=batch_size > 1 or each.prompt_id in noise,
             )
             for each in records
             if each.method in wrong or batch_size > 1
         }
-        if batch_size > 1:
-            audits = {digest: replace(audit, deficit=0.0, within_noise=True) for digest, audit in audits.items()}
         made = {method: DrafterFacts(parameters=10, training=facts(label)) for method, label in (labels or {}).items()}
-        found = Facts(drafters=made, num_turns={"mt_bench": 2}, audits=audits)
+        nothing: Changes = {"out_of_memory": [], "without_profile": [], "unaudited": []}
+        found = Facts(drafters=made, num_turns={"mt_bench": 2}, audits=audits, **nothing)
         directory = tmp_path / name
         directory.mkdir(parents=True)
         write_json(directory / "run.json", asdict(info))
         write_json(directory / "summary.json", [{**each, **(row or {})} for each in rows_of(records, info, found)])
-        if row is None:
-            (directory / "records.jsonl").write_text("".join(each.to_json() + "\n" for each in records))
-            write_sealed(directory / "facts.json", found)
         return directory
 
     return write
@@ -109,10 +119,11 @@ def two_answers(
         plain: Changes = {**common, "method": "baseline", "accepted_histogram": [4], "lossless_rule": True}
         records += [make_record(**plain), make_record(**plain, phase_seconds=PhaseSeconds(draft=0.0, verify=0.5, accept=0.1))]
         for method in methods:
-            drafted: Changes = {**common, "method": method, "accepted_histogram": [1, 0, 1], "num_draft_tokens": 6}
+            drafted: Changes = {**common, "method": method, "accepted_histogram": [1, 0, 1], "num_draft_tokens": 14}
             drafted["token_ids"] = [0, 1, 2, 3, 9 if method in wrong else 4]
             phases = PhaseSeconds(draft=0.25, verify=0.25, accept=0.1)
-            counts: Changes = {"phase_seconds": phases, "tree_tokens": TreeTokens(separate=[12, 12], shared=[6, 8]), **profiled}
+            trees = TreeTokens(separate=[12, 12], shared=[6, 8], read=[6, 8])
+            counts: Changes = {"phase_seconds": phases, "tree_tokens": trees, **profiled}
             records += [
                 make_record(**drafted, prefill_seconds=0.25, decode_seconds=0.25),
                 make_record(**{**drafted, **counts}),
@@ -122,7 +133,7 @@ def two_answers(
 
 def facts(labels: str) -> Changes:
     counts: Changes = {"steps": 1, "positions_seen": 1, "tokens_seen": 1, "parameters": 1, "tokens_per_step_estimate": 1.0}
-    return asdict(TrainingFacts(seconds=1.0, labels=labels, **counts))
+    return asdict(TrainingFacts(seconds=1.0, labels=labels, hardware="one CPU", **counts))
 
 
 class Page(HTMLParser):
@@ -170,11 +181,6 @@ class Page(HTMLParser):
             line[-1] = f"{line[-1]} {text}".strip()
 
 
-def unsealed(lines: str) -> str:
-    """Records as earlier versions wrote them, without digests: they are checked by what they say."""
-    return re.sub(r', "sha256": "[0-9a-f]{64}"}', "}", lines)
-
-
 def report(output: Path, *directories: Path) -> Page:
     return Page(write_report(directories, output, figures=False))
 
@@ -186,8 +192,7 @@ def test_the_numbers_of_the_records_are_on_the_page_with_their_intervals(write_r
     # 4 tokens in two steps; 5 tokens in 0.5 s beside as many in 1 s.
     assert drafted[:4] == ["redrafter beam_width 4, beam_length 3", "2.00 2.00 to 2.00", "2.00x 2.00 to 2.00", "10.0"]
     assert page.tables["mt_bench, greedy, batch size 1: speedup"][1][1:] == ["2.00x", "2.00x"]
-    assert page.tables["mt_bench, greedy, batch size 1: draft tokens a step"][1][1:] == ["12", "7 6 to 8", "-", "42%"]
-    assert "padding was not counted" in page.text
+    assert page.tables["mt_bench, greedy, batch size 1: draft tokens a step"][1][1:] == ["12", "7 6 to 8", "7 6 to 8", "42%"]
     for section in ("speedup", "categories", "prefixes", "accepted", "time", "roofline", "environment"):
         assert f"g1-{section}" in page.ids
 
@@ -201,14 +206,20 @@ def test_padding_that_the_target_reads_saves_nothing(write_run: WriteRun, tmp_pa
         heads, line = page.tables["mt_bench, greedy, batch size 1: draft tokens a step"]
         assert heads[1:] == ["Tokens before merging", "Tokens after", "Tokens read", "Saved (median)"]
         assert line[1:] == ["20", "14", str(read), saved]
-        assert "padding was not counted" not in page.text
 
 
 @pytest.mark.parametrize("name", ["ablation", "batches", "compare"])
-def test_records_of_an_earlier_version_make_a_report(name: str, tmp_path: Path) -> None:
-    page = report(tmp_path / "report", REPOSITORY / "benchmarks" / "demo" / name)
-    assert "g1-prefixes" in page.ids
-    assert "padding was not counted" in page.text
+def test_the_evaluations_of_this_repository_make_a_report(name: str, tmp_path: Path) -> None:
+    """Their figures are those of the records beside them."""
+    directory = REPOSITORY / "benchmarks" / "demo" / name
+    assert "g1-prefixes" in report(tmp_path / "report", directory).ids
+    found = parse_dataclass(Facts, read_json(directory / "facts.json"), directory)
+    records = read_records(directory / "records.jsonl").values()
+    rows = rows_of(records, read_info(directory / "run.json"), found)
+    for row, written in zip(rows, read_rows(directory), strict=True):
+        assert row["method"] == written["method"]
+        for name in ("speedup", "speedup_ci95", "tokens_per_step", "tokens_per_step_ci95", "tokens_per_second"):
+            assert row[name] == pytest.approx(written[name])
 
 
 def test_a_section_without_its_records_is_named_and_not_filled_in(write_run: WriteRun, tmp_path: Path) -> None:
@@ -307,13 +318,10 @@ def test_both_ways_to_read_beams_are_set_side_by_side(write_run: WriteRun, tmp_p
     ]
 
 
-@pytest.mark.parametrize("noted", [True, False])
-def test_what_drafters_learned_is_read_from_their_training_or_their_folders(
-    write_run: WriteRun, tmp_path: Path, noted: bool
-) -> None:
-    places = ("one/drafter", "two/drafter") if noted else ("distilled/drafter", "text/drafter")
-    methods = {f"redrafter {place} beam_width={width}": {"beam_width": width} for width in (1, 4) for place in places}
-    labels = {name: "distilled" if places[0] in name else "text" for name in methods} if noted else None
+def test_what_drafters_learned_is_read_from_their_training(write_run: WriteRun, tmp_path: Path) -> None:
+    folders = ("one/drafter", "two/drafter")
+    methods = {f"redrafter {folder} beam_width={width}": {"beam_width": width} for width in (1, 4) for folder in folders}
+    labels = {name: "distilled" if folders[0] in name else "text" for name in methods}
     page = report(tmp_path / "report", write_run("one", methods, labels=labels))
     section = page.source.split('id="g1-distillation"')[1].split("</section>")[0]
     found = re.findall(r'<th scope="row">(.*?)<small>(.*?)</small>', section)
@@ -332,72 +340,24 @@ def test_the_page_needs_no_other_file_and_escapes_what_records_say(write_run: Wr
     assert set(re.findall(r'href="([^"]*)"', page.source)) <= {f"#{name}" for name in page.ids}
 
 
-def test_a_folder_without_records_or_run_is_reported_and_says_so(write_run: WriteRun, tmp_path: Path) -> None:
-    directory = write_run("one")
-    (directory / "records.jsonl").unlink()
-    page = report(tmp_path / "report", directory)
-    assert page.tables["mt_bench, greedy, batch size 1"][2][1] == "2.00"
-    assert "no records.jsonl in one" in page.text
-    (directory / "run.json").unlink()
-    assert "run.json is missing" in report(tmp_path / "report", directory).text
-
-
-def test_contradictions_are_refused(write_run: WriteRun, tmp_path: Path) -> None:
+def test_a_folder_that_holds_no_finished_run_is_named(write_run: WriteRun, tmp_path: Path) -> None:
     directory = write_run("one")
     with pytest.raises(ValueError, match="given twice"):
         read_groups([directory, directory])
-    with pytest.raises(ValueError, match=r"no summary.json: it is no finished evaluation"):
+    with pytest.raises(ValueError, match="no summary.json: it is no finished evaluation"):
         read_groups([tmp_path])
-    records, summary = directory / "records.jsonl", directory / "summary.json"
-    lines, told = unsealed(records.read_text()).splitlines(keepends=True), summary.read_text()
-    for old, new, message in (
-        ('"config_digest": "', '"config_digest": "x', "has config_digest 'x.*', and this run has '.*'. Delete"),
-        ('"token_ids": [0', '"token_ids": [300', "prompt '81' .* has the token id 300; the vocabulary ends at 299"),
-        ('"method": "baseline"', '"method": "other"', "has method 'other', and this run has"),
-        ('"prompt_id": "81"', '"prompt_id": "83"', "has no baseline record of the same prompt"),
-        ('"category": "writing"', '"category": "maths"', "prompt '81' .* has the category 'writing', and another .* 'maths'"),
-        ('"seed": 0', '"seed": 1', "has seed 1, and this run has 0"),
-        ('"lossless_rule": true', '"lossless_rule": false', "has lossless_rule False, and this run's rule says True"),
+    rows = json.loads((directory / "summary.json").read_text())
+    for text, message in (
+        ("[", "is not a JSON file"),
+        ("[]", "has no rows"),
+        (json.dumps([rows[0], {**rows[1], "notes": "x"}]), "row 2: .*keys notes; run"),
     ):
-        records.write_text("".join(lines).replace(old, new, 1))
+        (directory / "summary.json").write_text(text)
         with pytest.raises(ValueError, match=message):
             read_groups([directory])
-    records.write_text("".join(lines[:3]) + "{}\n" + "".join(lines[3:]))
-    with pytest.raises(ValueError, match="line 4: .*missing keys"):
-        read_groups([directory])
-    records.write_text("".join(lines) + '{"torn": ')
-    assert read_groups([directory])[0].runs[0].num_records == len(lines)
-    for old, new, message in (
-        (
-            '"speedup": 2.0',
-            '"speedup": 20.0',
-            "speedup of redrafter .* size 1 is 2.0 by the records and 20.0 in the summary",
-        ),
-        (
-            '"tokens_per_step": 1.0',
-            '"tokens_per_step": 1.5',
-            "tokens_per_step of baseline on mt_bench.* is 1.0 by .* and 1.5 in",
-        ),
-        ('"method": "baseline"', '"method": "other"', "one of them lacks .*'other'|'baseline'.* command again, which writes"),
-    ):
-        assert old in told
-        summary.write_text(told.replace(old, new, 1))
-        with pytest.raises(ValueError, match=message):
-            read_groups([directory])
-
-
-def test_the_records_suffice_and_what_only_the_run_knew_cannot_be_altered(write_run: WriteRun, tmp_path: Path) -> None:
-    directory = write_run("one", wrong=[DRAFTER], noise=["81", "82"])
-    (directory / "summary.json").unlink()
-    assert report(tmp_path / "report", directory).tables["mt_bench, greedy, batch size 1"][2][2] == "2.00x 2.00 to 2.00"
-    facts = (directory / "facts.json").read_text()
-    (directory / "facts.json").write_text(facts.replace('"within_noise": true', '"within_noise": false', 1))
-    with pytest.raises(ValueError, match=r"facts.json was altered"):
-        read_groups([directory])
-    (directory / "facts.json").write_text(facts)
-    lines = unsealed((directory / "records.jsonl").read_text())
-    (directory / "records.jsonl").write_text(lines.replace("[0, 1, 2, 3, 9]", "[0, 1, 2, 3, 8]", 1))
-    with pytest.raises(ValueError, match=r"redrafter .* prompt '81' .* was not audited, or was altered since; run"):
+    (directory / "summary.json").write_text(json.dumps(rows))
+    (directory / "run.json").unlink()
+    with pytest.raises(ValueError, match="run.json does not exist"):
         read_groups([directory])
 
 
@@ -418,14 +378,15 @@ def test_intervals_of_batches_are_told_to_be_theirs_and_few_of_anything_to_be_fe
 def test_drafters_of_different_runs_or_of_several_like_ones_are_no_pair(write_run: WriteRun, tmp_path: Path) -> None:
     """Which belong together would be decided by the order of the folders."""
     methods = {label: {f"redrafter {label}/drafter": {"beam_width": 4}} for label in ("distilled", "text")}
-    apart = [write_run(label, methods[label]) for label in methods]
+    labels = {f"redrafter {folder}/drafter": folder.removeprefix("b/") for folder in ("distilled", "text", "b/text")}
+    apart = [write_run(label, methods[label], labels=labels) for label in methods]
     assert "g1-distillation" not in report(tmp_path / "report", *apart).ids
-    both = write_run("both", {**methods["distilled"], **methods["text"]})
+    both = write_run("both", {**methods["distilled"], **methods["text"]}, labels=labels)
     page = report(tmp_path / "report", *apart, both)
     section = page.source.split('id="g1-distillation"')[1].split("</section>")[0]
     assert len(re.findall(r'<th scope="row">', section)) == 2
     several = {**methods["distilled"], **methods["text"], "redrafter b/text/drafter": {"beam_width": 4}}
-    assert "g1-distillation" not in report(tmp_path / "report", write_run("several", several)).ids
+    assert "g1-distillation" not in report(tmp_path / "report", write_run("several", several, labels=labels)).ids
 
 
 def test_the_command_writes_page_and_figures_and_drops_those_of_an_earlier_report(write_run: WriteRun, tmp_path: Path) -> None:

@@ -23,7 +23,14 @@ from outrider.models.drafters.saved.folder import TrainingFacts
 from ..conftest import MakeRecord
 
 TRAINING = TrainingFacts(
-    steps=500, seconds=160.4, positions_seen=512_000, tokens_seen=900_000, parameters=1_440_000, tokens_per_step_estimate=1.9
+    steps=500,
+    seconds=160.4,
+    positions_seen=512_000,
+    tokens_seen=900_000,
+    parameters=1_440_000,
+    tokens_per_step_estimate=1.9,
+    labels="distilled",
+    hardware="8 x H",
 )
 ROOFLINE = Roofline(weight_bytes=10**9, bandwidth_gbs=20.0, given=True, cache_bytes=None)
 
@@ -58,6 +65,7 @@ def test_rows_hold_the_timed_records_numbers_and_split_the_profiled_ones(records
     assert drafted["speedup"] == pytest.approx(2.0)
     assert drafted["speedup_ci95"] == (pytest.approx(2.0), pytest.approx(2.0))
     assert drafted["tokens_per_step"] == 2.0
+    assert drafted["tokens_per_step_ci95"] == (2.0, 2.0)
     assert drafted["draft_tokens_per_step"] == 4.0
     assert drafted["accepted_histogram"] == [0, 2]
     assert drafted["tokens_per_second"] == 6 / 1.0

@@ -352,7 +352,7 @@ def test_decoding_drafts_the_tree_of_a_slow_search_whatever_was_accepted_before(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tree", ["dynamic", "static"])
+@pytest.mark.parametrize("tree", ["dynamic", pytest.param("static", marks=pytest.mark.slow)])
 def test_greedy_answers_are_those_of_plain_decoding(kind, tree, family):
     expected = [answers(family, NullDrafter(), [prompt])[0][0] for prompt in PROMPTS]
     drafter = make(kind, family, tree=tree, depth=4, top_k=3, tree_nodes=10)

@@ -17,7 +17,7 @@ from outrider.models.decoding.sampling import RowSeeds, Sampling
 from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, save_drafter
 from outrider.models.drafters.graphed import GraphedDrafter
 from outrider.models.drafters.medusa import Medusa, MedusaConfig, likeliest_paths
-from outrider.models.drafters.objective import HIT_RANKS, LOSSES, Loss, Objective
+from outrider.models.drafters.objective import HIT_RANKS, Loss, LossKind, Objective
 
 from ..recorder import ReplayingRecorder
 
@@ -127,7 +127,7 @@ def test_a_shared_head_is_neither_copied_saved_nor_trained(target):
     assert all(parameter.grad.any() for parameter in drafter.parameters())
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", LossKind)
 def test_the_decay_weighs_the_sums_of_every_objective_and_nothing_else(target, loss):
     batch, objective = make_batch(target, [[7, 8, 9, 10], [3, 4, 5, UNKNOWN]]), Objective(loss=loss, head=target.head)
     with torch.no_grad():

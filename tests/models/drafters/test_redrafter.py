@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from outrider.data.types import UNKNOWN, DrafterBatch
 from outrider.eval.certify.gtest import g_test
 from outrider.models.drafters import build_drafter, load_drafter, save_drafter
-from outrider.models.drafters.objective import Objective
+from outrider.models.drafters.objective import LossKind, Objective
 from outrider.models.drafters.redrafter import Redrafter
 
 from .tiny_texts import VOCAB, joint, make_tiny, sampled_counts
@@ -246,12 +246,15 @@ def distilled_to_tiny(tiny) -> Redrafter:
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-2)
     for _ in range(60):
         optimizer.zero_grad()
-        drafter.loss(batch, Objective(loss="kl", head=tiny.head)).sums.sum().backward()
+        drafter.loss(batch, Objective(loss=LossKind.kl, head=tiny.head)).sums.sum().backward()
         optimizer.step()
     return drafter.eval().requires_grad_(False)
 
 
-@pytest.mark.parametrize(("tree_nodes", "share_prefixes"), [(None, True), (4, True), (None, False)])
+@pytest.mark.parametrize(
+    ("tree_nodes", "share_prefixes"),
+    [pytest.param(None, True, marks=pytest.mark.slow), (4, True), pytest.param(None, False, marks=pytest.mark.slow)],
+)
 def test_texts_drafted_by_beams_are_samples_of_the_target(target, tree_nodes, share_prefixes):
     tiny = make_tiny(target, seed=0)
     drafter = distilled_to_tiny(tiny)

@@ -12,7 +12,7 @@ from outrider.data.types import UNKNOWN, DrafterBatch
 from outrider.models.drafters import DRAFTERS, build_drafter
 from outrider.models.drafters import objective as objective_module
 from outrider.models.drafters.base import TrainableDrafter
-from outrider.models.drafters.objective import LOSSES, Objective
+from outrider.models.drafters.objective import LossKind, Objective
 from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.text_states import states_of_texts
 
@@ -91,7 +91,9 @@ def test_every_kind_is_here() -> None:
     assert {options.get("kind", name) for name, options in OPTIONS.items()} == DRAFTERS.keys()
 
 
-@pytest.mark.parametrize("name", sorted(OPTIONS))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if "kind" in OPTIONS[name] else []) for name in sorted(OPTIONS)]
+)
 def test_no_tensor_holds_all_labels_times_the_vocabulary(
     name: str, wide_target: HFTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,8 +105,8 @@ def test_no_tensor_holds_all_labels_times_the_vocabulary(
     assert int((batch.continuations[batch.positions] != UNKNOWN).sum()) > 8 * CHUNK // VOCAB
     allowed = max(CHUNK, *(parameter.numel() for parameter in drafter.parameters()), wide_target.head.weight.numel())
     assert allowed < num_positions * REDUCED, "a tensor of positions times the smaller vocabulary would be found"
-    objectives = [Objective(loss=loss, head=wide_target.head) for loss in LOSSES]
-    for objective in (*objectives, Objective(loss="kl_tv", teacher="top_k")):
+    objectives = [Objective(loss=loss, head=wide_target.head) for loss in LossKind]
+    for objective in (*objectives, Objective(loss=LossKind.kl_tv, teacher="top_k")):
         with Largest() as largest:
             drafter.loss(batch, objective).sums.sum().backward()
         assert largest.size <= allowed, objective.loss

@@ -186,9 +186,9 @@ def test_options_are_checked_as_for_a_drafter_of_our_own(target, tmp_path, optio
         (lambda config: config.update(hidden_size=64), "hidden_size is 64, the target's 32"),
         (lambda config: config.update(vocab_size=301), "vocab_size is 301, the target's 300"),
         (lambda config: config.update(exit_dim=48), r"missing input_proj.bias; missing input_proj.weight"),
-        (lambda config: config.update(exit_dim=10**12), r"is \(\d+, \d+\), not|can't be made|missing input_proj"),
+        (lambda config: config.update(exit_dim=10**12), "it has exit_dim 1000000000000"),
         (lambda config: config.update(num_draft_layers=1), r"missing lm_head.1.weight"),
-        (lambda config: config.update(num_draft_layers=-1), "it must be 0 or more"),
+        (lambda config: config.update(num_draft_layers=-1), "it has num_draft_layers -1"),
         (lambda config: config.update(rnn=False), "unknown rnn_u.bias"),
     ],
 )

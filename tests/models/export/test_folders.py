@@ -146,6 +146,17 @@ def test_a_compressed_file_is_refused_before_it_is_unpacked(tmp_path):
         open_folder(tmp_path / "a")
 
 
+def test_a_file_with_a_changed_byte_is_refused_by_its_checksum(tmp_path):
+    path = folder(tmp_path / "a") / "pytorch_model.bin"
+    torch.save({"a": torch.full((1000,), 7.0)}, path)
+    content = path.read_bytes()
+    position = content.index(b"\0\0\xe0\x40" * 8)  # the numbers, which torch itself doesn't check
+    path.write_bytes(content[:position] + b"\1" + content[position + 1 :])
+    assert torch.load(path, weights_only=True)["a"][0] != 7.0
+    with pytest.raises(ValueError, match="not a plain file of tensors .* is damaged"):
+        open_folder(tmp_path / "a")
+
+
 @pytest.mark.parametrize("tensor", [torch.eye(2).to_sparse(), torch.empty(2, device="meta")])
 def test_tensors_without_plain_numbers_are_refused(tmp_path, tensor):
     torch.save({"a": tensor}, folder(tmp_path / "a") / "pytorch_model.bin")

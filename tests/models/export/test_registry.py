@@ -155,13 +155,13 @@ def test_a_note_that_is_another_drafters_or_another_targets_is_refused(name, lla
     with pytest.raises(ValueError, match="tokenizer_sha256: 1111"):
         import_drafter(path, llama)
     edit(path / "outrider.json", target=note["target"], kind="nothing")
-    with pytest.raises(ValueError, match="says that the drafter is of the kind nothing"):
+    with pytest.raises(ValueError, match="has the kind nothing"):
         import_drafter(path, llama)
     edit(path / "outrider.json", kind=note["kind"], surprise=1)
     with pytest.raises(ValueError, match="surprise"):
         import_drafter(path, llama)
     edit(path / "outrider.json", surprise=None, drafter={**note["drafter"], "start_from": "/etc"})
-    with pytest.raises(ValueError, match="has unknown options of the drafter, start_from"):
+    with pytest.raises(ValueError, match="unknown keys start_from"):
         import_drafter(path, llama)
     edit(path / "outrider.json", drafter=note["drafter"], format_version=2)
     with pytest.raises(ValueError, match="has version 2"):
@@ -221,11 +221,10 @@ def test_what_speculators_is_told_of_proposals_is_read_strictly(changes, message
         import_drafter(path, llama)
 
 
-def test_a_configuration_changed_by_hand_is_not_overruled_by_the_note(llama, make_drafter, tmp_path):
+def test_the_note_describes_the_drafter_and_without_it_the_configuration_does(llama, make_drafter, tmp_path):
     path = exported("eagle3", llama, make_drafter, tmp_path)
     edit(path / "config.json", rope_theta=123.0)
-    with pytest.raises(ValueError, match=r"was changed since outrider wrote it, in rope_theta.* delete that file"):
-        import_drafter(path, llama)
+    assert import_drafter(path, llama).config.layer is None
     (path / "outrider.json").unlink()
     again = import_drafter(path, llama)
     assert again.config.layer["rope_parameters"]["rope_theta"] == 123.0

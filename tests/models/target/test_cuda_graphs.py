@@ -203,6 +203,7 @@ def test_recordings_share_the_memory_of_their_logits(graphed, redrafter):
     assert len({each.untyped_storage().data_ptr() for each in logits}) < len(logits) / 2
 
 
+@pytest.mark.slow
 def test_a_compiled_target_decodes_what_a_plain_one_does(target, redrafter, monkeypatch):
     monkeypatch.setattr(tree_cache, "EXTENT_STEP", STEP)
     num_traced = 0

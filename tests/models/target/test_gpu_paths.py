@@ -90,7 +90,13 @@ def test_plain_decoding_of_even_rows_needs_no_mask_on_a_gpu(llama, like_a_gpu):
 
 
 @pytest.mark.parametrize(
-    ("options", "num_new"), [({}, 270), ({"top_k": 3}, 70), ({"temperature": 1.0}, 70)], ids=["chain", "tree", "drawn"]
+    ("options", "num_new"),
+    [
+        pytest.param({}, 270, marks=pytest.mark.slow),
+        ({"top_k": 3}, 70),
+        pytest.param({"temperature": 1.0}, 70, marks=pytest.mark.slow),
+    ],
+    ids=["chain", "tree", "drawn"],
 )
 def test_a_recorded_draft_model_has_room_for_the_whole_answer(llama, monkeypatch, options, num_new):
     """Its cache grew in the middle of an answer, and the next recording went into a pool without a

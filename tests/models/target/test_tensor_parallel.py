@@ -13,7 +13,7 @@ from outrider.data.config import DataConfig
 from outrider.data.manifest import load_manifest
 from outrider.data.shards import read_shard
 from outrider.data.types import TargetReads
-from outrider.distill.regenerate.answers import load_answers_manifest, read_answers
+from outrider.distill.regenerate.answers import answer_store, read_answers
 from outrider.models.target import tensor_parallel
 from outrider.models.target.config import TargetConfig
 from outrider.models.target.loading import load_target
@@ -53,7 +53,7 @@ def test_answers_and_labels_are_those_of_the_whole_target(
     make(target, data, tmp_path, Accelerator(cpu=True))
     reads = TargetReads(hidden_states=True)
     for folder in (launched, launched / "batch"):
-        ours, theirs = (load_answers_manifest(each / "answers") for each in (folder, tmp_path))
+        ours, theirs = (answer_store(each / "answers").load() for each in (folder, tmp_path))
         assert len(ours.shards) == 3
         assert ours.complete
         for mine, other in zip(ours.shards, theirs.shards, strict=True):

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("openai")  # pip install 'outrider[openai]'
+
 from outrider.distill.config import DistillConfig
 from outrider.distill.regenerate.engine import Limits, Request
 from outrider.distill.regenerate.engines import openai
@@ -123,7 +125,6 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def server(target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.delenv(openai.KEY_VARIABLE, raising=False)
-    monkeypatch.setattr(openai, "FIRST_WAIT_SECONDS", 0.01)
     with Server(target) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
@@ -166,7 +167,7 @@ def test_the_servers_tokens_are_the_answers_with_the_sampling_that_was_asked_for
         assert (body["top_k"], body["top_p"], body["repetition_penalty"], body["min_p"]) == (40, 1.0, 1.0, 0.0)
         assert body["stop_token_ids"] == list(target.stop_ids)
         assert body["model"] == "tiny"
-    assert server.keys == {None}
+    assert server.keys == {"Bearer none"}
 
 
 def test_a_server_that_leaves_out_the_stop_token_gets_the_one_that_it_names(
@@ -181,27 +182,37 @@ def test_a_server_that_leaves_out_the_stop_token_gets_the_one_that_it_names(
     assert ask() == expected(target, requests, limits, Sampling(temperature=0.0))
 
 
+SOON = {"Retry-After": "0.01"}
+
+
 def test_failures_on_the_way_cost_time_and_no_answer(
-    ask: Callable[..., Found], server: Server, target: HFTarget, requests: list[Request], limits: Limits, caplog: Any
+    ask: Callable[..., Found], server: Server, target: HFTarget, requests: list[Request], limits: Limits
 ) -> None:
-    server.faults = [(503, {}, b"loading"), None, (429, {"Retry-After": "0.05"}, b"slow down"), (500, {}, b"oops"), None]
-    with caplog.at_level(logging.WARNING, logger="outrider"):
-        assert ask(decode_batch_size=2) == expected(target, requests, limits, Sampling(temperature=0.0))
+    server.faults = [(503, SOON, b"loading"), None, (429, {"Retry-After": "0.6"}, b"slow down"), (500, SOON, b"oops")]
+    started = time.monotonic()
+    assert ask(decode_batch_size=1) == expected(target, requests, limits, Sampling(temperature=0.0))
     assert server.faults == []
-    for symptom in ("503: loading", "429: slow down", "500: oops", "can't be reached"):
-        assert symptom in caplog.text
+    assert time.monotonic() - started > 0.6
 
 
 def test_a_server_that_stays_away_ends_the_run_with_what_to_do(
     ask: Callable[..., Found], server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(openai, "MAX_TRIES", 3)
-    server.faults = [(503, {}, b"loading")] * 100
+    monkeypatch.setattr(openai, "MAX_RETRIES", 2)
+    server.faults = [(503, SOON, b"loading")] * 100
     with pytest.raises(ConnectionError, match=r"failed 3 times; at last it answers 503: loading.*finished shards are kept"):
         ask()
+    monkeypatch.setattr(openai, "MAX_RETRIES", 0)
     server.server_close()
-    with pytest.raises(ConnectionError, match="can't be reached"):
+    with pytest.raises(ConnectionError, match="can't be reached .*ConnectError"):
         ask()
+
+
+def test_a_missing_client_is_reported_with_the_extra_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "openai", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install 'outrider\[openai\]'"), openai.open_server("http://127.0.0.1:9/v1"):
+        pass
 
 
 def test_a_refusal_is_told_at_once_and_without_the_key(
@@ -237,21 +248,24 @@ def test_text_without_token_ids_is_tokenized_again_and_said_so_once(
     [
         (lambda reply: reply["usage"].update(prompt_tokens=1000), "read 1000 tokens of a prompt of"),
         (lambda reply: reply["choices"][0].update(token_ids=[999]), "tokens that the target doesn't have"),
-        (lambda reply: reply["choices"][0].update(finish_reason="content_filter"), "'content_filter'"),
-        (lambda reply: reply.clear(), "which is no completion"),
-        (lambda reply: reply.update(choices=["?"]), r"which is no completion: .* looked for in '\?'"),
-        (lambda reply: reply.update(choices={"0": {}}), "which is no completion: choices must be of type list"),
-        (lambda reply: reply.update(choices=[]), "which is no completion: it must have a choice"),
-        (lambda reply: reply["choices"][0].update(token_ids=[5, 1.5]), "token_ids must be integers, and one is 1.5"),
-        (lambda reply: reply["choices"][0].update(token_ids=["a"]), "token_ids must be integers, and one is 'a'"),
-        (lambda reply: reply["choices"][0].update(token_ids=[True]), "token_ids must be integers, and one is True"),
-        (lambda reply: reply["choices"][0].update(token_ids="5 6"), "token_ids must be of type list, and is '5 6'"),
-        (lambda reply: reply["choices"][0].update(token_ids=None, text=5), "text must be of type str, and is 5"),
+        (
+            lambda reply: reply["choices"][0].update(finish_reason="content_filter"),
+            "finish_reason: Input should be 'stop' or 'length'",
+        ),
+        (lambda reply: reply.clear(), "choices: Field required"),
+        (lambda reply: reply.update(choices=["?"]), r"choices.0: Input should be"),
+        (lambda reply: reply.update(choices={"0": {}}), "choices: Input should be a valid"),
+        (lambda reply: reply.update(choices=[]), "choices.0: Field required"),
+        (lambda reply: reply["choices"][0].update(token_ids=[5, 1.5]), "token_ids.1: Input should be a valid integer"),
+        (lambda reply: reply["choices"][0].update(token_ids=["a"]), "token_ids.0: Input should be a valid integer"),
+        (lambda reply: reply["choices"][0].update(token_ids=[True]), "token_ids.0: Input should be a valid integer"),
+        (lambda reply: reply["choices"][0].update(token_ids="5 6"), "token_ids: Input should be a valid"),
+        (lambda reply: reply["choices"][0].update(token_ids=None, text=5), "text: Input should be a valid string"),
         (lambda reply: reply["choices"][0].update(token_ids=None, text=None), "must have token_ids or text"),
-        (lambda reply: reply["choices"][0].update(finish_reason=["stop"]), "finish_reason must be of type str"),
-        (lambda reply: reply["choices"][0].pop("finish_reason"), "ended an answer by None"),
-        (lambda reply: reply.update(usage=[1]), r"usage must be of type dict, and is \[1\]"),
-        (lambda reply: reply["usage"].update(prompt_tokens="5"), "prompt_tokens must be of type int, and is '5'"),
+        (lambda reply: reply["choices"][0].update(finish_reason=["stop"]), "finish_reason: Input should be"),
+        (lambda reply: reply["choices"][0].pop("finish_reason"), "finish_reason: Field required"),
+        (lambda reply: reply.update(usage=[1]), "usage: Input should be"),
+        (lambda reply: reply["usage"].update(prompt_tokens="5"), "usage.prompt_tokens: Input should be a valid integer"),
         (lambda reply: reply["choices"][0].update(token_ids=[5] * 99), "99 tokens where max_tokens asks for .* at most"),
     ],
 )
@@ -264,7 +278,7 @@ def test_a_server_of_something_else_is_refused(
 
 
 @pytest.mark.parametrize("usage", [None, {}, {"prompt_tokens": None}])
-def test_a_server_that_does_not_tell_what_it_read_is_believed(
+def test_a_server_that_does_not_count_what_it_read_is_believed(
     ask: Callable[..., Found],
     server: Server,
     target: HFTarget,
@@ -304,7 +318,7 @@ def test_a_text_longer_than_asked_for_is_named_once(ask: Callable[..., Found], s
 
 def test_a_page_that_is_no_api_is_refused(ask: Callable[..., Found], server: Server) -> None:
     server.faults = [(200, {}, b"<html>hello</html>")] * 100
-    with pytest.raises(ValueError, match=r"no JSON: <html>hello</html>"):
+    with pytest.raises(ValueError, match=r"answers <html>hello</html>.*Invalid JSON"):
         ask()
 
 
@@ -354,10 +368,9 @@ def test_an_engine_left_early_waits_for_nothing_in_flight(
         answers = engine.answer(requests)
         next(answers)
         until(lambda: server.num_inside == 3)
-        with ends_at_once():
-            answers.close()  # type: ignore[attr-defined]
-        with pytest.raises(ConnectionError, match="was hung up on"):
-            next(engine.answer(requests))
+        answers.close()  # type: ignore[attr-defined]
+        server.num_quick = None
+        assert [answer.id for answer in engine.answer(requests[:1])] == ["r0"]
 
 
 @pytest.mark.parametrize("waits_for", ["answers", "tries"])
@@ -367,17 +380,14 @@ def test_ctrl_c_waits_for_no_answer_and_no_next_try(
     limits: Limits,
     requests: list[Request],
     waits_for: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: Any,
 ) -> None:
     server.num_quick = 0
     if waits_for == "tries":
-        monkeypatch.setattr(openai, "FIRST_WAIT_SECONDS", 30.0)
-        server.woken.set()  # it hangs up on everybody
+        server.num_quick, server.faults = None, [(503, {"Retry-After": "30"}, b"loading")] * 4
     config = DistillConfig(mode="regenerate", engine="openai", base_url=server.url, decode_batch_size=4)
 
     def interrupt() -> None:
-        until(lambda: server.num_inside == 4 if waits_for == "answers" else caplog.text.count("try 2 of") == 4)
+        until(lambda: server.num_inside == 4 if waits_for == "answers" else not server.faults and server.num_inside == 0)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     def consume() -> None:
@@ -393,7 +403,6 @@ def test_ctrl_c_waits_for_no_answer_and_no_next_try(
     finally:
         signal.signal(signal.SIGINT, before)
     interrupter.join()
-    assert caplog.text.count("try 2 of") == (4 if waits_for == "tries" else 0)
 
 
 def until(is_so: Callable[[], bool]) -> None:

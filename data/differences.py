@@ -1,0 +1,19 @@
+"""What differs between two configurations: for errors that refuse to mix the work of two runs."""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def differences(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Texts about the values that differ between two nested configurations, by the values' dotted names.
+
+    A text names both values: `target.dtype (was 'float32', is 'bfloat16')`. A missing value equals None, which means off.
+    """
+    texts: dict[str, str] = {}
+    for key in dict.fromkeys([*before, *after]):
+        old, new = before.get(key), after.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            texts |= differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            texts[f"{prefix}{key}"] = f"{prefix}{key} (was {old!r}, is {new!r})"
+    return texts

@@ -1,0 +1,158 @@
+"""A folder of shards: files of data, each with a sidecar that says it is complete, and a manifest, written last.
+
+`STEM-00003.json`, the sidecar, is written after the shard `STEM-00003.SUFFIX`; a shard without a sidecar doesn't count.
+`STEM-00003.stats.json` holds what the shard took; it is apart, since that differs from run to run.
+"""
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from tqdm import tqdm
+
+from .differences import differences
+from .files import atomic_write_bytes, parse_dataclass, read_json, sha256_file, write_json
+from .manifest import MANIFEST_FILE, BaseEntry, BaseManifest, read_manifest, save_manifest
+
+logger = logging.getLogger(__name__)
+
+Entry = TypeVar("Entry", bound=BaseEntry)
+M = TypeVar("M", bound=BaseManifest)
+T = TypeVar("T")
+
+STATS_SUFFIX = ".stats.json"
+REMEDY = "Choose another output directory, or delete this one to make it anew"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardStore(Generic[Entry, M]):
+    """The shards of `directory`; their sidecars and the manifest are the dataclasses `entry` and `manifest`."""
+
+    directory: Path
+    stem: str
+    suffix: str
+    entry: type[Entry]
+    manifest: type[M]
+
+    def path(self, index: int, suffix: str) -> Path:
+        """Return the path of a file of shard `index`."""
+        return self.directory / f"{self.stem}-{index:05d}{suffix}"
+
+    def load(self) -> M:
+        """Read the manifest. Errors as in `read_manifest`."""
+        return read_manifest(self.manifest, self.directory)
+
+    def save(self, manifest: M) -> None:
+        """Write the manifest, after removing the half-written files of killed processes."""
+        for path in self.directory.glob(".*.tmp"):
+            path.unlink()
+        save_manifest(self.directory, manifest)
+
+    def write(self, index: int, data: bytes, **facts: Any) -> Entry:
+        """Write a shard and then its sidecar, each whole or not at all. `facts` are the entry's further fields."""
+        path = self.path(index, self.suffix)
+        atomic_write_bytes(path, data)
+        entry = self.entry(index=index, file=path.name, sha256=hashlib.sha256(data).hexdigest(), **facts)
+        write_json(self.path(index, ".json"), asdict(entry))
+        return entry
+
+    def is_written(self, index: int) -> bool:
+        """Return whether shard `index` is complete."""
+        return self.path(index, ".json").exists()
+
+    def missing(self, plan: Sequence[Sequence[T]]) -> list[T]:
+        """Return the items of the shards that are not complete."""
+        return [item for index, items in enumerate(plan) if not self.is_written(index) for item in items]
+
+    def read_entry(self, index: int) -> Entry | None:
+        """Read the sidecar of shard `index`; None where there is none yet. Raises ValueError where it is malformed."""
+        path = self.path(index, ".json")
+        if not path.exists():
+            return None
+        try:
+            return parse_dataclass(self.entry, read_json(path), path)
+        except ValueError as error:
+            raise ValueError(
+                f"{error}. Delete {path}, then run the stage distill again: it makes just this shard anew"
+            ) from error
+
+    def entries(self, num_shards: int) -> list[Entry]:
+        """Read the sidecars that there are of the first `num_shards` shards."""
+        return [entry for index in range(num_shards) if (entry := self.read_entry(index)) is not None]
+
+    def read_stats(self, kind: type[T], num_shards: int) -> dict[int, T]:
+        """Read what the shards took; without those whose statistics are lost, which is no reason to make a shard anew."""
+        stats = {}
+        for index in range(num_shards):
+            path = self.path(index, STATS_SUFFIX)
+            try:
+                stats[index] = parse_dataclass(kind, read_json(path), path)
+            except ValueError as error:
+                logger.warning("the statistics lack a shard: %s", error)
+        return stats
+
+    def verify(self, entry: BaseEntry) -> None:
+        """Raise ValueError, with what is wrong and the remedy, where a shard's file is missing, cut or altered."""
+        path = self.directory / entry.file
+        if path.exists() and sha256_file(path) == entry.sha256:
+            return
+        problem = "was cut or altered: its SHA-256 digest is not the recorded one" if path.exists() else "is missing"
+        raise ValueError(
+            f"the shard {path} {problem}. Delete it and {self.path(entry.index, '.json').name}, then run the stage distill "
+            "again: it makes just this shard anew"
+        )
+
+    def is_complete(self, num_shards: int) -> bool:
+        """Return whether the manifest says complete, and no shard was deleted since (to be made anew)."""
+        if not (self.directory / MANIFEST_FILE).exists() or not (manifest := self.load()).complete:
+            return False
+        return self.entries(num_shards) == manifest.shards
+
+    def require_same(self, manifest: M) -> None:
+        """Raise ValueError, with every difference, where the folder holds the shards of another run than `manifest`'s."""
+        if not (self.directory / MANIFEST_FILE).exists():
+            if any(self.directory.glob(f"{self.stem}-*")):
+                raise ValueError(f"{self.directory} holds shards but no {MANIFEST_FILE}, which says whose they are. {REMEDY}")
+            return
+        earlier = self.load()
+        changes = differences(earlier.facts(), manifest.facts())
+        if "plan_sha256" in changes and "data_sha256" not in changes:
+            changes["plan_sha256"] += ", which is the same data in shards of another size: set distill.shard_examples back"
+        if changes:
+            raise ValueError(f"{self.directory} holds the shards of another run: {'; '.join(changes.values())}. {REMEDY}")
+
+    def find_damage(self) -> tuple[M, list[str]]:
+        """Return the manifest, and what is wrong with the shards, each with its remedy. Every byte is read.
+
+        Of an unfinished run, the shards that are there. Raises ValueError where there is no manifest, or it
+        can't be read.
+        """
+        manifest, problems = self.load(), []
+        sidecars = sorted(self.directory.glob(f"{self.stem}-*[0-9].json"))
+        shards: dict[int, BaseEntry | None] = {int(path.stem.rpartition("-")[2]): None for path in sidecars}
+        if manifest.complete:
+            shards = {entry.index: entry for entry in manifest.shards}
+            expected = {self.path(index, suffix) for index in shards for suffix in (".json", self.suffix)}
+            strays = {*sidecars, *self.directory.glob(f"{self.stem}-*[0-9]{self.suffix}")} - expected
+            problems += [f"{path} belongs to no shard of this run; delete it" for path in sorted(strays)]
+        else:
+            problems.append(
+                f"the run is not complete ({len(shards)} shards are there); run the stage distill again: it resumes"
+            )
+        for index, recorded in tqdm(shards.items(), desc="verify", unit="shard"):
+            try:
+                entry = self.read_entry(index)
+                if entry is None or recorded not in (None, entry):
+                    raise ValueError(
+                        f"{self.path(index, '.json')} is missing, or doesn't say of its shard what {MANIFEST_FILE} says. "
+                        "Delete it, then run the stage distill again: it makes just this shard anew"
+                    )
+                self.verify(entry)
+            except (ValueError, OSError) as error:
+                problems.append(str(error))
+        if not shards:
+            problems.append("there is no shard; delete the folder and run the stage distill again")
+        return manifest, problems

@@ -1,0 +1,106 @@
+"""The target's distributions that a drafter learns from: of all tokens, or of the likeliest ones."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import nn
+
+from ...data.types import UNKNOWN, DrafterBatch
+from .vocabulary import DraftVocabulary
+
+TINY = 1e-12
+"""Keeps logarithms and quotients of probabilities finite."""
+
+LEAST_REST = 1e-6
+"""Least probability of all tokens but the likeliest: as 1 less a sum in float32, a smaller one would be rounding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Teacher:
+    """The target's distribution after any token of the texts, computed from its hidden states when needed."""
+
+    states: Float[torch.Tensor, "token hidden"]
+    head: nn.Linear
+    vocabulary: DraftVocabulary
+
+    @property
+    def reduced(self) -> bool:
+        """Whether the drafter has outputs for some tokens only."""
+        return self.vocabulary.tokens is not None
+
+    @property
+    def num_columns(self) -> int:
+        """Columns of the widest tensor that the teacher makes."""
+        return self.vocabulary.size
+
+    def knows(self, index: Int[torch.Tensor, " label"]) -> Bool[torch.Tensor, " label"]:
+        """Return where there is a distribution: everywhere."""
+        return torch.ones_like(index, dtype=torch.bool)
+
+    def outcomes(
+        self, index: Int[torch.Tensor, " label"], log_q: Float[torch.Tensor, "label output"]
+    ) -> tuple[Float[torch.Tensor, "label output"], Float[torch.Tensor, "label output"]]:
+        """Return p of the drafter's outputs, which sums to less than 1 in a reduced vocabulary, and `log_q` unchanged.
+
+        Neighbouring labels of one token of the text share its distribution.
+        """
+        with torch.no_grad():
+            tokens, row = index.unique_consecutive(return_inverse=True)
+            logits: torch.Tensor = self.head(self.states[tokens].to(self.head.weight.dtype))
+            probs = logits.float().softmax(1)
+            probs = probs if self.vocabulary.tokens is None else probs[:, self.vocabulary.tokens]
+            return probs if len(tokens) == len(index) else probs[row], log_q
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopTeacher:
+    """The target's likeliest tokens after any token of the texts, as outputs of the drafter, and their probabilities.
+
+    `inside` are those that a reduced vocabulary has. How much of "any other" it lacks is unknown: all of
+    that counts as inside. Where nothing is `known`, p is taken to be one-hot at the label, as off the text.
+    """
+
+    outputs: Int[torch.Tensor, "token top"]
+    inside: Bool[torch.Tensor, "token top"]
+    probs: Float[torch.Tensor, "token top"]
+    known: Bool[torch.Tensor, " token"]
+    reduced: bool
+    num_columns: int
+    """Columns of the widest tensor that is needed: the drafter's own logits."""
+
+    def knows(self, index: Int[torch.Tensor, " label"]) -> Bool[torch.Tensor, " label"]:
+        """Return where likeliest tokens are stored."""
+        return self.known[index]
+
+    @classmethod
+    def of(cls, batch: DrafterBatch, vocabulary: DraftVocabulary) -> "TopTeacher":
+        """Read the batch's likeliest tokens. Raises ValueError where it has none."""
+        if batch.top_tokens is None or batch.top_log_probs is None:
+            raise ValueError(
+                "the teacher top_k needs the target's likeliest tokens, and the batch has none; distil with "
+                "distill.top_logprobs, or train with train.teacher=full"
+            )
+        tokens = batch.top_tokens.flatten(0, 1).long()
+        outputs, inside = vocabulary.outputs(tokens.clamp(min=0).flatten())
+        probs = batch.top_log_probs.flatten(0, 1).float().exp()
+        return cls(
+            outputs=outputs.view_as(tokens),
+            inside=inside.view_as(tokens),
+            probs=probs,
+            known=tokens[:, 0] != UNKNOWN,
+            reduced=vocabulary.tokens is not None,
+            num_columns=vocabulary.num_outputs,
+        )
+
+    def outcomes(
+        self, index: Int[torch.Tensor, " label"], log_q: Float[torch.Tensor, "label output"]
+    ) -> tuple[Float[torch.Tensor, "label outcome"], Float[torch.Tensor, "label outcome"]]:
+        """Return p and log q of the likeliest tokens and, last, of any other."""
+        probs, inside = self.probs[index], self.inside[index]
+        top_log_q = log_q.gather(1, self.outputs[index])
+        rest = (1 - probs.sum(1, keepdim=True)).clamp(min=LEAST_REST)
+        rest_q = (1 - (top_log_q.exp() * inside).sum(1, keepdim=True)).clamp(min=LEAST_REST)
+        log_q = torch.cat([top_log_q.masked_fill(~inside, math.log(TINY)), rest_q.log()], dim=1)
+        return torch.cat([probs * inside, rest], dim=1), log_q

@@ -1,0 +1,92 @@
+"""The vocabulary of a drafter: all tokens of the target, or the commonest ones."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import nn
+
+from ...data.types import UNKNOWN
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftVocabulary:
+    """The target's tokens that a drafter's outputs stand for: all `size` of them, or some, in order of their ids."""
+
+    size: int
+    tokens: Int[torch.Tensor, " output"] | None = None
+
+    @property
+    def num_outputs(self) -> int:
+        return self.size if self.tokens is None else len(self.tokens)
+
+    def outputs(self, tokens: Int[torch.Tensor, " label"]) -> tuple[Int[torch.Tensor, " label"], Bool[torch.Tensor, " label"]]:
+        """Return the outputs of the target's tokens (any output for a token that has none), and which have one."""
+        if self.tokens is None:
+            return tokens, torch.ones_like(tokens, dtype=torch.bool)
+        output = torch.searchsorted(self.tokens, tokens).clamp(max=len(self.tokens) - 1)
+        inside = self.tokens[output] == tokens
+        return torch.where(inside, output, 0), inside
+
+
+class ReducedVocabulary(nn.Module):
+    """A drafter's mixin, for kinds that may draft the `config.draft_vocab_size` commonest tokens only.
+
+    The buffer `draft_tokens` is there with a reduced vocabulary alone: output o is the target's token
+    `draft_tokens[o]`. It is UNKNOWN until training chooses the tokens.
+    """
+
+    config: Any
+    vocab_size: int
+    draft_tokens: torch.Tensor
+
+    def add_draft_vocabulary(self, size: int | None, vocab_size: int) -> int:
+        """Return the number of outputs. Raises ValueError where they would be more than the target's tokens."""
+        self.vocab_size = vocab_size
+        if size is None:
+            return vocab_size
+        if size > vocab_size:
+            raise ValueError(
+                f"drafter.draft_vocab_size is {size}, more than the target's {vocab_size} tokens; "
+                "make it smaller, or null for the whole vocabulary"
+            )
+        self.register_buffer("draft_tokens", torch.full((size,), UNKNOWN))
+        return size
+
+    @property
+    def vocabulary(self) -> DraftVocabulary:
+        """The tokens that the head's outputs stand for."""
+        return DraftVocabulary(size=self.vocab_size, tokens=self._buffers.get("draft_tokens"))
+
+    def to_target_tokens(self, outputs: Int[torch.Tensor, "*batch"]) -> Int[torch.Tensor, "*batch"]:
+        """Return the target's token ids of the head's outputs."""
+        tokens = self.vocabulary.tokens
+        return outputs if tokens is None else tokens[outputs]
+
+    @property
+    def wants_token_counts(self) -> bool:
+        """Whether there is a reduced vocabulary whose tokens aren't chosen yet."""
+        tokens = self.vocabulary.tokens
+        return tokens is not None and bool((tokens == UNKNOWN).any())
+
+    def choose_draft_vocabulary(self, token_counts: Int[torch.Tensor, " vocab"]) -> None:
+        """Take the commonest tokens of the distilled data, in order of their ids. Without a reduced vocabulary, do nothing.
+
+        Raises ValueError where the counts are of another vocabulary.
+        """
+        tokens = self.vocabulary.tokens
+        if tokens is None:
+            return
+        if token_counts.shape != (self.vocab_size,):
+            raise ValueError(f"token_counts is {tuple(token_counts.shape)}; the target has {self.vocab_size} tokens")
+        self.draft_tokens = token_counts.topk(len(tokens)).indices.sort().values.to(tokens.device)
+
+    def check_weights(self) -> None:
+        """Raise ValueError unless a reduced vocabulary has different tokens of the target, in order."""
+        tokens = self.vocabulary.tokens
+        if tokens is not None and (tokens[0] < 0 or tokens[-1] >= self.vocab_size or not (tokens[1:] > tokens[:-1]).all()):
+            raise ValueError(
+                f"the drafter's draft_tokens must be different tokens of the target's {self.vocab_size}, in order; "
+                "export it again"
+            )
