@@ -173,7 +173,7 @@ def drafter(trained, target) -> Any:
 
 @pytest.fixture(params=[pytest.param("fresh", marks=pytest.mark.slow), "trained"])
 def either(request, kind, trained, target, batch) -> Any:
-    """A drafter that is mostly wrong, and one that is right on the memorised prompts and wrong on the others."""
+    """A fresh drafter, mostly wrong, and a trained one, right on the memorised prompts alone."""
     if request.param == "trained":
         return trained.load(target)
     return make(kind, target, batch)[0].to(target.dtype).eval()
