@@ -33,7 +33,7 @@ from .validation import HeldOut, Validator, hold_out
 logger = logging.getLogger(__name__)
 
 MEASURED_SHARE = 0.1
-"""Share of the steps, the last ones, that `TrainableDrafter.calibrate` is told of where no texts are held out for that."""
+"""Share of the steps, the last ones, that `TrainableDrafter.calibrate` reads without held-out texts."""
 
 
 def set_up(
