@@ -2,7 +2,6 @@
 
 import logging
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,9 @@ from transformers import get_scheduler
 
 from ..data.manifest import Manifest
 from ..data.types import TargetReads
-from ..models.drafters import build_drafter
 from ..models.drafters.base import TrainableDrafter
 from ..models.drafters.objective import Objective
+from ..models.drafters.saved.build import DrafterSpec, build_drafter
 from ..models.target.hf_target import HFTarget
 from ..models.target.text_states import require_packing
 from .batches import BatchStream, count_label_tokens, target_reads
@@ -38,7 +37,7 @@ MEASURED_SHARE = 0.1
 
 def set_up(
     config: TrainConfig,
-    drafter_config: Mapping[str, Any],
+    spec: DrafterSpec,
     target: HFTarget,
     shards_dir: Path,
     manifest: Manifest,
@@ -54,7 +53,7 @@ def set_up(
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     set_seed(config.seed)
-    drafter = build_drafter(drafter_config, target).train()
+    drafter = build_drafter(spec, target).train()
     if config.activation_checkpointing:
         drafter.checkpoint_activations()
     objective = make_objective(config, target)
@@ -68,7 +67,7 @@ def set_up(
     # 3. What a sharded training decodes with: it holds parts of the weights only.
     copy = None
     if needs_whole_copy(accelerator):
-        copy = build_drafter(drafter_config, target)
+        copy = build_drafter(spec, target)
         copy.load_state_dict(drafter.state_dict())
     set_seed(config.seed + accelerator.process_index)  # dropout and the like differ by process, the first weights don't
     # 4. The optimizer. The scheduler stays ours: accelerate would step a prepared one once per process.

@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from .null import NullDrafter as NullDrafter
     from .registry import DRAFTERS as DRAFTERS
     from .saved.build import build_drafter as build_drafter
+    from .saved.build import parse_drafter as parse_drafter
     from .saved.loading import load_drafter as load_drafter
     from .saved.loading import save_drafter as save_drafter
 
@@ -14,6 +15,7 @@ MODULES = {
     "DRAFTERS": "registry",
     "NullDrafter": "null",
     "build_drafter": "saved.build",
+    "parse_drafter": "saved.build",
     "load_drafter": "saved.loading",
     "save_drafter": "saved.loading",
 }

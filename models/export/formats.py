@@ -6,6 +6,7 @@ drafter. Without it, as in what others have published, those options are the def
 """
 
 import io
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,11 +15,11 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from ...data.files import atomic_write_bytes, parse_dataclass, read_json, write_json
+from ...data.files import atomic_write_bytes, parse_json, read_dataclass, write_json
 from ...data.manifest import TargetIdentity
 from ..drafters.base import TrainableDrafter
 from ..drafters.registry import DRAFTERS, kind_of
-from ..drafters.saved.build import parse_runtime_config, shapes_of
+from ..drafters.saved.build import parse_drafter, shapes_of
 from ..drafters.saved.folder import CONFIG_FILE, WEIGHTS_FILE, raise_problems, shape_problems
 from ..drafters.saved.loading import require_fitting_target
 from ..target.hf_target import HFTarget
@@ -158,7 +159,7 @@ def read_note(directory: Path) -> Note | None:
     path = directory / NOTE_FILE
     if not path.is_file():
         return None
-    note = parse_dataclass(Note, read_json(path), path)
+    note = read_dataclass(Note, path)
     if note.format_version != NOTE_VERSION:
         raise ValueError(f"{path} has version {note.format_version}; this outrider reads {NOTE_VERSION}: export it again")
     return note
@@ -183,7 +184,8 @@ def read_folder(
     else:
         _check_note(note, format, folder.path, target)
         drafter_options |= note.drafter
-    kind, config = parse_runtime_config({"kind": format.kind, **drafter_options}, runtime_options)
+    spec = parse_drafter({"kind": format.kind, **drafter_options}).with_options(runtime_options)
+    kind, config = spec.kind, spec.config
     # 2. Names and shapes of the tensors, before any weight is read.
     shapes = shapes_of(kind, config, target, folder.path / CONFIG_FILE)
     names = {ours: theirs for ours, theirs in reading.rename(config).items() if ours in shapes}
@@ -236,5 +238,5 @@ def _check_note(note: Note, format: Format, directory: Path, target: HFTarget) -
     if unknown := sorted(note.measured.keys() - format.measured):
         raise ValueError(f"{path} has unknown measurements, {', '.join(unknown)}; export it again")
     # Strictly: an option of the registry's, such as start_from, could name another folder.
-    parse_dataclass(DRAFTERS[note.kind].Config, note.drafter, path)
+    parse_json(DRAFTERS[note.kind].Config, json.dumps(note.drafter), path)
     require_fitting_target(directory, note.target, target.identity)

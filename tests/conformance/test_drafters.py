@@ -19,7 +19,7 @@ from outrider.models.decoding import (
     TypicalAcceptance,
     generate,
 )
-from outrider.models.drafters import DRAFTERS, NullDrafter, build_drafter, load_drafter, save_drafter
+from outrider.models.drafters import DRAFTERS, NullDrafter, build_drafter, load_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.base import TrainableDrafter
 from outrider.models.drafters.objective import WEIGHTS, Loss, LossKind, Objective
 from outrider.models.target.config import TargetConfig
@@ -115,7 +115,7 @@ def batch(target, plain) -> DrafterBatch:
 def make(kind: str, target: HFTarget, batch: DrafterBatch) -> tuple[TrainableDrafter, DrafterBatch]:
     """A fresh drafter, and the batch with what it reads of the target."""
     torch.manual_seed(0)
-    drafter = build_drafter({"kind": kind, **OPTIONS[kind]}, target).train()
+    drafter = build_drafter(parse_drafter({"kind": kind, **OPTIONS[kind]}), target).train()
     if drafter.wants_token_counts:
         tokens = batch.continuations[batch.continuations != UNKNOWN]
         drafter.choose_draft_vocabulary(tokens.bincount(minlength=target.vocab_size))

@@ -11,7 +11,7 @@ import safetensors
 import safetensors.torch
 import torch
 
-from ....data.files import parse_dataclass, read_json
+from ....data.files import read_dataclass
 from ....data.manifest import TargetIdentity
 
 FORMAT_VERSION = 1
@@ -40,7 +40,7 @@ def read_drafter_config(directory: Path) -> DrafterFile:
         raise ValueError(
             f"{directory} holds no drafter: it has no {CONFIG_FILE}; give the `drafter/` folder of a finished training"
         )
-    config = parse_dataclass(DrafterFile, read_json(path), path)
+    config = read_dataclass(DrafterFile, path)
     if config.format_version != FORMAT_VERSION:
         raise ValueError(
             f"{path} has format {config.format_version}, and this version of outrider reads format {FORMAT_VERSION}; "
@@ -78,7 +78,7 @@ class TrainingFacts:
 def read_training_facts(directory: Path) -> TrainingFacts | None:
     """What is known of a drafter's training; None where its directory doesn't say. Raises ValueError for a malformed file."""
     path = directory / TRAINING_FILE
-    return parse_dataclass(TrainingFacts, read_json(path), path) if path.is_file() else None
+    return read_dataclass(TrainingFacts, path) if path.is_file() else None
 
 
 def count_tensors(path: Path, called: str = "") -> int:
