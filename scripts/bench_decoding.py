@@ -27,7 +27,7 @@ from outrider.data.suites import load_suite
 from outrider.data.types import Turn
 from outrider.eval.measure.environment import describe_environment
 from outrider.models.decoding import DraftTree, GreedyAcceptance, Prompts, generate
-from outrider.models.decoding.loop import read_tokens
+from outrider.models.decoding.loop import read_acceptance
 from outrider.models.drafters import NullDrafter
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.small_models import DraftModelConfig
@@ -111,12 +111,12 @@ def measure_overhead(target: HFTarget, prompt: torch.Tensor, num_steps: int) -> 
         tree = DraftTree(tokens=tokens, parents=parents, max_depth=5)
         output = target.verify(last_token, tree)
         acceptance = rule(tree, output)
-        num_accepted = [len(new) - 1 for new in read_tokens(tree, output, acceptance)]
-        assert num_accepted == [len(PATH)]
-        target.commit(tree, acceptance, num_accepted)
+        _, accepted = read_acceptance(tree, output, acceptance)
+        assert accepted.num_accepted.host == (len(PATH),)
+        target.commit(tree, accepted)
         seconds = clock(target) - start
         # The next step has the same cache again.
-        target.rewind(1 + acceptance.num_accepted, [1 + count for count in num_accepted])
+        target.rewind(accepted.num_accepted + 1)
         return seconds
 
     def forward(tokens: torch.Tensor) -> float:
@@ -124,9 +124,10 @@ def measure_overhead(target: HFTarget, prompt: torch.Tensor, num_steps: int) -> 
         cache = target._require_cache()
         cache.begin_pass(1 + len(TREE))
         cache.locate()
-        mask = masks_by_kind(target._kinds, tree.lineage, cache.lengths, cache.extent, target.dtype)
+        lengths = cache.lengths.device
+        mask = masks_by_kind(target._trees.kinds, tree.lineage, lengths, cache.extent, target.dtype)
         inputs = torch.cat([last_token[:, None], tokens], dim=1)
-        positions = cache.lengths[:, None] + torch.nn.functional.pad(tree.depths, (1, 0))
+        positions = lengths[:, None] + torch.nn.functional.pad(tree.depths, (1, 0))
         start = clock(target)
         with grouped_heads(target.model):
             target.model(inputs, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)

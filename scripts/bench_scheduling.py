@@ -68,6 +68,7 @@ from outrider.distill.regenerate.lengths.schedule import (
 )
 from outrider.eval.measure.environment import describe_environment
 from outrider.models.decoding import Sampling
+from outrider.models.decoding.types import Counts
 from outrider.models.target.config import TargetConfig
 from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.loading import load_target
@@ -109,8 +110,8 @@ class ClassicDecoder(LeavingDecoder):
     def _step(self, rows: Sequence[int], going: Sequence[int]) -> None:
         before = {index: len(self.tokens[index]) for index in rows}
         super()._step(rows, going)
-        idle = [index not in going for index in rows]
-        self.target.rewind(torch.tensor(idle, device=self.target.device).long(), [int(is_idle) for is_idle in idle])
+        idle = [int(index not in going) for index in rows]
+        self.target.rewind(Counts.of(idle, self.target.device))
         for index, is_idle in zip(rows, idle, strict=True):
             if is_idle:
                 del self.tokens[index][before[index] :]

@@ -34,7 +34,6 @@ OURS = "by length, light"
 S3 = "S3: light, decreasing first fit"
 NOTHING = "by length, nothing predicted"
 KNOWN = "by length, light and known length"
-"""Only counted: it reads prompts at full length, out of proportion to what is decoded where that is scaled."""
 
 Record = tuple[torch.Tensor, int, int]  # a prompt's tokens, the lengths of the model's and of the known model's answer
 

@@ -81,7 +81,7 @@ def _tree_tokens(own: Sequence[tuple[Step, int]]) -> TreeTokens:
 
 def time_generation(
     target: Target,
-    drafter: Drafter[Any],
+    drafter: Drafter[Any, Any],
     rule: AcceptanceRule,
     prompts: Sequence[Int[torch.Tensor, " _"]],
     *,

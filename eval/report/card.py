@@ -67,7 +67,7 @@ def model_card(drafter: Path, options: CardOptions) -> str:
     """
     # 1. What the drafter's folder holds.
     saved, facts = read_drafter_config(drafter), read_training_facts(drafter)
-    count_tensors(drafter / WEIGHTS_FILE)
+    count_tensors(drafter / WEIGHTS_FILE)  # raises where the file was cut
     weights = sha256_file(drafter / WEIGHTS_FILE)
     named = saved.target.name if HUB_ID.fullmatch(saved.target.name) else None
     base_model = options.base_model or named

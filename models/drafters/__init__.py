@@ -15,8 +15,8 @@ MODULES = {
     "DRAFTERS": "registry",
     "NullDrafter": "null",
     "build_drafter": "saved.build",
-    "parse_drafter": "saved.build",
     "load_drafter": "saved.loading",
+    "parse_drafter": "saved.build",
     "save_drafter": "saved.loading",
 }
 

@@ -6,7 +6,6 @@ drafter. Without it, as in what others have published, those options are the def
 """
 
 import io
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,11 +14,11 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from ...data.files import atomic_write_bytes, parse_json, read_dataclass, write_json
+from ...data.files import atomic_write_bytes, read_dataclass, write_json
 from ...data.manifest import TargetIdentity
 from ..drafters.base import TrainableDrafter
 from ..drafters.registry import DRAFTERS, kind_of
-from ..drafters.saved.build import parse_drafter, shapes_of
+from ..drafters.saved.build import DrafterSpec, shapes_of
 from ..drafters.saved.folder import CONFIG_FILE, WEIGHTS_FILE, raise_problems, shape_problems
 from ..drafters.saved.loading import require_fitting_target
 from ..target.hf_target import HFTarget
@@ -184,8 +183,7 @@ def read_folder(
     else:
         _check_note(note, format, folder.path, target)
         drafter_options |= note.drafter
-    spec = parse_drafter({"kind": format.kind, **drafter_options}).with_options(runtime_options)
-    kind, config = spec.kind, spec.config
+    kind, config = format.kind, DrafterSpec.of(format.kind, drafter_options).with_options(runtime_options).config
     # 2. Names and shapes of the tensors, before any weight is read.
     shapes = shapes_of(kind, config, target, folder.path / CONFIG_FILE)
     names = {ours: theirs for ours, theirs in reading.rename(config).items() if ours in shapes}
@@ -237,6 +235,4 @@ def _check_note(note: Note, format: Format, directory: Path, target: HFTarget) -
         raise ValueError(f"{path} has the kind {note.kind}, and {format.name} is for {format.kind}; export it again")
     if unknown := sorted(note.measured.keys() - format.measured):
         raise ValueError(f"{path} has unknown measurements, {', '.join(unknown)}; export it again")
-    # Strictly: an option of the registry's, such as start_from, could name another folder.
-    parse_json(DRAFTERS[note.kind].Config, json.dumps(note.drafter), path)
     require_fitting_target(directory, note.target, target.identity)

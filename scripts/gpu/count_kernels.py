@@ -38,13 +38,13 @@ from outrider.distill.label import branch_attention as labelling_attention
 from outrider.distill.label import continuations
 from outrider.models.decoding import Acceptance, DraftTree, GreedyAcceptance, RowSeeds, Sampling, SpeculativeSampling, generate
 from outrider.models.decoding.types import NO_NODE, TargetOutput
-from outrider.models.drafters import NullDrafter, build_drafter, feature_drafter, parse_drafter
+from outrider.models.drafters import NullDrafter, build_drafter, feature_search, parse_drafter
 from outrider.models.drafters.branches import attention as branch_attention
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.graphed import GraphedDrafter, RecordableDrafter
 from outrider.models.drafters.objective import LossKind, Objective
 from outrider.models.drafters.small_models import DraftModelConfig
-from outrider.models.target import hf_target, tree_attention
+from outrider.models.target import tree_attention, tree_reader
 from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.tree_cache import ACCELERATOR_EXTENT_STEP
 from outrider.train.batches import target_reads, with_hidden_states
@@ -101,8 +101,8 @@ def cuda_paths() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for owner, name, on_cuda in (
             (tree_attention, "has_grouped_kernel", lambda device: False),
-            (hf_target, "extent_step", lambda device, is_fixed: ACCELERATOR_EXTENT_STEP),
-            (feature_drafter, "extent_step", lambda device, is_fixed: ACCELERATOR_EXTENT_STEP),
+            (tree_reader, "extent_step", lambda device, is_fixed: ACCELERATOR_EXTENT_STEP),
+            (feature_search, "extent_step", lambda device, is_fixed: ACCELERATOR_EXTENT_STEP),
             (branch_attention.Entries, "attend", _attend_densely),
             (labelling_attention, "_flash_attention_cpu", labelling_attention.attention_with_lse),
         ):

@@ -296,7 +296,7 @@ def first_draft(target: HFTarget, drafter: Any) -> DraftTree:
     prompts = Prompts.of([torch.tensor(prompt) for prompt in PROMPTS])
     prefill = target.prefill(prompts, max_new_tokens=4, max_nodes=drafter.max_nodes, feature_layers=drafter.feature_layers)
     state = drafter.init_state(prompts, prefill, max_new_tokens=8)
-    return drafter.propose(state, prefill.logits[:, -1].argmax(-1), generator=torch.Generator().manual_seed(0))
+    return drafter.propose(state, prefill.logits[:, -1].argmax(-1), generator=torch.Generator().manual_seed(0))[0]
 
 
 def test_what_was_saved_drafts_the_same_bits(trained, target):
@@ -307,8 +307,8 @@ def test_what_was_saved_drafts_the_same_bits(trained, target):
     assert before.num_nodes == after.num_nodes > 0
     assert torch.equal(before.tokens, after.tokens)
     assert torch.equal(before.parents, after.parents)
-    assert (before.child_probs is None) == (after.child_probs is None)
-    assert before.child_probs is None or torch.equal(before.child_probs, after.child_probs)
+    assert (before.drawn is None) == (after.drawn is None)
+    assert before.drawn is None or torch.equal(before.drawn.probs, after.drawn.probs)
 
 
 QUICK_OBJECTIVES = set(zip(LossKind, itertools.cycle(WEIGHTS), strict=False))

@@ -144,11 +144,11 @@ class Padded:
         self.drafter, self.feature_layers = drafter, drafter.feature_layers
         self.init_state, self.advance, self.select = drafter.init_state, drafter.advance, drafter.select
 
-    def propose(self, state: Any, last_token: torch.Tensor, *, generator: Randomness = None) -> DraftTree:
-        tree = self.drafter.propose(state, last_token)
+    def propose(self, state: Any, last_token: torch.Tensor, *, generator: Randomness = None) -> tuple[DraftTree, Any]:
+        tree, drafted = self.drafter.propose(state, last_token)
         padding = (0, self.max_nodes - tree.num_nodes)
         tokens, parents = (torch.nn.functional.pad(nodes, padding, value=-1) for nodes in (tree.tokens, tree.parents))
-        return DraftTree(tokens=tokens, parents=parents, max_depth=tree.max_depth)
+        return DraftTree(tokens=tokens, parents=parents, max_depth=tree.max_depth), drafted
 
 
 def test_records_hold_the_padding_that_the_target_reads(

@@ -34,6 +34,20 @@ class DrafterSpec:
     config: Any
     start_from: Path | None = None
 
+    @classmethod
+    def of(cls, kind: str, options: Mapping[str, Any], start_from: Path | None = None) -> "DrafterSpec":
+        """Check a kind and its options. Raises ValueError for an unknown kind or option, and for every wrong value."""
+        if kind not in DRAFTERS:
+            raise ValueError(f"drafter.kind is {kind!r}; there are: {', '.join(sorted(DRAFTERS))}")
+        config_class = DRAFTERS[kind].Config
+        known = {field.name for field in fields(config_class)}
+        if unknown := sorted(set(options) - known):
+            raise ValueError(f"the drafter {kind} has no option {', '.join(unknown)}; it has: {', '.join(sorted(known))}")
+        try:
+            return cls(kind=kind, config=config_class(**options), start_from=start_from)
+        except ValidationError as error:
+            raise ValueError("\n".join(problems_of(error, "drafter"))) from None
+
     def with_options(self, options: Mapping[str, Any]) -> "DrafterSpec":
         """The same drafter that drafts with other `options`. Raises ValueError for options that would change the weights."""
         runtime = self.config.RUNTIME_FIELDS
@@ -41,7 +55,7 @@ class DrafterSpec:
             raise ValueError(
                 f"{', '.join(forbidden)} can't be changed when a {self.kind} is loaded; {', '.join(sorted(runtime))} can"
             )
-        return replace(self, config=_typed_config(self.kind, {**asdict(self.config), **options}))
+        return self.of(self.kind, {**asdict(self.config), **options}, self.start_from)
 
 
 def parse_drafter(options: Mapping[str, Any]) -> DrafterSpec:
@@ -54,26 +68,12 @@ def parse_drafter(options: Mapping[str, Any]) -> DrafterSpec:
     form = {name: value for name, value in options.items() if name != START_FROM}
     if folder is not None:
         form = _options_of(folder, read_drafter_config(folder), form)
-    kind = form.pop("kind", None)
-    return DrafterSpec(kind=kind, config=_typed_config(kind, form), start_from=folder)
+    return DrafterSpec.of(form.pop("kind", None), form, folder)
 
 
 def saved_spec(saved: DrafterFile, options: Mapping[str, Any] | None = None) -> DrafterSpec:
     """The drafter that a folder holds, with `options` that change how it drafts. Raises ValueError as `with_options` does."""
-    return DrafterSpec(kind=saved.kind, config=_typed_config(saved.kind, saved.drafter)).with_options(options or {})
-
-
-def _typed_config(kind: str, options: Mapping[str, Any]) -> Any:
-    if kind not in DRAFTERS:
-        raise ValueError(f"drafter.kind is {kind!r}; there are: {', '.join(sorted(DRAFTERS))}")
-    config_class = DRAFTERS[kind].Config
-    known = {field.name for field in fields(config_class)}
-    if unknown := sorted(set(options) - known):
-        raise ValueError(f"the drafter {kind} has no option {', '.join(unknown)}; it has: {', '.join(sorted(known))}")
-    try:
-        return config_class(**options)
-    except ValidationError as error:
-        raise ValueError("\n".join(problems_of(error, "drafter"))) from None
+    return DrafterSpec.of(saved.kind, saved.drafter).with_options(options or {})
 
 
 def build_drafter(spec: DrafterSpec, target: HFTarget) -> TrainableDrafter:

@@ -276,7 +276,7 @@ def test_width_length_and_nodes_of_the_search_are_chosen_when_it_is_loaded(targe
     sizes = []
     for width, length, nodes in ((1, 3, None), (3, 2, 6), (5, 6, 9)):
         drafter = load_drafter(tmp_path, target, beam_width=width, beam_length=length, tree_nodes=nodes)
-        tree = drafter.propose(hidden, torch.tensor([5, 6]))
+        tree, _ = drafter.propose(hidden, torch.tensor([5, 6]))
         assert tree.max_depth == length
         assert tree.num_nodes <= drafter.max_nodes
         sizes.append(tree.num_nodes)

@@ -307,7 +307,7 @@ def test_a_training_starts_from_a_drafter_of_the_hub(hub, folder, tiny_target_di
     target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="float32", device="cpu"))
     started, there = build_drafter(parse_drafter({"start_from": REPO}), target), load_drafter(folder, target)
     assert all(torch.equal(tensor, there.state_dict()[name]) for name, tensor in started.state_dict().items())
-    assert starting_weights({"start_from": f"{REPO}@main"}) == sha256_file(folder / "model.safetensors")
+    assert starting_weights(parse_drafter({"start_from": f"{REPO}@main"})) == sha256_file(folder / "model.safetensors")
 
 
 def test_a_choice_that_would_be_written_beside_a_drafter_of_the_hub_is_refused_before_any_work(hub, tmp_path):
