@@ -33,8 +33,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repea
 
 from outrider.cli.config import RunConfig, register, to_run_config
 from outrider.data.files import write_json
-from outrider.data.layout import packed, padded
 from outrider.data.manifest import Manifest
+from outrider.data.packing import packed, padded
 from outrider.data.types import TOKENS_ONLY, UNKNOWN, DrafterBatch
 from outrider.distill.label.run import distill, load_examples
 from outrider.eval.measure.environment import describe_environment

@@ -18,7 +18,7 @@ from ...data.files import read_json, sha256_file
 from ...data.manifest import MANIFEST_FILE, load_manifest
 from ...models.drafters.saved.download import HUB_ID
 from ...models.drafters.saved.folder import WEIGHTS_FILE, DrafterFile, count_tensors, read_drafter_config, read_training_facts
-from ...models.export.certificate import read_certificate
+from ...models.export.certificate_file import read_certificate
 from ...models.export.package import UNNAMED, UNNAMED_TARGET, require_names
 from ..records.names import BASELINE
 from ..results.rows import Row, decoding_name, fault, is_broken

@@ -42,7 +42,7 @@ class Note:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class FolderContents:
     """A drafter in a format: what `config.json` says, and the tensors of `file` by their names there."""
 
     config: dict[str, Any]
@@ -81,7 +81,7 @@ class Format:
     name: str
     kind: str
     """The kind of drafter that it holds."""
-    write: Callable[[Any, HFTarget], Layout]
+    write: Callable[[Any, HFTarget], FolderContents]
     read: Callable[[Folder, HFTarget], Reading]
     is_of: Callable[[Folder], bool]
     """Whether a folder is of this format."""

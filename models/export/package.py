@@ -25,7 +25,7 @@ from ..drafters.saved.folder import (
     read_training_facts,
 )
 from .bundle import FOLDER, LICENCE_FILE, REQUIREMENTS_FILE, START_FILE, custom_generate_files
-from .certificate import read_certificate
+from .certificate_file import read_certificate
 from .folders import NOTE_FILE
 
 README_FILE, GENERATION_FILE, CERTIFICATE_FILE = "README.md", "generation_config.json", "certificate.json"

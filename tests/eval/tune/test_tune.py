@@ -20,7 +20,19 @@ from outrider.eval.tune import search as tuning_module
 from outrider.eval.tune.grids import GRIDS, candidates, extended
 from outrider.eval.tune.replay import Answered, ReplayTarget, answer_prompts
 from outrider.eval.tune.run import MAX_EXTENSIONS, TUNING_FILE, LeftOut, Tuning, tune, tuned_settings
-from outrider.eval.tune.search import Pass, Prediction, Replay, Run, Speed, Trial, choose, finalists, regret, replay_all, run
+from outrider.eval.tune.search import (
+    Decoding,
+    Pass,
+    Prediction,
+    Replay,
+    Speed,
+    Trial,
+    choose,
+    finalists,
+    regret,
+    replay_all,
+    run,
+)
 from outrider.eval.tune.step_times import StepTimes, measure_step_times
 from outrider.models.decoding.tree import DraftTree
 from outrider.models.decoding.types import TargetOutput
@@ -114,7 +126,7 @@ def guessed(
             rounds.append(list(tried))
             steps = (Pass(rows=1, nodes=1, own_seconds=0.0, verify_seconds=0.0),)
             seconds = [1e3 if setting is None else 1e3 / speed_of(setting) for setting in tried]
-            runs = [Run(num_tokens=1000, num_steps=1, passes=steps, seconds=taken) for taken in seconds]
+            runs = [Decoding(num_tokens=1000, num_steps=1, passes=steps, seconds=taken) for taken in seconds]
             return [Replay(setting=setting, batch_size=1, run=run) for setting, run in zip(tried, runs, strict=True)]
 
         def measure_all(trial: Any, finals: Sequence[Any], size: int) -> list[Speed]:
@@ -223,7 +235,7 @@ def test_a_batch_size_at_which_plain_decoding_does_not_fit_has_no_choice(
     decode = tuning_module.run
     largest = 1
 
-    def limited(target: Any, drafter: Any, rule: Any, answered: Sequence[Answered], **options: Any) -> Run:
+    def limited(target: Any, drafter: Any, rule: Any, answered: Sequence[Answered], **options: Any) -> Decoding:
         if isinstance(target, HFTarget) and len(answered) > largest and not drafter.max_nodes:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return decode(target, drafter, rule, answered, **options)
@@ -337,7 +349,7 @@ def test_the_targets_steps_are_measured_for_every_size(tiny_target: HFTarget, mo
 
 def test_a_moments_disturbance_is_no_property_of_a_setting() -> None:
     steps = [Pass(rows=1, nodes=2, own_seconds=seconds, verify_seconds=1.0) for seconds in (0.1, 0.1, 9.0)]
-    disturbed = Run(num_tokens=6, num_steps=3, passes=tuple(steps), seconds=3 + 9.2 + 0.6)
+    disturbed = Decoding(num_tokens=6, num_steps=3, passes=tuple(steps), seconds=3 + 9.2 + 0.6)
     assert disturbed.own_seconds == pytest.approx(0.3 + 0.6)
 
 

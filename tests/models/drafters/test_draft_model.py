@@ -10,7 +10,7 @@ import yaml
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from outrider.data.types import UNKNOWN, DrafterBatch
-from outrider.eval.certify.enumerate_rules import EXACT, Replay, total_variation
+from outrider.eval.certify.enumerate_rules import EXACT, ScriptedChance, total_variation
 from outrider.eval.certify.gtest import g_test
 from outrider.models.decoding import GreedyAcceptance, Prompts, Sampling, SpeculativeSampling, generate
 from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, parse_drafter, save_drafter
@@ -196,7 +196,7 @@ def test_every_outcome_of_a_drawn_chain_together_is_the_targets_distribution(tin
     expected = joint(target.model, length + 1)
     script: list[int] | None = []
     while script is not None:
-        chance = Replay(script, 1)
+        chance = ScriptedChance(script, 1)
         prefill = target.prefill(prompts, max_new_tokens=8, max_nodes=length)
         state = drafter.init_state(prompts, prefill, max_new_tokens=8)
         tree, _ = drafter.propose(state, last_token, generator=chance)
