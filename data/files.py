@@ -10,7 +10,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,9 +21,6 @@ from .fields import problems_of
 T = TypeVar("T")
 
 LOCK_FILE = ".lock"
-
-SEAL_KEY = "sha256"
-"""Where a sealed file keeps the digest of the rest."""
 
 OLD_IS_KEPT = "No half-written file was left: what was there before is unchanged, and every file finished earlier is kept"
 
@@ -51,12 +47,13 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing_directory(path: Path) -> Iterator[Path]:
-    """A new, empty folder to write to, which replaces the folder `path` when the block ends without an error.
+    """A new, empty folder that replaces the folder `path` when the block ends without an error.
 
-    On an error the new folder is removed and `path` stays as it was; a full disk raises the OSError of `replacing`. A killed
-    process leaves the old folder or the new one, and at most a `.NAME.partial` and a `.NAME.old`, which the next writer
-    removes. Between two renames `path` is missing for a moment: `finish_replacing` completes what a kill there has left.
-    Raises ValueError for the current folder, which a shell would be left without.
+    On an error the new folder is removed and `path` stays as it was; a full disk raises the OSError
+    of `replacing`. A killed process leaves the old folder or the new one. It may also leave
+    `.NAME.partial` and `.NAME.old`, which the next writer removes. Between two renames `path` is
+    missing for a moment: after a kill there, `finish_replacing` completes the replacement. Raises
+    ValueError for the current folder, since a shell there would be left without it.
     """
     path = path.resolve()
     if path == Path.cwd():
@@ -78,7 +75,10 @@ def replacing_directory(path: Path) -> Iterator[Path]:
 
 
 def finish_replacing(path: Path) -> None:
-    """Complete the replacement of the folder `path` where a killed process has begun it (see `replacing_directory`)."""
+    """Complete the replacement of the folder `path` that a killed process has begun.
+
+    See `replacing_directory`. Does nothing for a folder that is complete.
+    """
     partial, old = partial_directory(path), _old_directory(path)
     if old.exists() and partial.exists() and not path.exists():
         os.replace(partial, path)
@@ -176,28 +176,6 @@ def _not_json(path: Path, problem: object) -> ValueError:
     return ValueError(
         f"{path} is not a JSON file ({problem}). It was altered or cut: restore it, or run the stage that writes it"
     )
-
-
-def write_sealed(path: Path, value: Any) -> None:
-    """Write a dataclass as JSON, whole or not at all, with a digest of what it says."""
-    content = asdict(value)
-    write_json(path, {**content, SEAL_KEY: _content_sha256(content)})
-
-
-def read_sealed(cls: type[T], path: Path) -> T:
-    """A dataclass that `write_sealed` wrote. Raises ValueError as `read_dataclass` does, and where anything was altered."""
-    content = read_json(path)
-    recorded = content.pop(SEAL_KEY, None) if isinstance(content, dict) else None
-    value = parse_json(cls, json.dumps(content), path)
-    if recorded != _content_sha256(content):
-        raise ValueError(
-            f"{path} was altered: its SHA-256 digest is not the recorded one. Restore it, or make its folder anew elsewhere"
-        )
-    return value
-
-
-def _content_sha256(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def read_dataclass(cls: type[T], path: Path) -> T:

@@ -87,9 +87,9 @@ class DistillConfig:
     """Memory for the keys and values of a batch of the engine `batch`, in GiB; reading its prompts takes some besides."""
 
     predictor: Annotated[str, Field(min_length=1)] | None = None
-    """What predicts the lengths of answers: `none`, `light`, `embedding` (on the target's own states), or a directory or Hub id
-    of a sequence-classification model. None is `light` for the engine `batch`; the engine `continuous` admits the longest first
-    where one is named."""
+    """What predicts the lengths of answers: `none`, `light`, or a directory or Hub id of a
+    sequence-classification model. None is `light` for the engine `batch`; the engine `continuous`
+    admits the longest first where one is named."""
 
     base_url: str | None = None
     """Of the server that the engine `openai` asks, with its version: http://HOST:8000/v1."""

@@ -1,5 +1,6 @@
 """Fixtures of all tests: tiny random models, made here, so that every test runs offline on a CPU."""
 
+import gc
 import os
 
 # Before any import of ours: the libraries read these when they are imported.
@@ -32,6 +33,26 @@ CHAT_TEMPLATE = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"
 )
+
+
+COLLECTED = pytest.StashKey[list[pytest.Item]]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    config.stash[COLLECTED] = list(items)
+
+
+@pytest.fixture
+def collected(request: pytest.FixtureRequest) -> list[pytest.Item]:
+    """Every test that was collected, also those that `-m` leaves out."""
+    return request.config.stash[COLLECTED]
+
+
+def pytest_collection_finish() -> None:
+    """Spare every later collection of garbage a walk over what imports and collection left, which stays to the end."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

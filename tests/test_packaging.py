@@ -69,6 +69,7 @@ def test_the_licence_and_the_command_are_in_the_wheel(wheel: ZipFile) -> None:
     assert "outrider = outrider.cli.main:main" in wheel.read(entry_points).decode()
 
 
+@pytest.mark.slow
 def test_a_recipe_composes_from_the_wheel_alone(wheel: ZipFile, tmp_path: Path) -> None:
     wheel.extractall(tmp_path / "site")
     script = (

@@ -90,7 +90,9 @@ def test_a_recipe_runs_through_all_stages(
     assert exported == EXPORTED.get(kind, set())
 
 
-@pytest.mark.parametrize("demo", DEMOS)
+@pytest.mark.parametrize(
+    "demo", [pytest.param(demo, marks=[] if demo == "eagle3_demo" else pytest.mark.slow) for demo in DEMOS]
+)
 def test_the_demo_runs_with_every_kind(tiny_target_dir: Path, questions: Path, tmp_path: Path, demo: str) -> None:
     data = "data={limit: 4, max_length: 64, prompt_chars_min: 20, prompt_chars_max: 40}"
     sizes = SMALL_DEMOS.get(demo, [])

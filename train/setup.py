@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
 from ..data.manifest import Manifest
@@ -71,19 +72,10 @@ def set_up(
         copy.load_state_dict(drafter.state_dict())
     set_seed(config.seed + accelerator.process_index)  # dropout and the like differ by process, the first weights don't
     # 4. The optimizer. The scheduler stays ours: accelerate would step a prepared one once per process.
-    optimizer = make_optimizer(drafter, config)
-    scheduler = get_scheduler(
-        SCHEDULES[config.schedule], optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=config.steps
-    )
+    optimizer, scheduler = make_optimizer(drafter, config)
     validator = make_validator(config, held_out, target, objective, manifest, accelerator)
-    model, optimizer = prepare(
-        accelerator,
-        LossModule(drafter, objective),
-        optimizer,
-        batch_size=config.batch_size,
-        max_grad_norm=config.max_grad_norm,
-        unused_parameters=drafter.has_unused_parameters(manifest.horizon),
-    )
+    unused_parameters = drafter.has_unused_parameters(manifest.horizon)
+    model, optimizer = prepare(accelerator, LossModule(drafter, objective), optimizer, config, unused_parameters)
     return Training(
         config=config,
         run=run,
@@ -217,10 +209,13 @@ def log_recomputed(manifest: Manifest, reads: TargetReads) -> None:
         )
 
 
-def make_optimizer(drafter: TrainableDrafter, config: TrainConfig) -> torch.optim.Optimizer:
+def make_optimizer(drafter: TrainableDrafter, config: TrainConfig) -> tuple[torch.optim.Optimizer, LRScheduler]:
+    """Make AdamW, which decays matrices alone, and the schedule of its learning rate."""
     parameters = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
     groups = [
         {"params": [parameter for parameter in parameters if parameter.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, fused=True)
+    optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, fused=True)
+    name, num_steps = SCHEDULES[config.schedule], config.steps
+    return optimizer, get_scheduler(name, optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=num_steps)

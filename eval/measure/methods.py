@@ -108,7 +108,7 @@ def load_drafters(specs: Mapping[str, MethodSpec], target: HFTarget) -> dict[str
     return {name: load_drafter(spec.path, target, **spec.setting) for name, spec in specs.items() if spec.setting is not None}
 
 
-def proposer(drafter: TrainableDrafter, target: HFTarget) -> Drafter[Any]:
+def proposer(drafter: TrainableDrafter, target: HFTarget) -> Drafter[Any, Any]:
     """The drafter as it decodes beside this target: replayed as a CUDA graph where the target is, if it can be recorded."""
     if target.cuda_graphs and isinstance(drafter, RecordableDrafter):
         return GraphedDrafter(drafter)

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 from ...data.files import atomic_write_bytes, naming_full_disk, parse_json
-from ...models.decoding.phases import PhaseSeconds
+from ...models.phases import PhaseSeconds
 from .digests import digest_of
 from .names import BASELINE as BASELINE
 

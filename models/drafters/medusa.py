@@ -24,13 +24,10 @@ from torch.nn import functional as F
 
 from ...data.fields import OPTIONS, Share, one_of, raise_problems
 from ...data.types import DrafterBatch
-from ..decoding.acceptance import last_entry
-from ..decoding.prompts import Prompts
-from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree
-from ..decoding.types import NO_NODE, Acceptance, TargetOutput
+from ..decoding.types import NO_NODE
 from ..target.hf_target import HFTarget
-from .base import TrainableDrafter
+from .last_state import LastStateDrafter
 from .objective import HIT_RANKS, Labels, Loss, Objective, score
 from .redrafter import ResidualBlock
 from .vocabulary import DraftVocabulary
@@ -103,7 +100,7 @@ class FeedForwardBlock(nn.Module):
 BLOCKS: dict[str, type[nn.Module]] = {"residual": ResidualBlock, "ffn": FeedForwardBlock}
 
 
-class Medusa(TrainableDrafter):
+class Medusa(LastStateDrafter):
     """The heads and their tree. Its state is the target's hidden state at the last accepted token, [batch, hidden]."""
 
     Config = MedusaConfig
@@ -186,48 +183,11 @@ class Medusa(TrainableDrafter):
     def max_nodes(self) -> int:
         return len(self.node_tokens)
 
-    def init_state(
-        self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int
-    ) -> Float[torch.Tensor, "batch hidden"]:
-        return prompts.last(prefill.hidden_states)
-
-    def propose(
-        self,
-        state: Float[torch.Tensor, "batch hidden"],
-        last_token: Int[torch.Tensor, " batch"],
-        *,
-        generator: Randomness = None,
-    ) -> DraftTree:
-        """Draft the same tree for every text, with each head's likeliest tokens (section 2.1.2)."""
-        return self.draft(state, last_token)
-
     def draft(self, state: Float[torch.Tensor, "batch hidden"], last_token: Int[torch.Tensor, " batch"]) -> DraftTree:
-        """Draft without anything random: what a CUDA graph records."""
+        """Draft the same tree for every text, with each head's likeliest tokens (section 2.1.2)."""
         ranked = self.logits(state).topk(self.num_ranks, dim=-1).indices  # [batch, head, rank]
         tokens = ranked.flatten(1)[:, self.node_tokens]
         return DraftTree(tokens=tokens, parents=self.node_parents.expand_as(tokens), max_depth=self.max_depth)
-
-    @property
-    def tree_sizes(self) -> Sequence[int]:
-        return (self.max_nodes,)
-
-    def trim(self, tree: DraftTree) -> DraftTree:
-        """Return the tree as it is: it has no padding."""
-        return tree
-
-    def advance(
-        self,
-        state: Float[torch.Tensor, "batch hidden"],
-        tree: DraftTree,
-        acceptance: Acceptance,
-        output: TargetOutput,
-        num_accepted: Sequence[int],
-    ) -> Float[torch.Tensor, "batch hidden"]:
-        entry = last_entry(acceptance)
-        return output.hidden_states[torch.arange(len(entry), device=entry.device), entry]
-
-    def select(self, state: Float[torch.Tensor, "batch hidden"], rows: Sequence[int]) -> Float[torch.Tensor, "kept hidden"]:
-        return state[rows]
 
     # --- the network
 

@@ -24,14 +24,10 @@ from torch.nn import functional as F
 
 from ...data.fields import OPTIONS, one_of, raise_problems
 from ...data.types import DrafterBatch
-from ..decoding.acceptance import last_entry
-from ..decoding.prompts import Prompts
-from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree
-from ..decoding.types import Acceptance, TargetOutput
 from ..target.hf_target import HFTarget
-from .base import TrainableDrafter
 from .beams import MAX_CANDIDATES, MAX_SEARCH_NODES, beam_search, pack_likeliest, pack_separately, pack_survivors
+from .last_state import LastStateDrafter
 from .objective import Labels, Loss, Objective, score
 from .vocabulary import ReducedVocabulary
 
@@ -113,7 +109,7 @@ class ResidualBlock(nn.Module):
         return x + F.silu(self.linear(x))
 
 
-class Redrafter(ReducedVocabulary, TrainableDrafter):
+class Redrafter(ReducedVocabulary, LastStateDrafter):
     """The recurrent drafter. Its state is the target's hidden state at the last accepted token, [batch, hidden]."""
 
     Config = RedrafterConfig
@@ -169,24 +165,9 @@ class Redrafter(ReducedVocabulary, TrainableDrafter):
 
     # --- decoding
 
-    def init_state(
-        self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int
-    ) -> Float[torch.Tensor, "batch hidden"]:
-        return prompts.last(prefill.hidden_states)
-
-    def propose(
-        self,
-        state: Float[torch.Tensor, "batch hidden"],
-        last_token: Int[torch.Tensor, " batch"],
-        *,
-        generator: Randomness = None,
-    ) -> DraftTree:
-        """Draft the tree of a beam search (section 3.2): its last beams (section 3.3), or the
-        likeliest nodes that it met."""
-        return self.trim(self.draft(state, last_token))
-
     def draft(self, state: Float[torch.Tensor, "batch hidden"], last_token: Int[torch.Tensor, " batch"]) -> DraftTree:
-        """Draft a tree of full size, which a CUDA graph can record."""
+        """Draft the tree of a beam search (section 3.2), padded to its full size: the last beams
+        (section 3.3), or the likeliest nodes that the search met."""
         search = beam_search(self, state, last_token, width=self.config.beam_width, length=self.config.beam_length)
         if not self.config.share_prefixes:
             return pack_separately(search)
@@ -215,20 +196,6 @@ class Redrafter(ReducedVocabulary, TrainableDrafter):
     @property
     def _bucket(self) -> int:
         return -(-self.max_nodes // NUM_BUCKETS)
-
-    def advance(
-        self,
-        state: Float[torch.Tensor, "batch hidden"],
-        tree: DraftTree,
-        acceptance: Acceptance,
-        output: TargetOutput,
-        num_accepted: Sequence[int],
-    ) -> Float[torch.Tensor, "batch hidden"]:
-        entry = last_entry(acceptance)
-        return output.hidden_states[torch.arange(len(entry), device=entry.device), entry]
-
-    def select(self, state: Float[torch.Tensor, "batch hidden"], rows: Sequence[int]) -> Float[torch.Tensor, "kept hidden"]:
-        return state[rows]
 
     # --- the network
 

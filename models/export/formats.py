@@ -18,11 +18,11 @@ from ...data.files import atomic_write_bytes, read_dataclass, write_json
 from ...data.manifest import TargetIdentity
 from ..drafters.base import TrainableDrafter
 from ..drafters.registry import DRAFTERS, kind_of
-from ..drafters.saved.build import DrafterSpec
-from ..drafters.saved.folder import CONFIG_FILE, WEIGHTS_FILE
+from ..drafters.saved.build import DrafterSpec, shapes_of
+from ..drafters.saved.folder import CONFIG_FILE, WEIGHTS_FILE, raise_problems, shape_problems
 from ..drafters.saved.loading import require_fitting_target
 from ..target.hf_target import HFTarget
-from .folders import NOTE_FILE, Folder, open_folder, raise_problems, shape_problems
+from .folders import NOTE_FILE, Folder, open_folder
 
 NOTE_VERSION = 1
 Tensors = dict[str, torch.Tensor]
@@ -185,11 +185,7 @@ def read_folder(
         drafter_options |= note.drafter
     kind, config = format.kind, DrafterSpec.of(format.kind, drafter_options).with_options(runtime_options).config
     # 2. Names and shapes of the tensors, before any weight is read.
-    try:
-        with torch.device("meta"):  # shapes only: a config of absurd sizes must not take the memory for them
-            shapes = DRAFTERS[kind].for_target(config, target).state_dict()
-    except RuntimeError as error:
-        raise ValueError(f"a drafter of the sizes in {folder.path / CONFIG_FILE} can't be made ({error})") from error
+    shapes = shapes_of(kind, config, target, folder.path / CONFIG_FILE)
     names = {ours: theirs for ours, theirs in reading.rename(config).items() if ours in shapes}
     expected = {theirs: shapes[ours] for ours, theirs in names.items()} | reading.required_extra
     raise_problems(folder.path, shape_problems(folder.shapes, expected, reading.optional))

@@ -148,8 +148,8 @@ class ShapedDrafter:
         self.init_state, self.advance, self.select = drafter.init_state, drafter.advance, drafter.select
         self.parents = torch.tensor([[*range(-1, depth - 1), *[-1] * (num_nodes - depth)]], device=device)
 
-    def propose(self, state: Any, last_token: torch.Tensor, *, generator: Any = None) -> DraftTree:
-        return self.draft(state, last_token)
+    def propose(self, state: Any, last_token: torch.Tensor, *, generator: Any = None) -> tuple[DraftTree, None]:
+        return self.draft(state, last_token), None
 
     def trim(self, tree: DraftTree) -> DraftTree:
         return tree

@@ -37,13 +37,14 @@ def test_version_is_the_installed_one(tmp_path: Path) -> None:
     assert result.stdout == f"outrider {version('outrider')}\n"
 
 
+@pytest.mark.slow
 def test_recipes_are_found_from_any_folder_and_leave_nothing_in_it(tmp_path: Path) -> None:
     result = call(sys.executable, REPOSITORY / "train.py", "conf=redrafter_vicuna7b", "--cfg", "job", cwd=tmp_path)
     assert "lmsys/vicuna-7b-v1.3" in result.stdout, result.stderr
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("debug", ["0", "1"])
+@pytest.mark.parametrize("debug", ["0", pytest.param("1", marks=pytest.mark.slow)])
 def test_a_mistake_is_one_message_and_a_traceback_only_for_those_who_ask(tmp_path: Path, debug: str) -> None:
     result = call(*OUTRIDER, "run", "conf=demo", "stages=[distil]", cwd=tmp_path, OUTRIDER_DEBUG=debug)
     assert 'stages[0]="distil": must be one of' in result.stderr
@@ -52,6 +53,7 @@ def test_a_mistake_is_one_message_and_a_traceback_only_for_those_who_ask(tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_an_unknown_recipe_lists_the_known_ones(tmp_path: Path) -> None:
     result = call(*OUTRIDER, "run", "conf=nope", cwd=tmp_path)
     assert result.returncode != 0

@@ -79,6 +79,15 @@ CASES = {
 }
 
 
+QUICK_EAGER = {"gemma2", "mistral-window"}
+"""What eager attention reads in quick tests; of all other cases it is a slow test."""
+EVERY_CASE = [
+    pytest.param(case, kind, marks=[] if kind == "sdpa" or case in QUICK_EAGER else pytest.mark.slow)
+    for case, (_, _, kinds) in CASES.items()
+    for kind in kinds
+]
+
+
 def make_model(architecture: str, options: dict[str, object], attention: str) -> PreTrainedModel:
     suffix = "TextConfig" if architecture == "Gemma3" else "Config"
     config = getattr(transformers, architecture + suffix)(**options)
@@ -115,9 +124,7 @@ def full_forwards(model: PreTrainedModel, prompt: list[int]) -> list[int]:
     return text[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize(
-    ("case", "attention"), [(case, attention) for case, (_, _, kinds) in CASES.items() for attention in kinds]
-)
+@pytest.mark.parametrize(("case", "attention"), EVERY_CASE)
 def test_batches_of_trees_give_the_tokens_of_full_forwards(case, attention, tiny_tokenizer):
     architecture, options, _ = CASES[case]
     model = make_model(architecture, options, attention)
@@ -136,9 +143,7 @@ def test_batches_of_trees_give_the_tokens_of_full_forwards(case, attention, tiny
         assert (num_accepted > 0) == isinstance(drafter, OracleDrafter), "the oracle's drafts weren't what the model says"
 
 
-@pytest.mark.parametrize(
-    ("case", "attention"), [(case, attention) for case, (_, _, kinds) in CASES.items() for attention in kinds]
-)
+@pytest.mark.parametrize(("case", "attention"), EVERY_CASE)
 def test_training_reads_padded_rows_as_each_text_alone(case, attention, tiny_tokenizer):
     """Among them windows shorter than the padding, of which eager attention under a mask makes NaN."""
     architecture, options, _ = CASES[case]

@@ -55,7 +55,7 @@ def test_a_bad_address_is_refused_without_showing_what_may_be_a_password(url: st
 
 
 def test_scheduling_by_length_is_for_the_engines_that_do_it() -> None:
-    regenerating(engine="batch", predictor="embedding", kv_budget_gib=0.5)
+    regenerating(engine="batch", predictor="light", kv_budget_gib=0.5)
     regenerating(engine="continuous", predictor="light")
     with pytest.raises(ValueError, match="predictor is 'light' and engine 'auto'"):
         regenerating(predictor="light")

@@ -144,11 +144,11 @@ class Padded:
         self.drafter, self.feature_layers = drafter, drafter.feature_layers
         self.init_state, self.advance, self.select = drafter.init_state, drafter.advance, drafter.select
 
-    def propose(self, state: Any, last_token: torch.Tensor, *, generator: Randomness = None) -> DraftTree:
-        tree = self.drafter.propose(state, last_token)
+    def propose(self, state: Any, last_token: torch.Tensor, *, generator: Randomness = None) -> tuple[DraftTree, Any]:
+        tree, drafted = self.drafter.propose(state, last_token)
         padding = (0, self.max_nodes - tree.num_nodes)
         tokens, parents = (torch.nn.functional.pad(nodes, padding, value=-1) for nodes in (tree.tokens, tree.parents))
-        return DraftTree(tokens=tokens, parents=parents, max_depth=tree.max_depth)
+        return DraftTree(tokens=tokens, parents=parents, max_depth=tree.max_depth), drafted
 
 
 def test_records_hold_the_padding_that_the_target_reads(
@@ -282,6 +282,7 @@ def answers(output_dir: Path) -> dict[tuple[str, int, float], dict[str, list[int
     return found
 
 
+@pytest.mark.slow
 def test_sampled_answers_of_a_drafter_are_the_baselines_very_tokens(run_tiny: Evaluate, tmp_path: Path) -> None:
     rows = run_tiny(tmp_path, temperatures=TWO_TEMPERATURES, repeats=2)
     methods = ["baseline", "redrafter", "redrafter beam_width=1"]
@@ -350,7 +351,8 @@ class SamplesHotter(SpeculativeSampling):
         return (wrong if tree.num_nodes else right)(tree, output, generator=generator)
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.slow
 def test_a_sampler_of_a_wrong_distribution_is_caught(
     run_tiny: Evaluate, tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
@@ -750,6 +752,7 @@ def test_an_audit_that_runs_out_of_memory_is_tried_once_more(
     assert len(tried) == 2
 
 
+@pytest.mark.slow
 def test_an_answer_whose_audit_runs_out_of_memory_twice_is_unproven(
     run_tiny: Evaluate, differing: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

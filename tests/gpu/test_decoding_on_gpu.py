@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from outrider.models.decoding import GreedyAcceptance, Prompts, RowSeeds, Sampling, SpeculativeSampling, chain_tree, generate
+from outrider.models.decoding.types import Counts
 from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.graphed import GraphedDrafter, RecordableDrafter
@@ -259,7 +260,7 @@ def test_what_is_taken_of_a_row_is_what_the_cache_holds(model):
     for token in range(3):
         last = torch.full((3,), token + 5, device=model.device)
         model.verify(last, chain_tree(torch.full((3, 2), token + 9, device=model.device)))
-        model.keep(None, torch.tensor([3, 1, 2], device=model.device), [3, 1, 2])
+        model._cache.keep(None, Counts.of([3, 1, 2], model.device))
     cache = model._cache
     for row, prompt in enumerate(PROMPTS):
         length = len(prompt) + 3 * [3, 1, 2][row]

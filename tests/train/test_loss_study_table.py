@@ -18,6 +18,7 @@ def run_script(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
     runpy.run_path(str(SCRIPT), run_name="__main__")
 
 
+@pytest.mark.slow
 def test_seeds_are_averaged_and_the_best_loss_comes_first(
     run_train: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,6 +31,9 @@ KINDS = {
     "fsdp medusa": "medusa",
     "fsdp eagle3": "eagle3",
 }
+QUICK = ["redrafter", "fsdp eagle3"]
+LAUNCHES = {"quick": QUICK, "slow": [name for name in KINDS if name not in QUICK]}
+"""The trainings of each launch of two processes. Starting the processes takes most of its time."""
 
 
 DRAFTERS = {**DRAFTERS, "draft model": {"kind": "draft_model", "num_layers": 1, "init": "target_layers"}}
@@ -69,23 +72,36 @@ def special_shards(short_shards_dir: Path, sparse_shards_dir: Path) -> dict[str,
 
 @pytest.fixture(scope="module")
 def launched(
-    tiny_target_dir: Path, shards_dir: Path, special_shards: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    tiny_target_dir: Path,
+    shards_dir: Path,
+    special_shards: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
-    """The trainings of two processes, in a folder each."""
+    """The trainings of one of the LAUNCHES, in a folder each."""
     output = tmp_path_factory.mktemp("processes")
     trainings: dict[str, Any] = {
-        name: {"config": CONFIG, "drafter": DRAFTERS[kind], "fsdp": name.startswith("fsdp")} for name, kind in KINDS.items()
+        name: {"config": CONFIG, "drafter": DRAFTERS[KINDS[name]], "fsdp": name.startswith("fsdp")}
+        for name in LAUNCHES[request.param]
     }
     for name in trainings:
         trainings[name]["tensor_parallel"] = name.startswith("sliced")
         if name in special_shards:
             trainings[name]["shards"] = str(special_shards[name])
-    trainings["fsdp resumed"] = {**trainings["fsdp medusa"], "from": "fsdp medusa", "at": 2}
+    if "fsdp medusa" in trainings:
+        trainings["fsdp resumed"] = {**trainings["fsdp medusa"], "from": "fsdp medusa", "at": 2}
     launch(["--config_file", "conf/launch/cpu.yaml"], tiny_target_dir, shards_dir, output, trainings)
     return output
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    ("launched", "name"),
+    [
+        *[("quick", name) for name in LAUNCHES["quick"]],
+        *[pytest.param("slow", name, marks=pytest.mark.slow) for name in LAUNCHES["slow"]],
+    ],
+    indirect=["launched"],
+)
 def test_two_processes_learn_what_one_does_of_the_same_texts_per_step(
     name: str, launched: Path, shards_dir: Path, special_shards: dict[str, Path], run_train: Callable[..., Run]
 ) -> None:
@@ -129,6 +145,8 @@ def test_ddp_looks_for_unused_parameters_only_where_the_labels_leave_some(
     assert handler.gradient_as_bucket_view
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("launched", ["slow"], indirect=True)
 def test_a_resumed_run_with_fsdp_ends_with_the_bits_of_an_unbroken_one(launched: Path) -> None:
     resumed, unbroken = launched / "fsdp resumed", launched / "fsdp medusa"
     assert len(numbers(resumed)) == STEPS - 2 + 1

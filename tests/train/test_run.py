@@ -222,7 +222,7 @@ def test_a_few_flipped_bytes_of_a_checkpoint_are_noticed(run_train: RunTrain) ->
         run_train()
 
 
-@pytest.mark.parametrize("marker", ["{}", "[]", '{"files": 3}'])
+@pytest.mark.parametrize("marker", ["{}", *(pytest.param(text, marks=pytest.mark.slow) for text in ("[]", '{"files": 3}'))])
 def test_a_marker_that_is_none_makes_a_checkpoint_incomplete(marker: str, run_train: RunTrain) -> None:
     run = run_train()
     newest = max((run.train_dir / "checkpoints").glob("step-*"))
@@ -306,7 +306,7 @@ def test_a_drafter_is_told_of_the_last_tenth_whatever_was_logged_and_interrupted
     assert last["loss"] == float(unbroken.sums.sum() / unbroken.counts.sum())
 
 
-@pytest.mark.parametrize("limit", [20_000, 50_000])
+@pytest.mark.parametrize("limit", [20_000, pytest.param(50_000, marks=pytest.mark.slow)])
 def test_a_full_disk_is_a_clear_error_and_the_last_checkpoint_is_kept(
     run_train: RunTrain, spy: Any, tmp_path: Path, limit: int
 ) -> None:

@@ -110,7 +110,11 @@ def test_labels_are_the_targets_own_answers(validator: Validator, held_out: list
             assert batch.continuations[row, start - 1 + offset].tolist() == own
 
 
-@pytest.mark.parametrize("options", KINDS, ids=[str(options["kind"]) for options in KINDS])
+@pytest.mark.parametrize(
+    "options",
+    [KINDS[0], *(pytest.param(options, marks=pytest.mark.slow) for options in KINDS[1:])],
+    ids=[str(options["kind"]) for options in KINDS],
+)
 def test_measuring_changes_nothing_that_is_learned(run_train: RunTrain, options: dict[str, object]) -> None:
     base = {"validation_texts": 4, "validation_tokens": 8, "replace_drafter": options}
     often, once = run_train("often", **base, validate_every=2), run_train("once", **base)
@@ -126,7 +130,7 @@ def test_measuring_changes_nothing_that_is_learned(run_train: RunTrain, options:
 
 @pytest.mark.parametrize(
     "options",
-    [*KINDS, {"kind": "draft_model", "num_layers": 1}],
+    [*(pytest.param(options, marks=pytest.mark.slow) for options in KINDS), {"kind": "draft_model", "num_layers": 1}],
     ids=["redrafter", "medusa", "eagle", "eagle3", "draft_model"],
 )
 def test_drafters_in_float32_decode_with_a_target_in_bfloat16(
@@ -146,6 +150,7 @@ def test_medusa_takes_its_tree_from_the_held_out_answers(run_train: RunTrain, ta
     torch.testing.assert_close(accuracies.cumsum(1), torch.tensor(measured))
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_measures_the_same(run_train: RunTrain, tmp_path: Path) -> None:
     options = {"validation_texts": 4, "validation_tokens": 8, "validate_every": 2}
     whole = run_train("whole", **options)

@@ -96,18 +96,22 @@ def drafter_of_weights(spec: DrafterSpec, folder: Path, target: HFTarget) -> Tra
     _require_counts(config, folder)
     # Trained weights need no beginning with the target's, which a quantised one couldn't give.
     unbegun = replace(config, init="random") if getattr(config, "init", None) == "target" else config
-    try:
-        with torch.device("meta"):  # shapes only: a config of absurd sizes must not take the memory for them
-            shapes = DRAFTERS[kind].for_target(unbegun, target).state_dict()
-    except RuntimeError as error:
-        raise ValueError(f"a drafter of the sizes in {folder / CONFIG_FILE} can't be made ({error})") from error
-    tensors = read_weights(folder / WEIGHTS_FILE, shapes)
+    tensors = read_weights(folder / WEIGHTS_FILE, shapes_of(kind, unbegun, target, folder / CONFIG_FILE))
     drafter = DRAFTERS[kind].for_target(unbegun, target)
     if unbegun is not config:
         drafter.config = config
     drafter.load_state_dict(tensors)
     drafter.check_weights()
     return drafter
+
+
+def shapes_of(kind: str, config: Any, target: HFTarget, path: Path) -> dict[str, torch.Tensor]:
+    """Return a drafter's tensors on the meta device: a config of absurd sizes, read from `path`, must not take memory."""
+    try:
+        with torch.device("meta"):
+            return DRAFTERS[kind].for_target(config, target).state_dict()
+    except RuntimeError as error:
+        raise ValueError(f"a drafter of the sizes in {path} can't be made ({error})") from error
 
 
 def _require_counts(config: Any, folder: Path) -> None:

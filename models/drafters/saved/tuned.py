@@ -127,7 +127,7 @@ def tuned_choice(directory: Path, target: HFTarget, *, batch_size: int = 1, temp
     )
 
 
-def load_tuned(directory: Path, target: HFTarget, *, batch_size: int = 1, temperature: float = 0.0) -> Drafter[Any]:
+def load_tuned(directory: Path, target: HFTarget, *, batch_size: int = 1, temperature: float = 0.0) -> Drafter[Any, Any]:
     """The drafter of a directory in the setting that was chosen here; one that drafts nothing where that is faster.
 
     Raises ValueError as `load_drafter` and `tuned_choice` do.

@@ -199,7 +199,7 @@ def test_a_folder_of_another_run_is_refused_with_every_difference(
 
 
 def test_bad_settings_are_listed_together() -> None:
-    with pytest.raises(ValueError, match=r"horizon is 0.*batch_tokens is -1.*features is 'all'"):
+    with pytest.raises(ValueError, match=r"(?s)horizon.*features.*batch_tokens"):
         DistillConfig(horizon=0, batch_tokens=-1, features="all")
 
 
@@ -264,6 +264,7 @@ distill(config, data, target, target.tokenizer, Path(output_dir), Accelerator(cp
 """
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments_it_resumes_to_the_same_bytes(target: HFTarget, tiny_target_dir: Path, tmp_path: Path) -> None:
     data = write_conversations(tmp_path / "chats.jsonl", 180)
     folder, num_shards = tmp_path / "killed", 60

@@ -409,6 +409,7 @@ regenerate(config, data, target, target.tokenizer, Path(output_dir), Accelerator
 """
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments_it_resumes_to_the_same_bytes(target: HFTarget, tiny_target_dir: Path, tmp_path: Path) -> None:
     data = write_conversations(tmp_path / "chats.jsonl", 54)
     folder, num_shards = tmp_path / "killed", 18

@@ -42,7 +42,7 @@ def decoding(tiny_target_dir: Path, tiny_drafter_dir: Path, questions: Path, tmp
     ]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_a_target_and_a_drafter_are_certified(decoding: list[str], dtype: str, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, [*decoding, "--dtype", dtype])
     assert result.exit_code == 0, result.output
@@ -105,7 +105,7 @@ def test_cuda_graphs_on_a_cpu_are_refused_before_anything_is_loaded(
     assert "forms of a target, and there is none" in str(result.exception)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_wrong_tokens_fail_in_any_precision(
     decoding: list[str], dtype: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -118,7 +118,7 @@ def test_wrong_tokens_fail_in_any_precision(
     assert [line["passed"] for line in certificate["lines"]] == [False, False, False, True]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_a_target_that_misreads_trees_fails_in_any_precision(
     decoding: list[str], dtype: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

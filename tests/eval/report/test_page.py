@@ -31,8 +31,8 @@ from outrider.eval.records.run_files import (
 from outrider.eval.report.page import write_report
 from outrider.eval.report.runs import read_groups
 from outrider.eval.results.finished import read_rows, rows_of
-from outrider.models.decoding.types import PhaseSeconds
 from outrider.models.drafters.saved.folder import TrainingFacts
+from outrider.models.phases import PhaseSeconds
 
 from ...conftest import REPOSITORY
 from ..conftest import MakeRecord

@@ -115,7 +115,9 @@ def sampled(target: HFTarget, temperature: float, seed: int) -> list[int]:
     return [token for step in steps for token in step.tokens[0]]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype", ["float32", *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in ("float64", "bfloat16"))]
+)
 def test_the_audit_knows_the_clocks_of_a_sampled_answer(tiny_target_dir: Path, dtype: str) -> None:
     target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype=dtype, device="cpu"))
     for temperature in (0.5, 1.0, 2.0):

@@ -49,7 +49,7 @@ def answered_by(target: HFTarget, temperature: float, layers: tuple[int, ...] = 
     return answer_prompts(target, prompts, rule, max_new_tokens=24, feature_layers=layers, batch_size=2)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", [*WIDE, "oracle"])
 def test_a_replay_takes_the_steps_that_decoding_takes(kind: str, temperature: float, tiny_target: HFTarget) -> None:
     torch.manual_seed(0)
@@ -249,7 +249,7 @@ def tune_tiny(tiny_target: HFTarget, tiny_drafter_dir: Path, questions: Path, tm
     return tune_it
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["the first one", "another one"])
+@pytest.mark.parametrize("first", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["the first one", "another one"])
 def test_a_setting_whose_drafter_does_not_load_is_left_out_and_named(
     first: bool, tune_tiny: Callable[..., Tuning], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -28,7 +28,7 @@ class ScriptedDrafter:
     def select(self, state, rows) -> int:
         return state
 
-    def propose(self, state, last_token, *, generator=None) -> DraftTree:
+    def propose(self, state, last_token, *, generator=None) -> tuple[DraftTree, int]:
         tokens, parents, at = [], [], -1
         for depth in range(self.depth):
             position = state + depth
@@ -38,10 +38,11 @@ class ScriptedDrafter:
             parents += [at] * len(row)
             tokens += row
             at = len(tokens) - 1
-        return DraftTree(tokens=torch.tensor([tokens]), parents=torch.tensor([parents]), max_depth=self.depth)
+        tree = DraftTree(tokens=torch.tensor([tokens]), parents=torch.tensor([parents]), max_depth=self.depth)
+        return tree, state
 
-    def advance(self, state, tree, acceptance, output, num_accepted) -> int:
-        return state + int(acceptance.num_accepted[0]) + 1
+    def advance(self, drafted, tree, accepted, output) -> int:
+        return drafted + accepted.num_accepted.host[0] + 1
 
 
 def decode(target: HFTarget, drafter, prompt: torch.Tensor, **options) -> list[Step]:

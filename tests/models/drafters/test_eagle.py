@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,10 +14,11 @@ from outrider.data.manifest import TargetIdentity
 from outrider.data.types import UNKNOWN, DrafterBatch
 from outrider.models.decoding import GreedyAcceptance, Prompts, generate
 from outrider.models.decoding.acceptance import sibling_rank
-from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, parse_drafter, save_drafter
+from outrider.models.drafters import NullDrafter, build_drafter, feature_drafter, load_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.eagle import Eagle
 from outrider.models.drafters.eagle3 import Eagle3, default_feature_layers
-from outrider.models.drafters.feature_drafter import STATIC_FIRST_HIT, FeatureDrafter
+from outrider.models.drafters.feature_drafter import FeatureDrafter
+from outrider.models.drafters.feature_search import STATIC_FIRST_HIT
 from outrider.models.drafters.objective import Labels, Objective
 from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.hidden_states import decoder_layers
@@ -269,11 +271,10 @@ class Watched:
         self.num_checked = 0
 
     def propose(self, state, last_token, *, generator=None):
-        search = self.drafter._search
+        search = feature_drafter.search
         found = []
-        self.drafter._search = lambda *arguments: found.append(search(*arguments)) or found[0]
-        tree = self.drafter.propose(state, last_token)
-        self.drafter._search = search
+        with patch.object(feature_drafter, "search", lambda *arguments: found.append(search(*arguments)) or found[0]):
+            tree, drafted = self.drafter.propose(state, last_token)
         for row, last in enumerate(last_token.tolist()):
             expected = slow_search(self.drafter, self.target, self.texts[row], last)
             paths = row_paths(found[0].tokens[row], found[0].parents[row])
@@ -281,13 +282,13 @@ class Watched:
             likeliest = sorted(expected, key=lambda path: -expected[path])[: self.drafter.config.tree_nodes]
             assert set(row_paths(tree.tokens[row], tree.parents[row])) == set(likeliest)
             self.num_checked += 1
-        return tree
+        return tree, drafted
 
-    def advance(self, state, tree, acceptance, output, num_accepted):
+    def advance(self, drafted, tree, accepted, output):
         for row, text in enumerate(self.texts):
             text.append(self.last[row])
-            text += tree.tokens[row][acceptance.path[row, : num_accepted[row]]].tolist()
-        return self.drafter.advance(state, tree, acceptance, output, num_accepted)
+            text += tree.tokens[row][accepted.nodes[row, : accepted.num_accepted.host[row]]].tolist()
+        return self.drafter.advance(drafted, tree, accepted, output)
 
     def select(self, state, rows):
         self.texts = [self.texts[row] for row in rows]
@@ -327,7 +328,8 @@ def test_decoding_drafts_the_tree_of_a_slow_search_whatever_was_accepted_before(
 
     def remember(state, last_token, **options):
         watched.last = last_token.tolist()
-        return with_right_tokens(propose(state, last_token, **options))
+        tree, drafted = propose(state, last_token, **options)
+        return with_right_tokens(tree), drafted
 
     def with_right_tokens(tree):
         """The tree with the target's own next tokens on one path, so that something is accepted, in each row another number."""
@@ -350,7 +352,7 @@ def test_decoding_drafts_the_tree_of_a_slow_search_whatever_was_accepted_before(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tree", ["dynamic", "static"])
+@pytest.mark.parametrize("tree", ["dynamic", pytest.param("static", marks=pytest.mark.slow)])
 def test_greedy_answers_are_those_of_plain_decoding(kind, tree, family):
     expected = [answers(family, NullDrafter(), [prompt])[0][0] for prompt in PROMPTS]
     drafter = make(kind, family, tree=tree, depth=4, top_k=3, tree_nodes=10)
@@ -382,7 +384,8 @@ def test_no_tree_has_more_nodes_than_it_says_or_a_node_without_its_parent(vocabu
 def first_draft(target: HFTarget, drafter: Any) -> Any:
     prompts = Prompts.of([torch.tensor(prompt) for prompt in PROMPTS])
     prefill = target.prefill(prompts, max_new_tokens=4, max_nodes=drafter.max_nodes, feature_layers=drafter.feature_layers)
-    return drafter.propose(drafter.init_state(prompts, prefill, max_new_tokens=8), prefill.logits[:, -1].argmax(-1))
+    state = drafter.init_state(prompts, prefill, max_new_tokens=8)
+    return drafter.propose(state, prefill.logits[:, -1].argmax(-1))[0]
 
 
 def test_a_static_tree_has_the_same_ranks_in_every_text(llama):

@@ -215,7 +215,7 @@ def test_a_tree_small_enough_to_check_by_eye():
 def proposed(drafter: Medusa, hidden: torch.Tensor) -> list[list[int]]:
     """The paths of the first row's draft tree, as tokens."""
     with torch.inference_mode():
-        tree = drafter.propose(hidden, torch.zeros(len(hidden), dtype=torch.long))
+        tree, _ = drafter.propose(hidden, torch.zeros(len(hidden), dtype=torch.long))
     tokens, lineage = tree.tokens[0].tolist(), tree.lineage[0].tolist()
     return [[tokens[node] for node in reversed(line) if node >= 0] for line in lineage]
 

@@ -256,7 +256,10 @@ def distilled_to_tiny(tiny) -> Redrafter:
     return drafter.eval().requires_grad_(False)
 
 
-@pytest.mark.parametrize(("tree_nodes", "share_prefixes"), [(None, True), (4, True), (None, False)])
+@pytest.mark.parametrize(
+    ("tree_nodes", "share_prefixes"),
+    [pytest.param(None, True, marks=pytest.mark.slow), (4, True), pytest.param(None, False, marks=pytest.mark.slow)],
+)
 def test_texts_drafted_by_beams_are_samples_of_the_target(target, tree_nodes, share_prefixes):
     tiny = make_tiny(target, seed=0)
     drafter = distilled_to_tiny(tiny)
@@ -273,7 +276,7 @@ def test_width_length_and_nodes_of_the_search_are_chosen_when_it_is_loaded(targe
     sizes = []
     for width, length, nodes in ((1, 3, None), (3, 2, 6), (5, 6, 9)):
         drafter = load_drafter(tmp_path, target, beam_width=width, beam_length=length, tree_nodes=nodes)
-        tree = drafter.propose(hidden, torch.tensor([5, 6]))
+        tree, _ = drafter.propose(hidden, torch.tensor([5, 6]))
         assert tree.max_depth == length
         assert tree.num_nodes <= drafter.max_nodes
         sizes.append(tree.num_nodes)

@@ -91,7 +91,9 @@ def test_every_kind_is_here() -> None:
     assert {options.get("kind", name) for name, options in OPTIONS.items()} == DRAFTERS.keys()
 
 
-@pytest.mark.parametrize("name", sorted(OPTIONS))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if "kind" in OPTIONS[name] else []) for name in sorted(OPTIONS)]
+)
 def test_no_tensor_holds_all_labels_times_the_vocabulary(
     name: str, wide_target: HFTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:

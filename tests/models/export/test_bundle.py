@@ -104,6 +104,7 @@ def is_installed(requirement: str) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_plain_transformers_decodes_with_it(package_dirs: dict[str, Path], tiny_target_dir: Path, tmp_path: Path) -> None:
     """In an environment, made of links, that holds only torch, transformers and what these need themselves: with the script
     that users check theirs with, which compares a single prompt and a left-padded batch with `model.generate`."""

@@ -37,9 +37,9 @@ def trees(target: Any, drafter: Any) -> list[tuple[Any, Any]]:
             return getattr(drafter, name)
 
         def propose(self, state, last_token, *, generator=None):
-            tree = drafter.propose(state, last_token)
+            tree, drafted = drafter.propose(state, last_token)
             found.append((tree.tokens.tolist(), tree.parents.tolist()))
-            return tree
+            return tree, drafted
 
     rows = [torch.tensor(prompt) for prompt in PROMPTS]
     for _ in generate(target, Watched(), GreedyAcceptance(), rows, max_new_tokens=6, stop_ids=()):

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from outrider.models.decoding import (
-    Acceptance,
     GreedyAcceptance,
     Prompts,
     RowSeeds,
@@ -17,6 +16,7 @@ from outrider.models.decoding import (
     generate,
 )
 from outrider.models.decoding.loop import kept_places
+from outrider.models.decoding.types import AcceptedPath, Counts
 from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.graphed import GraphedDrafter, RecordableDrafter
@@ -130,8 +130,7 @@ def test_recordings_are_dropped_when_the_cache_grows_in_the_middle_of_an_answer(
         logits[each] = [each.prefill(Prompts.of(prompt), max_new_tokens=2, max_nodes=0).logits[0, -1]]
         for index in range(tokens.shape[1] - 1):  # far more than was asked for
             logits[each].append(each.verify(tokens[:, index], nothing).logits[0, -1].clone())
-            keep = Acceptance(path=nothing.parents, num_accepted=tokens.new_zeros(1), bonus_token=tokens[:, index + 1])
-            each.commit(nothing, keep, [0])
+            each.commit(nothing, AcceptedPath(nodes=nothing.parents, num_accepted=Counts.of([0], prompt.device)))
     for found, expected in zip(logits[graphed], logits[target], strict=True):
         torch.testing.assert_close(found, expected)
 
@@ -204,6 +203,7 @@ def test_recordings_share_the_memory_of_their_logits(graphed, redrafter):
     assert len({each.untyped_storage().data_ptr() for each in logits}) < len(logits) / 2
 
 
+@pytest.mark.slow
 def test_a_compiled_target_decodes_what_a_plain_one_does(target, redrafter, monkeypatch):
     monkeypatch.setattr(tree_cache, "EXTENT_STEP", STEP)
     num_traced = 0

@@ -7,12 +7,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.models.decoding import GreedyAcceptance, Prompts, empty_tree, generate
-from outrider.models.drafters import NullDrafter, build_drafter, feature_drafter, parse_drafter
+from outrider.models.drafters import NullDrafter, build_drafter, feature_search, parse_drafter
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.graphed import GraphedDrafter
 from outrider.models.drafters.redrafter import NUM_BUCKETS, RedrafterConfig
 from outrider.models.drafters.small_models import DraftModelConfig
-from outrider.models.target import hf_target, tree_attention
+from outrider.models.target import tree_attention, tree_reader
 from outrider.models.target.hf_target import HFTarget
 
 from ..recorder import PoolRecorder
@@ -52,7 +52,7 @@ def like_a_gpu(monkeypatch) -> list[int]:
 
     monkeypatch.setattr(tree_attention, "has_grouped_kernel", lambda device: False)
     monkeypatch.setattr(tree_attention, "scaled_dot_product_attention", efficient)
-    for module in (hf_target, feature_drafter):
+    for module in (tree_reader, feature_search):
         monkeypatch.setattr(module, "extent_step", lambda device, *, is_fixed: STEP)
     return calls
 
@@ -90,7 +90,13 @@ def test_plain_decoding_of_even_rows_needs_no_mask_on_a_gpu(llama, like_a_gpu):
 
 
 @pytest.mark.parametrize(
-    ("options", "num_new"), [({}, 270), ({"top_k": 3}, 70), ({"temperature": 1.0}, 70)], ids=["chain", "tree", "drawn"]
+    ("options", "num_new"),
+    [
+        pytest.param({}, 270, marks=pytest.mark.slow),
+        ({"top_k": 3}, 70),
+        pytest.param({"temperature": 1.0}, 70, marks=pytest.mark.slow),
+    ],
+    ids=["chain", "tree", "drawn"],
 )
 def test_a_recorded_draft_model_has_room_for_the_whole_answer(llama, monkeypatch, options, num_new):
     """Its cache grew in the middle of an answer, and the next recording went into a pool without a
@@ -98,7 +104,7 @@ def test_a_recorded_draft_model_has_room_for_the_whole_answer(llama, monkeypatch
     recorder = PoolRecorder()
     reader = HFTarget(llama.model, llama.tokenizer, llama.identity, cuda_graphs=True, recorder=recorder)
     drafter = DraftModel(DraftModelConfig(length=3, **options), reader)
-    monkeypatch.setattr(hf_target, "extent_step", lambda device, *, is_fixed: 64)
+    monkeypatch.setattr(tree_reader, "extent_step", lambda device, *, is_fixed: 64)
     expected = answers(llama, NullDrafter(), PROMPTS[:1], num_new)
     assert answers(llama, drafter, PROMPTS[:1], num_new) == expected
     assert recorder.num_pools == 1, "the cache has moved"
@@ -107,7 +113,7 @@ def test_a_recorded_draft_model_has_room_for_the_whole_answer(llama, monkeypatch
 def test_recordings_after_a_move_go_into_a_new_pool(llama, monkeypatch):
     recorder = PoolRecorder()
     graphed = HFTarget(llama.model, llama.tokenizer, llama.identity, cuda_graphs=True, recorder=recorder)
-    monkeypatch.setattr(hf_target, "extent_step", lambda device, *, is_fixed: STEP)
+    monkeypatch.setattr(tree_reader, "extent_step", lambda device, *, is_fixed: STEP)
     prompts, options = torch.tensor(PROMPTS[:1]), {"max_nodes": 0}
     nothing = empty_tree(1, prompts.device)
     outputs = []

@@ -53,7 +53,9 @@ def texts(engine: BatchEngine | DecoderEngine, requests: list[Request]) -> dict[
     return found
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "sampling", [pytest.param(SAMPLINGS[0], marks=pytest.mark.slow), SAMPLINGS[1]], ids=["greedy", "sampled"]
+)
 def test_evicted_rows_go_on_to_the_answers_of_requests_alone(
     exact_target: HFTarget, many: list[Request], limits: Limits, sampling: Sampling
 ) -> None:

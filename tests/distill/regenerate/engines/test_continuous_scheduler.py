@@ -130,7 +130,7 @@ def test_tokens_read_again_after_offloading_count_as_written() -> None:
     assert num_written(again) == 8
 
 
-@pytest.mark.parametrize("max_requests", [3, 16])
+@pytest.mark.parametrize("max_requests", [3, pytest.param(16, marks=pytest.mark.slow)])
 def test_answers_are_those_of_first_come_first_served(
     target: HFTarget, requests: list[Request], limits: Limits, max_requests: int
 ) -> None:

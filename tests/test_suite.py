@@ -1,0 +1,97 @@
+"""What the quick tests cover. A test that becomes slow must not take the last quick one of a kind, rule or command along."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import typer
+
+from outrider.cli.main import app
+from outrider.models.decoding import acceptance
+from outrider.models.drafters import DRAFTERS
+from outrider.models.drafters.objective import WEIGHTS, LossKind
+
+from .conformance.test_architectures import CASES
+from .conformance.test_drafters import OPTIONS
+
+CONFORMANCE = "tests/conformance/test_drafters.py"
+ARCHITECTURES = "tests/conformance/test_architectures.py"
+RULES = {
+    "GreedyAcceptance": f"{CONFORMANCE}::test_greedy_answers_are_plain_decodings",
+    "SpeculativeSampling": f"{CONFORMANCE}::test_with_the_same_seeds_plain_decoding_samples_the_same",
+    "TypicalAcceptance": f"{CONFORMANCE}::test_typical_acceptance_answers_in_full",
+}
+COMMANDS = {
+    "certify": "tests/eval/certify/test_certificate.py::test_a_target_and_a_drafter_are_certified",
+    "data verify": "tests/data/test_verify.py::test_a_whole_folder_passes",
+    "eval": "tests/eval/test_cli.py::test_widths_become_methods_and_the_table_is_printed",
+    "export": "tests/cli/test_export.py::test_a_drafter_goes_out_and_comes_back",
+    "import": "tests/cli/test_export.py::test_a_drafter_goes_out_and_comes_back",
+    "package": "tests/cli/test_hub.py::test_a_package_is_made_and_listed",
+    "pull": "tests/models/export/test_hub.py::test_what_is_pushed_is_pulled_byte_for_byte",
+    "push": "tests/cli/test_hub.py::test_a_bare_drafter_is_packaged_first",
+    "report": "tests/eval/report/test_page.py::test_the_command_writes_page_and_figures_and_drops_those_of_an_earlier_report",
+    "run": "tests/test_pipeline.py::test_one_command_distils_trains_and_evaluates",
+    "tune": "tests/eval/tune/test_tune.py::test_the_command_prints_a_table_and_a_verdict",
+}
+OTHERS = [
+    "tests/conformance/test_certificate.py::test_every_mutant_of_the_sampler_is_caught",
+    "tests/train/test_resume.py::test_a_run_killed_at_any_moment_ends_with_the_bits_of_an_unbroken_one",
+    "tests/train/test_processes.py::test_two_processes_learn_what_one_does_of_the_same_texts_per_step",
+]
+"""Mutants, a kill with a resume, a launch of two processes."""
+
+
+def quick_cases(collected: Iterable[pytest.Item], test: str) -> list[dict[str, Any]]:
+    """The parameters of each quick case of a test."""
+    items = list(collected)
+    if not any(item.nodeid.startswith(test.split("::")[0]) for item in items):
+        pytest.skip("only a part of the tests was collected")
+    cases = [item for item in items if item.nodeid.split("[")[0] == test and item.get_closest_marker("slow") is None]
+    return [item.callspec.params if hasattr(item, "callspec") else {} for item in cases]
+
+
+def kinds(cases: Iterable[dict[str, Any]]) -> set[str]:
+    return {OPTIONS[case["kind"]].get("kind", case["kind"]) for case in cases}
+
+
+def test_every_rule_decodes_with_every_kind(collected: list[pytest.Item]) -> None:
+    names = {name for name, value in vars(acceptance).items() if hasattr(value, "lossless")}
+    assert names == RULES.keys()
+    for rule, test in RULES.items():
+        assert kinds(quick_cases(collected, test)) == DRAFTERS.keys(), rule
+
+
+def test_every_kind_is_trained_with_every_loss(collected: list[pytest.Item]) -> None:
+    cases = quick_cases(collected, f"{CONFORMANCE}::test_every_objective_has_a_finite_gradient")
+    for loss in LossKind:
+        assert kinds(case for case in cases if case["loss"] == loss) == DRAFTERS.keys(), loss
+    for weights in WEIGHTS:
+        assert kinds(case for case in cases if case["weights"] == weights) == DRAFTERS.keys(), weights
+
+
+@pytest.mark.parametrize(
+    "name", ["test_batches_of_trees_give_the_tokens_of_full_forwards", "test_training_reads_padded_rows_as_each_text_alone"]
+)
+def test_every_architecture_is_read(collected: list[pytest.Item], name: str) -> None:
+    cases = quick_cases(collected, f"{ARCHITECTURES}::{name}")
+    assert {case["case"] for case in cases} == CASES.keys()
+    assert {case["attention"] for case in cases} == {"sdpa", "eager"}
+
+
+def test_every_command_is_called(collected: list[pytest.Item]) -> None:
+    names = set()
+    for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
+        names |= {f"{name} {part}" for part in command.commands} if hasattr(command, "commands") else {name}
+    assert names == COMMANDS.keys()
+    for name, test in COMMANDS.items():
+        assert quick_cases(collected, test), name
+
+
+@pytest.mark.parametrize("test", OTHERS)
+def test_mutants_kills_and_launches_stay(collected: list[pytest.Item], test: str) -> None:
+    assert quick_cases(collected, test)
+
+
+def test_a_slow_test_does_not_count(collected: list[pytest.Item]) -> None:
+    assert not quick_cases(collected, "tests/train/test_resume.py::test_kills_at_random_moments_leave_no_trace")
