@@ -20,6 +20,7 @@ from outrider.data.manifest import TargetIdentity
 from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.models.drafters.medusa import MedusaConfig
 from outrider.models.drafters.objective import LossKind
+from outrider.models.drafters.saved import build
 from outrider.models.drafters.saved.build import DrafterSpec
 from outrider.models.drafters.saved.folder import DrafterFile
 from outrider.train.config import TrainConfig
@@ -203,6 +204,14 @@ def test_adapting_is_shorter_and_gentler_than_training() -> None:
     assert (adapt.learning_rate, adapt.steps < demo.steps) == (demo.learning_rate / 4, True)
 
 
+def test_where_a_drafter_starts_from_is_looked_up_once(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_up: list[str] = []
+    monkeypatch.setattr(build, "resolve_drafter", lambda name: looked_up.append(name) or trained)
+    config = run_config("conf=adapt", "drafter.start_from=me/drafter", "eval.settings=[{tree_nodes: 3}, {tree_nodes: 4}]")
+    assert [run.drafter.start_from for run in [*config.drafter_runs(), config.drafter_run("")]] == [trained, trained]
+    assert looked_up == ["me/drafter"]
+
+
 def test_an_adapted_drafters_form_is_the_trained_ones(trained: Path) -> None:
     (adapted,) = run_config("conf=adapt", f"drafter.start_from={trained}", "+drafter.tree_nodes=7").drafter_runs()
     config = MedusaConfig(num_heads=3, num_layers=2, tree_nodes=7)
@@ -286,7 +295,7 @@ def test_an_appended_drafter_option_that_does_not_exist_is_named() -> None:
 
 
 def test_a_mistyped_beam_setting_is_told_before_the_training_not_after_it() -> None:
-    with raises(r"eval.settings\[0\]: beam_widht can't be changed"):
+    with raises(r"eval.settings\[0\]: the drafter redrafter has no option beam_widht"):
         run_config("eval.settings=[{beam_widht: 4}]")
 
 

@@ -50,12 +50,12 @@ class DrafterSpec:
 
     def with_options(self, options: Mapping[str, Any]) -> "DrafterSpec":
         """The same drafter that drafts with other `options`. Raises ValueError for options that would change the weights."""
-        runtime = self.config.RUNTIME_FIELDS
-        if forbidden := sorted(options.keys() - runtime):
+        runtime, current = self.config.RUNTIME_FIELDS, asdict(self.config)
+        if forbidden := sorted(options.keys() & current.keys() - runtime):
             raise ValueError(
                 f"{', '.join(forbidden)} can't be changed when a {self.kind} is loaded; {', '.join(sorted(runtime))} can"
             )
-        return self.of(self.kind, {**asdict(self.config), **options}, self.start_from)
+        return self.of(self.kind, {**current, **options}, self.start_from)
 
 
 def parse_drafter(options: Mapping[str, Any]) -> DrafterSpec:

@@ -165,7 +165,7 @@ def test_a_folder_of_another_format_is_not_written_over_and_one_of_apples_is(tar
         ({"beam_width": "4"}, 'beam_width="4": must be a whole number'),
         ({"tree_nodes": 2.5}, "tree_nodes=2.5: must be a whole number"),
         ({"beam_length": 0}, "beam_length=0: must be above 0"),
-        ({"bogus": 1}, "bogus can't be changed when a redrafter is loaded"),
+        ({"bogus": 1}, "no option bogus"),
         ({"num_blocks": 1}, "num_blocks can't be changed when a redrafter is loaded"),
     ],
 )

@@ -52,7 +52,7 @@ def test_the_layers_are_in_8_bits_and_say_nearly_what_they_said(plain: HFTarget,
 def test_a_quantized_target_is_another_target(plain: HFTarget, int8: HFTarget) -> None:
     differences = plain.identity.differences(int8.identity)
     assert len(differences) == 1
-    assert differences[0].startswith("quantization: , {")
+    assert differences[0].startswith("quantization (was '', is '{")
     assert int8.identity.quantization == json.dumps(INT8, sort_keys=True)
 
 
