@@ -5,7 +5,7 @@ import json
 from dataclasses import field
 from pathlib import Path
 from textwrap import TextWrapper
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
@@ -17,11 +17,12 @@ from ..data.config import DataConfig
 from ..data.fields import OPTIONS, Distinct, Seed, one_of, problems_of, raise_problems
 from ..distill.config import DistillConfig
 from ..eval.config import EvalConfig
-from ..models.drafters.saved.build import DrafterSpec, parse_drafter, require_horizon
 from ..models.export.config import ExportConfig
-from ..models.export.registry import find_format
 from ..models.target.config import TargetConfig
 from ..train.config import TrainConfig
+
+if TYPE_CHECKING:
+    from ..models.drafters.saved.build import DrafterSpec
 
 STAGES = ("distill", "train", "eval", "export")
 DEMO_TARGET = Path(__file__).parents[1] / "models" / "demo_target"
@@ -91,6 +92,9 @@ class RunConfig:
         return self._drafter_runs[variant]
 
     def _make_drafter_run(self, variant: str) -> "DrafterRun":
+        # Imports torch and transformers, which composing a recipe needs not.
+        from ..models.drafters.saved.build import parse_drafter, require_horizon
+
         changes = self.variants.get(variant, {})
         if unknown := sorted(changes.keys() - {"train", "drafter", "settings"}):
             raise ValueError(f"a variant can't change {', '.join(unknown)}, only train, drafter and settings")
@@ -122,6 +126,8 @@ class RunConfig:
         )
 
     def _export_problems(self) -> list[str]:
+        from ..models.export.registry import find_format  # imports torch and transformers
+
         problems = []
         if self.target.tensor_parallel and self.export.formats:
             problems.append("target.tensor_parallel is on, and export.formats needs the whole target; run `outrider export`")
@@ -143,7 +149,7 @@ class DrafterRun:
     """How one drafter of a run is trained, and where it lies."""
 
     train: TrainConfig
-    drafter: DrafterSpec
+    drafter: "DrafterSpec"
     settings: list[dict[str, Any]]
     """Run-time options to evaluate it with."""
     train_dir: Path

@@ -5,8 +5,8 @@ from typing import Annotated, get_args
 from pydantic import Field, PositiveInt
 from pydantic.dataclasses import dataclass
 
+from .choices import Split
 from .fields import OPTIONS, Seed, one_of, raise_problems
-from .stdlib import Split
 
 SOURCES = ("sharegpt", "messages", "alpaca", "text", "stdlib")
 

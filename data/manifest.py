@@ -8,14 +8,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from .choices import FEATURES, STATE_DTYPES
 from .differences import differences
 from .files import read_dataclass, write_json
-from .states import STATE_DTYPES
 from .types import Example, TargetReads
 
 FORMAT_VERSION = 2
 MANIFEST_FILE = "manifest.json"
-FEATURES = ("none", "last_hidden")
 
 M = TypeVar("M", bound="BaseManifest")
 

@@ -1,16 +1,17 @@
 """How a target is distilled."""
 
 from dataclasses import field
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
+from ..data.choices import FEATURES, STATE_DTYPES
 from ..data.fields import OPTIONS, Seed, Share, different, one_of, raise_problems
-from ..data.manifest import FEATURES
-from ..data.states import STATE_DTYPES
-from ..models.decoding.sampling import Sampling
+
+if TYPE_CHECKING:
+    from ..models.decoding.sampling import Sampling
 
 MODES = ("label", "regenerate")
 REGENERATION_OPTIONS = (
@@ -101,8 +102,10 @@ class DistillConfig:
         raise_problems(self._features_problems() + self._engine_problems() + self._server_problems() + self._mode_problems())
 
     @property
-    def sampling(self) -> Sampling:
+    def sampling(self) -> "Sampling":
         """How regenerated answers are sampled."""
+        from ..models.decoding.sampling import Sampling  # imports torch, which composing a recipe needs not
+
         return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
 
     @property

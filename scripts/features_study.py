@@ -22,10 +22,11 @@ from accelerate import Accelerator
 from hydra import compose, initialize_config_module
 
 from outrider.cli.config import RunConfig, register, to_run_config
+from outrider.data.choices import STATE_DTYPES
 from outrider.data.files import read_json, write_json
 from outrider.data.manifest import MANIFEST_FILE, Manifest, load_manifest, save_manifest
 from outrider.data.shards import read_shard, write_shard
-from outrider.data.states import STATE_DTYPES, encode_states
+from outrider.data.states import encode_states
 from outrider.data.types import DistilledExample
 from outrider.distill.config import DistillConfig
 from outrider.distill.label.continuations import label_continuations

@@ -5,9 +5,9 @@ from typing import Annotated
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from ..data.collate import LABELS
+from ..data.choices import LABELS
 from ..data.fields import OPTIONS, Seed, one_of, raise_problems
-from ..models.drafters.objective import TEACHERS, WEIGHTS, LossKind
+from ..models.drafters.losses import TEACHERS, WEIGHTS, LossKind
 
 # Our name of a learning rate schedule, and transformers'.
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}

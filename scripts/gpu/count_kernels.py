@@ -42,7 +42,8 @@ from outrider.models.drafters import NullDrafter, build_drafter, feature_search,
 from outrider.models.drafters.branches import attention as branch_attention
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.graphed import GraphedDrafter, RecordableDrafter
-from outrider.models.drafters.objective import LossKind, Objective
+from outrider.models.drafters.losses import LossKind
+from outrider.models.drafters.objective import Objective
 from outrider.models.drafters.small_models import DraftModelConfig
 from outrider.models.target import tree_attention, tree_reader
 from outrider.models.target.hf_target import HFTarget

@@ -41,7 +41,8 @@ from outrider.data.types import DrafterBatch
 from outrider.distill.label.continuations import label_continuations
 from outrider.eval.measure.environment import describe_environment
 from outrider.models.drafters import build_drafter, parse_drafter
-from outrider.models.drafters.objective import LossKind, Objective
+from outrider.models.drafters.losses import LossKind
+from outrider.models.drafters.objective import Objective
 from outrider.models.target.hf_target import HFTarget
 from outrider.train.batches import target_reads, with_hidden_states
 

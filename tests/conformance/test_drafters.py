@@ -21,7 +21,8 @@ from outrider.models.decoding import (
 )
 from outrider.models.drafters import DRAFTERS, NullDrafter, build_drafter, load_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.base import TrainableDrafter
-from outrider.models.drafters.objective import WEIGHTS, Loss, LossKind, Objective
+from outrider.models.drafters.losses import WEIGHTS, LossKind
+from outrider.models.drafters.objective import Loss, Objective
 from outrider.models.target.config import TargetConfig
 from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.loading import load_target

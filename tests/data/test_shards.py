@@ -5,6 +5,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from outrider.data.choices import STATE_DTYPES
 from outrider.data.files import read_json, write_json
 from outrider.data.manifest import (
     MANIFEST_FILE,
@@ -16,7 +17,7 @@ from outrider.data.manifest import (
     save_manifest,
 )
 from outrider.data.shards import label_store, read_shard, verify_shards, write_shard
-from outrider.data.states import STATE_DTYPES, StoredStates, encode_states
+from outrider.data.states import StoredStates, encode_states
 from outrider.data.types import TOKENS_ONLY, UNKNOWN, DistilledExample, Example, TargetReads, TopTokens
 
 LENGTHS = (7, 4, 12)

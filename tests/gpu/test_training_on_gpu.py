@@ -21,7 +21,8 @@ from outrider.distill.regenerate.engines.continuous import ContinuousEngine
 from outrider.distill.regenerate.engines.decoder import DecoderEngine
 from outrider.models.decoding import Sampling
 from outrider.models.drafters import DRAFTERS, NullDrafter, build_drafter, parse_drafter
-from outrider.models.drafters.objective import LossKind, Objective
+from outrider.models.drafters.losses import LossKind
+from outrider.models.drafters.objective import Objective
 from outrider.models.target.config import TargetConfig
 from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.loading import load_target

@@ -4,7 +4,7 @@ from dataclasses import asdict
 import pytest
 from omegaconf import OmegaConf
 
-from outrider.models.drafters.objective import LossKind
+from outrider.models.drafters.losses import LossKind
 from outrider.train.config import MAY_CHANGE_ON_RESUME, TrainConfig
 
 from ..wrong_values import problems

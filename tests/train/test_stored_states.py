@@ -14,7 +14,8 @@ from outrider.data.manifest import load_manifest
 from outrider.data.states import StoredStates, encode_states
 from outrider.data.types import DistilledExample, TargetReads, TopTokens
 from outrider.models.drafters import build_drafter, parse_drafter
-from outrider.models.drafters.objective import LossKind, Objective
+from outrider.models.drafters.losses import LossKind
+from outrider.models.drafters.objective import Objective
 from outrider.models.target.hf_target import HFTarget
 from outrider.train.batches import BatchStream, target_reads, with_hidden_states
 from outrider.train.config import TrainConfig

@@ -12,10 +12,11 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
+from outrider.data.choices import STATE_DTYPES
 from outrider.data.config import DataConfig
 from outrider.data.manifest import Manifest
 from outrider.data.shards import read_shard
-from outrider.data.states import LARGEST, STATE_DTYPES
+from outrider.data.states import LARGEST
 from outrider.data.types import UNKNOWN, DistilledExample
 from outrider.distill.config import DistillConfig
 from outrider.distill.label import features as features_module

@@ -15,7 +15,8 @@ from outrider.eval.certify.gtest import g_test
 from outrider.models.decoding import GreedyAcceptance, Prompts, Sampling, SpeculativeSampling, generate
 from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.draft_model import DraftModel
-from outrider.models.drafters.objective import LossKind, Objective
+from outrider.models.drafters.losses import LossKind
+from outrider.models.drafters.objective import Objective
 from outrider.models.drafters.saved.build import DrafterSpec
 from outrider.models.drafters.small_models import DraftModelConfig
 from outrider.models.target.hf_target import HFTarget

@@ -16,8 +16,9 @@ from outrider.models.decoding import GreedyAcceptance, SpeculativeSampling, Typi
 from outrider.models.decoding.sampling import RowSeeds, Sampling
 from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.graphed import GraphedDrafter
+from outrider.models.drafters.losses import LossKind
 from outrider.models.drafters.medusa import Medusa, MedusaConfig, likeliest_paths
-from outrider.models.drafters.objective import HIT_RANKS, Loss, LossKind, Objective
+from outrider.models.drafters.objective import HIT_RANKS, Loss, Objective
 
 from ..recorder import ReplayingRecorder
 

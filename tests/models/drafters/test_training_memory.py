@@ -12,7 +12,8 @@ from outrider.data.types import UNKNOWN, DrafterBatch
 from outrider.models.drafters import DRAFTERS, build_drafter, parse_drafter
 from outrider.models.drafters import objective as objective_module
 from outrider.models.drafters.base import TrainableDrafter
-from outrider.models.drafters.objective import LossKind, Objective
+from outrider.models.drafters.losses import LossKind
+from outrider.models.drafters.objective import Objective
 from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.text_states import states_of_texts
 
