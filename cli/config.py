@@ -19,7 +19,7 @@ from ..distill.config import DistillConfig
 from ..eval.config import EvalConfig
 from ..models.drafters.saved.build import DrafterSpec, parse_drafter, require_horizon
 from ..models.export.config import ExportConfig
-from ..models.export.registry import find_format
+from ..models.export.registry import FORMATS
 from ..models.target.config import TargetConfig
 from ..train.config import TrainConfig
 
@@ -132,9 +132,9 @@ class RunConfig:
             )
         kinds = sorted({run.drafter.kind for run in self.drafter_runs()})
         return problems + [
-            f"export.formats has {name}, which is for the kind {find_format(name).kind}, and the drafter is {', '.join(kinds)}"
+            f"export.formats has {name}, which is for the kind {FORMATS[name].kind}, and the drafter is {', '.join(kinds)}"
             for name in self.export.formats
-            if find_format(name).kind not in kinds
+            if FORMATS[name].kind not in kinds
         ]
 
 
