@@ -126,7 +126,7 @@ class RunConfig:
         )
 
     def _export_problems(self) -> list[str]:
-        from ..models.export.registry import find_format  # imports torch and transformers
+        from ..models.export.registry import FORMATS  # imports torch and transformers
 
         problems = []
         if self.target.tensor_parallel and self.export.formats:
@@ -138,9 +138,9 @@ class RunConfig:
             )
         kinds = sorted({run.drafter.kind for run in self.drafter_runs()})
         return problems + [
-            f"export.formats has {name}, which is for the kind {find_format(name).kind}, and the drafter is {', '.join(kinds)}"
+            f"export.formats has {name}, which is for the kind {FORMATS[name].kind}, and the drafter is {', '.join(kinds)}"
             for name in self.export.formats
-            if find_format(name).kind not in kinds
+            if FORMATS[name].kind not in kinds
         ]
 
 

@@ -1,21 +1,22 @@
 """What a drafter's folder holds: `config.json`, which says what it is, `model.safetensors`, and maybe `training.json`. All are
 read strictly."""
 
-import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import safetensors
 import safetensors.torch
 import torch
+from pydantic import AllowInfNan, NonNegativeFloat, NonNegativeInt
 
 from ....data.files import read_dataclass
 from ....data.manifest import TargetIdentity
 
 FORMAT_VERSION = 1
 CONFIG_FILE, WEIGHTS_FILE, TRAINING_FILE = "config.json", "model.safetensors", "training.json"
+FINITE = AllowInfNan(False)
 MOST_PROBLEMS = 5
 """Named in one message."""
 
@@ -55,24 +56,19 @@ class TrainingFacts:
     of it.
     """
 
-    steps: int
-    seconds: float
+    steps: NonNegativeInt
+    seconds: Annotated[NonNegativeFloat, FINITE]
     """Over all resumes."""
-    positions_seen: int
-    tokens_seen: int
-    parameters: int
+    positions_seen: NonNegativeInt
+    tokens_seen: NonNegativeInt
+    parameters: NonNegativeInt
     """The drafter's own; those of the target are not counted."""
-    tokens_per_step_estimate: float
+    tokens_per_step_estimate: Annotated[NonNegativeFloat, FINITE]
     """Of the last record of the training."""
     labels: str
     """What it learned, `distilled` or `text` (see TrainConfig)."""
     hardware: str
     """Where it ended: how many processes on which devices."""
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if name not in ("labels", "hardware") and not 0 <= value < math.inf:
-                raise ValueError(f"{name} is {value}; it must be a finite number and not negative")
 
 
 def read_training_facts(directory: Path) -> TrainingFacts | None:
