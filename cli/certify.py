@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from ..eval.config import EvalConfig, SuiteConfig
 from . import options as shared
 from .options import config_from, load_chosen_target
 
@@ -15,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..eval.certify.certificate import Line as CertificateLine
+    from ..eval.config import EvalConfig
 
 
 def certify_command(
@@ -45,6 +45,7 @@ def certify_command(
     import torch  # it, and all that uses it, loads too slowly for --help
 
     from ..eval.certify.certificate import certificate_table, certify_rules, false_alarm_rate, passes, write_certificate
+    from ..eval.config import EvalConfig, SuiteConfig
     from ..eval.measure.environment import describe_environment
 
     place = torch.device(device or "cpu")  # the rules alone are certified on a CPU
@@ -66,7 +67,7 @@ def certify_command(
 
 
 def _certify_decoding(
-    config: EvalConfig, drafter: list[Path], options: dict[str, Any]
+    config: "EvalConfig", drafter: list[Path], options: dict[str, Any]
 ) -> "tuple[list[CertificateLine], dict[str, Any], torch.device]":
     """Certify decoding with each drafter. Return the lines, what they are about, and the target's device."""
     from ..data.files import sha256_file

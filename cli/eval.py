@@ -9,11 +9,11 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from ..eval.config import EvalConfig, SuiteConfig
 from . import options as shared
 from .options import config_from, load_chosen_target, parse_setting
 
 if TYPE_CHECKING:
+    from ..eval.config import EvalConfig, SuiteConfig
     from ..eval.results.rows import Row
 
 Drafters = Annotated[list[Path], typer.Option(help="A drafter's directory, or user/name[@revision] on the Hub. Repeat.")]
@@ -39,9 +39,9 @@ def eval_command(
     tuned: Annotated[bool, typer.Option(help="In the settings that `outrider tune` chose here, in place of others.")] = False,
     temperatures: Annotated[list[float] | None, typer.Option("--temperature", help="0, the default: greedy. Repeat.")] = None,
     batch_sizes: shared.BatchSizes = None,
-    acceptance: Acceptance = EvalConfig.acceptance,
-    max_new_tokens: shared.MaxNewTokens = EvalConfig.max_new_tokens,
-    repeats: Annotated[int, typer.Option("--repeat", help="Measure every answer so many times.")] = EvalConfig.repeats,
+    acceptance: Acceptance = "exact",
+    max_new_tokens: shared.MaxNewTokens = 128,
+    repeats: Annotated[int, typer.Option("--repeat", help="Measure every answer so many times.")] = 1,
     profile_prompts: Annotated[int, typer.Option(help="Prompts per suite decoded once more for the time split.")] = 3,
     too_long: Annotated[str, typer.Option(help="A prompt that doesn't fit the target's context: skip or error.")] = "skip",
     memory_bandwidth_gbs: Annotated[
@@ -56,14 +56,15 @@ def eval_command(
     compiled: shared.Compiled = False,
     cuda_graphs: shared.CudaGraphs = False,
     num_threads: shared.Threads = None,
-    pack_weights: shared.PackWeights = EvalConfig.pack_weights,
-    seed: shared.Seed = EvalConfig.seed,
+    pack_weights: shared.PackWeights = True,
+    seed: shared.Seed = 0,
 ) -> None:
     """Measure drafters against plain decoding, on the same prompts and through the same loop.
 
     Interrupted, the same command resumes where it stopped. Exits with 1 where a drafter's answers are not the target's own.
     """
     options = {**locals()}
+    from ..eval.config import EvalConfig
     from ..models.drafters.saved.download import resolve_drafter
 
     suites = _suites(suite, suite_path or [], suite_revision or [], limit)
@@ -76,7 +77,7 @@ def eval_command(
         raise typer.Exit(1)
 
 
-def _measure(config: EvalConfig, drafters: list[Path], output: Path, options: dict[str, Any]) -> "list[Row]":
+def _measure(config: "EvalConfig", drafters: list[Path], output: Path, options: dict[str, Any]) -> "list[Row]":
     from ..data.files import locked
     from ..eval.run import check_inputs, evaluate
     from ..eval.tune.run import tuned_settings
@@ -104,7 +105,9 @@ def _print_results(rows: "Sequence[Row]", output: Path) -> bool:
     return not broken and not unproven
 
 
-def _suites(names: list[str], paths: list[str], revisions: list[str], limit: int | None) -> list[SuiteConfig]:
+def _suites(names: list[str], paths: list[str], revisions: list[str], limit: int | None) -> "list[SuiteConfig]":
+    from ..eval.config import SuiteConfig
+
     path_of = _by_suite(paths, names, "--suite-path", "FILE")
     revision_of = _by_suite(revisions, names, "--suite-revision", "COMMIT")
     return [SuiteConfig(name=name, path=path_of.get(name), revision=revision_of.get(name), limit=limit) for name in names]

@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..eval.config import EvalConfig, SuiteConfig
 from . import options as shared
 from .options import config_from, load_chosen_target, parse_setting
 
@@ -33,7 +32,7 @@ def tune_command(
     batch_sizes: shared.BatchSizes = None,
     setting: Settings = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    max_new_tokens: shared.MaxNewTokens = EvalConfig.max_new_tokens,
+    max_new_tokens: shared.MaxNewTokens = 128,
     check: Annotated[bool, typer.Option(help="Decode with every setting, and print the regret of the choice.")] = False,
     write: Annotated[bool, typer.Option(help="Write the choice beside the drafter, where eval --tuned reads it.")] = True,
     output: Annotated[Path, typer.Option(help="Folder for all predictions.")] = Path("outputs/tune"),
@@ -43,10 +42,10 @@ def tune_command(
     compiled: shared.Compiled = False,
     cuda_graphs: shared.CudaGraphs = False,
     num_threads: shared.Threads = None,
-    pack_weights: shared.PackWeights = EvalConfig.pack_weights,
+    pack_weights: shared.PackWeights = True,
     chat_template: shared.ChatTemplate = None,
     tokenizer_options: shared.TokenizerOptions = None,
-    seed: shared.Seed = EvalConfig.seed,
+    seed: shared.Seed = 0,
 ) -> None:
     """Find the setting in which a drafter decodes fastest here, for each batch size, and whether it pays at all.
 
@@ -54,6 +53,7 @@ def tune_command(
     batch and tree. The few settings that come out fastest then decode for real. Takes minutes, not the hours of measuring all.
     """
     options = {**locals()}
+    from ..eval.config import EvalConfig, SuiteConfig
     from ..eval.run import check_inputs
     from ..eval.tune.run import tune
     from ..models.drafters.saved.download import HUB_ID, resolve_drafter

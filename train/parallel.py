@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..models.drafters.base import TrainableDrafter
+from .config import TrainConfig
 
 BUCKET_MIB = 100
 """Gradients that DDP exchanges at a time. A drafter's backward is short, so fewer and larger exchanges than by default."""
@@ -42,25 +43,24 @@ def prepare(
     accelerator: Accelerator,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    *,
-    batch_size: int,
-    max_grad_norm: float | None,
+    config: TrainConfig,
     unused_parameters: bool,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Hand the model and its optimizer over. `batch_size` is that of a micro batch of one process.
+    """Wrap the model and its optimizer for the launch.
 
-    `unused_parameters` says whether some of the model's parameters get no gradient: DDP must then look for them in every step.
+    With `unused_parameters` some of the model's parameters get no gradient, and DDP must look for
+    them in every step.
     """
     accelerator.free_memory()  # of the training before this one
     if uses_deepspeed(accelerator):
         from deepspeed.utils import set_z3_leaf_modules  # an optional package, and slow to import
 
         accelerator.state.deepspeed_plugin.deepspeed_config.update(
-            train_micro_batch_size_per_gpu=batch_size,
+            train_micro_batch_size_per_gpu=config.batch_size,
             # The loop tells the last micro batch, and has divided by what the whole step counts.
             gradient_accumulation_steps=1,
-            train_batch_size=batch_size * accelerator.num_processes,
-            gradient_clipping=max_grad_norm or 0.0,
+            train_batch_size=config.batch_size * accelerator.num_processes,
+            gradient_clipping=config.max_grad_norm or 0.0,
         )
         # ZeRO-3 gathers a drafter's weights at once, and not module by module: which of its modules run, and how often (the
         # loss is computed in chunks of labels), differs between processes, and each gathering needs all of them.

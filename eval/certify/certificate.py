@@ -119,7 +119,7 @@ def _test_sampler(drawing: str, vocab: int, seed: int) -> Line:
 @torch.inference_mode()
 def certify_decoding(
     target: HFTarget,
-    drafters: dict[str, Drafter[Any]],
+    drafters: dict[str, Drafter[Any, Any]],
     tokenizer: PreTrainedTokenizerBase,
     suites: Sequence[PromptSet],
     *,
@@ -151,7 +151,12 @@ def certify_decoding(
 
 
 def _certify_greedy(
-    label: str, target: HFTarget, drafter: Drafter[Any], prompts: Sequence[torch.Tensor], max_new_tokens: int, batch_size: int
+    label: str,
+    target: HFTarget,
+    drafter: Drafter[Any, Any],
+    prompts: Sequence[torch.Tensor],
+    max_new_tokens: int,
+    batch_size: int,
 ) -> Line:
     num_accepted, answers = 0, []
     for start in range(0, len(prompts), batch_size):
@@ -204,7 +209,7 @@ def _compare(
     )
 
 
-def _certify_sampling(label: str, target: HFTarget, drafter: Drafter[Any], prompts: Sequence[torch.Tensor]) -> Line:
+def _certify_sampling(label: str, target: HFTarget, drafter: Drafter[Any, Any], prompts: Sequence[torch.Tensor]) -> Line:
     """The first tokens of many sampled answers, against what the target thinks of them in one plain forward pass.
 
     A token's place is the sum of all probabilities greater than its own, and a random share of its own. If the tokens are draws
@@ -290,7 +295,9 @@ def _sampler_p_value(shape_name: str, drawing: str, sampling_name: str, vocab: i
     return g_test(sequence_counts(tokens, vocab), joint(target, sampling, shape.depth + 1).flatten())
 
 
-def _greedy(target: HFTarget, drafter: Drafter[Any], prompts: Sequence[torch.Tensor], max_new_tokens: int) -> Iterator[Step]:
+def _greedy(
+    target: HFTarget, drafter: Drafter[Any, Any], prompts: Sequence[torch.Tensor], max_new_tokens: int
+) -> Iterator[Step]:
     rows = [prompt[0] for prompt in prompts]
     return generate(target, drafter, GreedyAcceptance(), rows, max_new_tokens=max_new_tokens, stop_ids=target.stop_ids)
 

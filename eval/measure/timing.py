@@ -12,8 +12,9 @@ from ...models.decoding.loop import generate
 from ...models.decoding.protocols import AcceptanceRule, Drafter, Target
 from ...models.decoding.sampling import RowSeeds
 from ...models.decoding.tree import tree_tokens
-from ...models.decoding.types import PhaseSeconds, Step
+from ...models.decoding.types import Step
 from ...models.machine import synchronize
+from ...models.phases import PhaseSeconds
 from ..records.records import TreeTokens
 
 
@@ -80,7 +81,7 @@ def _tree_tokens(own: Sequence[tuple[Step, int]]) -> TreeTokens:
 
 def time_generation(
     target: Target,
-    drafter: Drafter[Any],
+    drafter: Drafter[Any, Any],
     rule: AcceptanceRule,
     prompts: Sequence[Int[torch.Tensor, " _"]],
     *,

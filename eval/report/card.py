@@ -17,9 +17,9 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from ...data.files import read_json, sha256_file
 from ...data.manifest import MANIFEST_FILE, load_manifest
 from ...models.drafters.saved.download import HUB_ID
-from ...models.drafters.saved.folder import WEIGHTS_FILE, DrafterFile, read_drafter_config, read_training_facts
+from ...models.drafters.saved.folder import WEIGHTS_FILE, DrafterFile, count_tensors, read_drafter_config, read_training_facts
 from ...models.export.certificate import read_certificate
-from ...models.export.package import UNNAMED, UNNAMED_TARGET, require_names, require_whole
+from ...models.export.package import UNNAMED, UNNAMED_TARGET, require_names
 from ..records.names import BASELINE
 from ..results.rows import Row, decoding_name, fault, is_broken
 from ..results.tables import markdown_table
@@ -67,7 +67,7 @@ def model_card(drafter: Path, options: CardOptions) -> str:
     """
     # 1. What the drafter's folder holds.
     saved, facts = read_drafter_config(drafter), read_training_facts(drafter)
-    require_whole(drafter / WEIGHTS_FILE)
+    count_tensors(drafter / WEIGHTS_FILE)  # raises where the file was cut
     weights = sha256_file(drafter / WEIGHTS_FILE)
     named = saved.target.name if HUB_ID.fullmatch(saved.target.name) else None
     base_model = options.base_model or named

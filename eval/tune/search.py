@@ -105,7 +105,7 @@ class Run:
 
 def run(
     target: Target,
-    drafter: Drafter[Any],
+    drafter: Drafter[Any, Any],
     rule: AcceptanceRule,
     answered: Sequence[Answered],
     *,
@@ -166,7 +166,7 @@ class Trial:
         return [self.answered[start : start + size] for start in range(0, len(self.answered), size)]
 
     @contextmanager
-    def drafter(self, setting: Setting) -> Iterator[Drafter[Any]]:
+    def drafter(self, setting: Setting) -> Iterator[Drafter[Any, Any]]:
         """In this setting, as the evaluation runs it."""
         if setting is None:
             yield NullDrafter()
@@ -202,7 +202,7 @@ def replay_all(trial: Trial, settings: Sequence[Setting], batch_sizes: Sequence[
     return replays
 
 
-def _replay(trial: Trial, drafter: Drafter[Any], batch_size: int) -> Run:
+def _replay(trial: Trial, drafter: Drafter[Any, Any], batch_size: int) -> Run:
     groups = trial.batches(batch_size)
 
     def replay(group: Sequence[Answered], timed: bool) -> Run:
@@ -253,11 +253,11 @@ def _measure_together(trial: Trial, settings: Sequence[Setting], batch_size: int
     seconds: dict[tuple[int, int], list[float]] = defaultdict(list)
     runs: dict[tuple[int, int], Run] = {}
 
-    def decode(drafter: Drafter[Any], answered: Sequence[Answered]) -> Run | None:
+    def decode(drafter: Drafter[Any, Any], answered: Sequence[Answered]) -> Run | None:
         return within_memory(partial(run, trial.target, drafter, trial.rule, answered, timed=False), trial.target)
 
     with ExitStack() as stack, tqdm(total=rounds * len(groups), desc=f"batches of {batch_size}", unit="batch") as progress:
-        drafters: list[Drafter[Any]] = []
+        drafters: list[Drafter[Any, Any]] = []
         first = [replace(each, answer=each.answer[:8]) for each in groups[0]]
         for index, setting in enumerate(settings):
             drafter = within_memory(partial(stack.enter_context, trial.drafter(setting)), trial.target)

@@ -41,7 +41,15 @@ def start(name: str, target: Any) -> list[int]:
     folder = OUTPUT / name
     return fork(
         PROCESSES,
-        lambda: train(CONFIG, DRAFTER, target, SHARDS, folder / "train", folder / "drafter", Accelerator(cpu=PROCESSES == 1)),
+        lambda: train(
+            CONFIG,
+            parse_drafter(DRAFTER),
+            target,
+            SHARDS,
+            folder / "train",
+            folder / "drafter",
+            Accelerator(cpu=PROCESSES == 1),
+        ),
     )
 
 

@@ -24,10 +24,9 @@ from outrider.eval.tune.search import Pass, Prediction, Replay, Run, Speed, Tria
 from outrider.eval.tune.step_times import StepTimes, measure_step_times
 from outrider.models.decoding.tree import DraftTree
 from outrider.models.decoding.types import TargetOutput
-from outrider.models.drafters import DRAFTERS, NullDrafter, build_drafter, load_drafter, save_drafter
+from outrider.models.drafters import DRAFTERS, NullDrafter, build_drafter, load_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.oracle import OracleDrafter
 from outrider.models.drafters.redrafter import Redrafter
-from outrider.models.drafters.saved.build import parse_runtime_config
 from outrider.models.drafters.saved.tuned import TUNED_FILE, Choice, describe_place, load_tuned, save_tuned, tuned_choice
 from outrider.models.target.hf_target import HFTarget
 
@@ -54,7 +53,7 @@ def answered_by(target: HFTarget, temperature: float, layers: tuple[int, ...] = 
 @pytest.mark.parametrize("kind", [*WIDE, "oracle"])
 def test_a_replay_takes_the_steps_that_decoding_takes(kind: str, temperature: float, tiny_target: HFTarget) -> None:
     torch.manual_seed(0)
-    drafter: Any = None if kind == "oracle" else build_drafter({"kind": kind, **WIDE[kind]}, tiny_target).eval()
+    drafter: Any = None if kind == "oracle" else build_drafter(parse_drafter({"kind": kind, **WIDE[kind]}), tiny_target).eval()
     answered = answered_by(tiny_target, temperature, () if drafter is None else drafter.feature_layers)
     drafter = drafter or OracleDrafter([each.answer.tolist() for each in answered], [1, 3, 2], tiny_target.vocab_size)
     rule = acceptance_rule("exact", temperature)
@@ -73,12 +72,14 @@ def test_a_replay_takes_the_steps_that_decoding_takes(kind: str, temperature: fl
 def test_every_kind_is_replayed_and_has_a_grid_of_its_own_options(tiny_target: HFTarget, tmp_path: Path) -> None:
     assert WIDE.keys() == DRAFTERS.keys() == GRIDS.keys()
     for kind, options in WIDE.items():
-        save_drafter(build_drafter({"kind": kind, **options}, tiny_target), tmp_path / kind, tiny_target.identity)
+        save_drafter(
+            build_drafter(parse_drafter({"kind": kind, **options}), tiny_target), tmp_path / kind, tiny_target.identity
+        )
         settings = candidates(tmp_path / kind, GRIDS[kind])
         assert 10 <= len(settings) <= 130
         assert len({json.dumps(setting) for setting in settings}) == len(settings)
         for setting in settings:
-            parse_runtime_config({"kind": kind, **options}, setting)
+            parse_drafter({"kind": kind, **options}).with_options(setting)
         assert {name: value for name, value in options.items() if name in settings[0]}.items() <= settings[0].items()
 
 
@@ -121,7 +122,9 @@ def guessed(
 
         monkeypatch.setattr(tune_module, "replay_all", replay_all)
         monkeypatch.setattr(tune_module, "measure_all", measure_all)
-        save_drafter(build_drafter({"kind": kind, **WIDE[kind]}, tiny_target), tmp_path / kind, tiny_target.identity)
+        save_drafter(
+            build_drafter(parse_drafter({"kind": kind, **WIDE[kind]}), tiny_target), tmp_path / kind, tiny_target.identity
+        )
         config = EvalConfig(suites=[SuiteConfig(name="mt_bench", path=str(questions))], max_new_tokens=6, pack_weights=False)
         tuning = tune(config, tiny_target, tmp_path / kind, tmp_path, settings=settings, write=False)
         return {"rounds": rounds, "chosen": tuning.choices[1].setting}
@@ -178,7 +181,7 @@ def test_no_impossible_setting_is_ever_proposed_and_the_search_ends(kind: str, g
     tried = [setting for settings in found["rounds"] for setting in settings if setting is not None]
     assert len(tried) > len(found["rounds"][0]), "some were possible"
     for setting in tried:
-        parse_runtime_config({"kind": kind, **WIDE[kind]}, setting)
+        parse_drafter({"kind": kind, **WIDE[kind]}).with_options(setting)
     assert len({json.dumps(setting) for setting in tried}) == len(tried), "none is tried twice"
 
 
@@ -488,7 +491,7 @@ def test_the_command_prints_a_table_and_a_verdict(
 
 
 def test_drafts_drawn_at_random_cannot_be_replayed(tiny_target: HFTarget, questions: Path, tmp_path: Path) -> None:
-    drafter = build_drafter({"kind": "draft_model", "num_layers": 1, "temperature": 1.0}, tiny_target)
+    drafter = build_drafter(parse_drafter({"kind": "draft_model", "num_layers": 1, "temperature": 1.0}), tiny_target)
     save_drafter(drafter, tmp_path / "drawn", tiny_target.identity)
     config = EvalConfig(suites=[SuiteConfig(name="mt_bench", path=str(questions))], temperatures=[1.0], max_new_tokens=8)
     with pytest.raises(ValueError, match="draws its drafts at random"):
