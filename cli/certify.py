@@ -2,25 +2,32 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+
+from . import options as shared
+from .options import config_from, load_chosen_target
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..eval.certify.certificate import Line as CertificateLine
+    from ..eval.config import EvalConfig
 
 
 def certify_command(
     target: Annotated[str | None, typer.Option(help="A target, to certify with --drafter: a directory or a Hub id.")] = None,
     drafter: Annotated[list[Path] | None, typer.Option(help="A drafter's directory. Repeat for several.")] = None,
     suite: Annotated[str, typer.Option(help="Prompts to decode: mt_bench, alpaca_eval or stdlib.")] = "stdlib",
-    suite_path: Annotated[str | None, typer.Option(help="Local file of the suite.")] = None,
-    limit: Annotated[int, typer.Option(help="Draw at most so many prompts.")] = 10,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens per answer, at most.")] = 64,
+    suite_path: shared.SuitePath = None,
+    limit: shared.Limit = 10,
+    max_new_tokens: shared.MaxNewTokens = 64,
     dtype: Annotated[str, typer.Option(help="float32 compares tokens; bfloat16 and float16 audit margins.")] = "float32",
-    device: Annotated[str | None, typer.Option(help="Unless given, the first accelerator, else cpu.")] = None,
-    compiled: Annotated[bool, typer.Option(help="Run the target through torch.compile, as eval --compiled does.")] = False,
-    cuda_graphs: Annotated[
-        bool, typer.Option(help="Replay target and drafters as CUDA graphs, as eval --cuda-graphs does.")
-    ] = False,
+    device: shared.Device = None,
+    compiled: shared.Compiled = False,
+    cuda_graphs: shared.CudaGraphs = False,
     rules: Annotated[bool, typer.Option(help="Certify the acceptance rules too (a few minutes).")] = True,
     output: Annotated[Path, typer.Option(help="Where the certificate goes.")] = Path("certificate.json"),
 ) -> None:
@@ -28,6 +35,7 @@ def certify_command(
 
     Exits with 1 where anything fails.
     """
+    options = {**locals()}
     if not rules and target is None:
         raise ValueError("nothing to certify: give --target and --drafter, or leave --no-rules out")
     if (target is None) != (not drafter):
@@ -36,43 +44,16 @@ def certify_command(
         raise ValueError("--compiled and --cuda-graphs are forms of a target, and there is none; give --target and --drafter")
     import torch  # it, and all that uses it, loads too slowly for --help
 
-    from ..data.files import sha256_file
-    from ..eval.certify.certificate import (
-        certificate_table,
-        certify_decoding,
-        certify_rules,
-        false_alarm_rate,
-        passes,
-        write_certificate,
-    )
+    from ..eval.certify.certificate import certificate_table, certify_rules, false_alarm_rate, passes, write_certificate
     from ..eval.config import EvalConfig, SuiteConfig
     from ..eval.measure.environment import describe_environment
-    from ..eval.measure.methods import method_specs, proposer
-    from ..eval.run import check_inputs, load_suites
-    from ..models.drafters import load_drafter
-    from ..models.drafters.saved.download import resolve_drafter
-    from ..models.drafters.saved.folder import WEIGHTS_FILE
-    from ..models.target.config import TargetConfig
-    from ..models.target.loading import load_target
 
-    config = EvalConfig(suites=[SuiteConfig(name=suite, path=suite_path, limit=limit)], max_new_tokens=max_new_tokens)
-    subject: dict[str, object] = {}
     place = torch.device(device or "cpu")  # the rules alone are certified on a CPU
-    lines = []
-    if target is not None and drafter:
-        drafter = [resolve_drafter(each) for each in drafter]
-        check_inputs(config, drafter)
-        loaded = load_target(
-            TargetConfig(name_or_path=target, dtype=dtype, device=device, compiled=compiled, cuda_graphs=cuda_graphs)
-        )
-        place = loaded.device
-        folders = {name: spec.path for name, spec in method_specs(config, drafter).items()}
-        drafters = {name: proposer(load_drafter(path, loaded), loaded) for name, path in folders.items()}
-        suites = load_suites(config)
-        lines += certify_decoding(loaded, drafters, loaded.tokenizer, suites, max_new_tokens=max_new_tokens)
-        subject |= {"target": loaded.identity.name, "weights_sha256": loaded.identity.weights_sha256, "suite": suite}
-        subject |= {"dtype": str(loaded.dtype).removeprefix("torch."), "form": loaded.form}
-        subject["drafters"] = {name: sha256_file(path / WEIGHTS_FILE) for name, path in folders.items()}
+    lines: list[CertificateLine] = []
+    subject: dict[str, Any] = {}
+    if drafter:
+        config = config_from(EvalConfig, options, suites=[SuiteConfig(name=suite, path=suite_path, limit=limit)])
+        lines, subject, place = _certify_decoding(config, drafter, options)
     if rules:
         lines += certify_rules()
     subject["environment"] = asdict(describe_environment(place))
@@ -83,3 +64,33 @@ def certify_command(
     console.print(verdict, f"({output}); were all sound, it would fail with probability {false_alarm_rate(lines):.1e} at most")
     if not passes(lines):
         raise typer.Exit(1)
+
+
+def _certify_decoding(
+    config: "EvalConfig", drafter: list[Path], options: dict[str, Any]
+) -> "tuple[list[CertificateLine], dict[str, Any], torch.device]":
+    """Certify decoding with each drafter. Return the lines, what they are about, and the target's device."""
+    from ..data.files import sha256_file
+    from ..eval.certify.certificate import certify_decoding
+    from ..eval.measure.methods import method_specs, proposer
+    from ..eval.run import check_inputs, load_suites
+    from ..models.drafters import load_drafter
+    from ..models.drafters.saved.download import resolve_drafter
+    from ..models.drafters.saved.folder import WEIGHTS_FILE
+
+    directories = [resolve_drafter(each) for each in drafter]
+    check_inputs(config, directories)
+    target = load_chosen_target(options)
+    folders = {name: spec.path for name, spec in method_specs(config, directories).items()}
+    drafters = {name: proposer(load_drafter(path, target), target) for name, path in folders.items()}
+    suites = load_suites(config)
+    lines = certify_decoding(target, drafters, target.tokenizer, suites, max_new_tokens=config.max_new_tokens)
+    subject = {
+        "target": target.identity.name,
+        "weights_sha256": target.identity.weights_sha256,
+        "suite": config.suites[0].name,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "form": target.form,
+        "drafters": {name: sha256_file(path / WEIGHTS_FILE) for name, path in folders.items()},
+    }
+    return lines, subject, target.device

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .eval import parse_setting
+from .options import Revision, TrainedTarget, parse_setting
 
 if TYPE_CHECKING:
     from ..models.target.hf_target import HFTarget
@@ -19,7 +19,7 @@ UNWANTED = ["*/*", "optimizer*", "rng_state*", "scaler*", "scheduler*", "train*_
 
 def export_command(
     drafter: Annotated[str, typer.Argument(help="A drafter's directory, or its name on the Hub.")],
-    target: Annotated[str, typer.Option(help="The target that it was trained for: a directory or a Hub id.")],
+    target: TrainedTarget,
     to: Annotated[
         str,
         typer.Option(
@@ -29,7 +29,7 @@ def export_command(
     ],
     output: Annotated[Path, typer.Option(help="Folder for the export: a new or empty one, or an earlier export's.")],
     dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16; as stored unless given.")] = None,
-    revision: Annotated[str | None, typer.Option(help="The target's revision on the Hub.")] = None,
+    revision: Revision = None,
 ) -> None:
     """Write a drafter as another program reads it: a serving engine, a library or a release.
 
@@ -53,14 +53,14 @@ def export_command(
 
 def import_command(
     folder: Annotated[str, typer.Argument(help="A folder of another program, or a Hub id.")],
-    target: Annotated[str, typer.Option(help="The target that it was trained for: a directory or a Hub id.")],
+    target: TrainedTarget,
     output: Annotated[Path, typer.Option(help="A new directory for the drafter.")],
     source: Annotated[
         str | None, typer.Option("--from", help="The format, as of --to of export; told by the files unless given.")
     ] = None,
     setting: Annotated[str | None, typer.Option(help="Options of the drafter: '{depth: 5, top_k: 8}'.")] = None,
     folder_revision: Annotated[str | None, typer.Option(help="The folder's revision on the Hub.")] = None,
-    revision: Annotated[str | None, typer.Option(help="The target's revision on the Hub.")] = None,
+    revision: Revision = None,
 ) -> None:
     """Make a drafter of a published checkpoint of EAGLE, EAGLE-3, Medusa, ReDrafter or a draft model.
 

@@ -54,30 +54,17 @@ def push_command(
     """
     from huggingface_hub.utils import validate_repo_id
 
-    from ..models.drafters.saved.download import HUB_ID, READ_FILES, telling_hub_errors
-    from ..models.drafters.saved.folder import read_drafter_config
+    from ..models.drafters.saved.download import HUB_ID, telling_hub_errors
     from ..models.export.certificate_file import read_certificate
-    from ..models.export.package import CERTIFICATE_FILE, README_FILE, is_package, package_files
+    from ..models.export.package import CERTIFICATE_FILE, README_FILE, package_files
 
     if HUB_ID.fullmatch(repo) is None or "@" in repo:
         raise ValueError(f"{repo!r} is no name of a repository; give user/name")
     with telling_hub_errors(repo):
         validate_repo_id(repo)
     with tempfile.TemporaryDirectory() as temporary:
-        package = folder
-        if not is_package(folder):
-            try:
-                read_drafter_config(folder)
-            except ValueError:
-                package_files(folder)  # an export is pushed as it is, unless it is a pickle
-            else:
-                package = _packaged(folder, Path(temporary) / "package", repo)
-                if left_out := sorted(path.name for path in folder.iterdir() if path.name not in READ_FILES):
-                    typer.echo(
-                        f"left out: {', '.join(left_out)}. `outrider package` takes a certificate, and writes a README.md that "
-                        "you may change before you push its folder"
-                    )
-        files = package_files(package)
+        package = _package(folder, Path(temporary) / "package", repo) if _is_bare_drafter(folder) else folder
+        files = package_files(package)  # an export is pushed as it is, unless it is a pickle
         _print_files(files)
         card = files.get(README_FILE)
         if card is not None:
@@ -91,14 +78,14 @@ def push_command(
         from ..models.export.hub import push
 
         pushed = push(package, repo, public=public, revision=revision, overwrite=overwrite, message=message)
-    told = "private" if pushed.private else "public"
     if not pushed.added and not pushed.deleted:
-        typer.echo(f"{pushed.url} ({told}) holds all of it already, at commit {pushed.commit}")
+        visibility = "private" if pushed.private else "public"
+        typer.echo(f"{pushed.url} ({visibility}) holds all of it already, at commit {pushed.commit}")
     else:
         deleted = f", {len(pushed.deleted)} deleted" if pushed.deleted else ""
         typer.echo(f"{len(pushed.added)} files uploaded{deleted}: {pushed.url}, commit {pushed.commit}")
     if public and pushed.private:
-        typer.echo(f"the repository was there before, and stays {told}: change that in its settings on the Hub")
+        typer.echo("the repository was there before, and stays private: change that in its settings on the Hub")
 
 
 def pull_command(
@@ -116,11 +103,28 @@ def pull_command(
     typer.echo(f"{output} holds {repo} at commit {commit}")
 
 
-def _packaged(drafter: Path, output: Path, repo: str) -> Path:
+def _is_bare_drafter(folder: Path) -> bool:
+    from ..models.drafters.saved.folder import read_drafter_config
+    from ..models.export.package import is_package
+
+    try:
+        return not is_package(folder) and bool(read_drafter_config(folder))
+    except ValueError:
+        return False
+
+
+def _package(drafter: Path, output: Path, repo: str) -> Path:
+    """Make the folder for the Hub of a bare drafter, and name what is left out of it."""
     from ..eval.report.card import CardOptions, model_card
+    from ..models.drafters.saved.download import READ_FILES
     from ..models.export.package import make_package
 
     make_package(drafter, output, model_card(drafter, CardOptions(repo=repo)))
+    if left_out := sorted(path.name for path in drafter.iterdir() if path.name not in READ_FILES):
+        typer.echo(
+            f"left out: {', '.join(left_out)}. `outrider package` takes a certificate, and writes a README.md that you may "
+            "change before you push its folder"
+        )
     return output
 
 

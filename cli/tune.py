@@ -10,93 +10,74 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from . import options as shared
+from .options import config_from, load_chosen_target, parse_setting
+
 if TYPE_CHECKING:
     from ..eval.tune.run import Tuning
     from ..eval.tune.search import Speed
 
+Settings = Annotated[list[str] | None, typer.Option(help="Try only these, and plain decoding: '{depth: 5, top_k: 8}'. Repeat.")]
 SHOWN = 5
 """Settings that the table has for each batch size, at least."""
 
 
 def tune_command(
-    target: Annotated[str, typer.Option(help="The target: a directory or a Hub id.")],
+    target: shared.Target,
     drafter: Annotated[Path, typer.Option(help="The drafter's directory, which gets the choice; a Hub id with --no-write.")],
     suite: Annotated[str, typer.Option(help="Prompts to decode: a suite as `outrider eval` names them.")] = "stdlib",
-    suite_path: Annotated[str | None, typer.Option(help="Local file of the suite.")] = None,
+    suite_path: shared.SuitePath = None,
     suite_revision: Annotated[str | None, typer.Option(help="Commit of a suite on the Hub.")] = None,
-    limit: Annotated[int, typer.Option(help="Draw at most so many prompts.")] = 16,
-    batch_size: Annotated[list[int] | None, typer.Option(help="Prompts decoded together. Repeat for several; 1.")] = None,
-    setting: Annotated[
-        list[str] | None, typer.Option(help="Try only these, and plain decoding: '{depth: 5, top_k: 8}'. Repeat.")
-    ] = None,
+    limit: shared.Limit = 16,
+    batch_sizes: shared.BatchSizes = None,
+    setting: Settings = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens per answer, at most.")] = 128,
-    check: Annotated[bool, typer.Option(help="Decode with every setting for real, and tell the regret of the choice.")] = False,
+    max_new_tokens: shared.MaxNewTokens = 128,
+    check: Annotated[bool, typer.Option(help="Decode with every setting, and print the regret of the choice.")] = False,
     write: Annotated[bool, typer.Option(help="Write the choice beside the drafter, where eval --tuned reads it.")] = True,
     output: Annotated[Path, typer.Option(help="Folder for all predictions.")] = Path("outputs/tune"),
-    revision: Annotated[str | None, typer.Option(help="The target's revision on the Hub.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Unless given, float32 on a CPU and as stored elsewhere.")] = None,
-    device: Annotated[str | None, typer.Option(help="Unless given, the first accelerator, else cpu.")] = None,
-    compiled: Annotated[bool, typer.Option(help="Run the target through torch.compile.")] = False,
-    cuda_graphs: Annotated[bool, typer.Option(help="Replay the target as CUDA graphs.")] = False,
-    threads: Annotated[int | None, typer.Option(help="CPU threads; torch's choice unless given.")] = None,
-    pack_weights: Annotated[bool, typer.Option(help="On a CPU, pack linear layers for few rows (more memory).")] = True,
-    chat_template: Annotated[str | None, typer.Option(help="A .jinja file, or a template that ships with outrider.")] = None,
-    tokenizer_option: Annotated[list[str] | None, typer.Option(help="NAME=VALUE for the tokenizer: legacy=true.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the prompts that --limit draws.")] = 0,
+    revision: shared.Revision = None,
+    dtype: shared.Dtype = None,
+    device: shared.Device = None,
+    compiled: shared.Compiled = False,
+    cuda_graphs: shared.CudaGraphs = False,
+    num_threads: shared.Threads = None,
+    pack_weights: shared.PackWeights = True,
+    chat_template: shared.ChatTemplate = None,
+    tokenizer_options: shared.TokenizerOptions = None,
+    seed: shared.Seed = 0,
 ) -> None:
     """Find the setting in which a drafter decodes fastest here, for each batch size, and whether it pays at all.
 
     The target answers some prompts once; every setting drafts for those answers, and the target's step is timed by the size of
     batch and tree. The few settings that come out fastest then decode for real. Takes minutes, not the hours of measuring all.
     """
-
-    from ..data.chat import use_chat_template
+    options = {**locals()}
     from ..eval.config import EvalConfig, SuiteConfig
     from ..eval.run import check_inputs
     from ..eval.tune.run import tune
     from ..models.drafters.saved.download import HUB_ID, resolve_drafter
-    from ..models.target.config import TargetConfig
-    from ..models.target.loading import default_device, load_target
-    from .eval import parse_setting, tokenizer_options
 
-    sizes = sorted(set(batch_size or [1]))
-    if sizes[0] < 1:
-        raise ValueError(f"--batch-size is {sizes[0]}; it must be at least 1")
+    sizes = sorted(set(batch_sizes or [1]))
     if max_new_tokens < 2:
         raise ValueError(f"--max-new-tokens is {max_new_tokens}; the first token is the prefill's, so it must be at least 2")
-    config = EvalConfig(
-        suites=[SuiteConfig(name=suite, path=suite_path, revision=suite_revision, limit=limit)],
-        settings=[parse_setting(text) for text in setting or []] or [{}],
-        temperatures=[temperature],
-        batch_sizes=sizes,
-        max_new_tokens=max_new_tokens,
-        seed=seed,
-        num_threads=threads,
-        pack_weights=pack_weights,
-    )
+    suites = [SuiteConfig(name=suite, path=suite_path, revision=suite_revision, limit=limit)]
+    settings = [parse_setting(text) for text in setting or []]
+    choices = {"settings": settings or [{}], "temperatures": [temperature], "batch_sizes": sizes}
+    config = config_from(EvalConfig, options, suites=suites, **choices)
     if write and not drafter.is_dir() and HUB_ID.fullmatch(str(drafter)):
         raise ValueError(
             f"there is no folder {drafter} here, and the choice is written beside the drafter: `outrider pull {drafter} "
             "--output DIR` and tune that, or leave the choice unwritten (--no-write)"
         )
-    drafter = resolve_drafter(drafter)
-    check_inputs(config, [drafter])
-    place = device or str(default_device())
-    loaded = load_target(
-        TargetConfig(
-            name_or_path=target,
-            revision=revision,
-            dtype=dtype or ("float32" if place == "cpu" else "auto"),
-            device=place,
-            compiled=compiled,
-            cuda_graphs=cuda_graphs,
-            tokenizer_options=tokenizer_options(tokenizer_option or []),
-        )
-    )
-    use_chat_template(loaded.tokenizer, chat_template)
-    settings = config.settings if setting else None
-    tuning = tune(config, loaded, drafter, output, settings=settings, batch_sizes=sizes, check=check, write=write)
+    directory = resolve_drafter(drafter)
+    check_inputs(config, [directory])
+    loaded = load_chosen_target(options)
+    tuning = tune(config, loaded, directory, output, settings=settings or None, batch_sizes=sizes, check=check, write=write)
+    _print_tuning(tuning, directory if write else None, output)
+
+
+def _print_tuning(tuning: "Tuning", written_to: Path | None, output: Path) -> None:
     console = Console()
     for size in tuning.choices:
         console.print(tuning_table(tuning, size))
@@ -104,7 +85,7 @@ def tune_command(
     if tuning.left_out:
         names = ", ".join(f"{_name(each.setting)} (batches of {each.batch_size})" for each in tuning.left_out)
         console.print(escape(f"Left out, since memory ran out: {names}"), soft_wrap=True)
-    written = f"; the choice to {drafter / 'tuned.json'}" if write else ""
+    written = "" if written_to is None else f"; the choice to {written_to / 'tuned.json'}"
     console.print(escape(f"All predictions were written to {output / 'tuning.json'}{written}"), soft_wrap=True)
 
 

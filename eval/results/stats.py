@@ -135,18 +135,11 @@ def time_split(profiled: Sequence[EvalRecord]) -> dict[str, float] | None:
 
 def tree_tokens(profiled: Sequence[EvalRecord]) -> dict[str, list[float]] | None:
     """TREE_PERCENTILES, over the verify steps of profiled records, of the draft tokens before (`separate`) and after (`shared`)
-    shared prefixes are merged, and of those `read`, padding included, where all records have them.
-
-    None where nothing was counted or nothing is drafted."""
+    shared prefixes are merged, and of those `read`, padding included. None where nothing is drafted."""
     counts = [record.tree_tokens for record in profiled if record.tree_tokens is not None]
-    sides = {
-        "separate": [count for tree in counts for count in tree.separate],
-        "shared": [count for tree in counts for count in tree.shared],
-    }
+    sides = {side: [count for tree in counts for count in getattr(tree, side)] for side in ("separate", "shared", "read")}
     if not any(sides["shared"]):
         return None
-    if all(tree.read is not None for tree in counts):
-        sides["read"] = [count for tree in counts for count in tree.read or ()]
     return {name: [float(value) for value in np.percentile(side, TREE_PERCENTILES)] for name, side in sides.items()}
 
 

@@ -66,11 +66,11 @@ def test_a_line_that_cannot_be_a_record_is_named(tmp_path: Path, make_record: Ma
     del missing["seed"]
     trees: dict[str, list[int]] = {"separate": [6, 6], "shared": [4, 4], "read": [5, 4]}
     bad_lines = {
-        "not JSON": '{"suite": ',
+        "not a JSON file": '{"suite": ',
         "notes": altered(good, notes="x"),
         "seed": json.dumps(missing),
         "decode_seconds": altered(good, decode_seconds="1"),
-        r"token_ids\[0\]": altered(good, token_ids=[1.5, 2, 3]),
+        "token_ids": altered(good, token_ids=[1.5, 2, 3]),
         "the prefill's are those of verify steps": altered(good, num_verify_tokens=3),
         "emits a token or more": altered(good, accepted_histogram=[3]),
         "from 1 to 1 rows": altered(good, num_rows=2),
@@ -81,7 +81,7 @@ def test_a_line_that_cannot_be_a_record_is_named(tmp_path: Path, make_record: Ma
     }
     for message, line in bad_lines.items():
         path.write_text(good.to_json() + "\n" + line + "\n")
-        with pytest.raises(ValueError, match=f"(?s)records.jsonl, line 2: .*({message}|Expecting value)"):
+        with pytest.raises(ValueError, match=f"(?s)records.jsonl, line 2: .*{message}"):
             RecordFile(path)
     assert len(bad_lines) == 12
 

@@ -493,13 +493,13 @@ def test_the_command_prints_a_table_and_a_verdict(
 ) -> None:
     arguments: dict[str, Any] = {"target": str(tiny_target_dir), "drafter": tiny_drafter_dir, "suite": "mt_bench"}
     arguments |= {"suite_path": str(questions), "max_new_tokens": 6, "write": False, "output": tmp_path, "pack_weights": False}
-    tune_command(**arguments, setting=["{beam_width: 2}"], batch_size=[2])
+    tune_command(**arguments, setting=["{beam_width: 2}"], batch_sizes=[2])
     told = capsys.readouterr().out
     assert "plain decoding" in told.replace("\n", " ")
     assert "beam_width=2" in told.replace("\n", " ")
     assert "Batches of 2: " in told
-    with pytest.raises(ValueError, match="--batch-size is 0"):
-        tune_command(**arguments, batch_size=[0])
+    with pytest.raises(ValueError, match="(?s)batch_sizes.*0"):
+        tune_command(**arguments, batch_sizes=[0])
 
 
 def test_drafts_drawn_at_random_cannot_be_replayed(tiny_target: HFTarget, questions: Path, tmp_path: Path) -> None:

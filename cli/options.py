@@ -1,0 +1,86 @@
+"""Options that several commands have, and what the commands make of them."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+import yaml
+
+if TYPE_CHECKING:
+    from ..models.target.hf_target import HFTarget
+
+T = TypeVar("T")
+
+Target = Annotated[str, typer.Option(help="The target: a directory or a Hub id.")]
+TrainedTarget = Annotated[str, typer.Option(help="The target that it was trained for: a directory or a Hub id.")]
+Revision = Annotated[str | None, typer.Option(help="The target's revision on the Hub.")]
+Dtype = Annotated[str | None, typer.Option(help="Unless given, float32 on a CPU and as stored elsewhere.")]
+Device = Annotated[str | None, typer.Option(help="Unless given, the first accelerator, else cpu.")]
+Compiled = Annotated[bool, typer.Option(help="Run the target through torch.compile.")]
+CudaGraphs = Annotated[bool, typer.Option(help="Replay target and drafter as CUDA graphs.")]
+ChatTemplate = Annotated[str | None, typer.Option(help="A .jinja file, or a template that ships with outrider.")]
+TokenizerOptions = Annotated[
+    list[str] | None, typer.Option("--tokenizer-option", help="NAME=VALUE for the tokenizer: legacy=true.")
+]
+BatchSizes = Annotated[list[int] | None, typer.Option("--batch-size", help="Prompts decoded together. Repeat for several.")]
+MaxNewTokens = Annotated[int, typer.Option(help="Tokens per answer, at most.")]
+Limit = Annotated[int, typer.Option(help="Draw at most so many prompts.")]
+SuitePath = Annotated[str | None, typer.Option(help="Local file of the suite.")]
+Threads = Annotated[int | None, typer.Option("--threads", help="CPU threads; torch's choice unless given.")]
+PackWeights = Annotated[bool, typer.Option(help="On a CPU, pack linear layers for few rows (more memory).")]
+Seed = Annotated[int, typer.Option(help="Of the prompts that --limit draws, of samples, and of the bootstrap.")]
+
+
+def config_from(cls: type[T], options: Mapping[str, Any], **others: Any) -> T:
+    """Build a configuration from `others` and from those options that have its fields' names.
+
+    An option that wasn't given (None) leaves the field's default.
+    """
+    names = {field.name for field in fields(cls)}  # type: ignore[arg-type]
+    given = {name: value for name, value in options.items() if name in names and value is not None}
+    return cls(**{**given, **others})
+
+
+def load_chosen_target(options: Mapping[str, Any]) -> "HFTarget":
+    """Load the target that a command's options choose, with its chat template."""
+    from ..data.chat import use_chat_template
+    from ..models.target.config import TargetConfig
+    from ..models.target.loading import default_device, load_target
+
+    device = options["device"] or str(default_device())
+    # A CPU emulates bfloat16, and only float32 can be held to the very same tokens.
+    dtype = options["dtype"] or ("float32" if device == "cpu" else "auto")
+    tokenizer_options = parse_tokenizer_options(options.get("tokenizer_options") or [])
+    changes = {"name_or_path": options["target"], "device": device, "dtype": dtype, "tokenizer_options": tokenizer_options}
+    target = load_target(config_from(TargetConfig, options, **changes))
+    use_chat_template(target.tokenizer, options.get("chat_template"))
+    return target
+
+
+def parse_tokenizer_options(texts: list[str]) -> dict[str, Any]:
+    """Parse NAME=VALUE options of the tokenizer. Raises ValueError for a text without a value."""
+    options = {}
+    for text in texts:
+        name, separator, value = text.partition("=")
+        if not separator:
+            raise ValueError(f"--tokenizer-option is {text!r}; give NAME=VALUE, such as legacy=true")
+        try:
+            options[name] = json.loads(value)
+        except json.JSONDecodeError:
+            options[name] = value  # a text needs no quotes
+    return options
+
+
+def parse_setting(text: str) -> dict[str, Any]:
+    """Parse a drafter's options, written as in a configuration. Raises ValueError for a text that is none."""
+    try:
+        setting = yaml.safe_load(text)
+    except yaml.YAMLError:
+        setting = None
+    if not isinstance(setting, dict) or not all(isinstance(name, str) for name in setting):
+        raise ValueError(f"--setting is {text!r}; give options as in a configuration: '{{depth: 5, top_k: 8}}'")
+    if joined := [key for key in setting if ":" in str(key)]:
+        raise ValueError(f"--setting is {text!r}, which has the one word {joined[0]!r}; YAML needs a space after the colon")
+    return setting
