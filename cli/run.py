@@ -54,7 +54,10 @@ SECTIONS = {
     "eval": ("eval",),
     "export": ("export",),
 }
-"""The sections of a configuration that decide what a stage leaves."""
+"""The sections of a configuration that decide what a stage leaves.
+
+A folder's config.yaml joins them over several runs: after `stages=[distill,train]` and then `stages=[eval] train.steps=5`, its
+`train` is still that of the first run, since the second one trained nothing."""
 NOT_LOSSLESS = 1
 """Exit status where a drafter that claims to be lossless isn't."""
 

@@ -5,7 +5,7 @@ import math
 import torch
 from jaxtyping import Bool, Int
 
-from .layout import packed, padded
+from .packing import packed, padded
 from .types import TOKENS_ONLY, UNKNOWN, DistilledExample, DrafterBatch, TargetReads
 
 LABELS = ("distilled", "text")

@@ -9,7 +9,7 @@ from typing import Any
 from .config import DataConfig
 from .cuts import cut_text
 from .decontamination import PromptOverlap, without_overlap
-from .records import SUFFIXES, is_local, load_records
+from .raw_records import SUFFIXES, is_local, load_records
 from .roles import ROLES
 from .stdlib import TASK, Split, code_conversations
 from .types import Conversation, Role, Turn

@@ -27,7 +27,7 @@ from outrider.data.suites import load_suite
 from outrider.data.types import Turn
 from outrider.eval.measure.environment import describe_environment
 from outrider.models.decoding import DraftTree, GreedyAcceptance, Prompts, generate
-from outrider.models.decoding.loop import read_tokens
+from outrider.models.decoding.loop import read_acceptance
 from outrider.models.drafters import NullDrafter
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.small_models import DraftModelConfig
@@ -111,12 +111,12 @@ def measure_overhead(target: HFTarget, prompt: torch.Tensor, num_steps: int) -> 
         tree = DraftTree(tokens=tokens, parents=parents, max_depth=5)
         output = target.verify(last_token, tree)
         acceptance = rule(tree, output)
-        num_accepted = [len(new) - 1 for new in read_tokens(tree, output, acceptance)]
-        assert num_accepted == [len(PATH)]
-        target.commit(tree, acceptance, num_accepted)
+        _, accepted = read_acceptance(tree, output, acceptance)
+        assert accepted.num_accepted.host == (len(PATH),)
+        target.commit(tree, accepted)
         seconds = clock(target) - start
         # The next step has the same cache again.
-        target.rewind(1 + acceptance.num_accepted, [1 + count for count in num_accepted])
+        target.rewind(accepted.num_accepted + 1)
         return seconds
 
     def forward(tokens: torch.Tensor) -> float:
@@ -124,9 +124,10 @@ def measure_overhead(target: HFTarget, prompt: torch.Tensor, num_steps: int) -> 
         cache = target._require_cache()
         cache.begin_pass(1 + len(TREE))
         cache.locate()
-        mask = masks_by_kind(target._kinds, tree.lineage, cache.lengths, cache.extent, target.dtype)
+        lengths = cache.lengths.device
+        mask = masks_by_kind(target._trees.kinds, tree.lineage, lengths, cache.extent, target.dtype)
         inputs = torch.cat([last_token[:, None], tokens], dim=1)
-        positions = cache.lengths[:, None] + torch.nn.functional.pad(tree.depths, (1, 0))
+        positions = lengths[:, None] + torch.nn.functional.pad(tree.depths, (1, 0))
         start = clock(target)
         with grouped_heads(target.model):
             target.model(inputs, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
@@ -150,42 +151,23 @@ def measure_overhead(target: HFTarget, prompt: torch.Tensor, num_steps: int) -> 
     }
 
 
+Way = Callable[[], list[list[int]]]
+
+
 def measure_decoding(
     target: HFTarget, draft: HFTarget, prompts: list[torch.Tensor], batch: int, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Tokens per second of each way to decode a batch, the ways in turns. transformers pads on the left."""
-    rows = prompts[:batch]
+    """Tokens per second of each way to decode a batch, the ways in turns."""
+    rows, num_tokens = prompts[:batch], args.new_tokens
     drafter = DraftModel(DraftModelConfig(length=args.draft_length), draft)
     draft.model.generation_config.num_assistant_tokens = args.draft_length
     draft.model.generation_config.num_assistant_tokens_schedule = "constant"
     draft.model.generation_config.assistant_confidence_threshold = 0.0
-    steps: list[int] = []
-
-    def ours(drafting: Any) -> list[list[int]]:
-        answers: list[list[int]] = [[] for _ in rows]
-        count = 0
-        for step in generate(target, drafting, GreedyAcceptance(), rows, max_new_tokens=args.new_tokens):
-            count += not step.is_prefill
-            for row, tokens in zip(step.rows, step.tokens, strict=True):
-                answers[row] += tokens
-        steps.append(count)
-        return answers
-
-    def theirs(**options: Any) -> list[list[int]]:
-        longest = max(map(len, rows))
-        padded = torch.stack([torch.nn.functional.pad(row, (longest - len(row), 0)) for row in rows])
-        mask = torch.stack([torch.arange(longest, device=row.device) >= longest - len(row) for row in rows]).long()
-        output = target.model.generate(
-            padded, attention_mask=mask, max_new_tokens=args.new_tokens, do_sample=False, pad_token_id=0, **options
-        )
-        answers: list[list[int]] = output[:, longest:].tolist()
-        return answers
-
-    ways: dict[str, Callable[[], list[list[int]]]] = {
-        "plain": lambda: ours(NullDrafter()),
-        "transformers": theirs,
-        "chain": lambda: ours(drafter),
-        "assisted": lambda: theirs(assistant_model=draft.model),
+    ways: dict[str, Way] = {
+        "plain": lambda: decode_ours(target, NullDrafter(), rows, num_tokens),
+        "transformers": lambda: decode_theirs(target, rows, num_tokens),
+        "chain": lambda: decode_ours(target, drafter, rows, num_tokens),
+        "assisted": lambda: decode_theirs(target, rows, num_tokens, assistant_model=draft.model),
     }
     refused = None
     if batch > 1:
@@ -194,9 +176,43 @@ def measure_decoding(
         except ValueError as error:
             refused = str(error)
             del ways["assisted"]
+    seconds, differing = take_turns(target, ways, args.rounds)
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    return {
+        "batch": batch,
+        "tokens_per_second": {name: batch * num_tokens / median for name, median in medians.items()},
+        "chain_against_assisted": medians["assisted"] / medians["chain"] if "assisted" in medians else None,
+        "plain_against_transformers": medians["transformers"] / medians["plain"],
+        "assisted_refused": refused,
+        "answers_unlike_plain": differing,
+    }
+
+
+def decode_ours(target: HFTarget, drafter: Any, rows: list[torch.Tensor], num_tokens: int) -> list[list[int]]:
+    answers: list[list[int]] = [[] for _ in rows]
+    for step in generate(target, drafter, GreedyAcceptance(), rows, max_new_tokens=num_tokens):
+        for row, tokens in zip(step.rows, step.tokens, strict=True):
+            answers[row] += tokens
+    return answers
+
+
+def decode_theirs(target: HFTarget, rows: list[torch.Tensor], num_tokens: int, **options: Any) -> list[list[int]]:
+    """Answers by transformers, which pads on the left."""
+    longest = max(map(len, rows))
+    padded = torch.stack([torch.nn.functional.pad(row, (longest - len(row), 0)) for row in rows])
+    mask = torch.stack([torch.arange(longest, device=row.device) >= longest - len(row) for row in rows]).long()
+    output = target.model.generate(
+        padded, attention_mask=mask, max_new_tokens=num_tokens, do_sample=False, pad_token_id=0, **options
+    )
+    answers: list[list[int]] = output[:, longest:].tolist()
+    return answers
+
+
+def take_turns(target: HFTarget, ways: dict[str, Way], num_rounds: int) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """Seconds of each way by round, and how many of its answers differ from plain decoding's. The first round warms up."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     differing: dict[str, int] = {}
-    for round_number in range(args.rounds + 1):
+    for round_number in range(num_rounds + 1):
         answers = {}
         for name, way in ways.items():
             start = clock(target)
@@ -205,16 +221,10 @@ def measure_decoding(
                 seconds[name].append(clock(target) - start)
         differing = {name: sum(a != b for a, b in zip(answers[name], answers["plain"], strict=True)) for name in ways}
         if differing["chain"]:
-            raise SystemExit(f"batch {batch}: {differing['chain']} answers of the chain differ from plain decoding's")
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
-    return {
-        "batch": batch,
-        "tokens_per_second": {name: batch * args.new_tokens / median for name, median in medians.items()},
-        "chain_against_assisted": medians["assisted"] / medians["chain"] if "assisted" in medians else None,
-        "plain_against_transformers": medians["transformers"] / medians["plain"],
-        "assisted_refused": refused,
-        "answers_unlike_plain": differing,
-    }
+            raise SystemExit(
+                f"{differing['chain']} of {len(answers['chain'])} answers of the chain differ from plain decoding's"
+            )
+    return seconds, differing
 
 
 def clock(target: HFTarget) -> float:

@@ -47,7 +47,7 @@ def main() -> None:
     figures = []
     for path in tqdm(sorted(args.folder.glob("**/train/summary.json")), unit="drafter"):
         summary, drafter = read_json(path), load_drafter(path.parents[1] / "drafter", target)
-        counts = decode(target, cast("Drafter[Any]", drafter), prompts, summary["run"]["train"]["validation_tokens"])
+        counts = decode(target, cast("Drafter[Any, Any]", drafter), prompts, summary["run"]["train"]["validation_tokens"])
         training = summary["validation"]["validation_tokens_per_step"]
         decoding, interval = bootstrap(counts, ratio, seed=0)
         figures.append({"drafter": path.parents[1].name, "training": training, "decoding": decoding, "interval": interval})
@@ -75,7 +75,7 @@ def unused_prompts(data: DataConfig, target: HFTarget, shards_dir: Path, count: 
     return [example.input_ids[: start + 1].long().to(target.device) for example, start in starts[:count]]
 
 
-def decode(target: HFTarget, drafter: Drafter[Any], prompts: list[torch.Tensor], max_new_tokens: int) -> np.ndarray:
+def decode(target: HFTarget, drafter: Drafter[Any, Any], prompts: list[torch.Tensor], max_new_tokens: int) -> np.ndarray:
     """Tokens and verify steps of each prompt, [prompt, 2]; the prefill's token is no step's."""
     counts = np.zeros((len(prompts), 2), dtype=np.int64)
     for start in range(0, len(prompts), BATCH_SIZE):

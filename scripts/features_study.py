@@ -32,7 +32,7 @@ from outrider.distill.label.continuations import label_continuations
 from outrider.distill.label.features import TextFeatures, bytes_per_token, stored_example
 from outrider.distill.label.run import distill
 from outrider.eval.measure.environment import describe_environment
-from outrider.models.drafters import build_drafter
+from outrider.models.drafters import build_drafter, parse_drafter
 from outrider.models.drafters.objective import Objective
 from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.loading import load_target
@@ -218,7 +218,7 @@ def time_steps(args: argparse.Namespace, target: HFTarget) -> dict[str, float]:
     """Median seconds of an EAGLE-3 step on stored states and on recomputed ones, in turns on the same texts."""
     config = recipe(args, Trial(drafter="eagle3", shards="none"))
     torch.manual_seed(0)
-    drafter = build_drafter(config.drafter, target).train()
+    drafter = build_drafter(parse_drafter(config.drafter), target).train()
     reads = target_reads(drafter, Objective())
     streams = {}
     for name in ("none", *STATE_DTYPES):

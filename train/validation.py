@@ -142,7 +142,7 @@ class Validator:
         num_tokens, num_steps = self._accelerator.reduce(counts, "sum").tolist()
         return Validation(tokens_per_step=num_tokens / num_steps if num_steps else None, loss=loss)
 
-    def _decode(self, drafter: Drafter[Any]) -> tuple[dict[int, list[int]], int]:
+    def _decode(self, drafter: Drafter[Any, Any]) -> tuple[dict[int, list[int]], int]:
         """The answers to this process's prompts, and in how many verify steps of a row they were made."""
         answers: dict[int, list[int]] = {row: [] for row in self._mine}
         num_steps = 0

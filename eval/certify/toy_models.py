@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch.nn.functional import pad
 
 from ...models.decoding.sampling import Randomness, Sampling, draw, draw_several, warp
-from ...models.decoding.tree import DraftTree
+from ...models.decoding.tree import DraftTree, Drawn
 from ...models.decoding.types import NO_NODE
 
 Tables = list[Float[torch.Tensor, "..."]]
@@ -83,19 +83,19 @@ def make_trees(
     """One batch of trees of several shapes and one drawing: `tokens[i]` are those of shape i, a tree a row."""
     num_nodes = max(len(shape.parents) for shape in shapes)
     parents = [torch.tensor(shape.parents).long().expand(len(rows), -1) for shape, rows in zip(shapes, tokens, strict=True)]
-    options = {}
+    drawn = None
     if shapes[0].drawing != "beam":
         logits = [after_nodes(drafter, shape, rows, num_nodes) for shape, rows in zip(shapes, tokens, strict=True)]
-        options = {
-            "child_probs": warp(torch.cat(logits), sampling),
-            "with_replacement": shapes[0].drawing == "independent",
-            "max_children": max(len(shape.siblings(node)) + 1 for shape in shapes for node in range(len(shape.parents))),
-        }
+        drawn = Drawn(
+            probs=warp(torch.cat(logits), sampling),
+            with_replacement=shapes[0].drawing == "independent",
+            max_children=max(len(shape.siblings(node)) + 1 for shape in shapes for node in range(len(shape.parents))),
+        )
     padded_tokens, padded_parents = (
         torch.cat([pad(rows, (0, num_nodes - rows.shape[1]), value=NO_NODE) for rows in values]) for values in (tokens, parents)
     )
     depth = max(shape.depth for shape in shapes)
-    return DraftTree(tokens=padded_tokens, parents=padded_parents, max_depth=depth, **options)  # type: ignore[arg-type]
+    return DraftTree(tokens=padded_tokens, parents=padded_parents, max_depth=depth, drawn=drawn)
 
 
 def all_tokens(

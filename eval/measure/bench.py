@@ -221,7 +221,7 @@ class Bench:
     def _visit_shapes(self, suites: Sequence[PromptSet], length: int, profiled: bool) -> int:
         """Let every method take a step of each shape that its answers may come to, in texts of `length` tokens and in all that
         can be foreseen. Returns the length of the longest."""
-        rows: dict[Drafter[Any], set[int]] = {}
+        rows: dict[Drafter[Any, Any], set[int]] = {}
         for (temperature, size), methods in self.methods.items():
             for method in methods:
                 for suite in suites:

@@ -16,7 +16,7 @@ class Method:
     """A way to decode: a drafter in one setting. The baseline's drafter proposes nothing."""
 
     name: str
-    drafter: Drafter[Any]
+    drafter: Drafter[Any, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,7 +37,7 @@ class Lengths:
 class Shape:
     """So many texts of one length, behind which a drafter takes a step: that step's tensors have shapes of their own."""
 
-    drafter: Drafter[Any]
+    drafter: Drafter[Any, Any]
     num_rows: int
     length: int
     num_nodes: int
@@ -83,7 +83,7 @@ def text_lengths(
 
 
 def shapes_of(
-    rows: Mapping[Drafter[Any], Collection[int]], lengths: Lengths, *, extent_step: int, context_length: int
+    rows: Mapping[Drafter[Any, Any], Collection[int]], lengths: Lengths, *, extent_step: int, context_length: int
 ) -> list[Shape]:
     """List the shapes of the steps that these drafters take in batches of so many rows.
 
@@ -122,7 +122,7 @@ def num_recordings(shapes: Iterable[Shape], extent_step: int) -> int:
     )
 
 
-def tree_sizes(drafter: Drafter[Any]) -> Sequence[int]:
+def tree_sizes(drafter: Drafter[Any, Any]) -> Sequence[int]:
     """Return the numbers of nodes that a drafter's trees come in: its largest, unless it says more."""
     return drafter.tree_sizes if isinstance(drafter, SizedDrafter) else (drafter.max_nodes,)
 
@@ -130,20 +130,22 @@ def tree_sizes(drafter: Drafter[Any]) -> Sequence[int]:
 class Resized:
     """A drafter whose trees are cut or padded to one size."""
 
-    def __init__(self, drafter: Drafter[Any], num_nodes: int) -> None:
+    def __init__(self, drafter: Drafter[Any, Any], num_nodes: int) -> None:
         self.drafter, self.num_nodes = drafter, num_nodes
         self.max_nodes, self.feature_layers = drafter.max_nodes, drafter.feature_layers
         self.init_state, self.advance, self.select = drafter.init_state, drafter.advance, drafter.select
 
-    def propose(self, state: Any, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None) -> DraftTree:
-        tree = self.drafter.propose(state, last_token, generator=generator)
+    def propose(
+        self, state: Any, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
+    ) -> tuple[DraftTree, Any]:
+        tree, drafted = self.drafter.propose(state, last_token, generator=generator)
         if tree.num_nodes == self.num_nodes:
-            return tree
+            return tree, drafted
         missing = max(0, self.num_nodes - tree.num_nodes)
         tokens, parents = (
             pad(values[:, : self.num_nodes], (0, missing), value=NO_NODE) for values in (tree.tokens, tree.parents)
         )
-        return DraftTree(tokens=tokens, parents=parents, max_depth=tree.max_depth)
+        return DraftTree(tokens=tokens, parents=parents, max_depth=tree.max_depth), drafted
 
 
 def visit(shapes: Sequence[Shape], text: Int[torch.Tensor, " seq"], target: HFTarget, rule: AcceptanceRule) -> None:

@@ -19,7 +19,7 @@ from ...models.decoding.prompts import Prompts
 from ...models.decoding.protocols import AcceptanceRule
 from ...models.decoding.sampling import RowSeeds
 from ...models.decoding.tree import DraftTree, depths
-from ...models.decoding.types import Acceptance, TargetOutput
+from ...models.decoding.types import AcceptedPath, TargetOutput
 from ...models.drafters import NullDrafter
 from ...models.target.frozen_model import UNLIMITED
 from ...models.target.hf_target import HFTarget
@@ -131,9 +131,9 @@ class ReplayTarget:
         hidden_states, features = self._outputs(places)
         return TargetOutput(logits=self._logits(places), hidden_states=hidden_states, features=features)
 
-    def commit(self, tree: DraftTree, acceptance: Acceptance, num_accepted: Sequence[int]) -> None:
-        """Go on behind the accepted path."""
-        self._lengths = self._lengths + acceptance.num_accepted + 1
+    def commit(self, tree: DraftTree, accepted: AcceptedPath) -> None:
+        """Continue behind the accepted path."""
+        self._lengths = self._lengths + accepted.num_accepted.device + 1
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows only."""

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from ...models.decoding.loop import Stopwatch
 from ...models.decoding.prompts import Prompts
 from ...models.decoding.tree import DraftTree, empty_tree
-from ...models.decoding.types import NO_NODE, Acceptance
+from ...models.decoding.types import NO_NODE, AcceptedPath, Counts
 from ...models.target.hf_target import HFTarget
 from ..measure.memory import within_memory
 
@@ -122,14 +122,14 @@ def _time_step(target: HFTarget, last_token: Int[torch.Tensor, " batch"], num_no
     path = torch.full((len(last_token), tree.max_depth), NO_NODE, device=last_token.device)
     if num_accepted:  # the last node's ancestors, from the first on
         path[:, :num_accepted] = tree.lineage[:, -1].flip(1)[:, :num_accepted]
-    counts = [num_accepted] * len(last_token)
-    acceptance = Acceptance(path=path, num_accepted=torch.tensor(counts, device=last_token.device), bonus_token=last_token)
+    counts = Counts.of([num_accepted] * len(last_token), last_token.device)
+    accepted = AcceptedPath(nodes=path[:, :num_accepted], num_accepted=counts)
     lap = Stopwatch(last_token.device)
     lap()
     target.verify(last_token, tree)
-    target.commit(tree, acceptance, counts)
+    target.commit(tree, accepted)
     seconds = lap()
-    target.rewind(acceptance.num_accepted + 1, [count + 1 for count in counts])
+    target.rewind(counts + 1)
     return seconds
 
 

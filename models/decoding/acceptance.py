@@ -11,8 +11,8 @@ from jaxtyping import Bool, Float, Int
 from torch.nn.functional import pad
 
 from .sampling import Randomness, Sampling, choose, draw, flip, warp
-from .tree import DraftTree
-from .types import NO_NODE, Acceptance, TargetOutput
+from .tree import DraftTree, Drawn
+from .types import NO_NODE, Acceptance, AcceptedPath, TargetOutput
 
 
 class GreedyAcceptance:
@@ -30,12 +30,12 @@ class GreedyAcceptance:
 class SpeculativeSampling:
     """Sample from the target's warped distribution p exactly, whatever the drafter proposes.
 
-    **Deterministic trees** (`tree.child_probs` is None: beam search, top-k). After every node a token is drawn from p, and the
+    **Deterministic trees** (`tree.drawn` is None: beam search, top-k). After every node a token is drawn from p, and the
     walk goes on as long as that token is a child. Proof of exactness: given the text so far, each emitted token is a draw from
     p after just that text, independent of all others; the tree, a function of the text alone, only decides after how many
     draws the walk ends. It accepts one of the children with probability sum p(child), which no rule for such trees exceeds.
 
-    **Drawn trees** (`tree.child_probs` holds the distribution q that each node's children were drawn from). The children are
+    **Drawn trees** (`tree.drawn` has the distribution q that each node's children were drawn from). The children are
     tried in turn (arXiv 2302.01318 for one, 2305.09781 section 4.3 for several): child x is accepted with probability min(1,
     p(x) / q(x)); refused, p becomes the normalised positive part of p - q, and q loses x where the drawing was without
     replacement (2402.14160, section 3.1). After all children the bonus token is drawn from what p has become. Proof: let x ~ q.
@@ -52,9 +52,9 @@ class SpeculativeSampling:
 
     def __call__(self, tree: DraftTree, output: TargetOutput, *, generator: Randomness = None) -> Acceptance:
         probs = warp(output.logits, self.sampling)
-        if tree.child_probs is None:
+        if tree.drawn is None:
             return follow_choices(tree, choose(probs, pad(tree.depths, (1, 0)), tree.max_depth, generator))
-        accept, bonus = try_children(tree, tree.child_probs.to(probs.dtype), probs)
+        accept, bonus = try_children(tree, tree.drawn, probs)
         walk = follow(tree, first_accepted(tree, flip(accept, generator)))
         rows = torch.arange(len(bonus), device=bonus.device)
         return walk.accept(draw(bonus[rows, walk.entry], generator))
@@ -91,7 +91,7 @@ class TypicalAcceptance:
 
 
 def try_children(
-    tree: DraftTree, drawn_from: Float[torch.Tensor, "batch entry vocab"], probs: Float[torch.Tensor, "batch entry vocab"]
+    tree: DraftTree, drawn: Drawn, probs: Float[torch.Tensor, "batch entry vocab"]
 ) -> tuple[Float[torch.Tensor, "batch node"], Float[torch.Tensor, "batch entry vocab"]]:
     """Multi-round speculative sampling at all entries at once.
 
@@ -99,11 +99,12 @@ def try_children(
     distribution of the bonus token at each entry where none of its children was.
     """
     batch, num_entries, _ = probs.shape
+    drawn_from = drawn.probs.to(probs.dtype)
     rank = sibling_rank(tree)
     accept = torch.zeros(tree.tokens.shape, dtype=probs.dtype, device=probs.device)
-    for turn in range(tree.max_children):
+    for turn in range(drawn.max_children):
         is_turn = rank == turn
-        # The token tried at each entry in this turn; everyone whose turn it isn't writes to a column that is cut off.
+        # The token tried at each entry in this turn. Nodes of other turns write to a dummy last column, which is cut off.
         tried = torch.full((batch, num_entries + 1), NO_NODE, device=probs.device)
         tried.scatter_(1, torch.where(is_turn, tree.parents + 1, num_entries), tree.tokens)
         tried = tried[:, :num_entries, None]
@@ -115,7 +116,7 @@ def try_children(
         total = left.sum(-1, keepdim=True)
         # Where nothing is left, p equals q and the child was accepted for sure.
         probs = torch.where((tried != NO_NODE) & (total > 0), left / total, probs)
-        if not tree.with_replacement:
+        if not drawn.with_replacement:
             without = drawn_from.scatter(2, token, 0.0)
             without = (without / without.sum(-1, keepdim=True)).nan_to_num(0.0)
             drawn_from = torch.where(tried != NO_NODE, without, drawn_from)
@@ -178,9 +179,9 @@ def follow_choices(tree: DraftTree, choices: Int[torch.Tensor, "batch entry"]) -
     return walk.accept(choices.gather(1, walk.entry[:, None])[:, 0])
 
 
-def last_entry(acceptance: Acceptance) -> Int[torch.Tensor, " batch"]:
-    """Index, among the target's entries, of the last accepted token: 0 where no draft token was accepted."""
-    last = pad(acceptance.path, (1, 0), value=NO_NODE).gather(1, acceptance.num_accepted[:, None])
+def last_entry(accepted: AcceptedPath) -> Int[torch.Tensor, " batch"]:
+    """Return the target's entry of the last accepted token: 0 where no draft token was accepted."""
+    last = pad(accepted.nodes, (1, 0), value=NO_NODE).gather(1, accepted.num_accepted.device[:, None])
     return last[:, 0] + 1
 
 

@@ -1,4 +1,7 @@
-"""The decode loop. Plain decoding is this loop with a drafter that proposes nothing."""
+"""The decode loop. Plain decoding is this loop with a drafter that proposes nothing.
+
+The host reads from the device once per step, for the whole batch; a drafter may read once more, to cut the padding of its tree.
+"""
 
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -9,19 +12,20 @@ from jaxtyping import Int
 from transformers import PreTrainedTokenizerBase
 
 from ..machine import synchronize
+from ..phases import PhaseSeconds
 from .acceptance import GreedyAcceptance
 from .prompts import Prompts
-from .protocols import AcceptanceRule, Drafter, Target
+from .protocols import AcceptanceRule, Drafter, State, Target
 from .sampling import Randomness, RowSeeds
 from .stopping import Stopping
 from .tree import DraftTree, empty_tree
-from .types import Acceptance, PhaseSeconds, Step, TargetOutput
+from .types import Acceptance, AcceptedPath, Step, TargetOutput
 
 
 @torch.inference_mode()
 def generate(
     target: Target,
-    drafter: Drafter[Any],
+    drafter: Drafter[Any, Any],
     rule: AcceptanceRule,
     prompts: Int[torch.Tensor, "batch seq"] | Sequence[Int[torch.Tensor, " _"]],
     *,
@@ -34,78 +38,85 @@ def generate(
 ) -> Iterator[Step]:
     """Answer a batch of prompts, step by step. A row leaves the batch when its answer ends.
 
-    `prompts` are rows of one length, or vectors of any lengths; `max_new_tokens` is one limit, or a
-    limit for each of them. The tokens are exactly those that plain decoding with the same rule would
-    emit: whatever ends an answer (see `Stopping`) also cuts an accepted path. The host reads from the
-    device once per step, for the whole batch (a drafter may read once more, to cut the padding of its
-    tree). `stop_strings` need the `tokenizer`.
+    The tokens are exactly those of plain decoding with the same rule: what ends an answer (see
+    `Stopping`) also cuts an accepted path. With `RowSeeds` as `generator`, a row's samples depend
+    neither on its neighbours nor on the drafter; a torch.Generator is shared by all rows. `timed`
+    measures the seconds of each phase, and synchronises an accelerator after each.
 
-    With `RowSeeds` as `generator`, what a row samples depends neither on its neighbours nor on the
-    drafter; a torch.Generator is shared by all rows. `timed` takes the seconds of each phase; it
-    synchronises an accelerator after each, so leave it off where the whole is being timed.
-
-    Raises ValueError for prompts that are empty or fill the context window and for logits that aren't numbers, RuntimeError
-    where somebody else uses the target before the answers have ended.
+    Raises ValueError for prompts that are empty or fill the context window and for logits that aren't
+    numbers, RuntimeError where the target is used for another batch before the answers have ended.
     """
     batch = Prompts.of(prompts)
-    limits = [max_new_tokens] * len(batch.lengths) if isinstance(max_new_tokens, int) else list(max_new_tokens)
-    stopping = Stopping(
-        batch.lengths,
-        max_new_tokens=limits,
-        context_length=target.context_length,
-        stop_ids=stop_ids,
-        stop_strings=stop_strings,
-        tokenizer=tokenizer,
-    )
-    lap = Stopwatch(batch.input_ids.device) if timed else None
-
-    prefill = target.prefill(
-        batch, max_new_tokens=max(limits), max_nodes=drafter.max_nodes, feature_layers=drafter.feature_layers
-    )
-    own_prefill = target.num_prefills
-    room = min(max(limits), target.context_length - min(batch.lengths))
-    state = drafter.init_state(batch, prefill, max_new_tokens=room)
+    stopping = Stopping(batch.lengths, max_new_tokens, target.context_length, stop_ids, stop_strings, tokenizer)
+    lap = Stopwatch(batch.input_ids.device, is_on=timed)
+    # 1. Prefill: the target reads the prompts, and chooses the first token of each answer.
     tree = empty_tree(len(batch.lengths), batch.input_ids.device)
-    acceptance = rule(tree, prefill, generator=generator)
-    rows = list(range(len(batch.lengths)))
-    step = make_step(rows, read_tokens(tree, prefill, acceptance), stopping, tree, is_prefill=True)
+    state, output, num_prefills = prefill(target, drafter, batch, max(stopping.max_new_tokens))
+    acceptance = rule(tree, output, generator=generator)
+    tokens, _ = read_acceptance(tree, output, acceptance)
+    step = make_step(range(len(tokens)), tokens, stopping, tree, is_prefill=True)
     yield step
 
-    while going := [row for row, finish in zip(step.rows, step.finishes, strict=True) if finish is None]:
-        if target.num_prefills != own_prefill:
-            raise RuntimeError(
-                "the target has begun another answer meanwhile, and it has one KV cache: finish one `generate` before the next "
-                "begins, and let a draft model be a target of its own"
-            )
-        # Copies of a row must decode what it does: by the same random numbers, or by none.
-        are_alike = isinstance(generator, RowSeeds) or (isinstance(rule, GreedyAcceptance) and not step.drawn)
-        few_sizes = target.has_fixed_shapes and are_alike
-        kept = kept_places([step.rows.index(row) for row in going], len(rows), few_sizes=few_sizes)
-        if len(going) < len(step.rows):
-            rows = [step.rows[place] for place in kept]
+    while places := step.unfinished:
+        require_same_batch(target, num_prefills)
+        # 2. Rows leave the batch when their answers have ended.
+        kept = kept_places(places, len(tokens), few_sizes=wants_few_sizes(target, rule, generator, step))
+        if len(places) < len(step.rows):
             target.select(kept)
             state, acceptance = drafter.select(state, kept), acceptance.select(kept)
         if isinstance(generator, RowSeeds):
             generator = generator.after([count + 1 for count in step.num_accepted], kept)
-        if lap:
-            lap()
-        last_token = acceptance.bonus_token
-        tree = drafter.propose(state, last_token, generator=generator)
-        draft_seconds = lap() if lap else 0.0
-        output = target.verify(last_token, tree)
-        verify_seconds = lap() if lap else 0.0
+        # 3. Draft a tree behind the last committed token.
+        lap()
+        tree, drafted = drafter.propose(state, acceptance.bonus_token, generator=generator)
+        draft_seconds = lap()
+        # 4. Verify all its nodes in one pass of the target.
+        output = target.verify(acceptance.bonus_token, tree)
+        verify_seconds = lap()
+        # 5. Accept a path, behind which target and drafter continue. The host waits in `read_acceptance`.
         acceptance = rule(tree, output, generator=generator)
-        tokens = read_tokens(tree, output, acceptance)  # here the host waits for the device
-        num_accepted = [len(new) - 1 for new in tokens]
-        target.commit(tree, acceptance, num_accepted)
-        state = drafter.advance(state, tree, acceptance, output, num_accepted)
-        seconds = PhaseSeconds(draft=draft_seconds, verify=verify_seconds, accept=lap()) if lap else None
-        step = make_step(going, tokens[: len(going)], stopping, tree, seconds=seconds)
+        tokens, accepted = read_acceptance(tree, output, acceptance)
+        target.commit(tree, accepted)
+        state = drafter.advance(drafted, tree, accepted, output)
+        seconds = PhaseSeconds(draft=draft_seconds, verify=verify_seconds, accept=lap()) if timed else None
+        step = make_step([step.rows[place] for place in places], tokens, stopping, tree, seconds=seconds)
         yield step
 
 
+def prefill(
+    target: Target, drafter: Drafter[State, Any], prompts: Prompts, max_new_tokens: int
+) -> tuple[State, TargetOutput, int]:
+    """Let target and drafter read the prompts, with room for the answers and for the drafter's trees.
+
+    Returns the drafter's state, the target's output, and the number of this prefill of the target.
+    """
+    layers = drafter.feature_layers
+    output = target.prefill(prompts, max_new_tokens=max_new_tokens, max_nodes=drafter.max_nodes, feature_layers=layers)
+    num_prefills = target.num_prefills
+    room = min(max_new_tokens, target.context_length - min(prompts.lengths))
+    return drafter.init_state(prompts, output, max_new_tokens=room), output, num_prefills
+
+
+def require_same_batch(target: Target, num_prefills: int) -> None:
+    """Raise RuntimeError where the target has begun another batch: there is one KV cache."""
+    if target.num_prefills != num_prefills:
+        raise RuntimeError(
+            "the target has begun another answer meanwhile, and it has one KV cache: finish one `generate` before the next "
+            "begins, and let a draft model be a target of its own"
+        )
+
+
+def wants_few_sizes(target: Target, rule: AcceptanceRule, generator: Randomness, step: Step) -> bool:
+    """Return whether a batch may be filled up with copies of a row, so that it has one of few sizes.
+
+    Copies must decode what the row does: by the same random numbers, or by none.
+    """
+    are_alike = isinstance(generator, RowSeeds) or (isinstance(rule, GreedyAcceptance) and not step.drawn)
+    return target.has_fixed_shapes and are_alike
+
+
 def kept_places(places: Sequence[int], batch: int, *, few_sizes: bool) -> list[int]:
-    """Return which rows of a batch stay in it, given the `places` of those whose answers go on.
+    """Return which rows of a batch stay in it, given the `places` of those whose answers haven't ended.
 
     With `few_sizes` the size falls from one power of two to the next, since each other size would
     be compiled or recorded first. The last row is repeated to fill it: its copies decode the same
@@ -117,22 +128,23 @@ def kept_places(places: Sequence[int], batch: int, *, few_sizes: bool) -> list[i
     return [*places, *[places[-1]] * (size - len(places))]
 
 
-def read_tokens(tree: DraftTree, output: TargetOutput, acceptance: Acceptance) -> list[list[int]]:
-    """Each row's new tokens, draft tokens then the bonus token, on the host, in one transfer.
+def read_acceptance(tree: DraftTree, output: TargetOutput, acceptance: Acceptance) -> tuple[list[list[int]], AcceptedPath]:
+    """Read each row's new tokens, draft tokens then the bonus token, and its path, in one transfer from the device.
 
     Raises ValueError where the target's logits are not numbers: every rule would make some token of them.
     """
-    drafted = tree.tokens.gather(1, acceptance.path.clamp(min=0)) if tree.num_nodes else acceptance.path
+    drafts = tree.tokens.gather(1, acceptance.path.clamp(min=0)) if tree.num_nodes else acceptance.path
     # After the last committed token, where drafts have no say: a NaN anywhere in the text makes all logits there NaN.
     first = output.logits[:, 0, 0]
-    columns = [acceptance.num_accepted[:, None], acceptance.bonus_token[:, None], (first == first)[:, None], drafted]
+    columns = [acceptance.num_accepted[:, None], acceptance.bonus_token[:, None], (first == first)[:, None], drafts]
     values = torch.cat(columns, dim=1).tolist()
     if bad := [row for row, (_, _, is_number, *_) in enumerate(values) if not is_number]:
         raise ValueError(
             f"the target's logits are not numbers (NaN) in row {bad[0]} of the batch: its weights are damaged, or its type "
             "overflows; load it in another target.dtype"
         )
-    return [[*drafted[:num_accepted], bonus] for num_accepted, bonus, _, *drafted in values]
+    tokens = [[*drafts[:num_accepted], bonus] for num_accepted, bonus, _, *drafts in values]
+    return tokens, acceptance.accepted_path([num_accepted for num_accepted, *_ in values])
 
 
 def make_step(
@@ -144,7 +156,8 @@ def make_step(
     is_prefill: bool = False,
     seconds: PhaseSeconds | None = None,
 ) -> Step:
-    """The step, its tokens cut where answers end."""
+    """Return the step of these `rows`, its tokens cut where answers end. Repeated rows come last, and are left out."""
+    tokens = tokens[: len(rows)]
     kept = [stopping.add(row, new) for row, new in zip(rows, tokens, strict=True)]
     return Step(
         rows=tuple(rows),
@@ -152,7 +165,7 @@ def make_step(
         finishes=tuple(finish for _, finish in kept),
         num_accepted=tuple(len(new) - 1 for new in tokens),
         num_nodes=tree.num_nodes,
-        drawn=tree.child_probs is not None,
+        drawn=tree.drawn is not None,
         is_prefill=is_prefill,
         seconds=seconds,
         # Copies: a recorded drafter overwrites its trees.
@@ -161,13 +174,15 @@ def make_step(
 
 
 class Stopwatch:
-    """Seconds since the last call, measured when the device has finished its work."""
+    """Seconds since the last call, measured when the device has finished its work; 0 where it isn't on."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, *, is_on: bool = True) -> None:
+        self.device, self.is_on = device, is_on
         self.last = time.perf_counter()
 
     def __call__(self) -> float:
+        if not self.is_on:
+            return 0.0
         synchronize(self.device)
         last, self.last = self.last, time.perf_counter()
         return self.last - last

@@ -19,22 +19,24 @@ class Finish(StrEnum):
 
 
 class Stopping:
-    """The stop rules of a batch, and what each row has said so far.
+    """The stop rules of a batch, and the answers so far.
 
-    A stop token is emitted and ends the answer. A stop string ends it with the token whose text completes the string. The
-    token limit, and the context window where it leaves fewer tokens, end it after that many.
+    A stop token is emitted and ends the answer. A stop string ends it with the token whose text completes the string; it needs
+    the tokenizer. `max_new_tokens` (one limit, or one for each prompt) and the context window end an answer after so many
+    tokens.
     """
 
     def __init__(
         self,
         prompt_lengths: Sequence[int],
-        *,
-        max_new_tokens: Sequence[int],
+        max_new_tokens: int | Sequence[int],
         context_length: int,
         stop_ids: Collection[int] = (),
         stop_strings: Collection[str] = (),
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
+        if isinstance(max_new_tokens, int):
+            max_new_tokens = [max_new_tokens] * len(prompt_lengths)
         if len(max_new_tokens) != len(prompt_lengths):
             raise ValueError(
                 f"{len(max_new_tokens)} limits of new tokens for {len(prompt_lengths)} prompts; give one per prompt"
@@ -49,7 +51,7 @@ class Stopping:
             raise ValueError("one of the stop_strings is empty, and would end every answer; leave it out")
         self.answers: list[list[int]] = [[] for _ in prompt_lengths]
         self._room = [min(limit, context_length - length) for limit, length in zip(max_new_tokens, prompt_lengths, strict=True)]
-        self._max_new_tokens = tuple(max_new_tokens)
+        self.max_new_tokens = tuple(max_new_tokens)
         self._stop_ids = frozenset(stop_ids)
         self._stop_strings = tuple(stop_strings)
         self._tokenizer = tokenizer
@@ -71,7 +73,7 @@ class Stopping:
         if self._stop_strings and self._completes_a_string(self.answers[row]):
             return Finish.STOP_STRING
         if len(self.answers[row]) >= self._room[row]:
-            return Finish.LENGTH if self._room[row] == self._max_new_tokens[row] else Finish.CONTEXT
+            return Finish.LENGTH if self._room[row] == self.max_new_tokens[row] else Finish.CONTEXT
         return None
 
     def _completes_a_string(self, answer: list[int]) -> bool:

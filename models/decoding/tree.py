@@ -10,6 +10,19 @@ from .types import NO_NODE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """How the draft tokens of a tree were drawn at random: what exact acceptance must know of it."""
+
+    probs: Float[torch.Tensor, "batch entry vocab"]
+    """The warped distribution that the children of each entry were drawn from. Entry 0 is the last committed token, entry n + 1
+    is node n."""
+    max_children: int
+    """Bound of the number of siblings."""
+    with_replacement: bool = False
+    """Whether siblings were drawn independently, so that they may be equal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DraftTree:
     """Draft tokens hanging from the last committed token.
 
@@ -28,14 +41,8 @@ class DraftTree:
     tokens: Int[torch.Tensor, "batch node"]
     parents: Int[torch.Tensor, "batch node"]
     max_depth: int
-    child_probs: Float[torch.Tensor, "batch entry vocab"] | None = None
-    """None where the tree is a function of the text; siblings must then be different tokens. Where it was drawn at random: the
-    warped distribution that the children of each entry were drawn from, entry 0 being the last committed token and entry n + 1
-    node n."""
-    with_replacement: bool = False
-    """Whether siblings were drawn independently, so that they may be equal."""
-    max_children: int = 0
-    """Bound of the number of siblings; needed with `child_probs` only."""
+    drawn: Drawn | None = None
+    """None where the tree is a function of the text; siblings must then be different tokens."""
     lineage: Int[torch.Tensor, "batch node depth"] = field(init=False)
     depths: Int[torch.Tensor, "batch node"] = field(init=False)
     """1 for a child of the last committed token; 0 for padding."""
@@ -46,8 +53,6 @@ class DraftTree:
                 f"tokens {tuple(self.tokens.shape)} and parents {tuple(self.parents.shape)} of a draft tree "
                 "must both be [batch, node]"
             )
-        if (self.child_probs is not None) != (self.max_children > 0):
-            raise ValueError(f"max_children is {self.max_children}; a tree with child_probs needs it, and no other has it")
         object.__setattr__(self, "lineage", _lineage(self.tokens, self.parents, self.max_depth))
         object.__setattr__(self, "depths", depths(self.lineage))
 
@@ -61,9 +66,9 @@ class DraftTree:
         `bucket`, or its own.
 
         The host reads the number of nodes of the fullest row, and so waits for an accelerator. Not
-        for trees with `child_probs`.
+        for trees that were drawn.
         """
-        assert self.child_probs is None
+        assert self.drawn is None
         num_nodes = int((self.tokens != NO_NODE).sum(1).max()) if self.num_nodes else 0
         num_nodes = min(-(-num_nodes // bucket) * bucket, self.num_nodes)
         tree = copy(self)  # what is derived is cut as well, and not computed again

@@ -12,7 +12,7 @@ from ...data.types import DrafterBatch
 from ..decoding.prompts import Prompts
 from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree
-from ..decoding.types import Acceptance, TargetOutput
+from ..decoding.types import AcceptedPath, TargetOutput
 from ..target.hf_target import HFTarget
 from .objective import Loss, Objective
 
@@ -69,14 +69,14 @@ class TrainableDrafter(nn.Module, ABC):
         """Return the state behind the prompts, with room for `max_new_tokens` behind each."""
 
     @abstractmethod
-    def propose(self, state: Any, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None) -> DraftTree:
-        """Draft a tree that hangs from `last_token`."""
+    def propose(
+        self, state: Any, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
+    ) -> tuple[DraftTree, Any]:
+        """Return a tree that hangs from `last_token`, and what `advance` needs of the proposal."""
 
     @abstractmethod
-    def advance(
-        self, state: Any, tree: DraftTree, acceptance: Acceptance, output: TargetOutput, num_accepted: Sequence[int]
-    ) -> Any:
-        """Return the state after the step. `num_accepted` is the acceptance's own, as the host knows it."""
+    def advance(self, drafted: Any, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> Any:
+        """Return the state behind the accepted path."""
 
     @abstractmethod
     def select(self, state: Any, rows: Sequence[int]) -> Any:

@@ -95,7 +95,7 @@ def pack_survivors(search: SearchTree) -> DraftTree:
                A B D   ->   depth 2: B E               0 0
                A E F        depth 3: C D F             1 1 2
 
-    The paper finds shared prefixes by comparing beams; here the search's own back-pointers tell.
+    The paper finds shared prefixes by comparing beams; here the search has back-pointers.
     All rows are padded to the most nodes that a tree could have, so the host reads nothing;
     `DraftTree.trimmed` cuts the padding.
     """
@@ -140,22 +140,23 @@ def pack_likeliest(search: SearchTree, num_nodes: int) -> DraftTree:
 
 
 def likeliest_nodes(search: SearchTree, num_nodes: int) -> Bool[torch.Tensor, "batch node"]:
-    """Which are the `num_nodes` likeliest. Parents come before their children and are as likely at least, so a stable order
-    never takes a child alone."""
+    """Mark the `num_nodes` likeliest nodes.
+
+    Parents come before their children and are at least as likely, so a stable order never takes a child alone.
+    """
     order = search.scores.sort(dim=1, descending=True, stable=True).indices[:, :num_nodes]
     return torch.zeros_like(search.tokens, dtype=torch.bool).scatter_(1, order, True)
 
 
 def pack(search: SearchTree, kept: Bool[torch.Tensor, "batch node"], num_nodes: int) -> DraftTree:
-    """The kept nodes as a tree, in their order; kept nodes' parents must be kept too. Rows with fewer than `num_nodes` are
-    padded."""
+    """Return the kept nodes as a tree, in their order, padded to `num_nodes`. The parents of kept nodes must be kept too."""
     index = kept.cumsum(1) - 1  # new number of each kept node
-    # Everyone who isn't kept writes to a column that is cut off.
-    place = torch.where(kept, index, num_nodes)
+    # Nodes that aren't kept write to a dummy last column, which is cut off below.
+    column = torch.where(kept, index, num_nodes)
     parents = torch.where(search.parents == NO_NODE, NO_NODE, index.gather(1, search.parents.clamp(min=0)))
     blank = torch.full((len(kept), num_nodes + 1), NO_NODE, device=kept.device)
     return DraftTree(
-        tokens=blank.scatter(1, place, search.tokens)[:, :num_nodes],
-        parents=blank.scatter(1, place, parents)[:, :num_nodes],
+        tokens=blank.scatter(1, column, search.tokens)[:, :num_nodes],
+        parents=blank.scatter(1, column, parents)[:, :num_nodes],
         max_depth=len(search.level_sizes),
     )

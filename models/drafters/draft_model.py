@@ -13,7 +13,7 @@ the temperature that the target samples at. Whichever it is, greedy or sampled o
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,10 +25,11 @@ from ...data.types import DrafterBatch
 from ..decoding.acceptance import last_entry
 from ..decoding.prompts import Prompts
 from ..decoding.sampling import Randomness, Sampling, draw, warp
-from ..decoding.tree import DraftTree, chain_tree
-from ..decoding.types import NO_NODE, Acceptance, TargetOutput
+from ..decoding.tree import DraftTree, Drawn, chain_tree
+from ..decoding.types import NO_NODE, AcceptedPath, Counts, TargetOutput
 from ..target.hf_target import HFTarget
 from ..target.tree_attention import attention_kinds, hidden_score, require_tree_attention
+from ..target.tree_cache import CacheSnapshot, TreeCache
 from .base import TrainableDrafter
 from .beams import SearchTree, likeliest_nodes, likeliest_successors, pack
 from .branches.layout import Branches
@@ -45,12 +46,32 @@ from .small_models import (
 from .vocabulary import DraftVocabulary
 
 
-class DraftModel(TrainableDrafter):
-    """Drafts with a model of its own. Its state is the last token but one of each row.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextState:
+    """Texts without their last tokens, which `propose` gets."""
 
-    The model's KV cache is its own, as a target's is, and is kept inside. It holds each text without its last two tokens:
-    whichever of them the model has read already, each step begins by reading both. So it takes `length` passes to draft so many
-    tokens deep.
+    text: CacheSnapshot
+    """Keys and values of the texts without their last two tokens."""
+    token: Int[torch.Tensor, " batch"]
+    """The last token but one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftedTree:
+    """What the model has read when it has drafted a tree."""
+
+    text: CacheSnapshot
+    """Keys and values of the texts without their last token; behind them lie the tree's entries."""
+    last_token: Int[torch.Tensor, " batch"]
+    entries: Int[torch.Tensor, "batch node"]
+    """Where the nodes of the tree lie behind the texts: 0 is the last token, others are nodes that the search read."""
+
+
+class DraftModel(TrainableDrafter):
+    """Drafts with a model of its own.
+
+    The model's KV cache holds each text without its last two tokens. Each step begins by reading both, although the model may
+    have read the first of them as a draft: so all steps are alike, and drafting `length` tokens deep takes `length` passes.
     """
 
     Config = DraftModelConfig
@@ -62,8 +83,6 @@ class DraftModel(TrainableDrafter):
         self.model = reader.model
         self.reader = reader
         self._kinds = attention_kinds(reader.model)
-        self._last_token: Int[torch.Tensor, " batch"]  # of the step that is under way, as is the entry of each of its nodes
-        self._entries: Int[torch.Tensor, "batch node"]
         self.register_state_dict_post_hook(_drop_tied)
         self.register_load_state_dict_pre_hook(_restore_tied)
 
@@ -107,7 +126,8 @@ class DraftModel(TrainableDrafter):
 
     # --- decoding
 
-    def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> Int[torch.Tensor, " batch"]:
+    def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> TextState:
+        """Read the prompts without their last tokens."""
         if max(prompts.lengths) >= self.reader.context_length:
             raise ValueError(
                 f"a prompt of {max(prompts.lengths)} tokens leaves no room for an answer in the draft model's context window "
@@ -115,39 +135,40 @@ class DraftModel(TrainableDrafter):
             )
         room = self.config.length * self.config.top_k
         self.reader.prefill(prompts, max_new_tokens=max_new_tokens, max_nodes=room)
-        self._own_prefill = self.reader.num_prefills
-        self.reader.rewind(torch.ones_like(prompts.input_ids[:, 0]), [1] * len(prompts.lengths))
-        return prompts.last(prompts.input_ids)
+        cache = self.reader.hand_over_cache()
+        cache.rewind(Counts.of([1] * len(prompts.lengths), prompts.input_ids.device))
+        return TextState(text=cache.snapshot(), token=prompts.last(prompts.input_ids))
 
     def propose(
-        self,
-        state: Int[torch.Tensor, " batch"],
-        last_token: Int[torch.Tensor, " batch"],
-        *,
-        generator: Randomness = None,
-    ) -> DraftTree:
-        if self.reader.num_prefills != self._own_prefill:
-            raise RuntimeError("the draft model has begun another answer meanwhile; give each `generate` one of its own")
-        self._last_token = last_token
-        # Both tokens are the text's own: read as a chain of one behind the first, which is kept.
-        logits = self.reader.verify(state, chain_tree(last_token[:, None])).logits[:, 1:]
-        self.reader.keep(None, torch.ones_like(last_token), [1] * len(last_token))
+        self, state: TextState, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
+    ) -> tuple[DraftTree, DraftedTree]:
+        """Draft the likeliest continuations that a search meets, or a chain that is drawn at random."""
+        cache = state.text.writable()
+        # Both tokens belong to the text: read as a chain of one behind the first, which is kept.
+        logits = self.reader.read_tree(cache, state.token, chain_tree(last_token[:, None])).logits[:, 1:]
+        cache.keep(None, Counts(torch.ones_like(last_token), (1,) * len(last_token)))
         if self.config.temperature:
-            return self._draw(logits, last_token, generator)
-        search = self._search(logits, last_token)
-        chosen = likeliest_nodes(search, self.max_nodes)
-        # Node n of the tree is the n-th of those chosen; entry 0 is the last token.
-        self._entries = 1 + chosen.long().sort(dim=1, descending=True, stable=True).indices[:, : self.max_nodes]
-        return pack(search, chosen, min(self.max_nodes, search.tokens.shape[1]))
+            tree = self._draw(cache, logits, last_token, generator)
+            entries = torch.arange(1, tree.num_nodes + 1, device=last_token.device).expand_as(tree.tokens)
+        else:
+            search = self._search(cache, logits, last_token)
+            chosen = likeliest_nodes(search, self.max_nodes)
+            # Node n of the tree is the n-th of those chosen; entry 0 is the last token.
+            entries = 1 + chosen.long().sort(dim=1, descending=True, stable=True).indices[:, : self.max_nodes]
+            tree = pack(search, chosen, min(self.max_nodes, search.tokens.shape[1]))
+        return tree, DraftedTree(text=cache.snapshot(), last_token=last_token, entries=entries)
 
-    def _search(self, logits: Float[torch.Tensor, "batch 1 vocab"], last_token: Int[torch.Tensor, " batch"]) -> SearchTree:
-        """The likeliest continuations, depth by depth; all nodes but the last depth's have been read."""
+    def _search(
+        self, cache: TreeCache, logits: Float[torch.Tensor, "batch 1 vocab"], last_token: Int[torch.Tensor, " batch"]
+    ) -> SearchTree:
+        """Search for the likeliest continuations, depth by depth; all nodes but the last depth's are read."""
         width, length = self.config.top_k, self.config.length
         scores = torch.zeros(logits.shape[:2], device=logits.device)  # log-probability of each path
         nodes = torch.full_like(last_token, NO_NODE)[:, None]  # at the end of each path
         tokens, parents, all_scores = (nodes[:, :0], nodes[:, :0], scores[:, :0])
         sizes: list[int] = []
         while True:
+            # 1. Extend each path by its likeliest tokens, and keep the likeliest paths of all.
             new, path, scores = likeliest_successors(logits.float(), scores, width)
             tokens, parents = torch.cat([tokens, new], dim=1), torch.cat([parents, nodes.gather(1, path)], dim=1)
             all_scores = torch.cat([all_scores, scores], dim=1)
@@ -155,41 +176,45 @@ class DraftModel(TrainableDrafter):
             sizes.append(new.shape[1])
             if len(sizes) == length:
                 return SearchTree(tokens=tokens, parents=parents, scores=all_scores, level_sizes=tuple(sizes))
+            # 2. Read the new nodes.
             tree = DraftTree(tokens=tokens, parents=parents, max_depth=len(sizes))
-            logits = self.reader.verify(last_token, tree, num_read=1 + sum(sizes[:-1])).logits
+            logits = self.reader.read_tree(cache, last_token, tree, num_read=1 + sum(sizes[:-1])).logits
 
     def _draw(
-        self, logits: Float[torch.Tensor, "batch 1 vocab"], last_token: Int[torch.Tensor, " batch"], generator: Randomness
+        self,
+        cache: TreeCache,
+        logits: Float[torch.Tensor, "batch 1 vocab"],
+        last_token: Int[torch.Tensor, " batch"],
+        generator: Randomness,
     ) -> DraftTree:
-        """A chain drawn from the model's own distribution."""
+        """Draw a chain from the model's own distribution."""
         sampling = Sampling(temperature=self.config.temperature)
         probs, tokens = [warp(logits, sampling)], [draw(warp(logits, sampling)[:, 0], generator)]
         while len(tokens) < self.max_nodes:
             chain = chain_tree(torch.stack(tokens, dim=1))
-            probs.append(warp(self.reader.verify(last_token, chain, num_read=len(tokens)).logits, sampling))
+            logits = self.reader.read_tree(cache, last_token, chain, num_read=len(tokens)).logits
+            probs.append(warp(logits, sampling))
             tokens.append(draw(probs[-1][:, 0], generator))
         chain = chain_tree(torch.stack(tokens, dim=1))
-        self._entries = torch.arange(1, len(tokens) + 1, device=last_token.device).expand_as(chain.tokens)
         drawn_from = pad(torch.cat(probs, dim=1), (0, 0, 0, 1))  # the last node has no children
-        return replace(chain, child_probs=drawn_from, max_children=1)
+        return replace(chain, drawn=Drawn(probs=drawn_from, max_children=1))
 
-    def advance(
-        self,
-        state: Int[torch.Tensor, " batch"],
-        tree: DraftTree,
-        acceptance: Acceptance,
-        output: TargetOutput,
-        num_accepted: Sequence[int],
-    ) -> Int[torch.Tensor, " batch"]:
-        # Kept is what comes before the last two tokens of the new text: the last token and the accepted nodes but one.
-        kept = pad(self._entries.gather(1, acceptance.path.clamp(min=0)), (1, 0))[:, : max(num_accepted)]
-        self.reader.keep(kept if any(num_accepted) else None, acceptance.num_accepted, num_accepted)
-        entries = torch.cat([self._last_token[:, None], tree.tokens], dim=1)
-        return entries.gather(1, last_entry(acceptance)[:, None])[:, 0]
+    def advance(self, drafted: DraftedTree, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> TextState:
+        """Keep what comes before the last two tokens of the new text: the last token and the accepted nodes but one."""
+        cache, entries = drafted.text.writable(), drafted.entries
+        if not drafted.text.is_newest:  # the cache is a copy of the texts alone: read the tree again
+            self.reader.read_tree(cache, drafted.last_token, tree)
+            entries = torch.arange(1, tree.num_nodes + 1, device=entries.device).expand_as(tree.tokens)
+        kept = None
+        if num_kept := accepted.nodes.shape[1]:
+            kept = pad(entries.gather(1, accepted.nodes.clamp(min=0)), (1, 0))[:, :num_kept]
+        cache.keep(kept, accepted.num_accepted)
+        tokens = torch.cat([drafted.last_token[:, None], tree.tokens], dim=1)
+        return TextState(text=cache.snapshot(), token=tokens.gather(1, last_entry(accepted)[:, None])[:, 0])
 
-    def select(self, state: Int[torch.Tensor, " batch"], rows: Sequence[int]) -> Int[torch.Tensor, " kept"]:
-        self.reader.select(rows)
-        return state[rows]
+    def select(self, state: TextState, rows: Sequence[int]) -> TextState:
+        """Return the state of these rows of the batch only."""
+        return TextState(text=state.text.select(rows), token=state.token[rows])
 
     # --- training
 

@@ -9,85 +9,60 @@ token t + 2 and stands in for the feature at t + 1, which the target hasn't comp
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Annotated, Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
+from pydantic import AfterValidator, PositiveInt
+from pydantic.dataclasses import dataclass as options
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import DynamicCache
 
+from ...data.fields import OPTIONS, one_of
 from ...data.types import DrafterBatch
 from ..decoding.prompts import Prompts
 from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree
-from ..decoding.types import NO_NODE, Acceptance, TargetOutput
+from ..decoding.types import AcceptedPath, TargetOutput
 from ..target.hf_target import HFTarget
-from ..target.tree_attention import visible_columns
-from ..target.tree_cache import TreeCache, extent_step
+from ..target.tree_cache import CacheSnapshot
 from .base import TrainableDrafter
-from .beams import MAX_SEARCH_NODES, SearchTree, pack_likeliest
+from .beams import MAX_SEARCH_NODES, pack_likeliest
 from .branches.attention import Entries, KeysAndValues
 from .branches.layout import Branches
 from .decoder_layer import check_form, make_layer, make_rotary
+from .feature_search import FeatureState, completed, read_committed, read_prompts, search
 from .objective import Labels
 from .vocabulary import DraftVocabulary
 
-STATIC_FIRST_HIT = 0.6
-"""Static trees take the r-th likeliest child (from 0) to be right with probability STATIC_FIRST_HIT / (r + 1)^2. With four
-children and 26 nodes that makes a tree like that of EAGLE-1 (arXiv 2401.15077, appendix): deep below the likeliest, bushy near
-the root."""
 
-
-@dataclass(kw_only=True)
+@options(kw_only=True, config=OPTIONS)
 class TreeOptions:
     """The layer's form, and the shape of the draft tree, all of which may be changed when a drafter is loaded."""
 
-    layer: dict[str, Any] | None = None
+    layer: Annotated[dict[str, Any], AfterValidator(check_form)] | None = None
     """The decoder layer where it isn't of the target's own kind: `model_type` (llama, qwen2 or qwen3) and what differs from the
     target's configuration, under transformers' names. Serving engines draft with Llama's layers, whatever the target's are."""
-    tree: str = "dynamic"
+    tree: Annotated[str, one_of("dynamic", "static")] = "dynamic"
     """`dynamic`: grow where the drafter is surest (EAGLE-2, arXiv 2406.16858, section 4); `static`: the same ranks always
     (EAGLE-1)."""
-    depth: int = 6
+    depth: PositiveInt = 6
     """Draft tokens on the longest path."""
-    top_k: int = 8
+    top_k: PositiveInt = 8
     """Nodes expanded at each depth, and children of each."""
-    tree_nodes: int = 48
+    tree_nodes: PositiveInt = 48
     """Nodes of the tree: so many of the likeliest that the search met."""
 
     RUNTIME_FIELDS: ClassVar[frozenset[str]] = frozenset({"tree", "depth", "top_k", "tree_nodes"})
 
     def __post_init__(self) -> None:
-        check_form(self.layer)
-        if self.tree not in ("dynamic", "static"):
-            raise ValueError(f"drafter.tree is {self.tree!r}; it must be dynamic or static")
-        for name in ("depth", "top_k", "tree_nodes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"drafter.{name} is {getattr(self, name)}; it must be at least 1")
         if self.depth * self.top_k**2 > MAX_SEARCH_NODES:
             raise ValueError(
-                f"drafter.depth is {self.depth} and drafter.top_k {self.top_k}; a search of more than {MAX_SEARCH_NODES} nodes "
-                "is a mistake: lower one of them"
+                f"depth is {self.depth} and top_k {self.top_k}; a search of more than {MAX_SEARCH_NODES} nodes is a mistake: "
+                "lower one of them"
             )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FeatureState:
-    """What the drafter knows of each text: keys and values of the entries read so far, in a cache that `propose` and `select`
-    write to, and the entries that the target has completed since, but for the last one's token.
-
-    Row b has `num_accepted[b] + 1` of those entries: `features[b, :num_accepted[b] + 1]`, and the tokens that go with all but
-    the last.
-    """
-
-    cache: TreeCache
-    tokens: Int[torch.Tensor, "batch accepted"]
-    features: Float[torch.Tensor, "batch entry feature"]
-    num_accepted: Int[torch.Tensor, " batch"]
-    host_num_accepted: tuple[int, ...]
 
 
 @runtime_checkable
@@ -232,123 +207,18 @@ class FeatureDrafter(TrainableDrafter):
         return min(self.config.tree_nodes, sum(sizes))
 
     def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> FeatureState:
-        """Reads all entries of the prompts but the last, whose token is the target's first answer."""
-        features = self.target_features(prefill)
-        batch, num_tokens = prompts.input_ids.shape
-        room = max_new_tokens + self.config.depth * self.config.top_k
-        step = extent_step(features.device, is_fixed=False)
-        cache = TreeCache(1, batch, num_tokens + room, features.device, extent_step=step)
-        if num_tokens > 1:
-            cache.begin_prefill(num_tokens - 1)
-            positions = torch.arange(num_tokens - 1, device=features.device)[None]
-            self.read(prompts.input_ids[:, 1:], self.fuse(features[:, :-1]), positions, cache, None)
-        counts = [length - 1 for length in prompts.lengths]
-        cache.commit(None, torch.tensor(counts, device=features.device))
-        cache.note(counts)
-        return FeatureState(
-            cache=cache,
-            tokens=prompts.input_ids[:, :0],
-            features=prompts.last(features)[:, None],
-            num_accepted=torch.zeros(batch, dtype=torch.long, device=features.device),
-            host_num_accepted=(0,) * batch,
-        )
+        return read_prompts(self, prompts, self.target_features(prefill), max_new_tokens=max_new_tokens)
 
     def propose(
         self, state: FeatureState, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
-    ) -> DraftTree:
-        """The likeliest `tree_nodes` nodes of a search that starts at the last committed token."""
-        return pack_likeliest(self._search(state.cache, self._read_committed(state, last_token)), self.config.tree_nodes)
+    ) -> tuple[DraftTree, CacheSnapshot]:
+        """Draft the likeliest `tree_nodes` nodes of a search that starts at the last committed token."""
+        cache = state.text.writable()
+        found = search(self, cache, read_committed(self, cache, state, last_token))
+        return pack_likeliest(found, self.config.tree_nodes), cache.snapshot()
 
-    def advance(
-        self,
-        state: FeatureState,
-        tree: DraftTree,
-        acceptance: Acceptance,
-        output: TargetOutput,
-        num_accepted: Sequence[int],
-    ) -> FeatureState:
-        path = acceptance.path[:, : max(num_accepted)].clamp(min=0)  # [batch, accepted]
-        entries = pad(path + 1, (1, 0))[..., None]
-        features = self.target_features(output)
-        return FeatureState(
-            cache=state.cache,
-            tokens=tree.tokens.gather(1, path).clamp(min=0),
-            features=features.gather(1, entries.expand(-1, -1, features.shape[-1])),
-            num_accepted=acceptance.num_accepted,
-            host_num_accepted=tuple(num_accepted),
-        )
+    def advance(self, drafted: CacheSnapshot, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> FeatureState:
+        return completed(drafted, tree.tokens, accepted, self.target_features(output))
 
     def select(self, state: FeatureState, rows: Sequence[int]) -> FeatureState:
-        state.cache.select(rows)
-        return FeatureState(
-            cache=state.cache,
-            tokens=state.tokens[rows],
-            features=state.features[rows],
-            num_accepted=state.num_accepted[rows],
-            host_num_accepted=tuple(state.host_num_accepted[row] for row in rows),
-        )
-
-    def _read_committed(
-        self, state: FeatureState, last_token: Int[torch.Tensor, " batch"]
-    ) -> Float[torch.Tensor, "batch hidden"]:
-        """Read the entries that the target has completed, with its own features, and return the output at the last one."""
-        cache, last = state.cache, state.num_accepted[:, None]
-        tokens = pad(state.tokens, (0, 1)).scatter(1, last, last_token[:, None])
-        num_entries = tokens.shape[1]
-        cache.begin_pass(num_entries)
-        cache.locate()
-        steps = torch.arange(num_entries, device=tokens.device)
-        related = (steps <= steps[:, None]).expand(len(tokens), -1, -1)
-        mask = visible_columns(related, cache.lengths, cache.extent)[:, None]
-        outputs = self.read(tokens, self.fuse(state.features), cache.lengths[:, None] + steps, cache, mask)
-        cache.commit(None, state.num_accepted + 1)
-        cache.note([count + 1 for count in state.host_num_accepted])
-        return outputs.gather(1, last[..., None].expand(-1, -1, outputs.shape[-1]))[:, 0]
-
-    def _search(self, cache: TreeCache, output: Float[torch.Tensor, "batch hidden"]) -> SearchTree:
-        """All children of the nodes that were expanded: at each depth the `top_k` likeliest paths (arXiv 2406.16858, section
-        4.1)."""
-        hidden, scores = output[:, None], torch.zeros(len(output), 1, device=output.device)  # of the nodes to expand
-        node = torch.full_like(scores, NO_NODE, dtype=torch.long)  # their numbers
-        related = torch.zeros(*node.shape, 0, dtype=torch.bool, device=output.device)  # entries read that each follows, or is
-        levels: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        num_nodes = 0
-        for depth in range(self.config.depth):
-            tokens, log_probs = self._children(hidden)  # [batch, node, child]
-            width = tokens.shape[2]
-            tokens, candidates = tokens.flatten(1), (scores[..., None] + log_probs).flatten(1)
-            levels.append((tokens, node.repeat_interleave(width, dim=1), candidates))
-            if depth + 1 == self.config.depth:
-                break
-            # A sort and not `topk`: among equals the first, on every device.
-            chosen = candidates.sort(dim=1, descending=True, stable=True).indices[:, : self.config.top_k]
-            parent = (chosen // width)[..., None]
-            own = torch.eye(chosen.shape[1], dtype=torch.bool, device=chosen.device).expand(len(chosen), -1, -1)
-            offset = related.shape[2]
-            related = torch.cat([related.gather(1, parent.expand(-1, -1, offset)), own], dim=2)
-            scores, node = candidates.gather(1, chosen), num_nodes + chosen
-            num_nodes += tokens.shape[1]
-            cache.begin_pass(chosen.shape[1], offset=offset)
-            cache.locate()
-            hidden = self.read(
-                tokens.gather(1, chosen),
-                hidden.gather(1, parent.expand(-1, -1, hidden.shape[-1])),
-                (cache.lengths + depth)[:, None].expand_as(chosen),
-                cache,
-                visible_columns(related, cache.lengths, cache.extent)[:, None],
-            )
-        tokens, parents, all_scores = (torch.cat(values, dim=1) for values in zip(*levels, strict=True))
-        sizes = tuple(level[0].shape[1] for level in levels)
-        return SearchTree(tokens=tokens, parents=parents, scores=all_scores, level_sizes=sizes)
-
-    def _children(
-        self, outputs: Float[torch.Tensor, "batch node hidden"]
-    ) -> tuple[Int[torch.Tensor, "batch node child"], Float[torch.Tensor, "batch node child"]]:
-        """The likeliest tokens after each node, and their log-probabilities, which are never above 0."""
-        logits = self.logits(outputs).float()
-        top, chosen = logits.topk(min(self.config.top_k, logits.shape[-1]), dim=-1)
-        tokens = chosen if self.vocabulary.tokens is None else self.vocabulary.tokens[chosen]
-        if self.config.tree == "static":
-            rank = torch.arange(1, top.shape[-1] + 1, device=top.device)
-            return tokens, (STATIC_FIRST_HIT / rank**2).log().expand_as(top)
-        return tokens, top - logits.logsumexp(-1, keepdim=True)
+        return state.select(rows)

@@ -13,11 +13,12 @@ from ..target.cuda_graphs import GraphedFunction, Recorder
 
 
 @runtime_checkable
-class RecordableDrafter(Drafter[torch.Tensor], Protocol):
+class RecordableDrafter(Drafter[torch.Tensor, None], Protocol):
     """A drafter whose `propose` is `trim` of `draft`, and whose `draft` can be recorded.
 
-    `draft` reads nothing but its arguments, samples nothing, and returns a tree whose size does not
-    depend on their values. `trim` may read values, to cut padding.
+    Its state is one tensor, of which `advance` needs no more than the accepted path. `draft` reads
+    nothing but its arguments, samples nothing, and returns a tree whose size does not depend on their
+    values. `trim` may read values, to cut padding.
     """
 
     def draft(self, state: torch.Tensor, last_token: Int[torch.Tensor, " batch"]) -> DraftTree: ...
@@ -32,7 +33,8 @@ class RecordableDrafter(Drafter[torch.Tensor], Protocol):
 class GraphedDrafter:
     """A drafter replayed as a CUDA graph: one that can be recorded, such as ReDrafter.
 
-    The tree that it proposes is overwritten by its next one. Its settings must stay as they are.
+    A recording is a function of the state, so states are values as ever; but the tree that it proposes
+    is overwritten by the next one. The drafter's settings must stay as they are.
     """
 
     def __init__(self, drafter: RecordableDrafter, recorder: Recorder | None = None) -> None:
@@ -45,5 +47,5 @@ class GraphedDrafter:
     def tree_sizes(self) -> Sequence[int]:
         return self.drafter.tree_sizes
 
-    def propose(self, state: torch.Tensor, last_token: torch.Tensor, *, generator: Randomness = None) -> DraftTree:
-        return self.drafter.trim(self._draft(state, last_token))
+    def propose(self, state: torch.Tensor, last_token: torch.Tensor, *, generator: Randomness = None) -> tuple[DraftTree, None]:
+        return self.drafter.trim(self._draft(state, last_token)), None

@@ -8,7 +8,7 @@ from jaxtyping import Int
 from ..decoding.prompts import Prompts
 from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree, empty_tree
-from ..decoding.types import Acceptance, TargetOutput
+from ..decoding.types import AcceptedPath, TargetOutput
 
 
 class NullDrafter:
@@ -20,12 +20,12 @@ class NullDrafter:
     def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> None:
         return None
 
-    def propose(self, state: None, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None) -> DraftTree:
-        return empty_tree(last_token.shape[0], last_token.device)
+    def propose(
+        self, state: None, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
+    ) -> tuple[DraftTree, None]:
+        return empty_tree(last_token.shape[0], last_token.device), None
 
-    def advance(
-        self, state: None, tree: DraftTree, acceptance: Acceptance, output: TargetOutput, num_accepted: Sequence[int]
-    ) -> None:
+    def advance(self, drafted: None, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> None:
         return None
 
     def select(self, state: None, rows: Sequence[int]) -> None:

@@ -8,11 +8,11 @@ from jaxtyping import Int
 from ..decoding.prompts import Prompts
 from ..decoding.sampling import Randomness
 from ..decoding.tree import DraftTree
-from ..decoding.types import Acceptance, TargetOutput
+from ..decoding.types import AcceptedPath, TargetOutput
 
 
 class OracleDrafter:
-    """Knows each row's answer: offers it and wrong siblings, right as deep as `right` says of the row and wrong from there on.
+    """Knows each row's answer, and proposes it with wrong siblings: right down to the depth in `right`, wrong below.
 
     Its state is the row in the first batch and the number of tokens answered. On an accelerator it waits for the device.
     """
@@ -31,7 +31,7 @@ class OracleDrafter:
 
     def propose(
         self, state: Int[torch.Tensor, "batch 2"], last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
-    ) -> DraftTree:
+    ) -> tuple[DraftTree, Int[torch.Tensor, "batch 2"]]:
         tokens = []
         for row, position in state.tolist():
             text = [*self.texts[row], *[0] * 2 * self.DEPTH][position : position + self.DEPTH]
@@ -39,17 +39,12 @@ class OracleDrafter:
             # The wrong sibling comes first, so the right path is scattered over the tree.
             tokens.append([token for right in path for token in ((right + 1) % self.vocab_size, right)])
         parents = torch.tensor([self.PARENTS] * len(tokens), device=state.device)
-        return DraftTree(tokens=torch.tensor(tokens, device=state.device), parents=parents, max_depth=self.DEPTH)
+        return DraftTree(tokens=torch.tensor(tokens, device=state.device), parents=parents, max_depth=self.DEPTH), state
 
     def advance(
-        self,
-        state: Int[torch.Tensor, "batch 2"],
-        tree: DraftTree,
-        acceptance: Acceptance,
-        output: TargetOutput,
-        num_accepted: Sequence[int],
+        self, drafted: Int[torch.Tensor, "batch 2"], tree: DraftTree, accepted: AcceptedPath, output: TargetOutput
     ) -> Int[torch.Tensor, "batch 2"]:
-        return torch.stack([state[:, 0], state[:, 1] + acceptance.num_accepted + 1], dim=1)
+        return torch.stack([drafted[:, 0], drafted[:, 1] + accepted.num_accepted.device + 1], dim=1)
 
     def select(self, state: Int[torch.Tensor, "batch 2"], rows: Sequence[int]) -> Int[torch.Tensor, "kept 2"]:
         return state[rows]

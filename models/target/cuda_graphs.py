@@ -48,17 +48,17 @@ class GraphedFunction(Generic[Output]):
         self._recorded: OrderedDict[Hashable, tuple[tuple[torch.Tensor, ...], Callable[[], Any], Output]] = OrderedDict()
 
     def __call__(self, *inputs: torch.Tensor, key: Hashable = None) -> Output:
-        shapes = (key, *(each.shape for each in inputs))
+        shapes = (key, *(tensor.shape for tensor in inputs))
         if shapes not in self._recorded:
-            with torch.inference_mode(False):  # written in whatever mode
-                own = tuple(each.clone() for each in inputs)
+            with torch.inference_mode(False):  # so that they can be written in any mode
+                static = tuple(tensor.clone() for tensor in inputs)
             if len(self._recorded) == MAX_RECORDINGS:
                 self._recorded.popitem(last=False)
-            self._recorded[shapes] = own, *self.recorder(lambda: self.function(*own))
+            self._recorded[shapes] = static, *self.recorder(lambda: self.function(*static))
         self._recorded.move_to_end(shapes)  # the first is the one that was used longest ago
-        own, replay, output = self._recorded[shapes]
-        for mine, given in zip(own, inputs, strict=True):
-            mine.copy_(given)
+        static, replay, output = self._recorded[shapes]
+        for recorded_input, new_input in zip(static, inputs, strict=True):
+            recorded_input.copy_(new_input)
         replay()
         return output
 
@@ -129,6 +129,6 @@ class SharedBuffer:
         """Copy `values` here. Where they don't fit, new memory is taken; what was recorded with the
         old keeps that."""
         if self._memory is None or self._memory.dtype != values.dtype or len(self._memory) < values.numel():
-            with torch.inference_mode(False):  # written in whatever mode
+            with torch.inference_mode(False):  # so that it can be written in any mode
                 self._memory = torch.empty(values.numel(), dtype=values.dtype, device=values.device)
         return self._memory[: values.numel()].view(values.shape).copy_(values)

@@ -86,7 +86,7 @@ class FrozenModel:
     @property
     def context_length(self) -> int:
         """Tokens, prompt and answer together, that the model has positions for."""
-        return int(getattr(self._text_config, "max_position_embeddings", None) or UNLIMITED)
+        return context_length(self.model)
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -144,3 +144,8 @@ class FrozenModel:
             self.model.base_model(**inputs, **cached, use_cache=cache is not None)
         self._captured.layers = ()  # whatever runs the model next doesn't keep its layers' inputs alive
         return states.last, states.layer_inputs
+
+
+def context_length(model: PreTrainedModel) -> int:
+    """Return the number of tokens that a model has positions for."""
+    return int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or UNLIMITED)

@@ -11,19 +11,20 @@ from transformers import PreTrainedModel
 
 from ...data.manifest import TargetIdentity
 from ..decoding.prompts import Prompts
-from ..decoding.tree import DraftTree, chain_tree, depths
-from ..decoding.types import Acceptance, TargetOutput
+from ..decoding.tree import DraftTree, chain_tree
+from ..decoding.types import AcceptedPath, Counts, TargetOutput
 from .cuda_graphs import GraphedFunction, Recorder, SharedBuffer
 from .frozen_model import FrozenModel
-from .tree_attention import attention_kinds, grouped_heads, masks_by_kind, require_tree_attention
 from .tree_cache import KeptText, TreeCache, extent_step
+from .tree_reader import TreeReader
 
 
 class HFTarget(FrozenModel):
     """A target behind transformers' public seams: 4-D attention masks, explicit positions, and a
     cache of our own.
 
-    Holds the KV cache of one batch of prompts at a time. Make it with
+    As a `Target` it holds the KV cache of one batch of prompts at a time. A draft model reads its trees
+    through one, too: it takes the cache (`hand_over_cache`) and passes it to `read_tree`. Make it with
     `outrider.models.target.loading.load_target`.
 
     `compiled` runs the model's passes over draft trees through `torch.compile`, `cuda_graphs` replays
@@ -45,10 +46,10 @@ class HFTarget(FrozenModel):
         super().__init__(model, tokenizer, identity, tensor_parallel=tensor_parallel)
         self.num_prefills = 0
         self._cache: TreeCache | None = None
-        self._kinds: dict[str, int | None] = {}
         self._feature_layers: tuple[int, ...] = ()
         self.compiled, self.cuda_graphs = compiled, cuda_graphs
-        self._read_tree = partial(self._read_tree_with, torch.compile(model) if compiled else model)
+        self._decoding_model = torch.compile(model) if compiled else model
+        self._trees = TreeReader(model, is_fixed=self.has_fixed_shapes)
         self._logits = SharedBuffer()
         self._graphs = GraphedFunction(self._read_tree_for_replay, recorder) if cuda_graphs else None
 
@@ -71,34 +72,42 @@ class HFTarget(FrozenModel):
     def prefill(
         self, prompts: Prompts, *, max_new_tokens: int, max_nodes: int, feature_layers: tuple[int, ...] = ()
     ) -> TargetOutput:
-        """Start anew with a batch of prompts.
+        """Begin a batch of prompts: read them, with room for answers and trees behind them.
 
         Raises ValueError where a prompt leaves no room in the context window, or the model can't read draft trees.
         """
         self._require_readable(prompts)
         self._feature_layers = feature_layers
         room = min(max_new_tokens, self.context_length - min(prompts.lengths))
-        return self._prefill(prompts, max(prompts.lengths) + room + 1 + max_nodes)
+        return self._prefill(prompts, self._empty_cache(len(prompts.lengths), max(prompts.lengths) + room + 1 + max_nodes))
 
     def resume(self, prompts: Prompts | None, texts: Sequence[KeptText], *, capacity: int) -> TargetOutput | None:
-        """Start anew with a batch of prompts, which are read, and behind them of `texts`, which were: see `take`.
+        """Begin a batch: prefill `prompts`, then append rows for `texts`, whose keys and values `take` saved earlier.
 
         `capacity` is the number of tokens that there is room for in a row. The output is that of the prompts.
         """
-        output = None
         if prompts is not None:
             self._require_readable(prompts)
-            self._feature_layers = ()
-            output = self._prefill(prompts, capacity, num_texts=len(texts))
-        else:
-            self.num_prefills += 1
-            self._empty_cache(len(texts), capacity).host_lengths = []
-        self._require_cache().put(texts)
+        self._feature_layers = ()
+        cache = self._empty_cache(len(texts) + (0 if prompts is None else len(prompts.lengths)), capacity)
+        output = None if prompts is None else self._prefill(prompts, cache)
+        cache.put(texts)
         return output
 
     def take(self, row: int) -> KeptText:
-        """The keys and values of a row's committed tokens, on the host, to be gone on with at another time."""
+        """Copy the keys and values of a row's committed tokens to the host, for `resume`."""
         return self._require_cache().take(row)
+
+    def hand_over_cache(self) -> TreeCache:
+        """Return the batch's cache, for `read_tree`: it is the caller's, and the next batch gets another one.
+
+        A cache of fixed memory stays here as well, since what was compiled or recorded writes there:
+        the next batch that fits takes it over.
+        """
+        cache = self._require_cache()
+        if not cache.is_fixed:
+            self._cache = None
+        return cache
 
     def _require_readable(self, prompts: Prompts) -> None:
         """Raise ValueError where a prompt leaves no room in the context window, or the model can't read draft trees."""
@@ -109,13 +118,12 @@ class HFTarget(FrozenModel):
             )
         if int(prompts.input_ids.max()) >= self.vocab_size or int(prompts.input_ids.min()) < 0:
             raise ValueError(f"a prompt has token ids beyond the target's {self.vocab_size}: is it another tokenizer's?")
-        if not self._kinds:
-            require_tree_attention(self.model)
-            self._kinds = attention_kinds(self.model)
+        if not self._trees.kinds:
+            self._trees.require_trees()
             try:
                 self._probe()
             except (TypeError, AttributeError, LookupError, NotImplementedError, RuntimeError) as error:
-                self._kinds, self._cache = {}, None  # asked again, it is probed again
+                self._trees.kinds = {}  # the next prefill probes again
                 if isinstance(error, torch.OutOfMemoryError):
                     raise
                 raise ValueError(
@@ -123,117 +131,80 @@ class HFTarget(FrozenModel):
                     f"trees needs ({type(error).__name__}: {error}). Choose another target"
                 ) from error
             except BaseException:
-                self._kinds, self._cache = {}, None
+                self._trees.kinds = {}
                 raise
 
-    def _prefill(self, prompts: Prompts, capacity: int, *, num_texts: int = 0) -> TargetOutput:
-        self.num_prefills += 1
-        cache = self._empty_cache(len(prompts.lengths) + num_texts, capacity)
-        cache.host_lengths = [0] * len(prompts.lengths)
-        cache.begin_prefill(prompts.input_ids.shape[1])
-        positions = torch.arange(prompts.input_ids.shape[1], device=self.device)[None]
-        # No mask: under causal attention no token sees the padding on its right.
+    def _prefill(self, prompts: Prompts, cache: TreeCache) -> TargetOutput:
         last = sorted({length - 1 for length in prompts.lengths})
-        keep = torch.tensor(last, device=self.device)
-        output = self._forward(self.model, prompts.input_ids, positions, None, logits_to_keep=keep)
+        logits_to_keep = torch.tensor(last, device=self.device)
+        run = partial(self._forward, self.model, prompts.input_ids, logits_to_keep=logits_to_keep)
+        output = self._trees.read_prompts(cache, prompts.lengths, self.device, run)
         row, column = range(len(prompts.lengths)), [last.index(length - 1) for length in prompts.lengths]
-        cache.commit(None, torch.tensor(prompts.lengths, device=self.device))
-        cache.note(prompts.lengths)
-        cache.trim()
         return replace(output, logits=output.logits[row, column][:, None])
 
     def _empty_cache(self, batch: int, capacity: int) -> TreeCache:
-        """The cache that is there, if it is large enough: what was recorded for it stays good."""
+        """Begin a batch with the cache that is there, if it is large enough: recordings for it stay good."""
+        self.num_prefills += 1
         if self._cache is not None and self._cache.fits(batch, capacity):
-            self._cache.restart(batch)
+            self._cache.restart()
         else:
             self._cache = None  # before the next takes its memory
             self._forget_graphs()
-            self._cache = TreeCache(
-                self._text_config.num_hidden_layers,
-                batch,
-                capacity,
-                self.device,
-                extent_step=self.extent_step,
-                is_fixed=self.has_fixed_shapes,
-            )
+            self._cache = self._trees.new_cache(batch, capacity, self.device)
         return self._cache
 
-    def verify(self, last_token: Int[torch.Tensor, " batch"], tree: DraftTree, *, num_read: int = 0) -> TargetOutput:
-        """One forward over the last committed token and the tree's nodes, each attending to its own path only.
+    def verify(self, last_token: Int[torch.Tensor, " batch"], tree: DraftTree) -> TargetOutput:
+        """Read the last committed token and the tree's nodes in one pass, each attending to its own path only.
 
-        The first `num_read` of these entries have been read since the last commit, so only the others are, and have outputs:
-        so a tree is read while it grows. With CUDA graphs the output is overwritten by the next `verify`.
+        With CUDA graphs the output is overwritten by the next `verify`.
         """
-        cache = self._require_cache()
-        is_masked = self._needs_mask(tree.num_nodes)
-        if cache.begin_pass(1 + tree.num_nodes - num_read, offset=num_read, is_masked=is_masked):
+        return self.read_tree(self._require_cache(), last_token, tree)
+
+    def read_tree(
+        self, cache: TreeCache, last_token: Int[torch.Tensor, " batch"], tree: DraftTree, *, num_read: int = 0
+    ) -> TargetOutput:
+        """Do what `verify` does, in a cache of the caller.
+
+        The first `num_read` entries (the last token, then the nodes) have been read since the cache's
+        last `keep`. Only the others are read, and have outputs: so a tree is read while it grows.
+        Recordings are replayed in their own cache alone; in a copy of it passes run as they are.
+        """
+        has_moved = self._trees.begin(cache, tree.num_nodes, num_read)
+        if self._graphs is None or cache is not self._cache:
+            return self._read_tree(self._decoding_model, cache, last_token, tree.tokens, tree.lineage)
+        if has_moved:
             self._forget_graphs()
-        if self._graphs is None:
-            return self._read_tree(last_token, tree.tokens, tree.lineage)
         key = (cache.extent, self._feature_layers, num_read)
         return self._graphs(last_token, tree.tokens, tree.lineage, key=key)
-
-    def _needs_mask(self, num_nodes: int) -> bool:
-        """Whether a pass needs a mask. Plain decoding of rows of one length doesn't: kernels
-        without a mask are faster."""
-        cache = self._require_cache()
-        return num_nodes > 0 or not cache.is_even or cache.is_fixed
 
     def _read_tree_for_replay(self, *inputs: torch.Tensor) -> TargetOutput:
         """Read a tree; the logits lie in memory that all recordings share, since those of a batch's
         trees are large."""
-        output = self._read_tree(*inputs)
+        output = self._read_tree(self._decoding_model, self._require_cache(), *inputs)
         return replace(output, logits=self._logits.hold(output.logits))
 
-    def _read_tree_with(
+    def _read_tree(
         self,
         model: Any,
+        cache: TreeCache,
         last_token: Int[torch.Tensor, " batch"],
         nodes: Int[torch.Tensor, "batch node"],
         lineage: Int[torch.Tensor, "batch node depth"],
     ) -> TargetOutput:
-        """All of `verify` that the device does: what a CUDA graph records."""
-        cache = self._require_cache()
-        cache.locate()
-        num_nodes = nodes.shape[1]
-        tokens, positions = last_token[:, None], cache.lengths[:, None]
-        if num_nodes:
+        """Do the device's part of a pass: what a CUDA graph records."""
+        tokens = last_token[:, None]
+        if nodes.shape[1]:
             tokens = torch.cat([tokens, nodes.clamp(min=0)], dim=1)
-            positions = positions + torch.nn.functional.pad(depths(lineage), (1, 0))
-        # What lies beyond the context window can never be emitted; it only must not index past a position table.
-        positions = positions.clamp(max=self.context_length - 1)
-        unread = slice(1 + num_nodes - cache.num_written, None)
-        tokens, positions = tokens[:, unread], positions[:, unread]
-        if not self._needs_mask(num_nodes):
-            return self._forward(model, tokens, positions, None)
-        masks = masks_by_kind(self._kinds, lineage, cache.lengths, cache.extent, self.dtype, unread)
-        with grouped_heads(self.model):
-            return self._forward(model, tokens, positions, masks)
+        unread = tokens[:, tokens.shape[1] - cache.num_written :]
+        return self._trees.read(cache, lineage, partial(self._forward, model, unread))
 
-    def commit(self, tree: DraftTree, acceptance: Acceptance, num_accepted: Sequence[int]) -> None:
-        """Keep each row's last committed token and accepted path in the KV cache; forget the other nodes.
+    def commit(self, tree: DraftTree, accepted: AcceptedPath) -> None:
+        """Keep each row's last committed token and accepted path in the KV cache; forget the other nodes."""
+        keep_path(self._require_cache(), accepted)
 
-        `num_accepted` is the acceptance's own, as the host knows it.
-        """
-        entries = None
-        if any(num_accepted):
-            path = (acceptance.path + 1).clamp(min=0)[:, : max(num_accepted)]
-            entries = torch.nn.functional.pad(path, (1, 0))
-        self.keep(entries, acceptance.num_accepted + 1, [count + 1 for count in num_accepted])
-
-    def keep(
-        self, entries: Int[torch.Tensor, "batch kept"] | None, counts: Int[torch.Tensor, " batch"], host_counts: Sequence[int]
-    ) -> None:
-        """Keep each row's first `counts` of these entries (0: the last committed token, n + 1: node n; None: as they lie) in
-        the KV cache; forget the others. `host_counts` are the same, as the host knows them."""
-        cache = self._require_cache()
-        cache.commit(entries, counts)
-        cache.note(host_counts)
-
-    def rewind(self, num_tokens: Int[torch.Tensor, " batch"], host_counts: Sequence[int]) -> None:
-        """Forget the last committed tokens, so many in each row: as the device and the host know it."""
-        self.keep(None, -num_tokens, [-count for count in host_counts])
+    def rewind(self, num_tokens: Counts) -> None:
+        """Forget the last committed tokens, so many in each row."""
+        self._require_cache().rewind(num_tokens)
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows of the batch only."""
@@ -242,7 +213,8 @@ class HFTarget(FrozenModel):
     def release_cache(self) -> None:
         """Give back the memory of keys and values, and of what was recorded for it. The next prefill takes it again.
 
-        What else runs the model meanwhile keeps no layer's inputs alive."""
+        Other passes of the model then keep no layer's inputs alive.
+        """
         self._cache = None
         self._captured.layers = ()
         self._forget_graphs()
@@ -260,24 +232,9 @@ class HFTarget(FrozenModel):
         if self._graphs is not None:
             self._graphs.forget()
 
-    def _forward(
-        self,
-        model: Any,
-        tokens: Int[torch.Tensor, "batch query"],
-        positions: Int[torch.Tensor, "rows query"],
-        masks: Any,
-        **kwargs: Any,
-    ) -> TargetOutput:
-        cache = self._require_cache()
+    def _forward(self, model: Any, tokens: Int[torch.Tensor, "batch query"], **arguments: Any) -> TargetOutput:
         with self._captured.states_of_pass(self._feature_layers) as states:
-            output = model(
-                input_ids=tokens,
-                attention_mask=masks,
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=True,
-                **kwargs,
-            )
+            output = model(input_ids=tokens, **arguments)
         return TargetOutput(logits=output.logits, hidden_states=states.last, features=states.layer_inputs)
 
     @torch.inference_mode()
@@ -289,13 +246,12 @@ class HFTarget(FrozenModel):
         tokens, parents = torch.tensor([[5, 7, 6]] * 2, device=self.device), torch.tensor([[-1, -1, 0]] * 2, device=self.device)
         tree = DraftTree(tokens=tokens % self.vocab_size, parents=parents, max_depth=2)
         last = text[[8, 9]]
-        start = self._prefill(prompts, capacity=24).logits
-        first = self._verify_eagerly(last, tree).logits
+        cache = self._trees.new_cache(2, 24, self.device)
+        start = self._prefill(prompts, cache).logits
+        first = self._read_eagerly(cache, last, tree)
         path = torch.tensor([[0, 2], [1, -1]], device=self.device)
-        accepted = Acceptance(path=path, num_accepted=torch.tensor([2, 1], device=self.device), bonus_token=last)
-        self.commit(tree, accepted, [2, 1])
-        second = self._verify_eagerly(text[[10, 11]], chain_tree(tree.tokens[:, :1])).logits
-        self._cache = None
+        keep_path(cache, AcceptedPath(nodes=path, num_accepted=Counts.of([2, 1], self.device)))
+        second = self._read_eagerly(cache, text[[10, 11]], chain_tree(tree.tokens[:, :1]))
         rows = [
             (start[0, 0], [*text[:8]]),
             (start[1, 0], [*text[:5]]),
@@ -316,13 +272,21 @@ class HFTarget(FrozenModel):
                 "decoding trees would change its output. Choose another target"
             )
 
-    def _verify_eagerly(self, last_token: Int[torch.Tensor, " batch"], tree: DraftTree) -> TargetOutput:
-        """Compiling or recording for the probe's shapes would be for nothing."""
-        self._require_cache().begin_pass(1 + tree.num_nodes, is_masked=self._needs_mask(tree.num_nodes))
-        return self._read_tree_with(self.model, last_token, tree.tokens, tree.lineage)
+    def _read_eagerly(
+        self, cache: TreeCache, last_token: Int[torch.Tensor, " batch"], tree: DraftTree
+    ) -> Float[torch.Tensor, "batch entry vocab"]:
+        """Return a tree's logits. Compiling or recording for the probe's shapes would be for nothing."""
+        self._trees.begin(cache, tree.num_nodes)
+        return self._read_tree(self.model, cache, last_token, tree.tokens, tree.lineage).logits
 
     def _difference(self, logits: Float[torch.Tensor, " vocab"], text: Int[torch.Tensor, " seq"]) -> float:
         """Relative, of logits less their mean: what all tokens share hides no error, since softmax doesn't see it."""
         plain = self.model(text[None], use_cache=False).logits[0, -1].float()
         error = logits.float() - plain
         return float((error - error.mean()).norm() / (plain - plain.mean()).norm())
+
+
+def keep_path(cache: TreeCache, accepted: AcceptedPath) -> None:
+    """Keep the last committed token and the accepted path of the tree that was read last."""
+    entries = torch.nn.functional.pad(accepted.nodes + 1, (1, 0)) if accepted.nodes.shape[1] else None
+    cache.keep(entries, accepted.num_accepted + 1)

@@ -1,4 +1,4 @@
-"""What goes on inside a model of transformers: its decoder's layers, what each of them reads, and what the head reads."""
+"""The inside of a model of transformers: its decoder's layers, the inputs of each, and the input of the head."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 
 class DeepEnough(Exception):  # noqa: N818 - it is no error
-    """Ends a pass of which no more is wanted."""
+    """Ends a pass whose later layers are not needed."""
 
 
 class PassStates:
@@ -24,10 +24,10 @@ class PassStates:
 
 
 class CapturedHiddenStates:
-    """Catches what the decoder hands to the head, for every position, without asking for all layers' states; and what goes into
-    the layers named in `layers`.
+    """Hooks that record the last hidden states of a pass, and the inputs of some layers.
 
-    The hooks stay on the model until `detach`, since a compiled model would be compiled anew for every other one.
+    transformers returns hidden states of all layers or of none; this records those that are needed. The hooks stay on the model
+    until `detach`: a model with other hooks would be compiled again.
     """
 
     _of_models: ClassVar[WeakKeyDictionary[PreTrainedModel, "CapturedHiddenStates"]] = WeakKeyDictionary()
@@ -42,11 +42,11 @@ class CapturedHiddenStates:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "CapturedHiddenStates":
-        """The model's own, on it: all targets around a model share one."""
-        own = cls._of_models.get(model) or cls._of_models.setdefault(model, cls())
-        if not own._hooks:
-            own._attach(model)
-        return own
+        """Return the hooks of a model, which all targets around it share."""
+        captured = cls._of_models.get(model) or cls._of_models.setdefault(model, cls())
+        if not captured._hooks:
+            captured._attach(model)
+        return captured
 
     def _attach(self, model: PreTrainedModel) -> None:
         decoder = model.get_decoder()  # some models call it past their base model
@@ -65,8 +65,8 @@ class CapturedHiddenStates:
     def states_of_pass(self, layers: tuple[int, ...] = ()) -> Iterator["PassStates"]:
         """Record the hidden states of the forward pass within the block, and the inputs of `layers`.
 
-        They are there when the block has ended. Other passes are not recorded, and nothing of this one
-        is kept here. `layers` stay set: compiled code depends on them.
+        The block's value has them when the block ends; no reference to them stays here. Other passes
+        are not recorded. `layers` stay set, since compiled code depends on them.
         """
         self.layers, self._awaited = layers, True
         states = PassStates()
@@ -90,7 +90,7 @@ class CapturedHiddenStates:
                 raise DeepEnough
 
     def inputs_of(self, layers: tuple[int, ...], run: Callable[[], object]) -> torch.Tensor:
-        """Run the model, no further than to the last of these layers; their inputs, side by side."""
+        """Run the model down to the last of these layers, and return their inputs, side by side."""
         self.layers, self._last_layer = layers, max(layers)
         try:
             run()
@@ -106,7 +106,7 @@ class CapturedHiddenStates:
 
 
 def decoder_layers(model: PreTrainedModel) -> Sequence[nn.Module]:
-    """The model's layers, in order; none where its decoder has no such list."""
+    """Return the model's layers, in order; none where its decoder has no such list."""
     num_layers = model.config.get_text_config().num_hidden_layers
     lists = (module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList))
-    return next((list(each) for each in lists if len(each) == num_layers), [])
+    return next((list(layers) for layers in lists if len(layers) == num_layers), [])

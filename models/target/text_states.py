@@ -7,7 +7,6 @@ from jaxtyping import Float, Int
 from transformers import DynamicCache
 
 from ...data.types import DrafterBatch
-from .frozen_model import NARROW_ROUNDING, ROUNDING
 from .hf_target import HFTarget
 from .tensor_parallel import turns
 
@@ -76,8 +75,7 @@ def require_packing(target: HFTarget) -> None:
     apart = [target.hidden_states(each[None], torch.ones_like(each[None], dtype=torch.bool))[0] for each in text.split([7, 5])]
     alone = torch.cat(apart, dim=1).float()
     error = float((together.float() - alone).norm() / alone.norm())
-    tolerance = ROUNDING if target.is_precise else NARROW_ROUNDING
-    if not error < tolerance:  # NaN is below nothing
+    if not error < target.rounding:  # NaN is below nothing
         raise ValueError(
             f"{type(target.model).__name__} reads texts differently when they stand in one row (relative error {error:.2g} of "
             "its hidden states), so they can't be packed; set train.packing=false, or store the states that training reads"

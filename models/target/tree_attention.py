@@ -1,8 +1,9 @@
 """How a draft tree is shown to an unmodified model: 4-D masks and position ids, nothing else.
 
-A 4-D mask replaces the model's own in every layer. So each kind of layer gets its own (full attention, sliding window), and
-nothing but masks and position ids may tell the model where a token stands. `require_tree_attention` refuses what a
-configuration shows not to be so; what it doesn't show, the target's probe finds (see `HFTarget`).
+A 4-D mask replaces the model's mask in every layer. So each kind of layer (full attention, sliding
+window) gets a mask of its kind, and the model must know the place of a token by masks and position
+ids alone. `require_tree_attention` refuses models whose configuration shows another way; the target's
+probe finds the others (see `HFTarget`).
 """
 
 from collections.abc import Iterator
@@ -43,7 +44,7 @@ def attention_kinds(model: PreTrainedModel) -> dict[str, int | None]:
 
 
 def require_tree_attention(model: PreTrainedModel) -> None:
-    """Raise ValueError where the configuration tells that a draft tree can't be verified rightly: then, better not at all."""
+    """Raise ValueError where the configuration shows that draft trees would be verified wrongly."""
     attention_kinds(model)
     config = model.config.get_text_config()
     name = type(model).__name__
@@ -77,11 +78,11 @@ def require_tree_attention(model: PreTrainedModel) -> None:
 def _length_dependent_rope(config: Any) -> str | None:
     """The kind of rotary embedding where it depends on the length of the text, in a context long enough for that."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    for each in [parameters, *(value for value in parameters.values() if isinstance(value, dict))]:
-        kind = each.get("rope_type")
+    for rope in [parameters, *(value for value in parameters.values() if isinstance(value, dict))]:
+        kind = rope.get("rope_type")
         if kind not in LENGTH_DEPENDENT_ROPES:
             continue
-        original = each.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+        original = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
         if original is None or config.max_position_embeddings > original:
             return str(kind)
     return None
@@ -97,10 +98,10 @@ def tree_attention_mask(
 ) -> Mask:
     """Additive mask of the last committed token and the tree's nodes over `extent` cache columns.
 
-    Row b's first `lengths[b]` columns are its committed text, the next are the queries themselves. Everybody sees the committed
-    text and the last token; a node sees itself and its ancestors besides; with `window`, only what is less than so many
-    positions back. Additive rather than boolean: the one form that both the sdpa and the eager attention of transformers take
-    as it is.
+    Row b's first `lengths[b]` columns are its committed text, the next are the queries themselves. All
+    queries see the committed text and the last token; a node also sees itself and its ancestors. With
+    `window`, a query sees only keys that are fewer than so many positions back. The mask is additive,
+    since both the sdpa and the eager attention of transformers take that form.
 
     Of the last committed token and the nodes, only the `queries` get a row. The mask is new memory
     and no slice of a larger one: kernels on a GPU read masks in words of several bytes, which must
@@ -111,7 +112,7 @@ def tree_attention_mask(
     # By query, what is added to the scores of: the committed text (0), the last token (1), the nodes (2..), what isn't written.
     added = torch.full((batch, 1 + num_nodes, num_nodes + 3), hidden, dtype=dtype, device=lineage.device)
     added[:, :, :2] = 0
-    added[:, 1:, 1:].scatter_(2, lineage + 1, 0)  # NO_NODE falls on the last token, which everybody sees anyway
+    added[:, 1:, 1:].scatter_(2, lineage + 1, 0)  # NO_NODE falls on the last token, which all queries see anyway
     added = added[:, queries]
     what = torch.arange(1, extent + 1, device=lengths.device) - lengths[:, None]  # [batch, key]: 0 and less where committed
     mask = added.gather(2, what.clamp(0, num_nodes + 2)[:, None].expand(-1, added.shape[1], -1))
@@ -136,7 +137,7 @@ def hidden_score(dtype: torch.dtype) -> float:
 def visible_columns(
     related: Bool[torch.Tensor, "batch query entry"], lengths: Int[torch.Tensor, " batch"], extent: int
 ) -> Bool[torch.Tensor, "batch query key"]:
-    """What queries see of `extent` cache columns: the committed ones, and of the entries behind them those `related`."""
+    """Mark which of `extent` cache columns queries see: the committed ones, and the `related` entries behind them."""
     column = torch.arange(extent, device=lengths.device) - lengths[:, None]  # [batch, key]: negative where committed
     num_entries = related.shape[2]
     entry = column.clamp(0, num_entries - 1)[:, None].expand(-1, related.shape[1], -1)
@@ -152,7 +153,7 @@ def masks_by_kind(
     dtype: torch.dtype,
     queries: slice = slice(None),
 ) -> Any:
-    """The mask of each kind of layer, as transformers' models take them: one tensor, or a dictionary where kinds differ.
+    """Return the mask of each kind of layer, as transformers' models take them: one tensor, or a dictionary of several.
 
     Of the last committed token and the nodes, only the `queries` get a row.
     """
@@ -222,8 +223,8 @@ def attend_folded(
     num_groups = num_heads // key.shape[1]
     folded = query.reshape(batch, key.shape[1], num_groups * num_queries, -1)
     output = scaled_dot_product_attention(folded, key, value, mask.repeat(1, 1, num_groups, 1), scale=scale)
-    # The layout of a kernel's output is its own affair: CUDA's memory-efficient one returns [batch,
-    # query, head] transposed. So only dimensions are split and moved here, never viewed as others,
+    # Kernels return outputs of different layouts: CUDA's memory-efficient one returns [batch, query,
+    # head] transposed. So only dimensions are split and moved here, never viewed as others,
     # and one copy puts them in order.
     output = output.unflatten(2, (num_groups, num_queries)).permute(0, 3, 1, 2, 4)
     return output.reshape(batch, num_queries, num_heads, -1)
@@ -240,10 +241,10 @@ def grouped_heads(model: PreTrainedModel) -> Iterator[None]:
     transformers repeats them where there is a mask: four times the cache's memory traffic in a model with groups of four.
     """
     config = model.config.get_text_config()
-    own_implementation = config._attn_implementation
-    if own_implementation == "sdpa":
+    implementation = config._attn_implementation
+    if implementation == "sdpa":
         config._attn_implementation = IMPLEMENTATION
     try:
         yield
     finally:
-        config._attn_implementation = own_implementation
+        config._attn_implementation = implementation

@@ -4,15 +4,22 @@
     row 1   e f|x y z . . . . .         | = lengths[1] = 2
 
 Buffers are allocated once and written in place. A pass writes its entries right behind each row's committed ones and sees the
-first `extent` columns; a mask says which of those are whose. Nothing moves until the owner commits.
+first `extent` columns; a mask hides those that a query must not see. Nothing moves until the owner keeps some of the entries.
+
+Committed columns are never written again, except by `rewind`, `select` and `restart`. So a
+`CacheSnapshot` needs to name no more than how many columns were committed at its time.
 """
 
 from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Int
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+from ..decoding.types import Counts
 
 EXTENT_STEP = 256
 """Columns by which the part of a cache grows that passes see, where each new length of it is
@@ -93,7 +100,8 @@ class TreeCache(Cache):
         self.extent_step, self.is_fixed = extent_step, is_fixed
         self.capacity = self._rounded(capacity)
         self.max_batch = batch
-        self.host_lengths = [0] * batch
+        self._host_lengths: tuple[int, ...] = ()
+        self._version = self._oldest_version = 0
         self.extent = 0
         self.num_written = 0
         self._offset = 0
@@ -105,26 +113,27 @@ class TreeCache(Cache):
         self._columns: slice | Int[torch.Tensor, "batch entry"] = slice(0, 0)
 
     @property
-    def lengths(self) -> Int[torch.Tensor, " batch"]:
-        """Committed tokens of each row."""
-        return self._lengths[: self.batch]
+    def lengths(self) -> Counts:
+        """Committed tokens of each row. Later passes write to its tensor."""
+        return Counts(self._lengths[: self.batch], self._host_lengths)
 
     @property
     def batch(self) -> int:
-        return len(self.host_lengths)
+        return len(self._host_lengths)
 
     @property
     def is_even(self) -> bool:
         """Whether all rows have committed equally many tokens."""
-        return min(self.host_lengths) == max(self.host_lengths)
+        return min(self._host_lengths) == max(self._host_lengths)
 
     def fits(self, batch: int, capacity: int) -> bool:
         """Whether another batch can be read into the same memory."""
         return batch <= self.max_batch and capacity <= self.capacity
 
-    def restart(self, batch: int) -> None:
-        """Forget everything, and be ready for a batch of at most as many rows as the first."""
-        self.host_lengths = [0] * batch
+    def restart(self) -> None:
+        """Forget all rows, and be ready for a batch of at most as many as the first."""
+        self._host_lengths = ()
+        self._forget_snapshots()
         self._lengths.zero_()
         for buffer in self._buffers:
             buffer.zero_()  # what is masked must still be a number
@@ -151,8 +160,10 @@ class TreeCache(Cache):
             for buffer, used in zip(self._buffers, self._used, strict=True)
         ]
 
-    def begin_prefill(self, num_entries: int) -> None:
-        """Before the first pass, over `num_entries` tokens per row."""
+    def begin_prefill(self, batch: int, num_entries: int) -> None:
+        """Prepare the first pass, over `num_entries` tokens in each of `batch` rows."""
+        self._host_lengths = (0,) * batch
+        self._version += 1
         self.num_written = self.extent = num_entries
         self._columns = slice(0, num_entries)
 
@@ -164,7 +175,8 @@ class TreeCache(Cache):
         was too small: it then has doubled, and moved.
         """
         self.num_written, self._offset = num_entries, offset
-        end = max(self.host_lengths) + offset + num_entries
+        self._version += 1
+        end = max(self._host_lengths) + offset + num_entries
         has_moved = end > self.capacity
         if has_moved:
             self._grow(max(end, 2 * self.capacity))
@@ -187,21 +199,24 @@ class TreeCache(Cache):
             _write_columns(buffer, place[1], self._columns, states)
         return slot[:, :, : self.extent]
 
-    def commit(self, entries: Int[torch.Tensor, "batch kept"] | None, counts: Int[torch.Tensor, " batch"]) -> None:
-        """Of each row's last pass, keep the first `counts` of the `entries` named, in that order, and forget the others.
+    def keep(self, entries: Int[torch.Tensor, "batch kept"] | None, counts: Counts) -> None:
+        """Commit the first `counts` of the `entries` of each row's last pass, in that order; forget the others.
 
         A row that keeps fewer than are named must name others all the same (any), which are soon overwritten. None keeps the
-        pass's first entries, which lie where they belong. The host is to `note` the counts too.
+        pass's first entries, which lie where they belong.
         """
         if entries is not None:
             columns = self._behind(entries.shape[1])
             for buffer in self._buffers:
-                _move(buffer[:, : self.batch], self.lengths[:, None] + entries, columns)
-        self.lengths.add_(counts)
+                _move(buffer[:, : self.batch], self._lengths[: self.batch, None] + entries, columns)
+        self._version += 1
+        self._lengths[: self.batch].add_(counts.device)
+        self._host_lengths = tuple(length + count for length, count in zip(self._host_lengths, counts.host, strict=True))
 
-    def note(self, counts: Sequence[int]) -> None:
-        """Tell the host's side how many entries each row has kept."""
-        self.host_lengths = [length + count for length, count in zip(self.host_lengths, counts, strict=True)]
+    def rewind(self, num_tokens: Counts) -> None:
+        """Forget the last committed tokens, so many in each row."""
+        self.keep(None, -num_tokens)
+        self._forget_snapshots()
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows of the batch only. They ascend, so none is overwritten before it has
@@ -211,11 +226,40 @@ class TreeCache(Cache):
                 self._lengths[place] = self._lengths[row]
                 for buffer in self._buffers:
                     buffer[:, place] = buffer[:, row]
-        self.host_lengths = [self.host_lengths[row] for row in rows]
+        self._host_lengths = tuple(self._host_lengths[row] for row in rows)
+        self._forget_snapshots()
+
+    def snapshot(self) -> "CacheSnapshot":
+        """Return the texts as they are committed now, and the entries behind them, as a value."""
+        return CacheSnapshot(cache=self, version=self._version, lengths=self._host_lengths)
+
+    def _forget_snapshots(self) -> None:
+        """Take note that committed columns of earlier snapshots are gone."""
+        self._version += 1
+        self._oldest_version = self._version
+
+    @torch.inference_mode(False)
+    def copy_rows(self, rows: Sequence[int], lengths: Sequence[int]) -> "TreeCache":
+        """Return a cache of these rows, in memory of its own, with the first `lengths` columns of each."""
+        other = copy(self)
+        other.layers = [copy(layer) for layer in self.layers]
+        for layer in other.layers:
+            assert isinstance(layer, TreeCacheLayer)
+            layer.cache = other
+        other.max_batch, other._host_lengths = len(rows), tuple(lengths)
+        other._oldest_version = other._version
+        index, end = torch.tensor(rows, device=self._lengths.device), max(lengths)
+        other._lengths = torch.tensor(lengths, device=self._lengths.device)
+        other._buffers, other._used = [], list(self._used)
+        for buffer in self._buffers:
+            num_slots, _, num_heads, capacity, head_dim = buffer.shape
+            other._buffers.append(buffer.new_zeros(num_slots, len(rows), num_heads, capacity, head_dim))
+            other._buffers[-1][:, :, :, :end] = buffer[:, :, :, :end].index_select(1, index)
+        return other
 
     def take(self, row: int) -> KeptText:
         """Copy a row's committed keys and values to the host."""
-        length = self.host_lengths[row]
+        length = self._host_lengths[row]
         texts = [buffer[:, row, :, :length] for buffer in self._buffers]
         if self._lengths.device.type == "cpu":
             return [text.clone() for text in texts]
@@ -228,6 +272,7 @@ class TreeCache(Cache):
     @torch.inference_mode(False)
     def put(self, texts: Sequence[KeptText]) -> None:
         """Add rows behind those that are there: texts that were taken from a cache of the same model."""
+        self._version += 1
         if not self._buffers:  # nothing was read yet; the layers will find their slots in the order in which they did before
             for kept in texts[0]:
                 num_slots, num_heads, _, head_dim = kept.shape
@@ -239,7 +284,7 @@ class TreeCache(Cache):
             for buffer, kept in zip(self._buffers, text, strict=True):
                 buffer[:, row, :, :length] = kept.to(buffer.device)
             self._lengths[row] = length
-            self.host_lengths.append(length)
+            self._host_lengths += (length,)
 
     def _rounded(self, num_columns: int) -> int:
         return -(-num_columns // self.extent_step) * self.extent_step
@@ -254,9 +299,47 @@ class TreeCache(Cache):
         """The `num_entries` columns `offset` behind each row's committed ones: a slice where all rows are equally long, unless
         the columns must be looked up again each time (`fixed`)."""
         if self.is_even and not fixed:
-            start = self.host_lengths[0] + offset
+            start = self._host_lengths[0] + offset
             return slice(start, start + num_entries)
-        return self.lengths[:, None] + torch.arange(offset, offset + num_entries, device=self._lengths.device)
+        return self._lengths[: self.batch, None] + torch.arange(offset, offset + num_entries, device=self._lengths.device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheSnapshot:
+    """The texts that a cache held at one moment: a value, although the cache is written on."""
+
+    cache: TreeCache
+    version: int
+    lengths: tuple[int, ...]
+
+    @property
+    def is_newest(self) -> bool:
+        """Whether the cache hasn't been written since. If so, the entries behind the texts are still there, too."""
+        return self.cache._version == self.version
+
+    def writable(self) -> TreeCache:
+        """Return a cache with these texts that may be written: the snapshot's own if it is the newest, otherwise a copy.
+
+        Raises RuntimeError where the memory has been taken over.
+        """
+        return self.cache if self.is_newest else self._copy(range(len(self.lengths)))
+
+    def select(self, rows: Sequence[int]) -> "CacheSnapshot":
+        """Return a snapshot of these rows. Memory of a fixed address is taken over, all other memory is copied."""
+        if not self.cache.is_fixed:
+            return self._copy(rows).snapshot()
+        cache = self.writable()
+        cache.select(rows)
+        return cache.snapshot()
+
+    def _copy(self, rows: Sequence[int]) -> TreeCache:
+        if self.version < self.cache._oldest_version:
+            raise RuntimeError(
+                "the memory of this drafter's state was taken over by a later batch, or by fewer rows of its own: passes that "
+                "are compiled or recorded have one memory. Begin the text again, or turn target.compiled and "
+                "target.cuda_graphs off"
+            )
+        return self.cache.copy_rows(rows, [self.lengths[row] for row in rows])
 
 
 def _write_columns(buffer: torch.Tensor, slot: int, columns: torch.Tensor, states: torch.Tensor) -> None:

@@ -180,13 +180,14 @@ class ToyTarget:
                 logits[rows, node + 1] = self._logits([*base, *(tree.tokens[rows, other] for other in path)])
         return TargetOutput(logits=logits, hidden_states=logits[..., :0])
 
-    def commit(self, tree, acceptance, num_accepted) -> None:
-        drafted = tree.tokens.gather(1, acceptance.path.clamp(min=0)) if tree.num_nodes else acceptance.path
+    def commit(self, tree, accepted) -> None:
+        nodes = accepted.nodes
+        drafted = tree.tokens.gather(1, nodes.clamp(min=0)) if tree.num_nodes else nodes
         new = torch.cat([self.last_token[:, None], drafted], dim=1)
         wide = torch.zeros(len(new), self.committed.shape[1] + new.shape[1], dtype=torch.long)
         wide[:, : self.committed.shape[1]] = self.committed
         wide.scatter_(1, self.counts[:, None] + torch.arange(new.shape[1]), new)
-        self.committed, self.counts = wide, self.counts + 1 + torch.tensor(num_accepted)
+        self.committed, self.counts = wide, self.counts + 1 + torch.tensor(accepted.num_accepted.host)
 
     def select(self, rows) -> None:
         self.committed, self.counts = self.committed[rows], self.counts[rows]
@@ -205,9 +206,9 @@ class ToyDrafter:
 
     def propose(self, state, last_token, *, generator=None):
         tokens = drawn_tokens(self.shape, self.tables, self.sampling, len(last_token), generator)
-        return make_trees([self.shape], [tokens], self.tables, self.sampling)
+        return make_trees([self.shape], [tokens], self.tables, self.sampling), None
 
-    def advance(self, state, tree, acceptance, output, num_accepted) -> None:
+    def advance(self, drafted, tree, accepted, output) -> None:
         return None
 
     def select(self, state, rows) -> None:
@@ -270,8 +271,8 @@ ACCEPTANCE_MUTANTS = {
     "residual in absolute value": ("(probs - drawn_from).clamp(min=0.0)", "(probs - drawn_from).abs()"),
     "residual not normalised": ("left / total, probs)", "left, probs)"),
     "residual where nothing was tried": ("(tried != NO_NODE) & (total > 0)", "total > 0"),
-    "q keeps the refused child": ("if not tree.with_replacement:", "if False:"),
-    "q loses children that were drawn with replacement": ("if not tree.with_replacement:", "if True:"),
+    "q keeps the refused child": ("if not drawn.with_replacement:", "if False:"),
+    "q loses children that were drawn with replacement": ("if not drawn.with_replacement:", "if True:"),
     "q not normalised again": ("(without / without.sum(-1, keepdim=True)).nan_to_num(0.0)", "without"),
     "child tried at the wrong entry": (
         "torch.where(is_turn, tree.parents + 1, num_entries)",

@@ -19,7 +19,7 @@ from outrider.models.decoding import (
     TypicalAcceptance,
     generate,
 )
-from outrider.models.drafters import DRAFTERS, NullDrafter, build_drafter, load_drafter, save_drafter
+from outrider.models.drafters import DRAFTERS, NullDrafter, build_drafter, load_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.base import TrainableDrafter
 from outrider.models.drafters.objective import WEIGHTS, Loss, LossKind, Objective
 from outrider.models.target.config import TargetConfig
@@ -115,7 +115,7 @@ def batch(target, plain) -> DrafterBatch:
 def make(kind: str, target: HFTarget, batch: DrafterBatch) -> tuple[TrainableDrafter, DrafterBatch]:
     """A fresh drafter, and the batch with what it reads of the target."""
     torch.manual_seed(0)
-    drafter = build_drafter({"kind": kind, **OPTIONS[kind]}, target).train()
+    drafter = build_drafter(parse_drafter({"kind": kind, **OPTIONS[kind]}), target).train()
     if drafter.wants_token_counts:
         tokens = batch.continuations[batch.continuations != UNKNOWN]
         drafter.choose_draft_vocabulary(tokens.bincount(minlength=target.vocab_size))
@@ -173,7 +173,7 @@ def drafter(trained, target) -> Any:
 
 @pytest.fixture(params=[pytest.param("fresh", marks=pytest.mark.slow), "trained"])
 def either(request, kind, trained, target, batch) -> Any:
-    """A drafter that is mostly wrong, and one that is right on the memorised prompts and wrong on the others."""
+    """A fresh drafter, mostly wrong, and a trained one, right on the memorised prompts alone."""
     if request.param == "trained":
         return trained.load(target)
     return make(kind, target, batch)[0].to(target.dtype).eval()
@@ -296,7 +296,7 @@ def first_draft(target: HFTarget, drafter: Any) -> DraftTree:
     prompts = Prompts.of([torch.tensor(prompt) for prompt in PROMPTS])
     prefill = target.prefill(prompts, max_new_tokens=4, max_nodes=drafter.max_nodes, feature_layers=drafter.feature_layers)
     state = drafter.init_state(prompts, prefill, max_new_tokens=8)
-    return drafter.propose(state, prefill.logits[:, -1].argmax(-1), generator=torch.Generator().manual_seed(0))
+    return drafter.propose(state, prefill.logits[:, -1].argmax(-1), generator=torch.Generator().manual_seed(0))[0]
 
 
 def test_what_was_saved_drafts_the_same_bits(trained, target):
@@ -307,8 +307,8 @@ def test_what_was_saved_drafts_the_same_bits(trained, target):
     assert before.num_nodes == after.num_nodes > 0
     assert torch.equal(before.tokens, after.tokens)
     assert torch.equal(before.parents, after.parents)
-    assert (before.child_probs is None) == (after.child_probs is None)
-    assert before.child_probs is None or torch.equal(before.child_probs, after.child_probs)
+    assert (before.drawn is None) == (after.drawn is None)
+    assert before.drawn is None or torch.equal(before.drawn.probs, after.drawn.probs)
 
 
 QUICK_OBJECTIVES = set(zip(LossKind, itertools.cycle(WEIGHTS), strict=False))

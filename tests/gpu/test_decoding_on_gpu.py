@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from outrider.models.decoding import GreedyAcceptance, Prompts, RowSeeds, Sampling, SpeculativeSampling, chain_tree, generate
-from outrider.models.drafters import NullDrafter, build_drafter
+from outrider.models.decoding.types import Counts
+from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.graphed import GraphedDrafter, RecordableDrafter
 from outrider.models.drafters.small_models import DraftModelConfig
@@ -74,8 +75,8 @@ def drafter_for(kind: str, target: HFTarget) -> Any:
         return DraftModel(DraftModelConfig(length=3), reader)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        weights = build_drafter({"kind": kind, **OPTIONS[kind]}, whole_cpu_copy(target)).state_dict()
-    drafter: Any = build_drafter({"kind": kind, **OPTIONS[kind]}, target)
+        weights = build_drafter(parse_drafter({"kind": kind, **OPTIONS[kind]}), whole_cpu_copy(target)).state_dict()
+    drafter: Any = build_drafter(parse_drafter({"kind": kind, **OPTIONS[kind]}), target)
     drafter.load_state_dict(weights)
     drafter.eval().requires_grad_(False)
     if not (target.cuda_graphs and isinstance(drafter, RecordableDrafter)):
@@ -259,7 +260,7 @@ def test_what_is_taken_of_a_row_is_what_the_cache_holds(model):
     for token in range(3):
         last = torch.full((3,), token + 5, device=model.device)
         model.verify(last, chain_tree(torch.full((3, 2), token + 9, device=model.device)))
-        model.keep(None, torch.tensor([3, 1, 2], device=model.device), [3, 1, 2])
+        model._cache.keep(None, Counts.of([3, 1, 2], model.device))
     cache = model._cache
     for row, prompt in enumerate(PROMPTS):
         length = len(prompt) + 3 * [3, 1, 2][row]

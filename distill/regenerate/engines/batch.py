@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from ....models.decoding import GreedyAcceptance, Prompts, RowSeeds, Sampling, SpeculativeSampling
-from ....models.decoding.loop import read_tokens
+from ....models.decoding.loop import read_acceptance
 from ....models.decoding.tree import empty_tree
 from ....models.target.hf_target import HFTarget
 from ....models.target.tree_cache import KeptText
@@ -162,8 +162,9 @@ class BatchDecoder:
         if output is not None:
             tree = empty_tree(len(fresh), self.target.device)
             acceptance = self.rule(tree, output, generator=self._seeds(fresh))
-            for index, tokens in zip(fresh, read_tokens(tree, output, acceptance), strict=True):
-                self.tokens[index] += tokens
+            tokens, _ = read_acceptance(tree, output, acceptance)
+            for index, new in zip(fresh, tokens, strict=True):
+                self.tokens[index] += new
         return fresh + resumed
 
     def _step(self, rows: Sequence[int], going: Sequence[int]) -> None:
@@ -172,10 +173,10 @@ class BatchDecoder:
         tree = empty_tree(len(rows), self.target.device)
         output = self.target.verify(last, tree)
         acceptance = self.rule(tree, output, generator=self._seeds(rows))
-        new = read_tokens(tree, output, acceptance)
-        self.target.commit(tree, acceptance, [0] * len(rows))
-        for index, tokens in zip(rows, new, strict=True):
-            self.tokens[index] += tokens
+        tokens, accepted = read_acceptance(tree, output, acceptance)
+        self.target.commit(tree, accepted)
+        for index, new in zip(rows, tokens, strict=True):
+            self.tokens[index] += new
 
     def _go_on(self, rows: Sequence[int], full: dict[int, int]) -> list[int]:
         """The rows whose answers have neither ended nor filled their room; of those that have filled it, keep the texts."""

@@ -27,7 +27,7 @@ class DecoderEngine:
     def __init__(
         self,
         target: HFTarget,
-        drafter: Drafter[Any],
+        drafter: Drafter[Any, Any],
         *,
         sampling: Sampling,
         limits: Limits,
@@ -54,7 +54,7 @@ class DecoderEngine:
         num_tokens = len(request.prompt_ids)
         return self._drafter_context is None or num_tokens + self._limits.room(num_tokens) <= self._drafter_context
 
-    def _answer_batch(self, batch: Sequence[Request], drafter: Drafter[Any]) -> Iterator[Answer]:
+    def _answer_batch(self, batch: Sequence[Request], drafter: Drafter[Any, Any]) -> Iterator[Answer]:
         is_greedy = self._sampling.temperature == 0
         rooms = [self._limits.room(len(request.prompt_ids)) for request in batch]
         steps = generate(

@@ -16,7 +16,7 @@ def decide(choices: list[int], tree: DraftTree = BRANCHED) -> tuple[list[int], i
         acceptance.path[0].tolist(),
         int(acceptance.num_accepted[0]),
         int(acceptance.bonus_token[0]),
-        int(last_entry(acceptance)[0]),
+        int(last_entry(acceptance.accepted_path(acceptance.num_accepted.tolist()))[0]),
     )
 
 

@@ -15,7 +15,8 @@ from outrider.models.decoding import (
     warp,
 )
 from outrider.models.decoding.sampling import draw, draw_several
-from outrider.models.drafters import NullDrafter, build_drafter
+from outrider.models.decoding.tree import Drawn
+from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter
 from outrider.models.drafters.oracle import OracleDrafter
 
 from ...host_reads import HostReads, ScalarReads
@@ -45,7 +46,9 @@ def answers(target, drafter, prompts, rule=None, **options) -> tuple[list[list[i
 @pytest.fixture
 def redrafter(target):
     torch.manual_seed(0)
-    return build_drafter({"kind": "redrafter", "beam_width": 3, "beam_length": 3, "head_init": "random"}, target).double()
+    return build_drafter(
+        parse_drafter({"kind": "redrafter", "beam_width": 3, "beam_length": 3, "head_init": "random"}), target
+    ).double()
 
 
 @pytest.fixture
@@ -138,7 +141,7 @@ class RandomDrafter:
     def init_state(self, prompts, prefill, *, max_new_tokens) -> None:
         return None
 
-    def propose(self, state, last_token, *, generator=None) -> DraftTree:
+    def propose(self, state, last_token, *, generator=None) -> tuple[DraftTree, None]:
         tokens = torch.zeros(len(last_token), self.max_nodes, dtype=torch.long)
         for parent, children in ((last_token, slice(0, 2)), (0, slice(2, 4))):
             probs = self.probs[parent if isinstance(parent, torch.Tensor) else tokens[:, parent]]
@@ -146,16 +149,15 @@ class RandomDrafter:
                 tokens[:, children] = draw(probs[:, None].expand(-1, 2, -1), generator)
             else:
                 tokens[:, children] = draw_several(probs, 2, generator)
-        return DraftTree(
-            tokens=tokens,
-            parents=torch.tensor(self.PARENTS).expand(len(tokens), -1),
-            max_depth=2,
-            child_probs=self.probs[torch.cat([last_token[:, None], tokens], dim=1)],
+        drawn = Drawn(
+            probs=self.probs[torch.cat([last_token[:, None], tokens], dim=1)],
             with_replacement=self.with_replacement,
             max_children=2,
         )
+        parents = torch.tensor(self.PARENTS).expand(len(tokens), -1)
+        return DraftTree(tokens=tokens, parents=parents, max_depth=2, drawn=drawn), None
 
-    def advance(self, state, tree, acceptance, output, num_accepted) -> None:
+    def advance(self, drafted, tree, accepted, output) -> None:
         return None
 
     def select(self, state, rows) -> None:

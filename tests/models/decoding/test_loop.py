@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from outrider.models.decoding import DraftTree, Finish, GreedyAcceptance, Sampling, SpeculativeSampling, Step, generate
-from outrider.models.drafters import NullDrafter, build_drafter
+from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.small_models import DraftModelConfig
 from outrider.models.target.hf_target import HFTarget
@@ -28,7 +28,7 @@ class ScriptedDrafter:
     def select(self, state, rows) -> int:
         return state
 
-    def propose(self, state, last_token, *, generator=None) -> DraftTree:
+    def propose(self, state, last_token, *, generator=None) -> tuple[DraftTree, int]:
         tokens, parents, at = [], [], -1
         for depth in range(self.depth):
             position = state + depth
@@ -38,10 +38,11 @@ class ScriptedDrafter:
             parents += [at] * len(row)
             tokens += row
             at = len(tokens) - 1
-        return DraftTree(tokens=torch.tensor([tokens]), parents=torch.tensor([parents]), max_depth=self.depth)
+        tree = DraftTree(tokens=torch.tensor([tokens]), parents=torch.tensor([parents]), max_depth=self.depth)
+        return tree, state
 
-    def advance(self, state, tree, acceptance, output, num_accepted) -> int:
-        return state + int(acceptance.num_accepted[0]) + 1
+    def advance(self, drafted, tree, accepted, output) -> int:
+        return drafted + accepted.num_accepted.host[0] + 1
 
 
 def decode(target: HFTarget, drafter, prompt: torch.Tensor, **options) -> list[Step]:
@@ -81,7 +82,7 @@ def test_output_is_plain_decodings_for_good_and_bad_drafts(target, prompt, plain
 
 def test_an_untrained_redrafter_changes_nothing(target, prompt, plain):
     torch.manual_seed(0)
-    drafter = build_drafter({"kind": "redrafter", "beam_width": 3, "beam_length": 3}, target).double()
+    drafter = build_drafter(parse_drafter({"kind": "redrafter", "beam_width": 3, "beam_length": 3}), target).double()
     assert tokens_of(decode(target, drafter, prompt)) == plain
 
 

@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,10 +14,11 @@ from outrider.data.manifest import TargetIdentity
 from outrider.data.types import UNKNOWN, DrafterBatch
 from outrider.models.decoding import GreedyAcceptance, Prompts, generate
 from outrider.models.decoding.acceptance import sibling_rank
-from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, save_drafter
+from outrider.models.drafters import NullDrafter, build_drafter, feature_drafter, load_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.eagle import Eagle
 from outrider.models.drafters.eagle3 import Eagle3, default_feature_layers
-from outrider.models.drafters.feature_drafter import STATIC_FIRST_HIT, FeatureDrafter
+from outrider.models.drafters.feature_drafter import FeatureDrafter
+from outrider.models.drafters.feature_search import STATIC_FIRST_HIT
 from outrider.models.drafters.objective import Labels, Objective
 from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.hidden_states import decoder_layers
@@ -86,7 +88,7 @@ def llama(tiny_tokenizer) -> HFTarget:
 
 def make(kind: str, target: HFTarget, **options) -> Any:
     torch.manual_seed(1)
-    return randomise(build_drafter({"kind": kind, **options}, target).double()).eval()
+    return randomise(build_drafter(parse_drafter({"kind": kind, **options}), target).double()).eval()
 
 
 def make_batch(target: HFTarget, feature_layers: tuple[int, ...] = ()) -> DrafterBatch:
@@ -269,11 +271,10 @@ class Watched:
         self.num_checked = 0
 
     def propose(self, state, last_token, *, generator=None):
-        search = self.drafter._search
+        search = feature_drafter.search
         found = []
-        self.drafter._search = lambda *arguments: found.append(search(*arguments)) or found[0]
-        tree = self.drafter.propose(state, last_token)
-        self.drafter._search = search
+        with patch.object(feature_drafter, "search", lambda *arguments: found.append(search(*arguments)) or found[0]):
+            tree, drafted = self.drafter.propose(state, last_token)
         for row, last in enumerate(last_token.tolist()):
             expected = slow_search(self.drafter, self.target, self.texts[row], last)
             paths = row_paths(found[0].tokens[row], found[0].parents[row])
@@ -281,13 +282,13 @@ class Watched:
             likeliest = sorted(expected, key=lambda path: -expected[path])[: self.drafter.config.tree_nodes]
             assert set(row_paths(tree.tokens[row], tree.parents[row])) == set(likeliest)
             self.num_checked += 1
-        return tree
+        return tree, drafted
 
-    def advance(self, state, tree, acceptance, output, num_accepted):
+    def advance(self, drafted, tree, accepted, output):
         for row, text in enumerate(self.texts):
             text.append(self.last[row])
-            text += tree.tokens[row][acceptance.path[row, : num_accepted[row]]].tolist()
-        return self.drafter.advance(state, tree, acceptance, output, num_accepted)
+            text += tree.tokens[row][accepted.nodes[row, : accepted.num_accepted.host[row]]].tolist()
+        return self.drafter.advance(drafted, tree, accepted, output)
 
     def select(self, state, rows):
         self.texts = [self.texts[row] for row in rows]
@@ -327,7 +328,8 @@ def test_decoding_drafts_the_tree_of_a_slow_search_whatever_was_accepted_before(
 
     def remember(state, last_token, **options):
         watched.last = last_token.tolist()
-        return with_right_tokens(propose(state, last_token, **options))
+        tree, drafted = propose(state, last_token, **options)
+        return with_right_tokens(tree), drafted
 
     def with_right_tokens(tree):
         """The tree with the target's own next tokens on one path, so that something is accepted, in each row another number."""
@@ -382,7 +384,8 @@ def test_no_tree_has_more_nodes_than_it_says_or_a_node_without_its_parent(vocabu
 def first_draft(target: HFTarget, drafter: Any) -> Any:
     prompts = Prompts.of([torch.tensor(prompt) for prompt in PROMPTS])
     prefill = target.prefill(prompts, max_new_tokens=4, max_nodes=drafter.max_nodes, feature_layers=drafter.feature_layers)
-    return drafter.propose(drafter.init_state(prompts, prefill, max_new_tokens=8), prefill.logits[:, -1].argmax(-1))
+    state = drafter.init_state(prompts, prefill, max_new_tokens=8)
+    return drafter.propose(state, prefill.logits[:, -1].argmax(-1))[0]
 
 
 def test_a_static_tree_has_the_same_ranks_in_every_text(llama):
@@ -458,7 +461,7 @@ def test_labels_outside_the_reduced_vocabulary_are_misses_and_nothing_else_is_dr
 @torch.no_grad()
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_drafter_begins_by_letting_the_feature_through(kind, family):
-    drafter = build_drafter({"kind": kind}, family).double()
+    drafter = build_drafter(parse_drafter({"kind": kind}), family).double()
     ids = torch.tensor([PROMPTS[2]])
     hidden, features = family.hidden_states(ids, torch.ones_like(ids, dtype=torch.bool), drafter.feature_layers)
     own = hidden[0] if features is None else features[0, :, -family.hidden_size :]
@@ -468,7 +471,7 @@ def test_a_drafter_begins_by_letting_the_feature_through(kind, family):
 
 @torch.no_grad()
 def test_a_drafter_begins_as_the_targets_last_layer(family):
-    drafter = build_drafter({"kind": "eagle3", "feature_layers": [2, 6]}, family).double()
+    drafter = build_drafter(parse_drafter({"kind": "eagle3", "feature_layers": [2, 6]}), family).double()
     last = decoder_layers(family.model)[-1]
     drafter.layer.self_attn.o_proj.load_state_dict(last.self_attn.o_proj.state_dict())  # which add nothing yet
     drafter.layer.mlp.down_proj.load_state_dict(last.mlp.down_proj.state_dict())
@@ -479,7 +482,7 @@ def test_a_drafter_begins_as_the_targets_last_layer(family):
     _, features = family.hidden_states(ids, torch.ones_like(ids, dtype=torch.bool), drafter.feature_layers)
     outputs = slow_layer(drafter, family, family.embed_tokens(ids[0]), drafter.fuse(features)[0])
     assert torch.allclose(drafter.logits(outputs), family.model(ids).logits[0], atol=1e-5)  # fresh weights are float32
-    random = build_drafter({"kind": "eagle3", "init": "random"}, family)
+    random = build_drafter(parse_drafter({"kind": "eagle3", "init": "random"}), family)
     assert not torch.allclose(random.lm_head.weight.double(), family.head.weight, atol=0.01)
 
 
@@ -506,35 +509,35 @@ def test_the_default_features_are_an_early_a_middle_and_a_late_layers(num_layers
 )
 def test_targets_of_other_layers_are_refused(kind, architecture, options, message, tiny_tokenizer):
     with pytest.raises(ValueError, match=message):
-        build_drafter({"kind": kind}, make_target(architecture, tiny_tokenizer, **options))
+        build_drafter(parse_drafter({"kind": kind}), make_target(architecture, tiny_tokenizer, **options))
 
 
 def test_eagle_refuses_a_target_that_scales_its_logits(tiny_tokenizer):
     target = make_target("Granite", tiny_tokenizer, logits_scaling=2.0)
     with pytest.raises(ValueError, match="caps or scales its logits"):
-        build_drafter({"kind": "eagle"}, target)
-    assert isinstance(build_drafter({"kind": "eagle3"}, target), Eagle3)
+        build_drafter(parse_drafter({"kind": "eagle"}), target)
+    assert isinstance(build_drafter(parse_drafter({"kind": "eagle3"}), target), Eagle3)
 
 
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("eagle", {"tree": "bushy"}, "must be dynamic or static"),
-        ("eagle", {"unroll": 0}, "drafter.unroll is 0"),
-        ("eagle", {"feature_noise": -0.1}, "a number, 0 or more"),
-        ("eagle", {"feature_noise": math.nan}, "a number, 0 or more"),
+        ("eagle", {"tree": "bushy"}, "must be one of dynamic, static"),
+        ("eagle", {"unroll": 0}, "drafter.unroll=0: must be above 0"),
+        ("eagle", {"feature_noise": -0.1}, "feature_noise=-0.1: must be at least 0"),
+        ("eagle", {"feature_noise": math.nan}, "feature_noise=NaN: must be a"),
         ("eagle", {"regression_weight": 0.0, "classification_weight": 0.0}, "nothing would be learned"),
-        ("eagle3", {"top_k": 0}, "must be at least 1"),
+        ("eagle3", {"top_k": 0}, "top_k=0: must be above 0"),
         ("eagle3", {"top_k": 1000}, "is a mistake"),
-        ("eagle3", {"loss_decay": 0.0}, "drafter.loss_decay"),
-        ("eagle", {"init": "mine"}, "must be random or target"),
-        ("eagle3", {"init": "mine"}, "must be random or target"),
+        ("eagle3", {"loss_decay": 0.0}, "drafter.loss_decay=0.0: must be above 0"),
+        ("eagle", {"init": "mine"}, "must be one of random, target"),
+        ("eagle3", {"init": "mine"}, "must be one of random, target"),
         ("eagle3", {"draft_vocab_size": 91}, "more than the target's 90 tokens"),
-        ("eagle3", {"feature_layers": [1, 1]}, "different ones"),
-        ("eagle3", {"feature_layers": []}, "different ones"),
+        ("eagle3", {"feature_layers": [1, 1]}, "same value twice"),
+        ("eagle3", {"feature_layers": []}, "must not be empty"),
         ("eagle3", {"feature_layers": [7]}, "the layers 0 to 6"),
     ],
 )
 def test_impossible_options_are_named(kind, options, message, llama):
     with pytest.raises(ValueError, match=message):
-        build_drafter({"kind": kind, **options}, llama)
+        build_drafter(parse_drafter({"kind": kind, **options}), llama)

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from outrider.models.decoding import (
-    Acceptance,
     GreedyAcceptance,
     Prompts,
     RowSeeds,
@@ -17,7 +16,8 @@ from outrider.models.decoding import (
     generate,
 )
 from outrider.models.decoding.loop import kept_places
-from outrider.models.drafters import NullDrafter, build_drafter
+from outrider.models.decoding.types import AcceptedPath, Counts
+from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.graphed import GraphedDrafter, RecordableDrafter
 from outrider.models.drafters.small_models import DraftModelConfig
@@ -39,7 +39,7 @@ STEP = 8
 def redrafter(target):
     torch.manual_seed(0)
     options = {"kind": "redrafter", "beam_width": 3, "beam_length": 3, "tree_nodes": 6}
-    return build_drafter(options, target).double()
+    return build_drafter(parse_drafter(options), target).double()
 
 
 def answers(target, drafter, rows=PROMPTS, max_new_tokens=20) -> list[list[int]]:
@@ -130,8 +130,7 @@ def test_recordings_are_dropped_when_the_cache_grows_in_the_middle_of_an_answer(
         logits[each] = [each.prefill(Prompts.of(prompt), max_new_tokens=2, max_nodes=0).logits[0, -1]]
         for index in range(tokens.shape[1] - 1):  # far more than was asked for
             logits[each].append(each.verify(tokens[:, index], nothing).logits[0, -1].clone())
-            keep = Acceptance(path=nothing.parents, num_accepted=tokens.new_zeros(1), bonus_token=tokens[:, index + 1])
-            each.commit(nothing, keep, [0])
+            each.commit(nothing, AcceptedPath(nodes=nothing.parents, num_accepted=Counts.of([0], prompt.device)))
     for found, expected in zip(logits[graphed], logits[target], strict=True):
         torch.testing.assert_close(found, expected)
 

@@ -1,0 +1,169 @@
+"""How EAGLE-1, -2 and -3 decode: the layer reads what the target has completed, then searches for likely continuations."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch.nn.functional import pad
+
+from ..decoding.prompts import Prompts
+from ..decoding.types import NO_NODE, AcceptedPath, Counts
+from ..target.tree_attention import visible_columns
+from ..target.tree_cache import CacheSnapshot, TreeCache, extent_step
+from .beams import SearchTree
+from .vocabulary import DraftVocabulary
+
+STATIC_FIRST_HIT = 0.6
+"""Static trees take the r-th likeliest child (from 0) to be right with probability STATIC_FIRST_HIT / (r + 1)^2. With four
+children and 26 nodes that makes a tree like that of EAGLE-1 (arXiv 2401.15077, appendix): deep below the likeliest, bushy near
+the root."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeatureState:
+    """What the layer has read of each text, and what the target has completed since.
+
+    These are `num_accepted + 1` features per row, and one token fewer: the bonus token arrives with
+    `propose`.
+    """
+
+    text: CacheSnapshot
+    """Keys and values of the entries that the layer has read."""
+    tokens: Int[torch.Tensor, "batch accepted"]
+    features: Float[torch.Tensor, "batch entry feature"]
+    num_accepted: Counts
+
+    def select(self, rows: Sequence[int]) -> "FeatureState":
+        """Return the state of these rows only."""
+        return FeatureState(
+            text=self.text.select(rows),
+            tokens=self.tokens[rows],
+            features=self.features[rows],
+            num_accepted=self.num_accepted.select(rows),
+        )
+
+
+@runtime_checkable
+class FeatureReader(Protocol):
+    """What decoding asks of a drafter; see `FeatureDrafter`."""
+
+    config: Any
+
+    @property
+    def vocabulary(self) -> DraftVocabulary: ...
+    def fuse(self, features: torch.Tensor) -> torch.Tensor: ...
+    def read(
+        self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, cache: Any, mask: torch.Tensor | None
+    ) -> torch.Tensor: ...
+    def logits(self, outputs: torch.Tensor) -> torch.Tensor: ...
+
+
+def read_prompts(
+    drafter: FeatureReader, prompts: Prompts, features: Float[torch.Tensor, "batch seq feature"], *, max_new_tokens: int
+) -> FeatureState:
+    """Read all entries of the prompts but the last, whose token is the first that the target chooses."""
+    batch, num_tokens = prompts.input_ids.shape
+    room = max_new_tokens + drafter.config.depth * drafter.config.top_k
+    step = extent_step(features.device, is_fixed=False)
+    cache = TreeCache(1, batch, num_tokens + room, features.device, extent_step=step)
+    cache.begin_prefill(batch, num_tokens - 1)
+    if num_tokens > 1:
+        positions = torch.arange(num_tokens - 1, device=features.device)[None]
+        drafter.read(prompts.input_ids[:, 1:], drafter.fuse(features[:, :-1]), positions, cache, None)
+    cache.keep(None, Counts.of([length - 1 for length in prompts.lengths], features.device))
+    return FeatureState(
+        text=cache.snapshot(),
+        tokens=prompts.input_ids[:, :0],
+        features=prompts.last(features)[:, None],
+        num_accepted=Counts.of([0] * batch, features.device),
+    )
+
+
+def read_committed(
+    drafter: FeatureReader, cache: TreeCache, state: FeatureState, last_token: Int[torch.Tensor, " batch"]
+) -> Float[torch.Tensor, "batch hidden"]:
+    """Read the entries that the target has completed, with its own features, and return the output at the last one."""
+    last = state.num_accepted.device[:, None]
+    tokens = pad(state.tokens, (0, 1)).scatter(1, last, last_token[:, None])
+    num_entries = tokens.shape[1]
+    cache.begin_pass(num_entries)
+    cache.locate()
+    lengths = cache.lengths.device
+    steps = torch.arange(num_entries, device=tokens.device)
+    related = (steps <= steps[:, None]).expand(len(tokens), -1, -1)
+    mask = visible_columns(related, lengths, cache.extent)[:, None]
+    outputs = drafter.read(tokens, drafter.fuse(state.features), lengths[:, None] + steps, cache, mask)
+    cache.keep(None, state.num_accepted + 1)
+    return outputs.gather(1, last[..., None].expand(-1, -1, outputs.shape[-1]))[:, 0]
+
+
+def completed(
+    text: CacheSnapshot,
+    tokens: Int[torch.Tensor, "batch node"],
+    accepted: AcceptedPath,
+    features: Float[torch.Tensor, "batch entry feature"],
+) -> FeatureState:
+    """Return the state behind an accepted path: of the tree's tokens and the target's features, those on the path."""
+    path = accepted.nodes.clamp(min=0)
+    entries = pad(path + 1, (1, 0))[..., None]
+    return FeatureState(
+        text=text,
+        tokens=tokens.gather(1, path).clamp(min=0),
+        features=features.gather(1, entries.expand(-1, -1, features.shape[-1])),
+        num_accepted=accepted.num_accepted,
+    )
+
+
+def search(drafter: FeatureReader, cache: TreeCache, output: Float[torch.Tensor, "batch hidden"]) -> SearchTree:
+    """Return all children of the nodes that were expanded: at each depth the `top_k` likeliest paths (arXiv 2406.16858,
+    section 4.1). `output` is the layer's at the last committed token."""
+    lengths = cache.lengths.device
+    hidden, scores = output[:, None], torch.zeros(len(output), 1, device=output.device)  # of the nodes to expand
+    node = torch.full_like(scores, NO_NODE, dtype=torch.long)  # their numbers
+    related = torch.zeros(*node.shape, 0, dtype=torch.bool, device=output.device)  # entries read that each follows, or is
+    levels: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    num_nodes = 0
+    for depth in range(drafter.config.depth):
+        # 1. The likeliest children of each node, and the scores of the paths to them.
+        tokens, log_probs = children(drafter, hidden)  # [batch, node, child]
+        width = tokens.shape[2]
+        tokens, candidates = tokens.flatten(1), (scores[..., None] + log_probs).flatten(1)
+        levels.append((tokens, node.repeat_interleave(width, dim=1), candidates))
+        if depth + 1 == drafter.config.depth:
+            break
+        # 2. The likeliest paths of this depth. A sort and not `topk`: among equals the first, on every device.
+        chosen = candidates.sort(dim=1, descending=True, stable=True).indices[:, : drafter.config.top_k]
+        parent = (chosen // width)[..., None]
+        own = torch.eye(chosen.shape[1], dtype=torch.bool, device=chosen.device).expand(len(chosen), -1, -1)
+        offset = related.shape[2]
+        related = torch.cat([related.gather(1, parent.expand(-1, -1, offset)), own], dim=2)
+        scores, node = candidates.gather(1, chosen), num_nodes + chosen
+        num_nodes += tokens.shape[1]
+        # 3. Read them.
+        cache.begin_pass(chosen.shape[1], offset=offset)
+        cache.locate()
+        hidden = drafter.read(
+            tokens.gather(1, chosen),
+            hidden.gather(1, parent.expand(-1, -1, hidden.shape[-1])),
+            (lengths + depth)[:, None].expand_as(chosen),
+            cache,
+            visible_columns(related, lengths, cache.extent)[:, None],
+        )
+    tokens, parents, all_scores = (torch.cat(values, dim=1) for values in zip(*levels, strict=True))
+    sizes = tuple(level[0].shape[1] for level in levels)
+    return SearchTree(tokens=tokens, parents=parents, scores=all_scores, level_sizes=sizes)
+
+
+def children(
+    drafter: FeatureReader, outputs: Float[torch.Tensor, "batch node hidden"]
+) -> tuple[Int[torch.Tensor, "batch node child"], Float[torch.Tensor, "batch node child"]]:
+    """Return the likeliest tokens after each node, and their log-probabilities, which are never above 0."""
+    logits = drafter.logits(outputs).float()
+    top, chosen = logits.topk(min(drafter.config.top_k, logits.shape[-1]), dim=-1)
+    tokens = chosen if drafter.vocabulary.tokens is None else drafter.vocabulary.tokens[chosen]
+    if drafter.config.tree == "static":
+        rank = torch.arange(1, top.shape[-1] + 1, device=top.device)
+        return tokens, (STATIC_FIRST_HIT / rank**2).log().expand_as(top)
+    return tokens, top - logits.logsumexp(-1, keepdim=True)

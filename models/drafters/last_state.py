@@ -1,0 +1,48 @@
+"""Drafters whose state is the target's last hidden state at the last accepted token, such as ReDrafter and Medusa."""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float, Int
+
+from ..decoding.acceptance import last_entry
+from ..decoding.prompts import Prompts
+from ..decoding.sampling import Randomness
+from ..decoding.tree import DraftTree
+from ..decoding.types import AcceptedPath, TargetOutput
+from .base import TrainableDrafter
+
+HiddenState = Float[torch.Tensor, "batch hidden"]
+
+
+class LastStateDrafter(TrainableDrafter):
+    """Base class of these drafters. Each is a `RecordableDrafter`, too."""
+
+    @abstractmethod
+    def draft(self, state: HiddenState, last_token: Int[torch.Tensor, " batch"]) -> DraftTree:
+        """Draft a tree without anything random, in operations that a CUDA graph can record."""
+
+    def trim(self, tree: DraftTree) -> DraftTree:
+        """Cut padding from the tree. By default it has none."""
+        return tree
+
+    @property
+    def tree_sizes(self) -> Sequence[int]:
+        """Return all sizes of the trees that `trim` returns."""
+        return (self.max_nodes,)
+
+    def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> HiddenState:
+        return prompts.last(prefill.hidden_states)
+
+    def propose(
+        self, state: HiddenState, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
+    ) -> tuple[DraftTree, None]:
+        return self.trim(self.draft(state, last_token)), None
+
+    def advance(self, drafted: None, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> HiddenState:
+        entry = last_entry(accepted)
+        return output.hidden_states[torch.arange(len(entry), device=entry.device), entry]
+
+    def select(self, state: HiddenState, rows: Sequence[int]) -> Float[torch.Tensor, "kept hidden"]:
+        return state[rows]

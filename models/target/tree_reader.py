@@ -1,0 +1,90 @@
+"""The reading of prompts and draft trees by a model's layers, without its embeddings and head."""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from jaxtyping import Int
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
+
+from ..decoding.tree import depths
+from ..decoding.types import Counts
+from .frozen_model import context_length
+from .tree_attention import attention_kinds, grouped_heads, masks_by_kind, require_tree_attention
+from .tree_cache import TreeCache, extent_step
+
+Output = TypeVar("Output")
+
+
+class TreeReader:
+    """What a pass over a draft tree needs of a model: positions, a mask of each kind of attention, a cache.
+
+    How tokens go in and what comes out is the caller's part, `run`: all of a model, or some of its
+    layers. It is called with the position ids, masks and cache of one pass, under the names that
+    transformers' models use. Caches are passed in; which entries a cache keeps, `TreeCache.keep` says.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, is_fixed: bool) -> None:
+        self.model, self.is_fixed = model, is_fixed
+        self.kinds: dict[str, int | None] = {}
+
+    def require_trees(self) -> None:
+        """Raise ValueError where the model's configuration shows that it can't read draft trees."""
+        require_tree_attention(self.model)
+        self.kinds = attention_kinds(self.model)
+
+    def new_cache(self, batch: int, capacity: int, device: torch.device) -> TreeCache:
+        """Return an empty cache, with room for `capacity` tokens in each row."""
+        return TreeCache(
+            self.model.config.get_text_config().num_hidden_layers,
+            batch,
+            capacity,
+            device,
+            extent_step=extent_step(device, is_fixed=self.is_fixed),
+            is_fixed=self.is_fixed,
+        )
+
+    def read_prompts(
+        self, cache: TreeCache, lengths: Sequence[int], device: torch.device, run: Callable[..., Output]
+    ) -> Output:
+        """Read prompts, padded on the right to the longest, into an empty cache."""
+        cache.begin_prefill(len(lengths), max(lengths))
+        positions = torch.arange(max(lengths), device=device)[None]
+        # No mask: under causal attention no token sees the padding on its right.
+        output = run(position_ids=positions, attention_mask=None, past_key_values=cache, use_cache=True)
+        cache.keep(None, Counts.of(lengths, device))
+        cache.trim()
+        return output
+
+    def begin(self, cache: TreeCache, num_nodes: int, num_read: int = 0) -> bool:
+        """Prepare a pass over the last committed token and a tree, less the first `num_read` of these entries.
+
+        They have been read since the last `keep`. Returns whether the cache has moved (see `TreeCache.begin_pass`).
+        """
+        is_masked = self._needs_mask(cache, num_nodes)
+        return cache.begin_pass(1 + num_nodes - num_read, offset=num_read, is_masked=is_masked)
+
+    def read(self, cache: TreeCache, lineage: Int[torch.Tensor, "batch node depth"], run: Callable[..., Output]) -> Output:
+        """Read the entries of a tree that `begin` has prepared: what a CUDA graph records."""
+        cache.locate()
+        num_nodes, lengths = lineage.shape[1], cache.lengths.device
+        positions = lengths[:, None]
+        if num_nodes:
+            positions = positions + pad(depths(lineage), (1, 0))
+        # What lies beyond the context window can never be emitted; it only must not index past a position table.
+        positions = positions.clamp(max=context_length(self.model) - 1)
+        unread = slice(1 + num_nodes - cache.num_written, None)
+        arguments = {"position_ids": positions[:, unread], "past_key_values": cache, "use_cache": True}
+        if not self._needs_mask(cache, num_nodes):
+            return run(attention_mask=None, **arguments)
+        masks = masks_by_kind(self.kinds, lineage, lengths, cache.extent, self.model.dtype, unread)
+        with grouped_heads(self.model):
+            return run(attention_mask=masks, **arguments)
+
+    def _needs_mask(self, cache: TreeCache, num_nodes: int) -> bool:
+        """Return whether a pass needs a mask.
+
+        Plain decoding of rows of one length doesn't: kernels without a mask are faster.
+        """
+        return num_nodes > 0 or not cache.is_even or cache.is_fixed

@@ -1,0 +1,228 @@
+"""A drafter's state is a value: it proposes the same again and again, and forks continue as if they were alone."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.models.decoding import DraftTree, GreedyAcceptance, Prompts, TargetOutput, generate
+from outrider.models.decoding.types import NO_NODE, AcceptedPath, Counts
+from outrider.models.drafters import DRAFTERS, NullDrafter, build_drafter, parse_drafter
+from outrider.models.drafters.draft_model import DraftModel
+from outrider.models.drafters.graphed import GraphedDrafter, RecordableDrafter
+from outrider.models.drafters.oracle import OracleDrafter
+from outrider.models.drafters.small_models import DraftModelConfig
+from outrider.models.target.hf_target import HFTarget
+from outrider.models.target.tree_cache import TreeCache
+
+from ..recorder import ReplayingRecorder
+
+PROMPTS = [[1, 70, 71, 72, 2], [9, 8], [40, 41, 42, 43, 44, 45, 46, 47]]
+STEPS = 3
+ROOM = 60
+
+# Small options of each registered kind (none: its defaults), and of variants that draft in another way.
+SMALL: dict[str, dict[str, Any]] = {
+    "draft_model": {"num_layers": 1, "length": 3},
+    "eagle": {"depth": 3, "top_k": 3, "tree_nodes": 8},
+    "eagle3": {"depth": 3, "top_k": 3, "tree_nodes": 8},
+    "medusa": {"tree_nodes": 8},
+    "redrafter": {"beam_width": 3, "beam_length": 3},
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "draft_tree": {"kind": "draft_model", "num_layers": 1, "length": 3, "top_k": 3, "tree_nodes": 6},
+    "draft_drawn": {"kind": "draft_model", "num_layers": 1, "length": 3, "temperature": 1.0},
+}
+KINDS = {kind: {"kind": kind, **SMALL.get(kind, {})} for kind in DRAFTERS} | VARIANTS
+
+
+@pytest.fixture(params=[*KINDS, "null", "oracle", "recorded redrafter"])
+def drafter(request, target) -> Any:
+    torch.manual_seed(0)
+    if request.param == "null":
+        return NullDrafter()
+    if request.param == "oracle":
+        return OracleDrafter([[*range(20, 90)]] * len(PROMPTS), [1, 2, 3], target.vocab_size)
+    built = build_drafter(parse_drafter(KINDS.get(request.param, KINDS["redrafter"])), target).to(target.dtype).eval()
+    if request.param != "recorded redrafter":
+        return built
+    assert isinstance(built, RecordableDrafter)
+    return GraphedDrafter(built, ReplayingRecorder())
+
+
+@dataclass(frozen=True)
+class Point:
+    """Texts up to the bonus token, the drafter's state behind them, and the trees that it proposed on the way."""
+
+    texts: tuple[tuple[int, ...], ...]
+    state: Any
+    trees: tuple[Any, ...] = ()
+
+
+def shape(tree: DraftTree) -> tuple[list[list[int]], list[list[int]]]:
+    return tree.tokens.tolist(), tree.parents.tolist()
+
+
+def read(target: HFTarget, drafter: Any, texts: Sequence[Sequence[int]], tree: DraftTree | None = None) -> TargetOutput:
+    """The target's output for texts, or for a tree behind them. The target is read anew: it can't be forked itself."""
+    prompts = Prompts.of([torch.tensor(text if tree is None else text[:-1]) for text in texts])
+    options = {"max_new_tokens": ROOM, "max_nodes": drafter.max_nodes, "feature_layers": drafter.feature_layers}
+    output = target.prefill(prompts, **options)
+    return output if tree is None else target.verify(torch.tensor([text[-1] for text in texts]), tree)
+
+
+def start(target: HFTarget, drafter: Any) -> Point:
+    output = read(target, drafter, PROMPTS)
+    prompts = Prompts.of([torch.tensor(prompt) for prompt in PROMPTS])
+    state = drafter.init_state(prompts, output, max_new_tokens=ROOM)
+    return Point(tuple((*prompt, 30 + row) for row, prompt in enumerate(PROMPTS)), state)
+
+
+def propose(drafter: Any, point: Point) -> tuple[DraftTree, Any]:
+    last_token = torch.tensor([text[-1] for text in point.texts])
+    seed = sum(map(sum, point.texts))
+    return drafter.propose(point.state, last_token, generator=torch.Generator().manual_seed(seed))
+
+
+def accept(target: HFTarget, drafter: Any, point: Point, tree: DraftTree, drafted: Any, choice: int) -> Point:
+    """Accept the path to some node of each row (or none), which one is up to `choice`, and go on behind it."""
+    nodes, texts = torch.full((len(point.texts), tree.max_depth), NO_NODE), []
+    counts = []
+    for row, text in enumerate(point.texts):
+        num_real = int((tree.tokens[row] != NO_NODE).sum())
+        end = (len(text) + 5 * choice + 2 * row) % (num_real + 1) - 1
+        path = [node for node in reversed(tree.lineage[row, end].tolist()) if node != NO_NODE] if end >= 0 else []
+        nodes[row, : len(path)] = torch.tensor(path, dtype=torch.long)
+        counts.append(len(path))
+        texts.append((*text, *tree.tokens[row, path].tolist(), 50 + 7 * choice + row))
+    accepted = AcceptedPath(nodes=nodes[:, : max(counts)], num_accepted=Counts.of(counts, tree.tokens.device))
+    output = read(target, drafter, point.texts, tree)
+    return Point(tuple(texts), drafter.advance(drafted, tree, accepted, output), (*point.trees, shape(tree)))
+
+
+def step(target: HFTarget, drafter: Any, point: Point, choice: int) -> Point:
+    return accept(target, drafter, point, *propose(drafter, point), choice)
+
+
+def run(target: HFTarget, drafter: Any, choices: Sequence[int]) -> Point:
+    """An unforked run."""
+    point = start(target, drafter)
+    for choice in choices:
+        point = step(target, drafter, point, choice)
+    return point
+
+
+def selected(drafter: Any, point: Point, rows: list[int]) -> Point:
+    return replace(point, texts=tuple(point.texts[row] for row in rows), state=drafter.select(point.state, rows))
+
+
+def same(found: Point, expected: Point) -> bool:
+    return (found.texts, found.trees) == (expected.texts, expected.trees)
+
+
+@torch.inference_mode()
+def test_a_state_proposes_the_same_tree_again_and_again(drafter, target):
+    expected = run(target, drafter, [1, 2, 3])
+    point = start(target, drafter)
+    for choice in (1, 2, 3):
+        proposals = [propose(drafter, point) for _ in range(3)]
+        assert len({str(shape(tree)) for tree, _ in proposals}) == 1
+        point = accept(target, drafter, point, *proposals[choice - 1], choice)
+    assert same(point, expected), "each of the proposals can be advanced"
+
+
+@torch.inference_mode()
+def test_forks_along_two_acceptances_continue_as_unforked_runs_do(drafter, target):
+    expected = {branch: run(target, drafter, [1, *[branch] * STEPS]) for branch in (2, 3)}
+    point = step(target, drafter, start(target, drafter), 1)
+    tree, drafted = propose(drafter, point)
+    tree = replace(tree, tokens=tree.tokens.clone(), parents=tree.parents.clone())  # a recorded drafter overwrites its trees
+    forks = {branch: accept(target, drafter, point, tree, drafted, branch) for branch in (2, 3)}
+    for _ in range(STEPS - 1):
+        forks = {branch: step(target, drafter, fork, branch) for branch, fork in forks.items()}
+    assert all(same(forks[branch], expected[branch]) for branch in (2, 3))
+    if drafter.max_nodes:
+        assert len({fork.texts for fork in forks.values()}) == 2
+
+
+@torch.inference_mode()
+def test_a_state_of_long_ago_is_replayed(drafter, target):
+    kept = step(target, drafter, start(target, drafter), 1)
+    first = kept
+    for choice in (2, 3, 4):
+        first = step(target, drafter, first, choice)
+    again = kept
+    for choice in (2, 3, 4):
+        again = step(target, drafter, again, choice)
+    assert same(again, first)
+
+
+@torch.inference_mode()
+def test_selected_rows_and_all_rows_continue_side_by_side(drafter, target):
+    whole = run(target, drafter, [1, 2, 3])
+    for rows in ([0, 2], [1, 2, 2]):
+        alone = selected(drafter, run(target, drafter, [1]), rows)
+        for choice in (2, 3):
+            alone = step(target, drafter, alone, choice)
+        every = run(target, drafter, [1])
+        part = selected(drafter, every, rows)
+        for choice in (2, 3):
+            fork = step(target, drafter, part, 7)
+            every, part = step(target, drafter, every, choice), step(target, drafter, part, choice)
+            assert len(fork.texts) == len(rows)
+        assert same(every, whole), "the state before is still good"
+        assert same(part, alone), "a fork of the selected rows changes nothing"
+
+
+@torch.inference_mode()
+def test_answers_of_one_drafter_may_be_decoded_side_by_side(drafter, target):
+    """A draft model kept its texts in itself: a second answer was refused."""
+    points = [start(target, drafter), start(target, drafter)]
+    for choice in (1, 2, 3):
+        points = [step(target, drafter, point, choice) for point in points]
+    assert same(points[0], points[1])
+    assert same(points[0], run(target, drafter, [1, 2, 3]))
+
+
+def test_decoding_without_forks_copies_no_cache(drafter, target, monkeypatch):
+    def refuse(*args: Any) -> Any:
+        raise AssertionError("a copy of a KV cache in plain decoding")
+
+    monkeypatch.setattr(TreeCache, "copy_rows", refuse)
+    prompts = [torch.tensor(prompt) for prompt in PROMPTS]
+    steps = list(generate(target, drafter, GreedyAcceptance(), prompts, max_new_tokens=12))
+    assert len(steps) > 3
+
+
+# --- memory of a fixed address
+
+
+@pytest.fixture
+def recorded(target) -> DraftModel:
+    reader = HFTarget(target.model, target.tokenizer, target.identity, cuda_graphs=True, recorder=ReplayingRecorder())
+    return DraftModel(DraftModelConfig(length=3, top_k=2), reader)
+
+
+@torch.inference_mode()
+def test_a_recorded_draft_model_forks_in_copies(target, recorded):
+    plain = DraftModel(DraftModelConfig(length=3, top_k=2), HFTarget(target.model, target.tokenizer, target.identity))
+    expected = {branch: run(target, plain, [1, *[branch] * STEPS]) for branch in (2, 3)}
+    point = step(target, recorded, start(target, recorded), 1)
+    forks = {branch: step(target, recorded, point, branch) for branch in (2, 3)}
+    for _ in range(STEPS - 1):
+        forks = {branch: step(target, recorded, fork, branch) for branch, fork in forks.items()}
+    assert all(same(forks[branch], expected[branch]) for branch in (2, 3))
+    assert recorded.reader._graphs._recorded, "one of them was replayed"
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("taken_by", ["a batch", "fewer rows"])
+def test_a_state_whose_memory_was_taken_over_is_refused(target, recorded, taken_by):
+    """It would have read another text's keys and values."""
+    point = step(target, recorded, start(target, recorded), 1)
+    taker = selected(recorded, point, [0, 2]) if taken_by == "fewer rows" else start(target, recorded)
+    with pytest.raises(RuntimeError, match="taken over"):
+        propose(recorded, point)
+    step(target, recorded, taker, 2)
