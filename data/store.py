@@ -130,6 +130,7 @@ class ShardStore(Generic[Entry, M]):
         Of an unfinished run, the shards that are there. Raises ValueError where there is no manifest, or it
         can't be read.
         """
+        # 1. The shards that should be there: the manifest's, or of an unfinished run those with a sidecar.
         manifest, problems = self.load(), []
         sidecars = sorted(self.directory.glob(f"{self.stem}-*[0-9].json"))
         shards: dict[int, BaseEntry | None] = {int(path.stem.rpartition("-")[2]): None for path in sidecars}
@@ -142,6 +143,7 @@ class ShardStore(Generic[Entry, M]):
             problems.append(
                 f"the run is not complete ({len(shards)} shards are there); run the stage distill again: it resumes"
             )
+        # 2. Each sidecar and each digest.
         for index, recorded in tqdm(shards.items(), desc="verify", unit="shard"):
             try:
                 entry = self.read_entry(index)

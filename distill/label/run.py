@@ -63,14 +63,15 @@ def distill(
     examples: list[Example] | None = None,
     overlap: PromptOverlap | None = None,
 ) -> Manifest:
-    """Label all examples of `data` with the target's own continuations and return the manifest of the shards in `output_dir`.
+    """Label all examples of `data` with the target's own continuations, in shards in `output_dir`.
 
     `examples` are labelled in place of the data's own: those that the target wrote itself, say (see `regenerate`).
-    Conversations with an `overlap` are left out, and counted: the evaluation asks their prompts too.
-    Complete shards are kept, and the others dealt out among the processes (see `plan`): an interrupted run loses at most the
-    shard that each process was at, and may go on with another number of processes. Raises ValueError before any long work where
-    the target can't be distilled, the folder holds another run's shards, one of its shards is damaged, or the disk has no room
-    for what is to be stored.
+    Conversations with an `overlap` are left out, and counted: the evaluation asks their prompts too. Complete
+    shards are kept, and the others dealt out among the processes (see `run_shards`): an interrupted run loses
+    at most the shard that each process was at, and may be resumed with another number of processes.
+
+    Raises ValueError before any long work where the target can't be distilled, the folder holds another run's
+    shards, one of its shards is damaged, or the disk has no room for what is to be stored.
     """
     # 1. The examples, and whether the target can label them.
     dropped: Counter[str] = Counter()
@@ -159,14 +160,16 @@ def length_batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[i
 def label_shard(
     config: DistillConfig, target: HFTarget, examples: Sequence[Example], progress: tqdm
 ) -> tuple[list[DistilledExample], LabellingStats]:
-    """The examples of one shard with their labels, in their order. `progress` counts tokens of text."""
+    """Return the examples of one shard with their labels, in their order. `progress` counts tokens of text."""
     started = time.perf_counter()
     counts: Counter[str] = Counter()
     labelled: dict[int, DistilledExample] = {}
     for batch in length_batches([len(example.input_ids) for example in examples], config.batch_tokens):
+        # 1. The texts of a batch, padded.
         input_ids = pad_sequence([examples[index].input_ids.long() for index in batch], batch_first=True)
         wanted = pad_sequence([examples[index].wanted for index in batch], batch_first=True)
         attention_mask = pad_sequence([torch.ones_like(examples[index].loss_mask) for index in batch], batch_first=True)
+        # 2. Their labels and features.
         continuations, features, stats = label_continuations(
             target,
             input_ids.to(target.device),
@@ -176,6 +179,7 @@ def label_shard(
             feature_layers=tuple(config.feature_layers),
             top_k=config.top_logprobs,
         )
+        # 3. What is stored of them, by the example's place in the shard.
         continuations = continuations.cpu()
         for row, index in enumerate(batch):
             labelled[index] = stored_example(config, examples[index], continuations[row], features, row)
@@ -205,10 +209,12 @@ def _write_statistics(
     config: DistillConfig, target: HFTarget, output_dir: Path, entries: Sequence[ShardEntry], dropped: Counter[str]
 ) -> None:
     """Write what all shards took into the statistics, and warn where the target disagrees with the texts."""
+    # 1. Sums over the shards.
     shards = label_store(output_dir).read_stats(LabellingStats, len(entries)).values()
     num_positions = sum(shard.num_positions for shard in shards)
     seconds = sum(shard.seconds for shard in shards)
     agreement = sum(shard.num_agreeing for shard in shards) / max(1, num_positions)
+    # 2. The record.
     statistics = {
         "num_examples": sum(len(entry.ids) for entry in entries),
         "num_text_tokens": sum(shard.num_text_tokens for shard in shards),
@@ -221,6 +227,7 @@ def _write_statistics(
         "dropped": dict(dropped.most_common()),
     }
     write_json(output_dir / STATS_FILE, statistics)
+    # 3. What a user should know of it.
     logger.info(
         "labelled %d positions of %d examples, %.0f per second and process; the target agrees with %.1f %% of the text",
         num_positions,

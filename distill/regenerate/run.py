@@ -72,12 +72,14 @@ def regenerate(
     *,
     overlap: PromptOverlap | None = None,
 ) -> list[Example]:
-    """The examples that the target's answers to all conversations of `data` make, in a fixed order; `output_dir` keeps them.
+    """Return examples of the target's answers to all conversations of `data`, in a fixed order.
 
-    Conversations with an `overlap` are left out: the evaluation asks their prompts too. Complete shards are kept, so an
-    interrupted run loses at most the shard that each process was at, and any number of processes goes on. An example's id is
-    its conversation's and a number. Raises ValueError where the folder holds another run's answers or damaged ones, where the
-    engine can't be had, and where no answer is left.
+    `output_dir` keeps the answers. Conversations with an `overlap` are left out: the evaluation asks their
+    prompts too. Complete shards are kept: an interrupted run loses at most the shard that each process was
+    at, and any number of processes may resume it. An example's id is its conversation's and a number.
+
+    Raises ValueError where the folder holds another run's answers or damaged ones, where the engine can't be
+    had, and where no answer is left.
     """
     # 1. The conversations, in shards.
     conversations, unread = load_conversations(data, overlap)
@@ -161,7 +163,8 @@ def answer_conversations(
     seed: int,
     progress: tqdm,
 ) -> tuple[list[AnsweredExample], AnswerCounts]:
-    """All conversations' first answers, then their second, and so on. `progress` counts turns."""
+    """Answer all conversations' first turns, then their second ones, and so on. `progress` counts turns."""
+    # 1. A round of answers for the next turns of all dialogues that are not at their end.
     dialogues = [
         Dialogue(conversation, tokenizer, limits=limits, stop_ids=stop_ids, seed=seed) for conversation in conversations
     ]
@@ -175,8 +178,9 @@ def answer_conversations(
             num_shown += dialogue.num_done - before
         if asked:
             raise RuntimeError(f"the engine {type(engine).__name__} left {len(asked)} requests unanswered")
+    # 2. What became of the turns; some were dropped before they were asked.
     num_turns = sum(dialogue.num_turns for dialogue in dialogues)
-    progress.update(num_turns - num_shown)  # those that were dropped before they were asked
+    progress.update(num_turns - num_shown)
     examples = [example for dialogue in dialogues for example in dialogue.examples]
     dropped = sum((dialogue.dropped for dialogue in dialogues), Counter[str]())
     spans = [span for example in examples for span in example.answers]
@@ -204,6 +208,7 @@ def _answer_shards(
     """Answer and write these shards. `progress` counts turns."""
     with open_engine(config, target, limits) as engine:
         for index, conversations in shards.items():
+            # 1. The answers.
             started = time.perf_counter()
             if isinstance(engine, BatchEngine):
                 engine.statistics = None
@@ -218,6 +223,7 @@ def _answer_shards(
             )
             seconds = time.perf_counter() - started
             progress.set_postfix_str(f"{counts.num_tokens / seconds:.0f} tok/s")
+            # 2. What they took, and then the shard, whose sidecar is written last.
             if not worker.speaks:
                 continue
             schedule = engine.statistics if isinstance(engine, BatchEngine) else None
@@ -240,6 +246,7 @@ def _write_statistics(
     unread: Counter[str],
 ) -> None:
     """Write what all shards took into the statistics, and warn where many answers are cut."""
+    # 1. Sums over the shards; those whose statistics are lost have answers, and no seconds.
     num, dropped = _total(shards)
     notes = answer_store(output_dir).read_stats(AnsweringStats, len(shards))
     seconds = {index: note.seconds for index, note in notes.items()}
@@ -247,6 +254,7 @@ def _write_statistics(
     num_timed_tokens = sum(entry.counts.num_tokens for entry in shards if entry.index in seconds)
     cut_share = num["num_cut"] / max(1, num["num_answers"])
     tokens_per_second = num_timed_tokens / max(1e-9, sum(seconds.values()))
+    # 2. The record.
     statistics = {
         "num_conversations": sum(len(entry.conversation_ids) for entry in shards),
         "num_examples": sum(entry.num_examples for entry in shards),
@@ -263,6 +271,7 @@ def _write_statistics(
         statistics["schedule"] = schedule.record()
         logger.info("by length: %s", schedule)
     write_json(output_dir / STATS_FILE, statistics)
+    # 3. What a user should know of it.
     logger.info(
         "regenerated %d answers of %d conversations, %d tokens, %.0f per second and process; %.1f %% are cut by the length "
         "limit | dropped turns: %s",

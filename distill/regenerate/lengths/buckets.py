@@ -1,9 +1,10 @@
-"""How long answers will be: predictors of ten length buckets, and the reservations made of them (S3, arXiv 2306.06000).
+"""Predicted lengths of answers in ten buckets, and reservations made of them (S3, arXiv 2306.06000).
 
-A predictor gives each request a probability for each bucket. The buckets' edges are the deciles of the lengths known when it
-learnt last, of which those of unfinished answers are known to be longer only: S3 cuts the maximum length into ten equal parts,
-most of which are empty where most answers are far shorter than the maximum. Reserved is a quantile of the predicted
-distribution, since the upper end of the likeliest bucket alone would say nothing of how sure the predictor is.
+A predictor gives each request a probability for each bucket. The edges of the buckets are the deciles of
+the lengths that were known when the predictor last learned; an unfinished answer counts as longer than its
+tokens so far. S3 instead cuts the maximum length into ten equal parts, and most of these are empty where
+answers are far shorter than the maximum. We reserve a quantile of the predicted distribution: the upper end
+of the likeliest bucket would not show how sure the predictor is.
 """
 
 import math
@@ -90,11 +91,12 @@ class Seen:
 class Predicted:
     """Reservations by predicted length, for one call's `requests` (see `schedule.Reservation`).
 
-    Reserved is `part` of the length that an answer keeps to with probability `share`. Before LEARN_FIRST answers are complete,
-    those of `seen` included, an answer is taken to be as long as the one that the data has, and where it has none gets
-    `unknown` tokens. It learns again, from all it knows, whenever the number of complete answers has doubled. Unfinished ones
-    count for the middle of the buckets that they may yet end in, since without them long answers would be missing; those that
-    outgrew twice what was predicted, the mistakes, count twice.
+    Reserves `part` x the `share`-quantile of the predicted length. Until LEARN_FIRST answers are known,
+    those of `seen` included: the length of the answer in the data set, or `unknown` if there is none.
+
+    The predictor learns again, from all answers, whenever the number of complete ones has doubled. An
+    unfinished answer counts for the middle of the buckets that it may still end in: without it, long answers
+    would be missing. An answer that grew longer than twice its prediction counts twice.
     """
 
     def __init__(

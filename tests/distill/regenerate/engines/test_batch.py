@@ -9,7 +9,7 @@ import torch
 from outrider.distill.regenerate.engine import Limits, Request
 from outrider.distill.regenerate.engines.batch import BatchEngine
 from outrider.distill.regenerate.engines.decoder import DecoderEngine
-from outrider.distill.regenerate.lengths.predictors import LightPredictor
+from outrider.distill.regenerate.lengths.light import LightPredictor
 from outrider.distill.regenerate.lengths.schedule import kv_bytes_per_token
 from outrider.models.decoding import Sampling
 from outrider.models.drafters import NullDrafter
@@ -43,7 +43,7 @@ def make_engine(target: HFTarget, sampling: Sampling, limits: Limits, *, tokens:
         sampling=sampling,
         limits=limits,
         kv_budget_bytes=tokens * kv_bytes_per_token(target),
-        make_predictor=lambda: LightPredictor(target.vocab_size),
+        make_predictor=lambda: LightPredictor(),
     )
 
 

@@ -1,7 +1,5 @@
 """Continuous batching that admits by predicted length: the same answers, the longest first, and promises that are kept."""
 
-from functools import partial
-
 import pytest
 import torch
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
@@ -11,7 +9,7 @@ from outrider.distill.regenerate.engine import Limits, Request
 from outrider.distill.regenerate.engines.continuous import ContinuousEngine
 from outrider.distill.regenerate.engines.continuous_scheduler import LengthAwareScheduler, num_written
 from outrider.distill.regenerate.lengths.buckets import LEARN_FIRST, NUM_BUCKETS, Predicted, Seen
-from outrider.distill.regenerate.lengths.predictors import LightPredictor
+from outrider.distill.regenerate.lengths.light import LightPredictor
 from outrider.models.decoding import Sampling
 from outrider.models.target.hf_target import HFTarget
 
@@ -138,7 +136,7 @@ def test_answers_are_those_of_first_come_first_served(
     schedulers: list[LengthAwareScheduler] = []
 
     def make(*args: object, **kwargs: object) -> LengthAwareScheduler:
-        make_predictor = partial(LightPredictor, target.vocab_size)
+        make_predictor = LightPredictor
         schedulers.append(LengthAwareScheduler(*args, **kwargs, make_predictor=make_predictor))  # type: ignore[arg-type]
         return schedulers[-1]
 

@@ -21,11 +21,10 @@ from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from outrider.distill.regenerate.engine import Request
 from outrider.distill.regenerate.lengths.buckets import LEARN_FIRST, NUM_BUCKETS, Buckets, Predicted, Seen
+from outrider.distill.regenerate.lengths.light import LightPredictor
 from outrider.distill.regenerate.lengths.predictors import (
     DEFAULT_READ_TOKENS,
     ClassifierPredictor,
-    LightPredictor,
-    Vocabulary,
     make_predictor,
     soft_labels,
 )
@@ -122,27 +121,27 @@ def test_a_predictor_is_a_function_of_its_last_lessons(name, target, classifier_
 def test_the_other_answers_length_tells_more_than_the_prompt():
     requests = make_requests(64, known=True)
     blind = [Request(id=r.id, prompt_ids=torch.tensor([9]), seed=0, num_known_tokens=r.num_known_tokens) for r in requests]
-    predictor = LightPredictor(300)
+    predictor = LightPredictor()
     buckets = Buckets.of(lengths_of(64))
     predictor.learn(blind, buckets.index(lengths_of(64)))
     medians = buckets.quantile(predictor.predict(blind), 0.5)
     assert min(medians[0::2]) > max(medians[1::2])
 
 
-def test_words_of_one_prompt_alone_say_nothing_and_a_prompt_without_known_words_is_like_none():
-    vocabulary = Vocabulary.of([torch.tensor([1, 2, 2]), torch.tensor([1, 3]), torch.tensor([1, 2])])
-    assert vocabulary.words.tolist() == [1, 2]
-    assert vocabulary.rarities[1] > vocabulary.rarities[0]
-    vectors = vocabulary.vectors([torch.tensor([2, 9]), torch.tensor([3, 9])])
-    assert vectors.tolist() == [[0.0, 1.0], [0.0, 0.0]]
+def test_prompts_without_a_word_in_common_are_predicted_by_their_lengths():
+    lessons = [Request(id=str(k), prompt_ids=torch.arange(3 * k, 3 * k + 3 + k % 2 * 40), seed=0) for k in range(0, 4000, 100)]
+    predictor = LightPredictor()
+    predictor.learn(lessons, torch.tensor([9 if index % 2 else 0 for index in range(40)]))
+    probs = predictor.predict([Request(id="none", prompt_ids=torch.tensor([99999]), seed=0)])
+    assert torch.allclose(probs.sum(1), torch.ones(1), atol=1e-5)
 
 
 def test_of_many_lessons_only_so_many_are_compared(monkeypatch):
-    monkeypatch.setattr("outrider.distill.regenerate.lengths.predictors.MOST_LESSONS", 20)
-    predictor = LightPredictor(300)
+    monkeypatch.setattr("outrider.distill.regenerate.lengths.light.MOST_LESSONS", 20)
+    predictor = LightPredictor()
     buckets = Buckets.of(lengths_of(96))
     predictor.learn(make_requests(96), buckets.index(lengths_of(96)))
-    assert len(predictor._lessons.lengths) == 20
+    assert len(predictor._regression.X_train_) == 20
     assert predictor.predict(make_requests(50)).shape == (50, NUM_BUCKETS)
 
 
@@ -272,7 +271,7 @@ def test_predictions_of_a_cold_start_end_up_near_the_true_lengths():
     draw = random.Random(5)
     requests = make_requests(400)
     lengths = [draw.randint(20, 60) if index % 2 else draw.randint(300, 500) for index in range(400)]
-    predictor = Predicted(LightPredictor(300), requests, share=0.5, unknown=64, part=0.5)
+    predictor = Predicted(LightPredictor(), requests, share=0.5, unknown=64, part=0.5)
 
     def decode(batch, limits, least):
         new = [min(lengths[row.index] - row.num_written, limit) for row, limit in zip(batch, limits, strict=True)]
