@@ -28,13 +28,13 @@ install: $(STAMP) ## Make .venv and install outrider with its pinned dependencie
 demo: $(STAMP) ## Distil, train, evaluate and package a ReDrafter for the embedded target (minutes on two cores)
 	$(LAUNCH) train.py conf=demo $(if $(OUTPUT),output_dir=$(OUTPUT))
 
-test: $(STAMP) ## Run the tests but the slow ones, on up to four cores (minutes)
+test: $(STAMP) ## Run the quick tests, which cover every part of outrider (about 4 minutes on two cores)
 	$(PYTEST) -m "not slow"
 
-test-slow: $(STAMP) ## Run the slow tests alone
+test-slow: $(STAMP) ## Run the slow tests: more cases, longer runs, more processes (about 6 minutes on two cores)
 	$(PYTEST) -m slow
 
-test-all: $(STAMP) ## Run the whole test suite
+test-all: $(STAMP) ## Run quick and slow tests, as a change must pass them (about 10 minutes on two cores)
 	$(PYTEST)
 
 lint: $(STAMP) $(TYPES) ## Lint, format check, types, the import contract and the dependencies: what .ci/run and pre-commit run

@@ -7,8 +7,6 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ..eval.config import EvalConfig, SuiteConfig
-
 
 def certify_command(
     target: Annotated[str | None, typer.Option(help="A target, to certify with --drafter: a directory or a Hub id.")] = None,
@@ -47,6 +45,7 @@ def certify_command(
         passes,
         write_certificate,
     )
+    from ..eval.config import EvalConfig, SuiteConfig
     from ..eval.measure.environment import describe_environment
     from ..eval.measure.methods import method_specs, proposer
     from ..eval.run import check_inputs, load_suites

@@ -17,5 +17,14 @@ def user_errors() -> Iterator[None]:
     except (ValueError, OSError) as error:
         if os.environ.get("OUTRIDER_DEBUG") == "1":
             raise
-        sys.stderr.write(f"outrider: error: {error}\n(OUTRIDER_DEBUG=1 shows where it was raised)\n")
+        sys.stderr.write(f"outrider: error: {error_message(error)}\n(OUTRIDER_DEBUG=1 shows where it was raised)\n")
         raise SystemExit(USER_ERROR) from None
+
+
+def error_message(error: Exception) -> str:
+    """The error's text; of a wrong configuration, our words for what is wrong."""
+    from pydantic import ValidationError
+
+    from ..data.fields import problems_of
+
+    return "; ".join(problems_of(error)) if isinstance(error, ValidationError) else str(error)

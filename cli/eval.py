@@ -3,14 +3,15 @@
 import json
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import yaml
 from rich.console import Console
 from rich.markup import escape
 
-from ..eval.config import EvalConfig, SuiteConfig
+if TYPE_CHECKING:
+    from ..eval.config import SuiteConfig
 
 
 def eval_command(
@@ -56,6 +57,7 @@ def eval_command(
 
     from ..data.chat import use_chat_template
     from ..data.files import locked
+    from ..eval.config import EvalConfig
     from ..eval.results.rows import is_broken, is_unproven
     from ..eval.results.tables import print_table
     from ..eval.run import check_inputs, evaluate
@@ -128,7 +130,9 @@ def tokenizer_options(texts: list[str]) -> dict[str, Any]:
     return options
 
 
-def _suites(names: list[str], paths: list[str], revisions: list[str], limit: int | None) -> list[SuiteConfig]:
+def _suites(names: list[str], paths: list[str], revisions: list[str], limit: int | None) -> "list[SuiteConfig]":
+    from ..eval.config import SuiteConfig
+
     path_of, revision_of = (
         _by_suite(paths, names, "--suite-path", "FILE"),
         _by_suite(revisions, names, "--suite-revision", "COMMIT"),

@@ -15,7 +15,7 @@ from ..eval.results.rows import is_broken
 from ..models.drafters.base import TrainableDrafter
 from ..models.drafters.registry import kind_of
 from ..models.drafters.saved.folder import WEIGHTS_FILE, read_drafter_config
-from ..models.export.certificate import read_certificate
+from ..models.export.certificate_file import read_certificate
 from ..models.export.config import ExportConfig
 from ..models.export.hub import push
 from ..models.export.package import make_package, names_left_open

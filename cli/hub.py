@@ -56,7 +56,7 @@ def push_command(
 
     from ..models.drafters.saved.download import HUB_ID, READ_FILES, telling_hub_errors
     from ..models.drafters.saved.folder import read_drafter_config
-    from ..models.export.certificate import read_certificate
+    from ..models.export.certificate_file import read_certificate
     from ..models.export.package import CERTIFICATE_FILE, README_FILE, is_package, package_files
 
     if HUB_ID.fullmatch(repo) is None or "@" in repo:

@@ -39,7 +39,7 @@ def run_command(context: typer.Context) -> None:
 
     Takes Hydra's overrides and options, such as --cfg job, which only prints what would run.
     """
-    from .run import main as run_recipe  # loads torch and transformers
+    from .compose import main as run_recipe  # loads torch and transformers
 
     sys.argv = ["outrider run", *context.args]
     run_recipe()

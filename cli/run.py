@@ -1,16 +1,14 @@
 """The pipeline: the stages of a recipe, one after the other."""
 
 import logging
-import sys
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import hydra
 import torch
 from accelerate import Accelerator
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 from yaml import YAMLError
@@ -40,12 +38,10 @@ from ..train.launch import make_accelerator
 from ..train.processes import require_supported_launch
 from ..train.run import train
 from ..train.tracking import require_tracker
-from .config import RunConfig, register, to_run_config
-from .errors import user_errors
+from .config import RunConfig
 from .export_stage import export, require_exportable, require_fitting_certificate
 
 log = logging.getLogger(__name__)
-register()
 
 CONFIG_FILE = "config.yaml"
 SECTIONS = {
@@ -54,21 +50,12 @@ SECTIONS = {
     "eval": ("eval",),
     "export": ("export",),
 }
-"""The sections of a configuration that decide what a stage leaves."""
+"""The sections of a configuration that decide what a stage leaves.
+
+A folder's config.yaml joins them over several runs: after `stages=[distill,train]` and then `stages=[eval] train.steps=5`, its
+`train` is still that of the first run, since the second one trained nothing."""
 NOT_LOSSLESS = 1
 """Exit status where a drafter that claims to be lossless isn't."""
-
-
-def main() -> None:
-    """Compose the recipe that the command line names, and run it. `--plan` is short for plan=true."""
-    sys.argv = ["plan=true" if argument == "--plan" else argument for argument in sys.argv]
-    _compose_and_run()
-
-
-@hydra.main(version_base="1.3", config_path="pkg://outrider.conf", config_name="config")
-def _compose_and_run(composed: DictConfig) -> None:
-    with user_errors():
-        run(to_run_config(composed))
 
 
 def run(config: RunConfig) -> None:

@@ -10,8 +10,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..eval.config import EvalConfig, SuiteConfig
-
 if TYPE_CHECKING:
     from ..eval.tune.run import Tuning
     from ..eval.tune.search import Speed
@@ -54,6 +52,7 @@ def tune_command(
     """
 
     from ..data.chat import use_chat_template
+    from ..eval.config import EvalConfig, SuiteConfig
     from ..eval.run import check_inputs
     from ..eval.tune.run import tune
     from ..models.drafters.saved.download import HUB_ID, resolve_drafter

@@ -5,10 +5,9 @@ import math
 import torch
 from jaxtyping import Bool, Int
 
-from .layout import packed, padded
+from .choices import LABELS
+from .packing import packed, padded
 from .types import TOKENS_ONLY, UNKNOWN, DistilledExample, DrafterBatch, TargetReads
-
-LABELS = ("distilled", "text")
 
 
 def text_continuations(

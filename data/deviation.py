@@ -10,9 +10,10 @@ NORMAL_MEDIAN_DEVIATION = NormalDist().inv_cdf(0.75)
 
 
 def median_and_deviation(values: Sequence[float]) -> tuple[float, float]:
-    """Median and robust standard deviation, which outliers hardly move: the median absolute deviation, scaled.
+    """Median and robust standard deviation, which outliers hardly move.
 
-    For normally distributed values it estimates their standard deviation. Values that include NaN give NaN.
+    The deviation is the scaled median absolute deviation: for normally distributed values it
+    estimates their standard deviation. Values that include NaN give NaN.
     """
     array = np.asarray(values)
     median = np.median(array)

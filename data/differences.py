@@ -5,9 +5,10 @@ from typing import Any
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Texts about the values that differ between two nested configurations, by the values' dotted names.
+    """Texts about the values that differ, by the values' dotted names.
 
-    A text names both values: `target.dtype (was 'float32', is 'bfloat16')`. A missing value equals None, which means off.
+    A text names both values: `target.dtype (was 'float32', is 'bfloat16')`. A missing value equals
+    None, which means off.
     """
     texts: dict[str, str] = {}
     for key in dict.fromkeys([*before, *after]):

@@ -8,21 +8,19 @@ import hashlib
 import json
 import os
 import shutil
-import types
-import typing
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, asdict, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pydantic import TypeAdapter, ValidationError
+
+from .fields import problems_of
+
 T = TypeVar("T")
 
 LOCK_FILE = ".lock"
-
-SEAL_KEY = "sha256"
-"""Where a sealed file keeps the digest of the rest."""
 
 OLD_IS_KEPT = "No half-written file was left: what was there before is unchanged, and every file finished earlier is kept"
 
@@ -49,12 +47,13 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing_directory(path: Path) -> Iterator[Path]:
-    """A new, empty folder to write to, which replaces the folder `path` when the block ends without an error.
+    """A new, empty folder that replaces the folder `path` when the block ends without an error.
 
-    On an error the new folder is removed and `path` stays as it was; a full disk raises the OSError of `replacing`. A killed
-    process leaves the old folder or the new one, and at most a `.NAME.partial` and a `.NAME.old`, which the next writer
-    removes. Between two renames `path` is missing for a moment: `finish_replacing` completes what a kill there has left.
-    Raises ValueError for the current folder, which a shell would be left without.
+    On an error the new folder is removed and `path` stays as it was; a full disk raises the OSError
+    of `replacing`. A killed process leaves the old folder or the new one. It may also leave
+    `.NAME.partial` and `.NAME.old`, which the next writer removes. Between two renames `path` is
+    missing for a moment: after a kill there, `finish_replacing` completes the replacement. Raises
+    ValueError for the current folder, since a shell there would be left without it.
     """
     path = path.resolve()
     if path == Path.cwd():
@@ -76,7 +75,10 @@ def replacing_directory(path: Path) -> Iterator[Path]:
 
 
 def finish_replacing(path: Path) -> None:
-    """Complete the replacement of the folder `path` where a killed process has begun it (see `replacing_directory`)."""
+    """Complete the replacement of the folder `path` that a killed process has begun.
+
+    See `replacing_directory`. Does nothing for a folder that is complete.
+    """
     partial, old = partial_directory(path), _old_directory(path)
     if old.exists() and partial.exists() and not path.exists():
         os.replace(partial, path)
@@ -154,98 +156,51 @@ def write_json(path: Path, value: Any) -> None:
 
 def read_json(path: Path) -> Any:
     """The JSON value of a file. Raises ValueError, naming the file, where it is missing or malformed."""
+    content = _read(path)
     try:
-        return json.loads(path.read_bytes())
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:  # malformed, not UTF-8, or nested without end
+        raise _not_json(path, error) from error
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
     except FileNotFoundError:
         raise ValueError(
             f"{path} does not exist; expected a JSON file. Check the path, or run the stage that writes it"
         ) from None
-    except (ValueError, RecursionError) as error:  # malformed, not UTF-8, or nested without end
-        raise ValueError(
-            f"{path} is not a JSON file ({error}). It was altered or cut: restore it, or run the stage that writes it"
-        ) from error
 
 
-def write_sealed(path: Path, value: Any) -> None:
-    """Write a dataclass as JSON, whole or not at all, with a digest of what it says."""
-    content = asdict(value)
-    write_json(path, {**content, SEAL_KEY: _content_sha256(content)})
+def _not_json(path: Path, problem: object) -> ValueError:
+    return ValueError(
+        f"{path} is not a JSON file ({problem}). It was altered or cut: restore it, or run the stage that writes it"
+    )
 
 
-def read_sealed(cls: type[T], path: Path) -> T:
-    """A dataclass that `write_sealed` wrote. Raises ValueError as `parse_dataclass` does, and where anything was altered."""
-    content = read_json(path)
-    recorded = content.pop(SEAL_KEY, None) if isinstance(content, dict) else None
-    value = parse_dataclass(cls, content, path)
-    if recorded != _content_sha256(content):
-        raise ValueError(
-            f"{path} was altered: its SHA-256 digest is not the recorded one. Restore it, or make its folder anew elsewhere"
-        )
-    return value
+def read_dataclass(cls: type[T], path: Path) -> T:
+    """A dataclass from a JSON file. Raises ValueError as `read_json` and `parse_json` do."""
+    return parse_json(cls, _read(path), path)
 
 
-def _content_sha256(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+def parse_json(cls: type[T], text: str | bytes, path: Path) -> T:
+    """A dataclass from JSON, strictly: unknown keys, missing keys and wrong types are ValueErrors, as are the dataclass's own.
 
-
-def parse_dataclass(cls: type[T], value: Any, path: Path) -> T:
-    """A dataclass from a parsed JSON value, strictly: unknown keys, missing keys and wrong types are ValueErrors.
-
-    Knows str, int, float, bool, None, lists, dicts, unions with None and nested dataclasses. Every error names `path`,
-    those of the dataclass's own checks too.
+    Every error names `path` and all that is wrong in it.
     """
     try:
-        return _parse(cls, value, "")
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        return _adapter(cls).validate_json(text, strict=True, extra="forbid")
+    except ValidationError as error:
+        details = {detail["type"]: detail for detail in error.errors()}
+        if "json_invalid" in details:
+            raise _not_json(path, details["json_invalid"]["ctx"]["error"]) from None
+        remedy = ""
+        if details.keys() & {"missing", "unexpected_keyword_argument"}:
+            remedy = ". It was altered or comes from another version of outrider: make it anew with this one"
+        raise ValueError(f"{path}: {'; '.join(problems_of(error))}{remedy}") from None
 
 
-def _parse(hint: Any, value: Any, where: str) -> Any:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (types.UnionType, typing.Union):
-        if value is None and type(None) in args:
-            return None
-        (hint,) = [arg for arg in args if arg is not type(None)]
-        return _parse(hint, value, where)
-    if origin is list and isinstance(value, list):
-        if set(map(type, value)) <= {args[0]}:  # what most of a record's bytes are: token ids
-            return value
-        return [_parse(args[0], item, f"{where}[{index}]") for index, item in enumerate(value)]
-    if origin is dict and isinstance(value, dict):
-        return {key: _parse(args[1], item, f"{where}.{key}") for key, item in value.items()}
-    if is_dataclass(hint) and isinstance(value, dict):
-        make: Any = hint
-        hints, required = _fields(make)
-        _check_keys(value, required, hints.keys(), where)
-        return make(**{key: _parse(hints[key], item, f"{where}.{key}") for key, item in value.items()})
-    # bool is an int to Python, but not in a file; a whole number is a float to both.
-    if hint is Any or type(value) is hint:
-        return value
-    if hint is float and type(value) is int:
-        return float(value)
-    expected = getattr(hint, "__name__", str(hint))
-    raise ValueError(f"{where.lstrip('.') or 'the whole'} is {value!r:.80}; expected a value of type {expected}")
-
-
-@cache
-def _fields(cls: Any) -> tuple[dict[str, Any], Set[str]]:
-    """A dataclass's type hints, and the names of its fields that have no default."""
-    required = {field.name for field in fields(cls) if field.default is MISSING and field.default_factory is MISSING}
-    return typing.get_type_hints(cls), required
-
-
-def _check_keys(value: dict[str, Any], required: Set[str], known: Set[str], where: str) -> None:
-    problems = []
-    if unknown := sorted(value.keys() - known):
-        problems.append(f"unknown keys {', '.join(unknown)}")
-    if missing := sorted(required - value.keys()):
-        problems.append(f"missing keys {', '.join(missing)}")
-    if problems:
-        place = f" in {where.lstrip('.')}" if where else ""
-        raise ValueError(
-            f"{' and '.join(problems)}{place}; the keys are {', '.join(known)}. "
-            "It was altered or comes from another version of outrider: make it anew with this one"
-        )
+_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
 def _sync_directory(directory: Path) -> None:

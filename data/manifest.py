@@ -8,14 +8,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from .choices import FEATURES, STATE_DTYPES
 from .differences import differences
-from .files import parse_dataclass, read_json, write_json
-from .states import STATE_DTYPES
+from .files import read_dataclass, write_json
 from .types import Example, TargetReads
 
 FORMAT_VERSION = 2
 MANIFEST_FILE = "manifest.json"
-FEATURES = ("none", "last_hidden")
 
 M = TypeVar("M", bound="BaseManifest")
 
@@ -177,10 +176,7 @@ def read_manifest(kind: type[M], directory: Path) -> M:
     path = directory / MANIFEST_FILE
     if not path.exists():
         raise ValueError(f"{path} does not exist: {directory} holds no finished data. Run the stage distill first")
-    content = read_json(path)
-    if isinstance(content, dict):
-        content.pop("sha256", None)  # earlier manifests had a digest of themselves
-    return parse_dataclass(kind, content, path)
+    return read_dataclass(kind, path)
 
 
 def examples_sha256(examples: Iterable[Example]) -> str:

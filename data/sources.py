@@ -6,12 +6,13 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from .choices import Split
 from .config import DataConfig
 from .cuts import cut_text
 from .decontamination import PromptOverlap, without_overlap
-from .records import SUFFIXES, is_local, load_records
+from .raw_records import SUFFIXES, is_local, load_records
 from .roles import ROLES
-from .stdlib import TASK, Split, code_conversations
+from .stdlib import TASK, code_conversations
 from .types import Conversation, Role, Turn
 
 PROSE_SUFFIXES = frozenset({"", ".txt", ".md", ".rst"})

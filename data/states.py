@@ -16,7 +16,6 @@ from jaxtyping import Float, Shaped
 
 LARGEST = {"float8_e4m3fn": 448.0, "int8": 127.0}
 """The largest value of the types that have scales: that of OCP's 8-bit format E4M3, and int8's that has an opposite."""
-STATE_DTYPES = ("bfloat16", *LARGEST)
 SCALE_BYTES = 4
 
 

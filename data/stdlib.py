@@ -8,12 +8,11 @@ import hashlib
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
+from .choices import Split
 from .cuts import ANSWER_CHARS, PROMPT_CHARS, cut_text
 from .types import Conversation
-
-Split = Literal["target_train", "target_heldout", "distill", "eval"]
 
 # Tables of data rather than code, and files that are broken on purpose.
 EXCLUDED_UNITS = frozenset({"encodings", "pydoc_data", "lib2to3", "site-packages", "dist-packages", "__pycache__"})

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 from tqdm import tqdm
 
 from .differences import differences
-from .files import atomic_write_bytes, parse_dataclass, read_json, sha256_file, write_json
+from .files import atomic_write_bytes, read_dataclass, sha256_file, write_json
 from .manifest import MANIFEST_FILE, BaseEntry, BaseManifest, read_manifest, save_manifest
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class ShardStore(Generic[Entry, M]):
         if not path.exists():
             return None
         try:
-            return parse_dataclass(self.entry, read_json(path), path)
+            return read_dataclass(self.entry, path)
         except ValueError as error:
             raise ValueError(
                 f"{error}. Delete {path}, then run the stage distill again: it makes just this shard anew"
@@ -89,7 +89,7 @@ class ShardStore(Generic[Entry, M]):
         for index in range(num_shards):
             path = self.path(index, STATS_SUFFIX)
             try:
-                stats[index] = parse_dataclass(kind, read_json(path), path)
+                stats[index] = read_dataclass(kind, path)
             except ValueError as error:
                 logger.warning("the statistics lack a shard: %s", error)
         return stats

@@ -10,7 +10,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from .records import is_local, load_records
+from .raw_records import is_local, load_records
 from .roles import ROLES
 from .stdlib import code_conversations
 

@@ -1,12 +1,17 @@
 """How a target is distilled."""
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import field
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 
-from ..data.manifest import FEATURES
-from ..data.states import STATE_DTYPES
-from ..models.decoding.sampling import Sampling
+from pydantic import AfterValidator, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
+
+from ..data.choices import FEATURES, STATE_DTYPES
+from ..data.fields import OPTIONS, Seed, Share, different, one_of, raise_problems
+
+if TYPE_CHECKING:
+    from ..models.decoding.sampling import Sampling
 
 MODES = ("label", "regenerate")
 REGENERATION_OPTIONS = (
@@ -16,59 +21,61 @@ REGENERATION_OPTIONS = (
 ENGINES = ("auto", "decoder", "batch", "continuous", "openai")
 
 
-@dataclass(kw_only=True)  # not frozen: OmegaConf would refuse every override
+@dataclass(
+    kw_only=True, config=ConfigDict(**OPTIONS, hide_input_in_errors=True)
+)  # not frozen: OmegaConf would refuse every override
 class DistillConfig:
     """What is stored of the target's answers, and in which portions it is computed and written."""
 
-    horizon: int = 5
+    horizon: PositiveInt = 5
     """Tokens of the target's own continuation that are labelled after every position."""
 
-    features: str = "none"
+    features: Annotated[str, one_of(*FEATURES)] = "none"
     """`none` stores no hidden states (training recomputes them); `last_hidden` the target's last ones, which all drafters but
     EAGLE-3 and draft models read."""
 
-    feature_layers: list[int] = field(default_factory=list)
+    feature_layers: Annotated[list[NonNegativeInt], AfterValidator(different)] = field(default_factory=list)
     """Layers of the target whose inputs are stored: those that an EAGLE-3 drafter reads (drafter.feature_layers), which then
     trains without a pass of the target."""
 
-    features_dtype: str = "bfloat16"
+    features_dtype: Annotated[str, one_of(*STATE_DTYPES)] = "bfloat16"
     """Type of the stored states: `bfloat16`, or `float8_e4m3fn` or `int8` with a scale for each token, in half the space."""
 
-    top_logprobs: int | None = None
+    top_logprobs: PositiveInt | None = None
     """So many of the target's likeliest next tokens are stored with their log-probabilities, at every position that training
     may ask for: what train.teacher=top_k learns from. None stores none."""
 
-    shard_examples: int = 256
+    shard_examples: PositiveInt = 256
     """Examples in a shard: what an interruption loses at most, and what is held in memory until it is written."""
 
-    batch_tokens: int = 8192
+    batch_tokens: PositiveInt = 8192
     """Tokens of text, padding included, in one forward pass; a longer text goes alone. Its keys and values are kept for all
     labels of the batch: lower this where memory runs out."""
 
-    mode: str = "label"
+    mode: Annotated[str, one_of(*MODES)] = "label"
     """`label` takes the texts as the data have them; `regenerate` has the target answer every turn anew first."""
 
-    engine: str = "auto"
+    engine: Annotated[str, one_of(*ENGINES)] = "auto"
     """What regenerates: `decoder` (outrider's own), `batch` (the same without drafters, in batches by predicted length under
     `kv_budget_gib`), `continuous` (transformers' continuous batching), `openai` (a server at
     `base_url`); `auto` is `decoder`: no other has been measured on a GPU."""
 
-    temperature: float = 0.0
+    temperature: NonNegativeFloat = 0.0
     """Of regenerated answers; 0 is greedy."""
 
-    top_k: int | None = None
+    top_k: PositiveInt | None = None
     """Sample regenerated answers from the k likeliest tokens only; None samples from all."""
 
-    top_p: float | None = None
+    top_p: Share | None = None
     """Sample from the fewest tokens whose probabilities sum to top_p; None samples from all."""
 
-    max_new_tokens: int = 1024
+    max_new_tokens: PositiveInt = 1024
     """Longest regenerated answer. `data.max_length` bounds it too, together with its prompt."""
 
-    seed: int = 0
+    seed: Seed = 0
     """Of sampled answers: each has a seed of its own, made of this one, the conversation's id and the turn."""
 
-    decode_batch_size: int | None = None
+    decode_batch_size: PositiveInt | None = None
     """Answers in the making at a time: rows of a batch, or requests in flight. None leaves it to the engine."""
 
     drafter: str | None = None
@@ -77,13 +84,13 @@ class DistillConfig:
     drafter_settings: dict[str, Any] = field(default_factory=dict)
     """Its run-time options, as in `eval.settings`: {beam_width: 4, tree_nodes: 5}, say."""
 
-    kv_budget_gib: float = 4.0
+    kv_budget_gib: PositiveFloat = 4.0
     """Memory for the keys and values of a batch of the engine `batch`, in GiB; reading its prompts takes some besides."""
 
-    predictor: str | None = None
-    """What predicts the lengths of answers: `none`, `light`, `embedding` (on the target's own states), or a directory or Hub id
-    of a sequence-classification model. None is `light` for the engine `batch`; the engine `continuous` admits the longest first
-    where one is named."""
+    predictor: Annotated[str, Field(min_length=1)] | None = None
+    """What predicts the lengths of answers: `none`, `light`, or a directory or Hub id of a
+    sequence-classification model. None is `light` for the engine `batch`; the engine `continuous`
+    admits the longest first where one is named."""
 
     base_url: str | None = None
     """Of the server that the engine `openai` asks, with its version: http://HOST:8000/v1."""
@@ -92,28 +99,13 @@ class DistillConfig:
     """The target's name on that server; None takes `target.name_or_path` or the only model served."""
 
     def __post_init__(self) -> None:
-        problems = [
-            f"{name} is {value}; it must be at least 1"
-            for name in ("horizon", "shard_examples", "batch_tokens", "max_new_tokens", "decode_batch_size", "top_logprobs")
-            if (value := getattr(self, name)) is not None and value < 1
-        ]
-        choices = {"features": FEATURES, "features_dtype": STATE_DTYPES, "mode": MODES, "engine": ENGINES}
-        for name, known in choices.items():
-            if (value := getattr(self, name)) not in known:
-                problems.append(f"{name} is {value!r}; it must be one of {', '.join(known)}")
-        if self.seed < 0:
-            problems.append(f"seed is {self.seed}; it must be at least 0")
-        problems += self._features_problems() + self._engine_problems() + self._mode_problems()
-        try:
-            _ = self.sampling
-        except ValueError as error:
-            problems.append(str(error))
-        if problems:
-            raise ValueError("distill configuration: " + "; ".join(problems))
+        raise_problems(self._features_problems() + self._engine_problems() + self._server_problems() + self._mode_problems())
 
     @property
-    def sampling(self) -> Sampling:
+    def sampling(self) -> "Sampling":
         """How regenerated answers are sampled."""
+        from ..models.decoding.sampling import Sampling  # imports torch, which composing a recipe needs not
+
         return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
 
     @property
@@ -122,30 +114,22 @@ class DistillConfig:
         return self.features == "last_hidden"
 
     def _features_problems(self) -> list[str]:
-        problems = []
         if self.features_dtype != "bfloat16" and not self.last_hidden and not self.feature_layers:
-            problems.append(
-                f"features_dtype is {self.features_dtype}, and nothing is stored in it; set features or feature_layers too"
-            )
-        if len(set(self.feature_layers)) < len(self.feature_layers) or min(self.feature_layers, default=0) < 0:
-            problems.append(f"feature_layers is {self.feature_layers}; name different layers, from 0 on")
-        return problems
+            stored = f"features_dtype is {self.features_dtype}, and nothing is stored in it"
+            return [f"{stored}; set features or feature_layers too"]
+        return []
 
     def _mode_problems(self) -> list[str]:
         """Options of regeneration would change nothing where nothing is regenerated."""
         if self.mode != "label":
             return []
         if idle := [name for name in REGENERATION_OPTIONS if getattr(self, name) != getattr(DEFAULTS, name)]:
-            told = "mode is 'label', which regenerates nothing, and options of regenerating are set: "
-            return [f"{told}{', '.join(idle)}; set mode to regenerate, or leave them out"]
+            reason = "mode is 'label', which regenerates nothing, and options of regenerating are set"
+            return [f"{reason}: {', '.join(idle)}; set mode to regenerate, or leave them out"]
         return []
 
     def _engine_problems(self) -> list[str]:
         problems = []
-        if not 0 < self.kv_budget_gib < float("inf"):
-            problems.append(f"kv_budget_gib is {self.kv_budget_gib}; it must be a positive number")
-        if self.predictor == "":
-            problems.append("predictor is empty; leave it out, or name none, light, embedding, or a directory or Hub id")
         if self.predictor is not None and self.engine not in ("batch", "continuous"):
             problems.append(
                 f"predictor is {self.predictor!r} and engine {self.engine!r}; only the engines batch and continuous schedule "
@@ -163,6 +147,10 @@ class DistillConfig:
             )
         if self.drafter_settings and self.drafter is None:
             problems.append("drafter_settings are those of a drafter, and none is named; set drafter too")
+        return problems
+
+    def _server_problems(self) -> list[str]:
+        problems = []
         if self.engine == "openai":
             if self.base_url is None:
                 problems.append("engine is 'openai' and base_url is missing; give the server's, such as http://HOST:8000/v1")

@@ -151,42 +151,23 @@ def measure_overhead(target: HFTarget, prompt: torch.Tensor, num_steps: int) -> 
     }
 
 
+Way = Callable[[], list[list[int]]]
+
+
 def measure_decoding(
     target: HFTarget, draft: HFTarget, prompts: list[torch.Tensor], batch: int, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Tokens per second of each way to decode a batch, the ways in turns. transformers pads on the left."""
-    rows = prompts[:batch]
+    """Tokens per second of each way to decode a batch, the ways in turns."""
+    rows, num_tokens = prompts[:batch], args.new_tokens
     drafter = DraftModel(DraftModelConfig(length=args.draft_length), draft)
     draft.model.generation_config.num_assistant_tokens = args.draft_length
     draft.model.generation_config.num_assistant_tokens_schedule = "constant"
     draft.model.generation_config.assistant_confidence_threshold = 0.0
-    steps: list[int] = []
-
-    def ours(drafting: Any) -> list[list[int]]:
-        answers: list[list[int]] = [[] for _ in rows]
-        count = 0
-        for step in generate(target, drafting, GreedyAcceptance(), rows, max_new_tokens=args.new_tokens):
-            count += not step.is_prefill
-            for row, tokens in zip(step.rows, step.tokens, strict=True):
-                answers[row] += tokens
-        steps.append(count)
-        return answers
-
-    def theirs(**options: Any) -> list[list[int]]:
-        longest = max(map(len, rows))
-        padded = torch.stack([torch.nn.functional.pad(row, (longest - len(row), 0)) for row in rows])
-        mask = torch.stack([torch.arange(longest, device=row.device) >= longest - len(row) for row in rows]).long()
-        output = target.model.generate(
-            padded, attention_mask=mask, max_new_tokens=args.new_tokens, do_sample=False, pad_token_id=0, **options
-        )
-        answers: list[list[int]] = output[:, longest:].tolist()
-        return answers
-
-    ways: dict[str, Callable[[], list[list[int]]]] = {
-        "plain": lambda: ours(NullDrafter()),
-        "transformers": theirs,
-        "chain": lambda: ours(drafter),
-        "assisted": lambda: theirs(assistant_model=draft.model),
+    ways: dict[str, Way] = {
+        "plain": lambda: decode_ours(target, NullDrafter(), rows, num_tokens),
+        "transformers": lambda: decode_theirs(target, rows, num_tokens),
+        "chain": lambda: decode_ours(target, drafter, rows, num_tokens),
+        "assisted": lambda: decode_theirs(target, rows, num_tokens, assistant_model=draft.model),
     }
     refused = None
     if batch > 1:
@@ -195,9 +176,43 @@ def measure_decoding(
         except ValueError as error:
             refused = str(error)
             del ways["assisted"]
+    seconds, differing = take_turns(target, ways, args.rounds)
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    return {
+        "batch": batch,
+        "tokens_per_second": {name: batch * num_tokens / median for name, median in medians.items()},
+        "chain_against_assisted": medians["assisted"] / medians["chain"] if "assisted" in medians else None,
+        "plain_against_transformers": medians["transformers"] / medians["plain"],
+        "assisted_refused": refused,
+        "answers_unlike_plain": differing,
+    }
+
+
+def decode_ours(target: HFTarget, drafter: Any, rows: list[torch.Tensor], num_tokens: int) -> list[list[int]]:
+    answers: list[list[int]] = [[] for _ in rows]
+    for step in generate(target, drafter, GreedyAcceptance(), rows, max_new_tokens=num_tokens):
+        for row, tokens in zip(step.rows, step.tokens, strict=True):
+            answers[row] += tokens
+    return answers
+
+
+def decode_theirs(target: HFTarget, rows: list[torch.Tensor], num_tokens: int, **options: Any) -> list[list[int]]:
+    """Answers by transformers, which pads on the left."""
+    longest = max(map(len, rows))
+    padded = torch.stack([torch.nn.functional.pad(row, (longest - len(row), 0)) for row in rows])
+    mask = torch.stack([torch.arange(longest, device=row.device) >= longest - len(row) for row in rows]).long()
+    output = target.model.generate(
+        padded, attention_mask=mask, max_new_tokens=num_tokens, do_sample=False, pad_token_id=0, **options
+    )
+    answers: list[list[int]] = output[:, longest:].tolist()
+    return answers
+
+
+def take_turns(target: HFTarget, ways: dict[str, Way], num_rounds: int) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """Seconds of each way by round, and how many of its answers differ from plain decoding's. The first round warms up."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     differing: dict[str, int] = {}
-    for round_number in range(args.rounds + 1):
+    for round_number in range(num_rounds + 1):
         answers = {}
         for name, way in ways.items():
             start = clock(target)
@@ -206,16 +221,10 @@ def measure_decoding(
                 seconds[name].append(clock(target) - start)
         differing = {name: sum(a != b for a, b in zip(answers[name], answers["plain"], strict=True)) for name in ways}
         if differing["chain"]:
-            raise SystemExit(f"batch {batch}: {differing['chain']} answers of the chain differ from plain decoding's")
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
-    return {
-        "batch": batch,
-        "tokens_per_second": {name: batch * args.new_tokens / median for name, median in medians.items()},
-        "chain_against_assisted": medians["assisted"] / medians["chain"] if "assisted" in medians else None,
-        "plain_against_transformers": medians["transformers"] / medians["plain"],
-        "assisted_refused": refused,
-        "answers_unlike_plain": differing,
-    }
+            raise SystemExit(
+                f"{differing['chain']} of {len(answers['chain'])} answers of the chain differ from plain decoding's"
+            )
+    return seconds, differing
 
 
 def clock(target: HFTarget) -> float:

@@ -35,9 +35,10 @@ from outrider.data.files import write_json
 from outrider.data.manifest import TargetIdentity
 from outrider.data.types import DrafterBatch
 from outrider.eval.measure.environment import describe_environment
-from outrider.models.drafters import build_drafter
+from outrider.models.drafters import build_drafter, parse_drafter
 from outrider.models.drafters import objective as objective_module
-from outrider.models.drafters.objective import Labels, LossKind, Objective, score
+from outrider.models.drafters.losses import LossKind
+from outrider.models.drafters.objective import Labels, Objective, score
 from outrider.models.drafters.vocabulary import DraftVocabulary
 from outrider.models.target.hf_target import HFTarget
 
@@ -155,7 +156,11 @@ def make_step(case: dict[str, Any], device: torch.device) -> Callable[[int], Non
     model = LlamaForCausalLM(config).to(device).eval().requires_grad_(False)
     name = {"name": "random", "revision": None, "weights_sha256": "", "tokenizer_sha256": ""}
     target = HFTarget(model, None, TargetIdentity(**name, hidden_size=hidden, vocab_size=vocab))
-    drafter = build_drafter({"kind": "eagle", "unroll": STEP_DEPTHS, "classification_weight": 1.0}, target).to(device).train()
+    drafter = (
+        build_drafter(parse_drafter({"kind": "eagle", "unroll": STEP_DEPTHS, "classification_weight": 1.0}), target)
+        .to(device)
+        .train()
+    )
     if case["activations"] == "anew":
         drafter.checkpoint_activations()
     batches = {}

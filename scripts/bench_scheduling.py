@@ -17,47 +17,52 @@ compared by what they say of held-out prompts after some lessons.
 """
 
 import argparse
-import gzip
 import json
 import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from scheduling_policies import (
+    BASELINE,
+    HELD_OUT,
+    MAXIMUM,
+    ORACLE,
+    OURS,
+    S3,
+    Record,
+    Workload,
+    make_predictors,
+    make_request,
+    make_workload,
+    policies,
+    read_records,
+)
 from tqdm import tqdm
 
 from outrider.data.files import write_json
-from outrider.distill.regenerate.engine import Limits, Request
+from outrider.distill.regenerate.engine import Limits
 from outrider.distill.regenerate.engines.batch import (
     FIRST_PART,
     LEAST_SHARE,
     MOST_HELD,
     RESERVED_SHARE,
-    UNKNOWN_SHARE,
     BatchDecoder,
 )
-from outrider.distill.regenerate.lengths.buckets import Buckets, LengthPredictor, Predicted, Seen
-from outrider.distill.regenerate.lengths.predictors import make_predictor
+from outrider.distill.regenerate.lengths.buckets import Buckets, LengthPredictor, Predicted
 from outrider.distill.regenerate.lengths.schedule import (
     Decode,
     Decoded,
-    Known,
-    Pages,
     Policy,
-    Rectangle,
     ScheduleStatistics,
     Waiting,
-    first_come,
     kv_bytes_per_token,
-    longest_answer_first,
-    longest_prompt_first,
-    shortest_text_first,
     summarise,
     supervise,
 )
@@ -67,19 +72,6 @@ from outrider.models.decoding.types import Counts
 from outrider.models.target.config import TargetConfig
 from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.loading import load_target
-
-HELD_OUT = 700
-"""Prompts of this number and above are never learnt from."""
-
-ORACLE = "(d) oracle: known lengths, longest first"
-BASELINE = "(b) first come, actual need reserved"
-MAXIMUM = "(a) first come, maximum reserved"
-OURS = "by length, light"
-S3 = "S3: light, decreasing first fit"
-NOTHING = "by length, nothing predicted"
-KNOWN = "by length, light and known length"
-EMBEDDING = "by length, embedding"
-"""Only counted: it reads prompts at full length, out of proportion to what is decoded where that is scaled."""
 
 SHOWN = (
     "num_batches",
@@ -92,22 +84,8 @@ SHOWN = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """Requests and how long their answers are, in the tokens that are decoded."""
-
-    requests: list[Request]
-    """With the whole prompts: what predictors read."""
-    prompts: list[torch.Tensor]
-    """What is decoded of them."""
-    lengths: list[int]
-    seen: list[Seen]
-    max_new_tokens: int
-
-
 Measured = tuple[ScheduleStatistics, float]  # its seconds are the processor's; beside it, the clock's
 Rounds = dict[tuple[str, int, str], list[Measured]]  # by mode, maximum before scaling, and policy
-Record = tuple[torch.Tensor, int, int]  # a prompt's tokens, the lengths of the model's and of the known model's answer
 
 
 class LeavingDecoder(BatchDecoder):
@@ -156,7 +134,7 @@ def main() -> None:
             for factor in (1, *args.maximum_factors):
                 longer = replace(work, max_new_tokens=work.max_new_tokens * factor)
                 for name, policy in policies(longer, predictors, budget).items():
-                    if name == EMBEDDING or (factor > 1 and name not in (MAXIMUM, S3, OURS, ORACLE)):
+                    if factor > 1 and name not in (MAXIMUM, S3, OURS, ORACLE):
                         continue
                     measured = run(target, longer, policy, decoder(target, longer).decode, budget)
                     rounds.setdefault((mode, args.max_new_tokens * factor, name), []).append(measured)
@@ -200,116 +178,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/scheduling.json"))
     return parser.parse_args()
-
-
-def read_records(args: argparse.Namespace, target: HFTarget) -> dict[int, Record]:
-    """By number of the prompt."""
-    found: dict[str, dict[int, tuple[str, str]]] = {args.model: {}, args.known_model: {}}
-    with gzip.open(args.data, "rt") as lines:
-        for line in lines:
-            record = json.loads(line)
-            if record["model"] in found:
-                prompt, answer = (turn["value"] for turn in record["conversations"])
-                found[record["model"]][record["prompt_id"]] = prompt, answer
-    encode = target.tokenizer
-    return {
-        number: (
-            torch.tensor(encode(prompt).input_ids),
-            len(encode(answer).input_ids) + 1,
-            len(encode(found[args.known_model][number][1]).input_ids) + 1,
-        )
-        for number, (prompt, answer) in sorted(found[args.model].items())
-        if number in found[args.known_model] and prompt
-    }
-
-
-def make_workload(
-    records: dict[int, Record],
-    args: argparse.Namespace,
-    *,
-    scale: int,
-    count: int | None,
-    max_new_tokens: int,
-) -> Workload:
-    """`count` requests in an order of chance, the held-out prompts first chosen; all where it is None."""
-    draw = random.Random(args.seed)
-    early = [number for number in records if number < HELD_OUT]
-    draw.shuffle(early)
-    measured = [number for number in records if number >= HELD_OUT] + early[args.seen :]
-    measured = measured[:count]
-    draw.shuffle(measured)
-
-    def length(number: int) -> int:
-        return max(1, min(max_new_tokens, records[number][1]) // scale)
-
-    return Workload(
-        requests=[make_request(records, number, scale=scale) for number in measured],
-        prompts=[records[number][0][: -(-len(records[number][0]) // scale)] for number in measured],
-        lengths=[length(number) for number in measured],
-        seen=[
-            Seen(request=make_request(records, number, scale=scale), num_tokens=length(number)) for number in early[: args.seen]
-        ],
-        max_new_tokens=max_new_tokens // scale,
-    )
-
-
-def make_request(records: dict[int, Record], number: int, *, scale: int = 1, knows_lengths: bool = True) -> Request:
-    ids, _, known = records[number]
-    num_known_tokens = max(1, known // scale) if knows_lengths else None
-    return Request(id=str(number), prompt_ids=ids, seed=number, num_known_tokens=num_known_tokens)
-
-
-def make_predictors(target: HFTarget) -> dict[str, tuple[LengthPredictor, bool]]:
-    """Each predictor, and whether it is told the length of another model's answer."""
-    return {
-        NOTHING: (make_predictor("none", target), False),
-        OURS: (make_predictor("light", target), False),
-        EMBEDDING: (make_predictor("embedding", target), False),
-        KNOWN: (make_predictor("light", target), True),
-    }
-
-
-def policies(work: Workload, predictors: dict[str, tuple[LengthPredictor, bool]], budget: int) -> dict[str, Policy]:
-    """Everything that is compared. What is known is known exactly; (b) to (d) reserve just that. S3's batches, decreasing first
-    fit with the whole of what is predicted reserved, end with their last row."""
-    maximum, actual = Known([work.max_new_tokens] * len(work.lengths)), Known(work.lengths)
-    memory = Rectangle()
-    fixed = {
-        MAXIMUM: Policy(reservation=maximum, order=first_come, memory=memory, may_overtake=False),
-        BASELINE: Policy(reservation=actual, order=first_come, memory=memory, may_overtake=False),
-        "(b) first come, paged memory": Policy(reservation=actual, order=first_come, memory=Pages(), may_overtake=False),
-        "(c) longest prompt first": Policy(reservation=actual, order=longest_prompt_first, memory=memory, may_overtake=True),
-        ORACLE: Policy(reservation=actual, order=longest_answer_first, memory=memory, may_overtake=True),
-    }
-    predicted = {
-        name: Policy(
-            reservation=predict(predictor, work, knows_lengths=knows_lengths, part=FIRST_PART),
-            order=shortest_text_first,
-            memory=memory,
-            may_overtake=True,
-            least_share=LEAST_SHARE,
-            most_held=MOST_HELD * budget,
-        )
-        for name, (predictor, knows_lengths) in predictors.items()
-    }
-    if OURS in predictors:
-        reservation = predict(predictors[OURS][0], work, knows_lengths=False, part=1.0)
-        fixed[S3] = Policy(reservation=reservation, order=longest_answer_first, memory=memory, may_overtake=True)
-    return fixed | predicted
-
-
-def predict(predictor: LengthPredictor, work: Workload, *, knows_lengths: bool, part: float) -> Predicted:
-    def shown(request: Request) -> Request:
-        return request if knows_lengths else replace(request, num_known_tokens=None)
-
-    return Predicted(
-        predictor,
-        [shown(request) for request in work.requests],
-        share=RESERVED_SHARE,
-        part=part,
-        unknown=max(1, int(UNKNOWN_SHARE * work.max_new_tokens)),
-        seen=[replace(seen, request=shown(seen.request)) for seen in work.seen],
-    )
 
 
 def run(target: HFTarget, work: Workload, policy: Policy, decode: Decode, budget: int) -> Measured:

@@ -33,12 +33,12 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repea
 
 from outrider.cli.config import RunConfig, register, to_run_config
 from outrider.data.files import write_json
-from outrider.data.layout import packed, padded
 from outrider.data.manifest import Manifest
+from outrider.data.packing import packed, padded
 from outrider.data.types import TOKENS_ONLY, UNKNOWN, DrafterBatch
 from outrider.distill.label.run import distill, load_examples
 from outrider.eval.measure.environment import describe_environment
-from outrider.models.drafters import build_drafter
+from outrider.models.drafters import build_drafter, parse_drafter
 from outrider.models.drafters.objective import Objective
 from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.loading import load_target
@@ -178,7 +178,7 @@ class Arm:
 
 def make_arms(args: argparse.Namespace, kind: str, config: RunConfig, manifest: Manifest, target: HFTarget) -> dict[str, Arm]:
     torch.manual_seed(0)
-    first = build_drafter(config.drafter, target).train()
+    first = build_drafter(parse_drafter(config.drafter), target).train()
     objective, reads = Objective(), target_reads(first, Objective())
     unfrozen = copy.deepcopy(target.model).requires_grad_(True)  # as `from_pretrained` leaves it
 
@@ -190,7 +190,7 @@ def make_arms(args: argparse.Namespace, kind: str, config: RunConfig, manifest: 
     streams = {"stored": stream(True, False), "made anew": stream(False, False), "packed": stream(False, True)}
     arms = {}
     for name in args.arms:
-        drafter = build_drafter(config.drafter, target).train()
+        drafter = build_drafter(parse_drafter(config.drafter), target).train()
         drafter.load_state_dict(first.state_dict())
         if name == "straightforward":
 

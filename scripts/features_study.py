@@ -22,17 +22,18 @@ from accelerate import Accelerator
 from hydra import compose, initialize_config_module
 
 from outrider.cli.config import RunConfig, register, to_run_config
+from outrider.data.choices import STATE_DTYPES
 from outrider.data.files import read_json, write_json
 from outrider.data.manifest import MANIFEST_FILE, Manifest, load_manifest, save_manifest
 from outrider.data.shards import read_shard, write_shard
-from outrider.data.states import STATE_DTYPES, encode_states
+from outrider.data.states import encode_states
 from outrider.data.types import DistilledExample
 from outrider.distill.config import DistillConfig
 from outrider.distill.label.continuations import label_continuations
 from outrider.distill.label.features import TextFeatures, bytes_per_token, stored_example
 from outrider.distill.label.run import distill
 from outrider.eval.measure.environment import describe_environment
-from outrider.models.drafters import build_drafter
+from outrider.models.drafters import build_drafter, parse_drafter
 from outrider.models.drafters.objective import Objective
 from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.loading import load_target
@@ -218,7 +219,7 @@ def time_steps(args: argparse.Namespace, target: HFTarget) -> dict[str, float]:
     """Median seconds of an EAGLE-3 step on stored states and on recomputed ones, in turns on the same texts."""
     config = recipe(args, Trial(drafter="eagle3", shards="none"))
     torch.manual_seed(0)
-    drafter = build_drafter(config.drafter, target).train()
+    drafter = build_drafter(parse_drafter(config.drafter), target).train()
     reads = target_reads(drafter, Objective())
     streams = {}
     for name in ("none", *STATE_DTYPES):

@@ -50,7 +50,10 @@ def collected(request: pytest.FixtureRequest) -> list[pytest.Item]:
 
 
 def pytest_collection_finish() -> None:
-    """Spare every later collection of garbage a walk over what imports and collection left, which stays to the end."""
+    """Freeze what imports and collection left, so that garbage collections don't walk over it.
+
+    A training collects garbage several times, and each walk took longer than all its steps.
+    """
     gc.collect()
     gc.freeze()
 

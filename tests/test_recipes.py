@@ -10,6 +10,7 @@ from hydra import compose, initialize_config_module
 
 from outrider.cli.config import register, to_run_config
 from outrider.cli.run import run
+from outrider.models.drafters.saved import build
 
 CONF = Path(__file__).parents[1] / "conf"
 RECIPES = sorted(
@@ -101,8 +102,11 @@ def test_the_demo_runs_with_every_kind(tiny_target_dir: Path, questions: Path, t
 
 @pytest.mark.slow
 def test_a_drafter_is_adapted_to_a_target_that_has_changed(
-    tiny_target_dir: Path, conversations: Path, questions: Path, tmp_path: Path
+    tiny_target_dir: Path, conversations: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Where it starts from is looked up once for the whole run: on the Hub each look-up is a request."""
+    looked_up: list[str] = []
+    monkeypatch.setattr(build, "resolve_drafter", lambda name: looked_up.append(name) or Path(name))
     data = [f"data.path={conversations}", "data.file=null", "target.dtype=float32"]
     run_here(tmp_path / "before", tiny_target_dir, questions, "conf=medusa_vicuna7b", "eval.settings=[{}]", *data)
     changed = shutil.copytree(tiny_target_dir, tmp_path / "changed")
@@ -114,6 +118,7 @@ def test_a_drafter_is_adapted_to_a_target_that_has_changed(
     methods = run_here(
         tmp_path / "after", changed, questions, "conf=[medusa_vicuna7b,adapt]", start, "eval.settings=[{}]", *data, *held_out
     )
+    assert looked_up == [str(tmp_path / "before" / "drafter")]
     assert len(methods) == 2
     assert methods[1].startswith("medusa")
     before, after = (json.loads((tmp_path / name / "drafter" / "config.json").read_text()) for name in ("before", "after"))

@@ -9,7 +9,7 @@ import typer
 from outrider.cli.main import app
 from outrider.models.decoding import acceptance
 from outrider.models.drafters import DRAFTERS
-from outrider.models.drafters.objective import WEIGHTS, LossKind
+from outrider.models.drafters.losses import WEIGHTS, LossKind
 
 from .conformance.test_architectures import CASES
 from .conformance.test_drafters import OPTIONS

@@ -1,9 +1,10 @@
-"""The order in which training reads the shards: a pure function of seed and position, so a resumed run goes on in the middle.
+"""The order in which training reads the shards: a pure function of seed and position.
 
-Texts are numbered through all epochs: position p is text p % n of epoch p // n. Step s, micro batch m and process r read the
-`batch_size` texts from position ((s * accumulation + m) * processes + r) * batch_size on, where s counts from 0. So the same
-texts make a step however they are divided into processes and micro batches. A run that goes on with more or fewer texts per
-step counts on from the position that it had reached.
+So a run resumes in the middle of the data. Texts are numbered through all epochs: position p is
+text p % n of epoch p // n. Step s, micro-batch m and process r read `batch_size` texts from position
+((s * accumulation + m) * processes + r) * batch_size, where s counts from 0. So a step reads the same
+texts under any division into processes and micro-batches. A run that resumes with more or fewer
+texts per step continues at the position that it had reached.
 """
 
 from collections.abc import Collection
@@ -169,7 +170,7 @@ def target_reads(drafter: TrainableDrafter, objective: Objective) -> TargetReads
 
 
 def with_hidden_states(batch: DrafterBatch, target: HFTarget, reads: TargetReads) -> DrafterBatch:
-    """The batch on the target's device, with the target's states that are read: what it lacks, the target makes anew."""
+    """Move the batch to the target's device, and recompute the target's states that it lacks."""
     batch = to_device(batch, target.device)
     last = reads.hidden_states and batch.hidden_states is None
     layers = reads.layers if batch.features is None else ()

@@ -1,4 +1,4 @@
-"""The drafter that decoding measured best: kept apart from the checkpoints, and the reason to stop early."""
+"""The drafter with the most tokens per step so far, and when to stop early."""
 
 import shutil
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..data.files import finish_replacing, parse_dataclass, partial_directory, read_json, replacing_directory, write_json
+from ..data.files import finish_replacing, partial_directory, read_dataclass, replacing_directory, write_json
 from ..data.manifest import TargetIdentity
 from ..models.drafters import save_drafter
 from ..models.drafters.base import TrainableDrafter
@@ -17,7 +17,7 @@ RECORD_FILE = "best.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BestRecord:
-    """What `best.json` holds: which step the drafter beside it is of, and what was measured then."""
+    """Content of `best.json`: a step, and the measurement of the drafter after it."""
 
     step: int
     tokens_per_step: float
@@ -25,7 +25,10 @@ class BestRecord:
 
 
 class Best:
-    """The measurements of a run, and the folder of the drafter with the highest tokens per step among them."""
+    """The measurements of a run, and the folder of the best drafter.
+
+    The best drafter has the highest tokens per step of all measurements.
+    """
 
     def __init__(self, output_dir: Path, target: TargetIdentity) -> None:
         self.directory = output_dir / BEST_DIR
@@ -35,14 +38,16 @@ class Best:
         """The record of the last measurement."""
 
     def add(self, step: int, validation: Mapping[str, Any]) -> None:
-        """Take in what was measured after a step."""
+        """Add the measurement after a step."""
         self._measured.append((step, validation["validation_tokens_per_step"]))
         self.validation = dict(validation)
 
     def keep(self, drafter: TrainableDrafter) -> bool:
-        """Put the drafter into the folder unless the one there is better; returns whether it was put there. Main process only.
+        """Save the drafter to the folder, unless the one there is better.
 
-        Of two that are equal the later one is kept: it has learned more. A drafter of which no step was measured is none.
+        Returns whether it was saved. To be called by the main process only. Of two equal drafters
+        the later one is kept, since it has learned more. A drafter without tokens per step is not
+        saved.
         """
         step, tokens_per_step = self._measured[-1]
         kept = self.record()
@@ -56,32 +61,32 @@ class Best:
         return True
 
     def record(self) -> BestRecord | None:
-        """What is said of the drafter in the folder, where there is one."""
+        """The record of the drafter in the folder, or None without a drafter."""
         finish_replacing(self.directory)
         path = self.directory / RECORD_FILE
-        return parse_dataclass(BestRecord, read_json(path), path) if path.is_file() else None
+        return read_dataclass(BestRecord, path) if path.is_file() else None
 
     def clear(self) -> None:
-        """Remove the folder, for a run that begins anew."""
+        """Remove the folder, for a run that starts from step 0."""
         finish_replacing(self.directory)
         for path in (self.directory, partial_directory(self.directory)):
             shutil.rmtree(path, ignore_errors=True)
 
     @property
     def latest(self) -> tuple[int, float] | None:
-        """Step and tokens per step of the last measurement that has any."""
+        """Step and tokens per step of the last measurement that has tokens per step."""
         return next(((step, value) for step, value in reversed(self._measured) if value is not None), None)
 
     def has_peaked(self, patience: int | None) -> bool:
-        """Whether the last `patience` measurements were none of them above the best one before them."""
+        """Whether none of the last `patience` measurements exceeds the best one before them."""
         values = [0.0 if value is None else value for _, value in self._measured]
         return patience is not None and len(values) > patience and max(values[-patience:]) <= max(values[:-patience])
 
     def state_dict(self) -> dict[str, Any]:
-        """As JSON values."""
+        """State as JSON values."""
         return {"measured": [list(pair) for pair in self._measured], "validation": self.validation}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict`."""
+        """Restore a `state_dict`."""
         self._measured = [(step, value) for step, value in state["measured"]]
         self.validation = state["validation"]

@@ -1,8 +1,9 @@
 """Checkpoints that survive a kill at any moment.
 
-A checkpoint is a folder `step-00000120`. It is written under a temporary name and renamed when all of it is there, with a
-marker that lists its files: what bears the name is whole. Checkpoints are not synced to the disk (a killed process loses
-nothing by that); should a power cut tear one, the sizes in its marker give it away and the one before it is used.
+A checkpoint is a folder `step-00000120`. It is written under a temporary name and renamed when it
+is complete, with a marker that lists its files. Checkpoints are not synced to the disk, which a
+killed process doesn't need. After a power cut the sizes in the marker show whether a checkpoint is
+damaged; then training resumes from the one before.
 """
 
 import errno
@@ -31,13 +32,14 @@ logger = logging.getLogger(__name__)
 FORMAT_VERSION = 2
 MARKER_FILE = "complete.json"
 STATE_FILE = "state.pt"
-"""What `torch.load` reads as {"model": its state, "optimizer": its state, "generators": the random numbers of each process}."""
+"""Holds {"model": state, "optimizer": state, "generators": one random state per process}."""
 
 
 def sharded_by(accelerator: Accelerator) -> str | None:
-    """Who holds weights and optimizer in parts, one per process: DeepSpeed or FSDP, which then write and read them themselves.
+    """The library that splits weights and optimizer among processes: DeepSpeed or FSDP.
 
-    None where the main process has all of it. Only there can the state be copied, and written in the background.
+    It saves and loads the parts itself. None where the main process has the whole state: only then
+    can the state be copied, and written in the background.
     """
     kind = accelerator.distributed_type
     return kind.value if kind in (DistributedType.DEEPSPEED, DistributedType.FSDP) else None
@@ -46,9 +48,10 @@ def sharded_by(accelerator: Accelerator) -> str | None:
 class Checkpoints:
     """The checkpoints of a run in a folder, of which the `keep` newest are kept.
 
-    With `background` (and where nothing is sharded) `save` only copies the state to the host; a thread writes it while training
-    goes on. One write at a time: `save` and `finish` wait for the one before, and raise its error, in all processes. All
-    processes must call them together. A context manager: the block's end waits for the write in flight, also after an error.
+    With `background`, and without sharding, `save` only copies the state to the host, and a thread
+    writes it while training continues. There is one write at a time: `save` and `finish` wait for
+    the last write, and raise its error in all processes. All processes must call them together. As
+    a context manager it waits for the last write at the end, also after an error.
     """
 
     def __init__(
@@ -78,12 +81,13 @@ class Checkpoints:
         if kind is None:
             self.finish()
         elif self._writing is not None and (failure := self._writing.exception()) is not None:
-            logger.error("%s", failure)  # the error on its way says why the run ends
+            logger.error("%s", failure)  # the first error, which passes on, is the reason why the run ends
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
-        """Take the checkpoint of a step. `state` are JSON values beside weights, optimizer and random numbers.
+        """Save the checkpoint of a step: weights, optimizer, random numbers, and `state`.
 
-        Raises OSError where it, or the one before, can't be written; those that are complete are kept.
+        `state` holds JSON values. Raises OSError where this checkpoint, or the one before, can't be
+        written. Complete checkpoints are kept.
         """
         self.finish()
         marker = {
@@ -107,16 +111,16 @@ class Checkpoints:
             self.finish()
 
     def finish(self) -> None:
-        """Wait until what was saved is on the disk. Raises OSError where it could not be written."""
+        """Wait for the last write. Raises OSError where it failed."""
         error = None if self._writing is None else self._writing.exception()
         self._writing = None
-        # Every process must hear of it: one that went on alone would wait for the others until it is killed.
-        for each in gather_object([error]):
-            if each is not None:
-                raise each
+        # Every process must raise it: one that continued alone would wait for the others until it is killed.
+        for failure in gather_object([error]):
+            if failure is not None:
+                raise failure
 
     def _write(self, step: int, content: dict[str, Any], marker: dict[str, Any]) -> None:
-        """All of a checkpoint, by the main process alone."""
+        """Write a whole checkpoint, in the main process alone."""
         with replacing_directory(_folder(self.directory, step)) as partial, _named(self.directory, step):
             torch.save(content, partial / STATE_FILE)
             _write_marker(partial, marker)
@@ -140,10 +144,11 @@ class Checkpoints:
             shutil.rmtree(old)
 
     def load(self, checkpoint: Path) -> dict[str, Any]:
-        """Restore weights, optimizer and random numbers; returns the marker, with what `save` got as `state`.
+        """Restore weights, optimizer and random numbers; returns the marker.
 
-        Where the number of processes has changed, no process's random numbers are restored. Raises ValueError for a checkpoint
-        that is damaged, or that this launch can't read.
+        The marker includes the `state` of `save`. With another number of processes than before,
+        random numbers are not restored. Raises ValueError for a checkpoint that is damaged, or that
+        this launch can't read.
         """
         marker = read_marker(checkpoint)
         _require_readable(checkpoint, marker, self._accelerator)
@@ -160,7 +165,7 @@ class Checkpoints:
                 mine = content["generators"][self._accelerator.process_index]
                 set_random_state(mine, self._accelerator.device)
         except (RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
-            # What torch says of a file that isn't its own is long, and advises to run it.
+            # torch's message about a file of another kind is long, and advises to load it unsafely.
             reason = "unreadable" if isinstance(error, pickle.UnpicklingError) else error
             raise ValueError(
                 f"the checkpoint {checkpoint} is damaged ({reason}); delete it, and the same command goes on from the one "
@@ -170,8 +175,10 @@ class Checkpoints:
 
 
 def _require_sound(checkpoint: Path, marker: Mapping[str, Any]) -> None:
-    """Raise ValueError where bytes have changed since they were written. What torch saves are archives with a checksum of each
-    part, which it doesn't look at."""
+    """Raise ValueError where bytes have changed since they were written.
+
+    torch saves archives with a checksum of each part, and doesn't check it when it loads them.
+    """
     for name in marker["files"]:
         if zipfile.is_zipfile(checkpoint / name):
             with zipfile.ZipFile(checkpoint / name) as archive:
@@ -180,11 +187,11 @@ def _require_sound(checkpoint: Path, marker: Mapping[str, Any]) -> None:
 
 
 def _require_readable(checkpoint: Path, marker: Mapping[str, Any], accelerator: Accelerator) -> None:
-    """Raise ValueError for the checkpoint of another version, or of a launch that divides the state otherwise."""
+    """Raise ValueError for a checkpoint that this version and launch can't load."""
     here = sharded_by(accelerator)
     if marker.get("format_version") != FORMAT_VERSION:
         problem = f"has format {marker.get('format_version', 1)}, and this version of outrider reads format {FORMAT_VERSION}"
-        remedy = "Go on with the version that wrote it, or delete the checkpoints to train anew"
+        remedy = "Resume with the version that wrote it, or delete the checkpoints to train again"
     elif marker["sharded_by"] != here:
         problem = f"was written by {marker['sharded_by'] or 'one process for all'}, and this launch uses {here or 'neither'}"
         remedy = "Launch it as it was launched before"
@@ -208,12 +215,12 @@ def complete_checkpoints(directory: Path) -> list[Path]:
 
 
 def latest_checkpoint(directory: Path) -> Path | None:
-    """The newest complete checkpoint in a folder, if there is one."""
+    """The newest complete checkpoint in a folder, or None."""
     return next(reversed(complete_checkpoints(directory)), None)
 
 
 def remove_incomplete(directory: Path) -> None:
-    """Remove what killed runs left half-written (or half-removed)."""
+    """Remove checkpoints that killed runs have written or removed in part."""
     complete = set(complete_checkpoints(directory))
     for path in [*directory.glob("step-*"), *directory.glob(".step-*")]:
         if path not in complete:
@@ -227,7 +234,7 @@ def _named(directory: Path, step: int) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
-        # torch has an error of its own for a full disk. Others, such as another process's end, aren't the disk's.
+        # torch raises a RuntimeError for a full disk. Others, such as another process's end, have nothing to do with the disk.
         if isinstance(error, RuntimeError) and "inline_container" not in str(error):
             raise
         free_mebibytes = shutil.disk_usage(directory).free // 2**20

@@ -1,10 +1,13 @@
 """How a drafter is trained."""
 
-import math
-from dataclasses import dataclass
+from typing import Annotated
 
-from ..data.collate import LABELS
-from ..models.drafters.objective import TEACHERS, WEIGHTS, LossKind
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
+
+from ..data.choices import LABELS
+from ..data.fields import OPTIONS, Seed, one_of, raise_problems
+from ..models.drafters.losses import TEACHERS, WEIGHTS, LossKind
 
 # Our name of a learning rate schedule, and transformers'.
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
@@ -33,17 +36,17 @@ MAY_CHANGE_ON_RESUME = frozenset(
 """Options that don't change what is learned, so a run may go on with other ones."""
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, config=OPTIONS)
 class TrainConfig:
     """Training of one drafter: a fixed number of optimizer steps over the shards, as many epochs as that takes."""
 
-    steps: int
+    steps: PositiveInt
     """Optimizer steps of the whole run."""
-    batch_size: int = 8
+    batch_size: PositiveInt = 8
     """Texts per micro batch and process. One step reads batch_size x gradient_accumulation x processes texts."""
-    gradient_accumulation: int = 1
+    gradient_accumulation: PositiveInt = 1
     """Micro batches per optimizer step."""
-    max_positions: int | None = None
+    max_positions: PositiveInt | None = None
     """Positions trained on per micro batch, drawn at random from its labelled ones; None trains on all of them."""
     packing: bool = False
     """Put several texts of a micro batch into one row, so that less of it is padding; they don't see each other. The same texts
@@ -51,130 +54,79 @@ class TrainConfig:
     activation_checkpointing: bool = False
     """Recompute what goes on inside the drafter's decoder layers for the gradient in place of keeping it: the same gradient (on
     a CPU the same bits) in less memory and more time. For EAGLE and draft models; the other kinds have no such layers."""
-    labels: str = "distilled"
+    labels: Annotated[str, one_of(*LABELS)] = "distilled"
     """`distilled`: the target's own continuations; `text`: the text's next tokens, at the same positions (an ablation)."""
 
-    loss: LossKind = LossKind.cross_entropy
+    loss: Annotated[LossKind, Field(strict=False)] = LossKind.cross_entropy
     """`cross_entropy` on the labels; `kl`, `reverse_kl`, `tv`, `acceptance`, `kl_tv` or `kl_acceptance` against the target's
     distribution, where a continuation keeps to the text (see `LossKind`)."""
-    teacher: str = "full"
+    teacher: Annotated[str, one_of(*TEACHERS)] = "full"
     """The target's distribution, for all losses but cross-entropy: `full`, of its hidden states, or `top_k`, of the likeliest
     tokens that distill.top_logprobs stored, and all others as one (see `Objective`)."""
-    label_weights: str = "uniform"
+    label_weights: Annotated[str, one_of(*WEIGHTS)] = "uniform"
     """`uniform`, or `reached`: a label counts only where the drafter was right at all depths before it."""
 
-    learning_rate: float = 1e-3
+    learning_rate: PositiveFloat = 1e-3
     """Peak learning rate of AdamW."""
-    schedule: str = "cosine"
+    schedule: Annotated[str, one_of(*SCHEDULES)] = "cosine"
     """What follows the warm-up: `cosine` or `linear` (both end at 0), or `constant`."""
-    warmup_steps: int = 0
+    warmup_steps: NonNegativeInt = 0
     """Steps over which the learning rate rises linearly from 0."""
-    weight_decay: float = 0.0
+    weight_decay: NonNegativeFloat = 0.0
     """AdamW's decay of the matrices; vectors (biases, norms) are never decayed."""
-    max_grad_norm: float | None = 1.0
+    max_grad_norm: PositiveFloat | None = 1.0
     """Gradients of a larger norm are scaled down to it; None leaves them as they are."""
 
-    validation_texts: int = 0
+    validation_texts: NonNegativeInt = 0
     """Texts left out of training, whose prompts the target answers with the drafter: so many tokens does decoding really accept
     per step. 0 measures nothing."""
-    validation_tokens: int = 128
+    validation_tokens: PositiveInt = 128
     """Tokens of each such answer, at most."""
-    validate_every: int | None = None
+    validate_every: PositiveInt | None = None
     """Steps between two such measurements; None makes one, at the end."""
-    patience: int | None = None
+    patience: PositiveInt | None = None
     """Training ends early where so many measurements in a row were no better than the best one before them; None never does."""
-    export: str = "best"
+    export: Annotated[str, one_of(*EXPORTS)] = "best"
     """The drafter that the run leaves: `best`, that of the highest measured tokens per step (kept in `best/` meanwhile), or
     `last`. It is the best one because that is what was measured, and after an early end the last one is past its peak. They are
     one and the same where nothing, or only the end, is measured."""
 
-    seed: int = 0
+    seed: Seed = 0
     """Draws the first weights, the order of the texts and the positions trained on."""
-    shuffle_shards: int = 16
+    shuffle_shards: PositiveInt = 16
     """Shards whose texts are mixed with each other. That many are held in memory at a time, by every process."""
-    num_threads: int | None = None
+    num_threads: PositiveInt | None = None
     """torch's CPU threads per process; None leaves torch's own choice."""
 
-    log_every: int = 10
+    log_every: PositiveInt = 10
     """Steps between two records; only then (and at checkpoints) does the host wait for the device."""
-    checkpoint_every: int = 100
+    checkpoint_every: PositiveInt = 100
     """Steps between two checkpoints: what a killed run loses at most. One more is written at the end."""
-    keep_checkpoints: int = 2
+    keep_checkpoints: PositiveInt = 2
     """Newest checkpoints that are kept."""
     checkpoint_in_background: bool = True
     """Training waits only for a copy of the state (once more the memory of weights and optimizer, on the host), and a thread
     writes that. False writes at once, as DeepSpeed and FSDP do in any case."""
-    spike_threshold: float | None = 10.0
+    spike_threshold: PositiveFloat | None = 10.0
     """A step's loss above the median of the last ones by more than so many of their deviations is a spike (see `SpikeWatch`),
     which is told with the ids of its texts; None looks for none."""
-    on_spike: str = "warn"
+    on_spike: Annotated[str, one_of(*ON_SPIKE)] = "warn"
     """`warn` goes on; `stop` ends the training, with the last checkpoint before the spike kept."""
 
-    tracker: str = "none"
+    tracker: Annotated[str, one_of(*TRACKERS)] = "none"
     """`wandb` sends the records to Weights & Biases too, `tensorboard` to event files in the run's folder, `wandb+tensorboard`
     to both; they always go to `metrics.jsonl`."""
-    wandb_mode: str = "online"
+    wandb_mode: Annotated[str, one_of(*WANDB_MODES)] = "online"
     """`online`, `offline` (kept in the run's folder, for `wandb sync`) or `disabled`."""
     project: str = "outrider"
     """Project at Weights & Biases."""
 
     def __post_init__(self) -> None:
-        problems = [
-            f"{name} is {getattr(self, name)}; it must be at least {least}"
-            for name, least in LEAST.items()
-            if getattr(self, name) is not None and not getattr(self, name) >= least
-        ]
-        problems += [
-            f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(choices)}"
-            for name, choices in CHOICES.items()
-            if getattr(self, name) not in choices
-        ]
-        problems += [
-            f"{name} is {getattr(self, name)}; it must be a number above 0"
-            for name in ("learning_rate", "max_grad_norm", "spike_threshold")
-            if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf
-        ]
-        if self.weight_decay == math.inf:
-            problems.append("weight_decay is inf; it must be a number")
-        if self.seed >= 2**32:
-            problems.append(f"seed is {self.seed}; it must be less than {2**32}")
-        if self.warmup_steps >= self.steps > 0:
+        problems = []
+        if self.warmup_steps >= self.steps:
             problems.append(f"warmup_steps is {self.warmup_steps}, not less than steps, which is {self.steps}")
         if self.validate_every is not None and not self.validation_texts:
             problems.append("validate_every is set, but validation_texts is 0; set that too")
         if self.patience is not None and self.validate_every is None:
             problems.append("patience is set, but validate_every is not, so there is nothing to wait for; set that too")
-        if problems:
-            raise ValueError("training configuration: " + "; ".join(problems))
-        self.loss = LossKind(self.loss)  # a caller in Python may have written a string
-
-
-LEAST = {
-    "steps": 1,
-    "batch_size": 1,
-    "gradient_accumulation": 1,
-    "max_positions": 1,
-    "warmup_steps": 0,
-    "validation_texts": 0,
-    "validation_tokens": 1,
-    "validate_every": 1,
-    "patience": 1,
-    "seed": 0,
-    "weight_decay": 0,
-    "shuffle_shards": 1,
-    "num_threads": 1,
-    "log_every": 1,
-    "checkpoint_every": 1,
-    "keep_checkpoints": 1,
-}
-CHOICES = {
-    "labels": LABELS,
-    "loss": tuple(LossKind),
-    "label_weights": WEIGHTS,
-    "teacher": TEACHERS,
-    "schedule": tuple(SCHEDULES),
-    "export": EXPORTS,
-    "on_spike": ON_SPIKE,
-    "tracker": TRACKERS,
-    "wandb_mode": WANDB_MODES,
-}
+        raise_problems(problems)

@@ -1,11 +1,11 @@
-"""How the texts of a step are divided among processes and micro batches, and what it means to go on with another division."""
+"""The division of a step's texts among processes and micro-batches, and resuming with another one."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 DIVISION_KEYS = frozenset({"train.batch_size", "train.gradient_accumulation", "num_processes"})
-"""What says it, in the description of a run."""
+"""The keys of a division in the description of a run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,10 @@ class Division:
         return self.batch_size * self.gradient_accumulation * self.num_processes
 
     def may_follow(self, before: "Division") -> bool:
-        """Whether a run may go on so: with the same texts in every step, or else where the number of processes has changed."""
+        """Whether a run may resume with this division after `before`.
+
+        It may with as many texts in every step, or with another number of processes.
+        """
         return self.texts_per_step == before.texts_per_step or self.num_processes != before.num_processes
 
     def __str__(self) -> str:
@@ -40,7 +43,10 @@ class Division:
 
 
 def describe_change(before: Division, now: Division, *, step: int, position: int, num_texts: int, steps_left: int) -> str:
-    """What changes for a run that goes on after `step` at text `position` (counted from 0 through all epochs)."""
+    """Describe what changes for a run that resumes after `step` at text `position`.
+
+    Positions count from 0 through all epochs.
+    """
     if now.texts_per_step == before.texts_per_step:
         order = f"every step still reads the same {now.texts_per_step} texts"
     else:

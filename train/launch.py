@@ -25,7 +25,7 @@ default of newer versions of torch; older ones record nothing."""
 
 
 def launched_with(feature: str) -> bool:
-    """Whether `accelerate launch` was told of a feature: `CPU`, `DEEPSPEED`, `FSDP`."""
+    """Whether `accelerate launch` has a feature turned on: `CPU`, `DEEPSPEED` or `FSDP`."""
     return bool(str_to_bool(os.environ.get(f"ACCELERATE_USE_{feature}", "false")))
 
 

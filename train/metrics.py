@@ -105,7 +105,7 @@ class Meter:
         return None if step == NO_STEP else step
 
     def record(self) -> dict[str, Any]:
-        """The means since the last record, which begins anew, and the totals. Waits for the device."""
+        """Means since the last record, and totals; the next record starts here. Waits for the device."""
         assert self._window is not None, "a record covers at least one step"
         means = summarize(self._window)
         self._window = None

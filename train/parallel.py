@@ -1,7 +1,7 @@
-"""All that differs between the ways in which processes share a training: alone, DDP, DeepSpeed's ZeRO, FSDP2.
+"""What differs between the launches of a training: one process, DDP, DeepSpeed's ZeRO, FSDP2.
 
-The loop says when a step's last micro batch comes, and what the loss is; here is what that means to each of them. Only the
-drafter is ever handed over to them. The target is none of their business.
+The loop passes the loss and marks a step's last micro-batch; these functions do what each launch
+needs then. Only the drafter is wrapped, never the target.
 """
 
 import math
@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..models.drafters.base import TrainableDrafter
+from .config import TrainConfig
 
 BUCKET_MIB = 100
 """Gradients that DDP exchanges at a time. A drafter's backward is short, so fewer and larger exchanges than by default."""
@@ -26,14 +27,14 @@ def uses_deepspeed(accelerator: Accelerator) -> bool:
 
 
 def sharding(accelerator: Accelerator) -> str | None:
-    """What of a training each process holds a part of only: `zero1` to `zero3`, `fsdp`; None where each holds all."""
+    """The kind of sharding, `zero1` to `zero3` or `fsdp`; None where each process holds everything."""
     if uses_deepspeed(accelerator):
         return f"zero{accelerator.state.deepspeed_plugin.zero_stage}"
     return "fsdp" if accelerator.distributed_type == DistributedType.FSDP else None
 
 
 def needs_whole_copy(accelerator: Accelerator) -> bool:
-    """Whether what is trained can't draft as it is: processes hold parts of its weights, or hold them in 16 bits."""
+    """Whether the trained module can't draft: processes hold parts of its weights, or 16-bit ones."""
     kind = sharding(accelerator)
     return kind in ("zero3", "fsdp") or (uses_deepspeed(accelerator) and accelerator.mixed_precision != "no")
 
@@ -42,25 +43,24 @@ def prepare(
     accelerator: Accelerator,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    *,
-    batch_size: int,
-    max_grad_norm: float | None,
+    config: TrainConfig,
     unused_parameters: bool,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Hand the model and its optimizer over. `batch_size` is that of a micro batch of one process.
+    """Wrap the model and its optimizer for the launch.
 
-    `unused_parameters` says whether some of the model's parameters get no gradient: DDP must then look for them in every step.
+    With `unused_parameters` some of the model's parameters get no gradient, and DDP must look for
+    them in every step.
     """
     accelerator.free_memory()  # of the training before this one
     if uses_deepspeed(accelerator):
         from deepspeed.utils import set_z3_leaf_modules  # an optional package, and slow to import
 
         accelerator.state.deepspeed_plugin.deepspeed_config.update(
-            train_micro_batch_size_per_gpu=batch_size,
+            train_micro_batch_size_per_gpu=config.batch_size,
             # The loop tells the last micro batch, and has divided by what the whole step counts.
             gradient_accumulation_steps=1,
-            train_batch_size=batch_size * accelerator.num_processes,
-            gradient_clipping=max_grad_norm or 0.0,
+            train_batch_size=config.batch_size * accelerator.num_processes,
+            gradient_clipping=config.max_grad_norm or 0.0,
         )
         # ZeRO-3 gathers a drafter's weights at once, and not module by module: which of its modules run, and how often (the
         # loss is computed in chunks of labels), differs between processes, and each gathering needs all of them.
@@ -74,7 +74,7 @@ def prepare(
 
 @contextmanager
 def micro_batch(accelerator: Accelerator, model: Any, *, last: bool) -> Iterator[None]:
-    """Forward and backward of one micro batch of a step; only with the `last` one gradients are exchanged for good."""
+    """Forward and backward of one micro-batch; only the `last` one of a step exchanges gradients."""
     if uses_deepspeed(accelerator):
         model.set_gradient_accumulation_boundary(last)
         yield
@@ -86,10 +86,11 @@ def micro_batch(accelerator: Accelerator, model: Any, *, last: bool) -> Iterator
 
 
 def make_anchor(accelerator: Accelerator) -> torch.Tensor:
-    """A zero to add to the loss: what tells ZeRO-3 that a backward has ended.
+    """Make a zero to add to the loss, which shows ZeRO-3 the end of the backward pass.
 
-    It reduces the gradients of a module that it gathers at once when the gradient of the module's input is there, and a batch
-    has none. autograd takes what was recorded last first, so that of an input older than all the rest comes last.
+    ZeRO-3 reduces a leaf module's gradients when the gradient of its input is ready. A batch needs
+    no gradient, so this zero is an input that does. It is created first, and autograd runs in
+    reverse, so its gradient is ready after all others.
     """
     return torch.zeros((), device=accelerator.device, requires_grad=sharding(accelerator) == "zero3")
 
@@ -105,7 +106,7 @@ def backward(accelerator: Accelerator, model: Any, loss: torch.Tensor) -> None:
 def finish_step(
     accelerator: Accelerator, model: Any, optimizer: torch.optim.Optimizer, max_grad_norm: float | None
 ) -> torch.Tensor:
-    """Clip the gradients, take the optimizer's step, forget the gradients. Returns their norm before the clipping."""
+    """Clip the gradients, run the optimizer's step, reset the gradients; returns their norm before."""
     if uses_deepspeed(accelerator):
         model.step()
         return torch.as_tensor(model.get_global_grad_norm(), dtype=torch.float32, device=accelerator.device)
@@ -117,7 +118,10 @@ def finish_step(
 
 @torch.no_grad()
 def gather_weights(accelerator: Accelerator, trained: TrainableDrafter, whole: TrainableDrafter) -> None:
-    """Copy the parameters of `trained` into `whole`, in float32 and in full. All processes take part, and get all of them."""
+    """Copy all parameters of `trained` into `whole`, in float32, in every process.
+
+    All processes must call it together.
+    """
     sources = dict(trained.named_parameters())
     for name, parameter in whole.named_parameters():
         parameter.copy_(_full(accelerator, sources[name]))

@@ -15,8 +15,11 @@ from .launch import PATIENCE, launched_with
 SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
 LOOK_SECONDS = 5.0
 STEP_PATIENCE = timedelta(hours=1)
-"""Limit of a collective after the first step of a training. What the others wait for then is one process's share of a step or
-of a validation, or the main process's writing of a checkpoint: minutes, also on a slow disk."""
+"""Limit of a collective after the first step of a training.
+
+The other processes then wait for one process's share of a step or of a validation, or for the main
+process to write a checkpoint: minutes, also on a slow disk.
+"""
 
 
 def require_supported_launch(accelerator: Accelerator) -> None:
@@ -85,8 +88,10 @@ def _limit_collectives(limit: timedelta) -> None:
 class Sigterm:
     """Whether a SIGTERM has come to any of the processes, so that all of them end after the same step.
 
-    A context manager: within, the signal ends nothing by itself. Asking each other makes the host wait for the device, so it is
-    done wherever the host waits anyway, and about every LOOK_SECONDS: launchers kill what is left after half a minute.
+    A context manager: inside the block the signal alone ends nothing. The processes share the
+    signal through a collective, for which the host waits for the device. So they do it where the
+    host waits for another reason, and about every LOOK_SECONDS: launchers kill the processes that
+    are left after half a minute.
     """
 
     def __init__(self, accelerator: Accelerator, *, step: int) -> None:
@@ -103,15 +108,17 @@ class Sigterm:
         signal.signal(signal.SIGTERM, self._previous)
 
     def stops(self, done: int, *, host_waits: bool) -> bool:
-        """Whether to stop after step `done`, the same in all processes. To be asked after every step."""
+        """Whether to stop after step `done`, equal in all processes. To be called after every step."""
         if self._accelerator.num_processes == 1:
             return self._come.is_set()
         if not host_waits and done < self._next_look:
             return False
         step, then = self._looked_at
         self._looked_at = done, time.monotonic()
-        told = torch.tensor([self._come.is_set(), (self._looked_at[1] - then) / (done - step)], dtype=torch.float32)
-        num_come, seconds = self._accelerator.reduce(told.to(self._accelerator.device), "sum").tolist()
-        # Of the sum over processes, so that none looks when the others don't.
+        signal_and_seconds = torch.tensor(
+            [self._come.is_set(), (self._looked_at[1] - then) / (done - step)], dtype=torch.float32
+        )
+        num_come, seconds = self._accelerator.reduce(signal_and_seconds.to(self._accelerator.device), "sum").tolist()
+        # From the sum over processes, so that all processes look after the same step.
         self._next_look = done + max(1, int(LOOK_SECONDS * self._accelerator.num_processes / seconds))
         return bool(num_come)

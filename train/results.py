@@ -1,4 +1,4 @@
-"""What a training is and what it leaves: the configuration that makes it this run, the drafter's folder, the summary."""
+"""What decides a run, and what it leaves: the drafter's folder and the summary."""
 
 import hashlib
 import logging
@@ -15,7 +15,7 @@ from ..data.files import read_json, replacing_directory, sha256_file, write_json
 from ..data.manifest import Manifest, TargetIdentity
 from ..models.drafters import save_drafter
 from ..models.drafters.base import TrainableDrafter
-from ..models.drafters.saved.build import parse_drafter_config, starting_weights
+from ..models.drafters.saved.build import DrafterSpec, starting_weights
 from ..models.drafters.saved.folder import CONFIG_FILE, TRAINING_FILE, WEIGHTS_FILE, TrainingFacts
 from ..models.drafters.saved.loading import change_options
 from .best import Best
@@ -32,19 +32,19 @@ DRAFTER_FILES = (CONFIG_FILE, WEIGHTS_FILE)
 CHECKPOINTS_DIR = "checkpoints"
 
 
-def describe_run(
-    config: TrainConfig, drafter_config: Mapping[str, Any], manifest: Manifest, accelerator: Accelerator
-) -> dict[str, Any]:
-    """All that decides what is learned, as JSON values: two runs with equal descriptions learn the same. A run may go on with
-    another division of its steps (see `Division`), and then learns nearly the same."""
-    kind, drafter = parse_drafter_config(drafter_config)
+def describe_run(config: TrainConfig, spec: DrafterSpec, manifest: Manifest, accelerator: Accelerator) -> dict[str, Any]:
+    """Everything that decides what is learned, as JSON values.
+
+    Two runs with equal descriptions learn the same. A run may resume with another division of its
+    steps (see `Division`), and then learns nearly the same.
+    """
     shards = "\n".join(shard.sha256 for shard in manifest.shards)
-    started_from = starting_weights(drafter_config)
+    started_from = starting_weights(spec)
     return {
         "train": {key: value for key, value in asdict(config).items() if key not in MAY_CHANGE_ON_RESUME},
         "drafter": {
-            "kind": kind,
-            **{key: value for key, value in asdict(drafter).items() if key not in drafter.RUNTIME_FIELDS},
+            "kind": spec.kind,
+            **{key: value for key, value in asdict(spec.config).items() if key not in spec.config.RUNTIME_FIELDS},
         },
         "shards": {
             "horizon": manifest.horizon,
@@ -64,7 +64,10 @@ def describe_run(
 
 
 def is_trained(config: TrainConfig, run: Mapping[str, Any], output_dir: Path, drafter_dir: Path) -> bool:
-    """Whether the folders hold this very run, finished. Raises ValueError, naming each changed key, where they hold another."""
+    """Whether the folders hold this run, finished.
+
+    Raises ValueError, with each changed key, where they hold another run.
+    """
     remedy = f"Take back the changes, choose another output directory, or delete {output_dir} and {drafter_dir} to train anew"
     checkpoint = latest_checkpoint(output_dir / CHECKPOINTS_DIR)
     if checkpoint is not None:
@@ -74,22 +77,24 @@ def is_trained(config: TrainConfig, run: Mapping[str, Any], output_dir: Path, dr
         return False
     summary = read_json(summary_path)
     if not isinstance(summary, dict) or not {"run", "drafter_sha256"} <= summary.keys():
-        logger.warning("%s is no summary of a training: it is written anew", summary_path)
+        logger.warning("%s is no summary of a training: it is written again", summary_path)
         return False
     _require_same_run(summary["run"], run, summary_path, remedy)
-    # Another end is soon made, from the last checkpoint and the best drafter.
+    # With other options of the end, the last checkpoint and the best drafter soon give the new results.
     return bool(summary["drafter_sha256"] == _digests(drafter_dir) and summary.get("end") == end_of(config))
 
 
 def end_of(config: TrainConfig) -> dict[str, Any]:
-    """What decides how a run ends: which drafter it leaves, and how early."""
+    """The options that decide how a run ends: which drafter it exports, and how early it stops."""
     return {"export": config.export, "patience": config.patience}
 
 
-def take_over_options(drafter_config: Mapping[str, Any], output_dir: Path, drafter_dir: Path) -> None:
-    """Let a finished drafter draft as the configuration says now: those options don't depend on training."""
-    _, config = parse_drafter_config(drafter_config)
-    if change_options(drafter_dir, {name: getattr(config, name) for name in config.RUNTIME_FIELDS}):
+def take_over_options(spec: DrafterSpec, output_dir: Path, drafter_dir: Path) -> None:
+    """Change a finished drafter's options for decoding to the configuration's.
+
+    They don't depend on training.
+    """
+    if change_options(drafter_dir, {name: getattr(spec.config, name) for name in spec.config.RUNTIME_FIELDS}):
         summary = read_json(output_dir / SUMMARY_FILE)
         write_json(output_dir / SUMMARY_FILE, {**summary, "drafter_sha256": _digests(drafter_dir)})
 
@@ -106,9 +111,10 @@ def save_results(
     config: TrainConfig,
     best: Best,
 ) -> None:
-    """The files of the drafter that `config.export` asks for, and then the summary, which says that they are complete.
+    """Save the drafter that `config.export` names, and then the summary.
 
-    `drafter` is the last one. Raises ValueError where the records of the training are gone.
+    The summary shows that the drafter is complete. `drafter` is the drafter after the last step.
+    Raises ValueError where the records of the training are missing.
     """
     records = read_records(output_dir / METRICS_FILE)
     if not records:
@@ -155,7 +161,10 @@ def save_results(
 
 
 def _copy_best(best: Best, folder: Path, drafter: TrainableDrafter) -> None:
-    """Copy the best drafter, with the options for decoding of `drafter`: they may have changed since the measurement."""
+    """Copy the best drafter, with the options for decoding of `drafter`.
+
+    They may have changed since the measurement.
+    """
     for name in DRAFTER_FILES:
         shutil.copyfile(best.directory / name, folder / name)
     change_options(folder, {name: getattr(drafter.config, name) for name in drafter.config.RUNTIME_FIELDS})

@@ -1,4 +1,4 @@
-"""What a checkpoint says beside weights, optimizer and random numbers, and how a run goes on from it."""
+"""The state in a checkpoint beside weights, optimizer and random numbers, and how a run resumes."""
 
 import logging
 
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 def save_step(training: Training, step: int) -> None:
-    """Take the checkpoint of a step."""
+    """Save the checkpoint of a step."""
     state = {
         "examples_read": training.stream.position(step),
         "scheduler": training.scheduler.state_dict(),
@@ -26,7 +26,7 @@ def save_step(training: Training, step: int) -> None:
 
 
 def resume(training: Training) -> int:
-    """Restore the last complete checkpoint, if there is one; returns the step to go on from."""
+    """Restore the last complete checkpoint, if any; returns the step to resume at."""
     accelerator, directory = training.accelerator, training.checkpoints.directory
     if accelerator.is_main_process:
         remove_incomplete(directory)
@@ -49,16 +49,16 @@ def resume(training: Training) -> int:
 
 
 def _take_over_division(training: Training, before: Division, step: int, position: int) -> None:
-    """Say what it changes where the steps were divided otherwise until now. New processes draw random numbers of their own."""
+    """Log what another division of the steps than before changes, and seed new processes."""
     now = Division.of(training.run)
     if now == before:
         return
     steps_left = training.config.steps - step
-    told = describe_change(
+    change = describe_change(
         before, now, step=step, position=position, num_texts=training.stream.num_texts, steps_left=steps_left
     )
     if training.accelerator.is_main_process:
-        logger.warning("%s", told)
+        logger.warning("%s", change)
     if now.num_processes != before.num_processes:
         seed = derived_seed(training.config.seed, "resumed", step, training.accelerator.process_index)
         set_seed(seed % 2**32)

@@ -1,14 +1,13 @@
 """The stage that trains: from distilled shards to a drafter. `loop.fit` is the loop, which a kill can't hurt."""
 
 import logging
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from accelerate import Accelerator
 
 from ..data.manifest import load_manifest
 from ..data.shards import verify_shards
+from ..models.drafters.saved.build import DrafterSpec
 from ..models.machine import hardware
 from ..models.target.hf_target import HFTarget
 from .config import TrainConfig
@@ -24,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 def train(
     config: TrainConfig,
-    drafter_config: Mapping[str, Any],
+    spec: DrafterSpec,
     target: HFTarget,
     shards_dir: Path,
     output_dir: Path,
@@ -43,16 +42,16 @@ def train(
     require_tracker(config)
     manifest = load_manifest(shards_dir)
     manifest.require_target(target.identity)
-    run = describe_run(config, drafter_config, manifest, accelerator)
+    run = describe_run(config, spec, manifest, accelerator)
     if is_trained(config, run, output_dir, drafter_dir):
         accelerator.wait_for_everyone()  # all have looked at the files before one changes them
         if accelerator.is_main_process:
-            take_over_options(drafter_config, output_dir, drafter_dir)
+            take_over_options(spec, output_dir, drafter_dir)
         accelerator.wait_for_everyone()
         logger.info("the drafter in %s is already trained", drafter_dir)
         return
     verify_shards(shards_dir, manifest)
-    training = set_up(config, drafter_config, target, shards_dir, manifest, run, output_dir, accelerator)
+    training = set_up(config, spec, target, shards_dir, manifest, run, output_dir, accelerator)
     fit(training, start=resume(training))
     with training.whole_drafter() as drafter:
         if training.validator is None:

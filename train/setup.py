@@ -2,7 +2,6 @@
 
 import logging
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,14 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
 from ..data.manifest import Manifest
 from ..data.types import TargetReads
-from ..models.drafters import build_drafter
 from ..models.drafters.base import TrainableDrafter
 from ..models.drafters.objective import Objective
+from ..models.drafters.saved.build import DrafterSpec, build_drafter
 from ..models.target.hf_target import HFTarget
 from ..models.target.text_states import require_packing
 from .batches import BatchStream, count_label_tokens, target_reads
@@ -33,12 +33,12 @@ from .validation import HeldOut, Validator, hold_out
 logger = logging.getLogger(__name__)
 
 MEASURED_SHARE = 0.1
-"""Share of the steps, the last ones, that `TrainableDrafter.calibrate` is told of where no texts are held out for that."""
+"""Share of the steps, the last ones, that `TrainableDrafter.calibrate` reads without held-out texts."""
 
 
 def set_up(
     config: TrainConfig,
-    drafter_config: Mapping[str, Any],
+    spec: DrafterSpec,
     target: HFTarget,
     shards_dir: Path,
     manifest: Manifest,
@@ -54,7 +54,7 @@ def set_up(
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     set_seed(config.seed)
-    drafter = build_drafter(drafter_config, target).train()
+    drafter = build_drafter(spec, target).train()
     if config.activation_checkpointing:
         drafter.checkpoint_activations()
     objective = make_objective(config, target)
@@ -68,23 +68,14 @@ def set_up(
     # 3. What a sharded training decodes with: it holds parts of the weights only.
     copy = None
     if needs_whole_copy(accelerator):
-        copy = build_drafter(drafter_config, target)
+        copy = build_drafter(spec, target)
         copy.load_state_dict(drafter.state_dict())
     set_seed(config.seed + accelerator.process_index)  # dropout and the like differ by process, the first weights don't
     # 4. The optimizer. The scheduler stays ours: accelerate would step a prepared one once per process.
-    optimizer = make_optimizer(drafter, config)
-    scheduler = get_scheduler(
-        SCHEDULES[config.schedule], optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=config.steps
-    )
+    optimizer, scheduler = make_optimizer(drafter, config)
     validator = make_validator(config, held_out, target, objective, manifest, accelerator)
-    model, optimizer = prepare(
-        accelerator,
-        LossModule(drafter, objective),
-        optimizer,
-        batch_size=config.batch_size,
-        max_grad_norm=config.max_grad_norm,
-        unused_parameters=drafter.has_unused_parameters(manifest.horizon),
-    )
+    unused_parameters = drafter.has_unused_parameters(manifest.horizon)
+    model, optimizer = prepare(accelerator, LossModule(drafter, objective), optimizer, config, unused_parameters)
     return Training(
         config=config,
         run=run,
@@ -218,10 +209,13 @@ def log_recomputed(manifest: Manifest, reads: TargetReads) -> None:
         )
 
 
-def make_optimizer(drafter: TrainableDrafter, config: TrainConfig) -> torch.optim.Optimizer:
+def make_optimizer(drafter: TrainableDrafter, config: TrainConfig) -> tuple[torch.optim.Optimizer, LRScheduler]:
+    """Make AdamW, which decays matrices alone, and the schedule of its learning rate."""
     parameters = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
     groups = [
         {"params": [parameter for parameter in parameters if parameter.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, fused=True)
+    optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, fused=True)
+    name, num_steps = SCHEDULES[config.schedule], config.steps
+    return optimizer, get_scheduler(name, optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=num_steps)

@@ -1,4 +1,7 @@
-"""Steps whose loss is far above the losses before them: the host looks for them when it waits for the device anyway."""
+"""Steps whose loss is far above the losses before them.
+
+The host looks for them when it waits for the device for another reason.
+"""
 
 from collections import deque
 from dataclasses import dataclass
@@ -30,8 +33,9 @@ class Spike:
 class SpikeWatch:
     """Finds losses above median + `threshold` x robust deviation of the losses before them.
 
-    Both are robust: a spike among the last losses hardly moves them, and a loss that stays high becomes the median. A threshold
-    of None finds nothing. A loss that isn't finite is no spike but an error of another kind (`Meter.first_bad_step`).
+    Both are robust: a spike among the last losses hardly moves them, and a loss that stays high
+    becomes the median. A threshold of None finds nothing. A loss that isn't finite is no spike but
+    an error of another kind (`Meter.first_bad_step`).
     """
 
     def __init__(self, threshold: float | None) -> None:

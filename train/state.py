@@ -69,7 +69,7 @@ def page_locked_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """The states of all generators that a training on `device` may draw from, in values that `torch.load` takes for safe."""
+    """States of all generators that a training on `device` uses, as values that `torch.load` accepts."""
     name, keys, *rest = np.random.get_state()
     state = {"python": random.getstate(), "numpy": (name, list(map(int, keys)), *rest), "torch": torch.get_rng_state()}
     if device.type != "cpu":
@@ -78,7 +78,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Let every generator go on from a `random_state` of a device of the same type."""
+    """Restore a `random_state` of a device of the same type in every generator."""
     name, keys, *rest = state["numpy"]
     random.setstate(state["python"])
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))

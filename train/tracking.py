@@ -1,4 +1,4 @@
-"""Where the records of a training go: always to a JSON-lines file, on request to Weights & Biases and TensorBoard too."""
+"""The records of a training: in a JSON-lines file, and in Weights & Biases and TensorBoard on request."""
 
 import importlib.util
 import json
@@ -20,11 +20,11 @@ METRICS_FILE = "metrics.jsonl"
 RUN_ID_FILE = "wandb_run_id"
 TENSORBOARD_DIR = "tensorboard"
 PACKAGES = {"wandb": "wandb", "tensorboard": "'outrider[tensorboard]'"}
-"""What each tracker is installed as; the package is named as the tracker is."""
+"""The requirement that installs each tracker; its package has the tracker's name."""
 
 
 class Sink(Protocol):
-    """Where numbers by name go besides the file. What it raises ends it, and not the training."""
+    """A service that gets numbers by name. Its errors end the sink, and not the training."""
 
     def log(self, step: int, scalars: Mapping[str, int | float]) -> None: ...
 
@@ -42,10 +42,11 @@ def require_tracker(config: TrainConfig) -> None:
 
 
 class Tracker:
-    """Writes records, one JSON line each. A context manager; every process but the main one passes `active=False`.
+    """Writes records, one JSON line each, and sends them to the run's sinks.
 
-    `step` is the step that training goes on from. Records of later steps, which a killed run wrote after its last checkpoint,
-    are dropped, since those steps are made again. A sink that fails is told once and gets no more records.
+    A context manager; every process but the main one passes `active=False`. Training starts or
+    resumes at `step`: records of later steps, which a killed run wrote after its last checkpoint, are
+    dropped, since those steps run again. A sink that fails is logged once and gets no more records.
     """
 
     def __init__(self, output_dir: Path, config: TrainConfig, run_config: dict[str, Any], *, step: int, active: bool) -> None:

@@ -1,4 +1,4 @@
-"""Watching a training: is it sound, what does decoding accept, when will it end."""
+"""Watching a training: whether it is sound, what decoding accepts, when it will end."""
 
 import logging
 
@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 def make_progress(training: Training, start: int) -> Progress:
-    """The bar of a run that goes on from step `start`."""
+    """Make the bar of a run that starts or resumes at step `start`."""
     config = training.config
     measure_every = None if training.validator is None else config.validate_every or config.steps
     return Progress(
@@ -31,7 +31,7 @@ def is_measured(training: Training, done: int) -> bool:
 
 
 def validate_now(training: Training, tracker: Tracker, step: int) -> bool:
-    """What decoding accepts now, in the records; the best drafter is kept. Returns whether that has peaked."""
+    """Measure and record tokens per step, and keep the best drafter; returns whether they peaked."""
     assert training.validator is not None
     with training.meter.paused(), training.whole_drafter() as drafter:
         validation = training.validator(drafter)
@@ -46,8 +46,10 @@ def validate_now(training: Training, tracker: Tracker, step: int) -> bool:
 
 
 def require_sound(training: Training) -> None:
-    """Raise ValueError, with step and texts, where the loss is not finite, or has a spike that is to end the run. Waits for the
-    device."""
+    """Raise ValueError where the loss is not finite, or has a spike that ends the run.
+
+    The message names the step and its texts. Waits for the device.
+    """
     bad_step, spike = training.meter.first_bad_step(), training.spikes.take()
     if bad_step is None and spike is None:
         return
@@ -58,21 +60,23 @@ def require_sound(training: Training) -> None:
         assert spike is not None
         step, problem = (
             spike.step,
-            f"the loss has a spike of {spike.loss:.4g}, far above the last ones (bound: {spike.bound:.4g},",
+            (
+                f"the loss has a spike of {spike.loss:.4g}, far above the last ones (bound: {spike.bound:.4g}, "
+                f"train.spike_threshold={training.config.spike_threshold}; {spike.num_spikes} since the last look)"
+            ),
         )
-        problem += f" train.spike_threshold={training.config.spike_threshold}; {spike.num_spikes} since the last look)"
-        remedy = "go through it with train.on_spike=warn, or lower that and train into an empty folder"
-    told = f"{problem} at step {step + 1}, whose texts are {', '.join(training.stream.ids(step))}"
+        remedy = "continue through it with train.on_spike=warn, or lower that and train into an empty folder"
+    problem += f" at step {step + 1}, whose texts are {', '.join(training.stream.ids(step))}"
     if bad_step is None and training.config.on_spike == "warn":
         if training.accelerator.is_main_process:
-            logger.warning("%s", told)
+            logger.warning("%s", problem)
         return
     try:
         training.checkpoints.finish()
-    except OSError as error:  # two things went wrong, and both are told
-        told += f". Besides, {error.strerror}"
+    except OSError as error:  # the message names both problems
+        problem += f". Besides, {error.strerror}"
     kept = latest_checkpoint(training.checkpoints.directory)
     raise ValueError(
-        f"{told}. Nothing was saved since; the last good checkpoint is {kept or 'none'}. Look at those texts, lower "
+        f"{problem}. Nothing was saved since; the last good checkpoint is {kept or 'none'}. Look at those texts, lower "
         f"train.learning_rate, {remedy}"
     )

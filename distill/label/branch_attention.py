@@ -44,7 +44,7 @@ class Segment:
     mask: Float[torch.Tensor, "branch key"]
 
 
-class Branches:
+class BranchCache:
     """The live branches of a batch of texts: where they left, and the keys and values of their own tokens in every layer.
 
     `rows` and `positions` [branch] say which text a branch belongs to and the last position of it that it sees, ordered by
@@ -190,7 +190,7 @@ def _branch_attention_forward(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
-    branches: Branches | None = None,
+    branches: BranchCache | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: tensors are [1, head, branch, head_dim], the output [1, branch, head, value_dim]."""

@@ -21,7 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ...data.types import UNKNOWN
 from ...models.target.hf_target import HFTarget
-from .branch_attention import BYPASSED, Branches, branch_attention, require_full_attention
+from .branch_attention import BYPASSED, BranchCache, branch_attention, require_full_attention
 from .features import TextFeatures
 
 # Logits held at a time: the head's output is [chunk, vocab] with about this many elements, whatever the vocabulary.
@@ -147,11 +147,11 @@ def _probe(target: HFTarget) -> None:
 
 def _make_branches(
     cache: DynamicCache, rows: Int[torch.Tensor, " branch"], positions: Int[torch.Tensor, " branch"]
-) -> Branches:
+) -> BranchCache:
     layers: list[Any] = cache.layers
     if any(layer.keys is None for layer in layers):
         raise ValueError(BYPASSED)
-    return Branches([layer.keys for layer in layers], [layer.values for layer in layers], rows, positions)
+    return BranchCache([layer.keys for layer in layers], [layer.values for layer in layers], rows, positions)
 
 
 def _prefill(
@@ -194,7 +194,7 @@ def _needed_depth(
 
 
 def _branch_hidden_states(
-    model: PreTrainedModel, branches: Branches, tokens: Int[torch.Tensor, " branch"], step: int
+    model: PreTrainedModel, branches: BranchCache, tokens: Int[torch.Tensor, " branch"], step: int
 ) -> Float[torch.Tensor, "branch hidden"]:
     """Feed each branch its token, the `step`-th behind its text."""
     # One row, so that the linear layers see no padding; the attention sorts out whose token is whose.

@@ -42,7 +42,7 @@ GREEDY_AGREEMENT = 0.95
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShardStats:
+class LabellingStats:
     """What labelling one shard took (see `LabelStats`); `seconds` are those of labelling, not of reading and writing."""
 
     num_text_tokens: int
@@ -158,7 +158,7 @@ def length_batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[i
 
 def label_shard(
     config: DistillConfig, target: HFTarget, examples: Sequence[Example], progress: tqdm
-) -> tuple[list[DistilledExample], ShardStats]:
+) -> tuple[list[DistilledExample], LabellingStats]:
     """The examples of one shard with their labels, in their order. `progress` counts tokens of text."""
     started = time.perf_counter()
     counts: Counter[str] = Counter()
@@ -181,7 +181,7 @@ def label_shard(
             labelled[index] = stored_example(config, examples[index], continuations[row], features, row)
         counts.update(asdict(stats))
         progress.update(stats.num_text_tokens)
-    shard_stats = ShardStats(**counts, seconds=time.perf_counter() - started)
+    shard_stats = LabellingStats(**counts, seconds=time.perf_counter() - started)
     return [labelled[index] for index in range(len(examples))], shard_stats
 
 
@@ -205,7 +205,7 @@ def _write_statistics(
     config: DistillConfig, target: HFTarget, output_dir: Path, entries: Sequence[ShardEntry], dropped: Counter[str]
 ) -> None:
     """Write what all shards took into the statistics, and warn where the target disagrees with the texts."""
-    shards = label_store(output_dir).read_stats(ShardStats, len(entries)).values()
+    shards = label_store(output_dir).read_stats(LabellingStats, len(entries)).values()
     num_positions = sum(shard.num_positions for shard in shards)
     seconds = sum(shard.seconds for shard in shards)
     agreement = sum(shard.num_agreeing for shard in shards) / max(1, num_positions)

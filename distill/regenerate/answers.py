@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from ...data.files import parse_dataclass, read_json
+from ...data.files import parse_json, read_json
 from ...data.manifest import MANIFEST_FILE, BaseEntry, BaseManifest
 from ...data.store import ShardStore
 from ...data.types import Conversation, Example
@@ -137,4 +137,4 @@ def read_answers(directory: Path, entry: AnswersEntry) -> list[AnsweredExample]:
     answer_store(directory).verify(entry)
     path = directory / entry.file
     lines = path.read_bytes().splitlines()
-    return [parse_dataclass(AnsweredExample, json.loads(line), path) for line in lines]
+    return [parse_json(AnsweredExample, line, path) for line in lines]

@@ -54,7 +54,7 @@ LARGE_CUT_SHARE = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShardStats:
+class AnsweringStats:
     """What answering one shard took."""
 
     engine: str
@@ -221,7 +221,7 @@ def _answer_shards(
             if not worker.speaks:
                 continue
             schedule = engine.statistics if isinstance(engine, BatchEngine) else None
-            note = ShardStats(engine=type(engine).__name__, seconds=seconds, schedule=schedule)
+            note = AnsweringStats(engine=type(engine).__name__, seconds=seconds, schedule=schedule)
             write_json(answer_store(output_dir).path(index, STATS_SUFFIX), asdict(note))
             write_answers(output_dir, index, [conversation.id for conversation in conversations], examples, counts)
 
@@ -241,7 +241,7 @@ def _write_statistics(
 ) -> None:
     """Write what all shards took into the statistics, and warn where many answers are cut."""
     num, dropped = _total(shards)
-    notes = answer_store(output_dir).read_stats(ShardStats, len(shards))
+    notes = answer_store(output_dir).read_stats(AnsweringStats, len(shards))
     seconds = {index: note.seconds for index, note in notes.items()}
     schedules = [note.schedule for note in notes.values() if note.schedule is not None]
     num_timed_tokens = sum(entry.counts.num_tokens for entry in shards if entry.index in seconds)

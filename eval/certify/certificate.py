@@ -44,7 +44,7 @@ MakeRule = Callable[[Sampling], AcceptanceRule]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class CertificateLine:
     """One line of the certificate."""
 
     subject: str
@@ -57,9 +57,9 @@ class Line:
     """Probability, at most, that this line fails although all is sound."""
 
 
-def certify_rules(*, vocab: int = 3, seed: int = 0) -> list[Line]:
+def certify_rules(*, vocab: int = 3, seed: int = 0) -> list[CertificateLine]:
     """Enumerate the rules exactly, and test the sampler as it is. A few minutes on a CPU."""
-    jobs: list[Callable[[], Line]] = []
+    jobs: list[Callable[[], CertificateLine]] = []
     for drawing in DRAWINGS:
         jobs += [
             partial(_enumerate, "speculative sampling", _rule, drawing, vocab, seed),
@@ -80,7 +80,7 @@ def _enumerate(
     *,
     lossless: bool = True,
     target_sampling: Sampling | None = None,
-) -> Line:
+) -> CertificateLine:
     """One rule on trees of one drawing. Of a rule that isn't meant to be `lossless` it is told how far from it it is."""
     checks = list(
         check_rule(
@@ -94,7 +94,7 @@ def _enumerate(
         )
     )
     worst = f"total variation at most {max(check.total_variation for check in checks):.1e}"
-    return Line(
+    return CertificateLine(
         subject=f"{name}, {drawing} trees, {vocab} tokens",
         method="every outcome enumerated",
         num_cases=len(checks),
@@ -104,9 +104,9 @@ def _enumerate(
     )
 
 
-def _test_sampler(drawing: str, vocab: int, seed: int) -> Line:
+def _test_sampler(drawing: str, vocab: int, seed: int) -> CertificateLine:
     values = [_sampler_p_value(shape, drawing, name, vocab, seed) for shape in SHAPES for name in SAMPLINGS]
-    return Line(
+    return CertificateLine(
         subject=f"the sampler, {drawing} trees, {vocab} tokens",
         method=f"G-tests of {NUM_SAMPLES} texts",
         num_cases=len(values),
@@ -124,7 +124,7 @@ def certify_decoding(
     suites: Sequence[PromptSet],
     *,
     max_new_tokens: int,
-) -> list[Line]:
+) -> list[CertificateLine]:
     """Each drafter's greedy answers, alone and in batches, against plain decoding's, and what it samples against the target.
 
     In float32 and float64 the greedy tokens must be the same. In narrower types every token must be the arg-max of plain
@@ -139,7 +139,7 @@ def certify_decoding(
     prompts = [prompt for prompt in prompts if prompt.shape[1] <= room]
     if not prompts:
         raise ValueError(f"no prompt fits the target's context window of {target.context_length} tokens; lower max_new_tokens")
-    jobs: list[Callable[[], Line]] = [partial(_certify_oracle, target, prompts, max_new_tokens)]
+    jobs: list[Callable[[], CertificateLine]] = [partial(_certify_oracle, target, prompts, max_new_tokens)]
     for name, drafter in drafters.items():
         label = f"{name}, {_decoded_in(target)}"
         jobs += [
@@ -157,7 +157,7 @@ def _certify_greedy(
     prompts: Sequence[torch.Tensor],
     max_new_tokens: int,
     batch_size: int,
-) -> Line:
+) -> CertificateLine:
     num_accepted, answers = 0, []
     for start in range(0, len(prompts), batch_size):
         steps = list(_greedy(target, drafter, prompts[start : start + batch_size], max_new_tokens))
@@ -167,7 +167,7 @@ def _certify_greedy(
     return _compare(f"{label}, greedy{together}", target, prompts, answers, num_accepted, max_new_tokens)
 
 
-def _certify_oracle(target: HFTarget, prompts: Sequence[torch.Tensor], max_new_tokens: int) -> Line:
+def _certify_oracle(target: HFTarget, prompts: Sequence[torch.Tensor], max_new_tokens: int) -> CertificateLine:
     """Trees with the right answer in them, in batches: long accepted paths, whatever the drafters are worth."""
     num_accepted, answers = 0, []
     for start in range(0, len(prompts), BATCH_SIZE):
@@ -190,7 +190,7 @@ def _compare(
     answers: Sequence[list[int]],
     num_accepted: int,
     max_new_tokens: int,
-) -> Line:
+) -> CertificateLine:
     exact = is_exact(str(target.dtype))
     num_bad, worst = 0, 0.0
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -200,7 +200,7 @@ def _compare(
             margin = audit(target, prompt, answer, max_new_tokens=max_new_tokens)
             num_bad += not margin.within_noise
             worst = max(worst, margin.deficit / margin.noise if margin.noise else margin.deficit)
-    return Line(
+    return CertificateLine(
         subject=f"{label}: {sum(map(len, answers))} tokens, {num_accepted} of them accepted drafts",
         method="the tokens of plain decoding" if exact else "every token the arg-max, within twice the noise",
         num_cases=len(prompts),
@@ -209,7 +209,9 @@ def _compare(
     )
 
 
-def _certify_sampling(label: str, target: HFTarget, drafter: Drafter[Any, Any], prompts: Sequence[torch.Tensor]) -> Line:
+def _certify_sampling(
+    label: str, target: HFTarget, drafter: Drafter[Any, Any], prompts: Sequence[torch.Tensor]
+) -> CertificateLine:
     """The first tokens of many sampled answers, against what the target thinks of them in one plain forward pass.
 
     A token's place is the sum of all probabilities greater than its own, and a random share of its own. If the tokens are draws
@@ -234,7 +236,7 @@ def _certify_sampling(label: str, target: HFTarget, drafter: Drafter[Any, Any], 
     pairs = (cell[:, :-1] * NUM_PLACES + cell[:, 1:]).unbind(1)
     even = torch.full((NUM_PLACES**2,), NUM_PLACES**-2, dtype=torch.float64)
     values = [g_test(pair.bincount(minlength=len(even)), even) for pair in pairs]
-    return Line(
+    return CertificateLine(
         subject=f"{label}, sampled: {cell.numel()} tokens, {num_accepted} of them accepted drafts",
         method=f"G-tests of {len(cell)} texts",
         num_cases=len(values),
@@ -244,23 +246,23 @@ def _certify_sampling(label: str, target: HFTarget, drafter: Drafter[Any, Any], 
     )
 
 
-def passes(lines: Sequence[Line]) -> bool:
+def passes(lines: Sequence[CertificateLine]) -> bool:
     """The verdict: every line that claims something holds."""
     return all(line.passed is not False for line in lines)
 
 
-def false_alarm_rate(lines: Sequence[Line]) -> float:
+def false_alarm_rate(lines: Sequence[CertificateLine]) -> float:
     """Probability, at most, that the verdict is negative although all is sound: the sum over all tests (Bonferroni)."""
     return sum(line.false_alarm_rate for line in lines)
 
 
-def write_certificate(lines: Sequence[Line], subject: dict[str, Any], path: Path) -> None:
+def write_certificate(lines: Sequence[CertificateLine], subject: dict[str, Any], path: Path) -> None:
     """The certificate as JSON: verdict, its false-alarm rate, what was certified, and every line."""
     verdict = {"passed": passes(lines), "false_alarm_rate": false_alarm_rate(lines)}
     write_json(path, {**verdict, **subject, "lines": [asdict(line) for line in lines]})
 
 
-def certificate_table(lines: Sequence[Line]) -> Table:
+def certificate_table(lines: Sequence[CertificateLine]) -> Table:
     """The certificate for a terminal."""
     table = Table("What", "How", "Cases", "Result", "Verdict")
     verdicts = {True: "[green]pass[/]", False: "[bold red]FAIL[/]", None: "none claimed"}

@@ -40,7 +40,7 @@ def total_variation(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).abs().sum() / 2)
 
 
-class Replay:
+class ScriptedChance:
     """Plays one outcome of all decisions, the same in every row, and keeps how likely that was in each.
 
     The first decisions are the script's, all later ones the first option.
@@ -99,7 +99,7 @@ def step_distributions(
     emitted = [[torch.zeros(vocab**size, dtype=torch.float64) for size in range(shape.depth + 2)] for shape in shapes]
     script: list[int] | None = []
     while script is not None:
-        chance = Replay(script, sum(sizes))
+        chance = ScriptedChance(script, sum(sizes))
         acceptance = rule(tree, output, generator=chance)
         weight, end = torch.cat(drawn) * chance.weight, 0
         for counts, size in zip(emitted, sizes, strict=True):

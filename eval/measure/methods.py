@@ -12,7 +12,7 @@ from ...models.decoding.protocols import Drafter
 from ...models.drafters import NullDrafter, load_drafter
 from ...models.drafters.base import TrainableDrafter
 from ...models.drafters.graphed import GraphedDrafter, RecordableDrafter
-from ...models.drafters.saved.build import parse_drafter_config
+from ...models.drafters.saved.build import saved_spec
 from ...models.drafters.saved.loading import WEIGHTS_FILE, read_drafter_config
 from ...models.target.hf_target import HFTarget
 from ..config import EvalConfig
@@ -59,7 +59,7 @@ def method_specs(
             name.append("tuned")
             chosen = _by_setting(path, tuned[directory])
         for spec in chosen:
-            parse_drafter_config({"kind": saved.kind, **saved.drafter, **(spec.setting or {})})
+            saved_spec(saved, spec.setting)
             label = " ".join([*name, *_words(spec.setting)])
             if label in specs:
                 raise ValueError(f"{label} is to be evaluated twice; give each drafter and each setting once")

@@ -12,8 +12,9 @@ from ...models.decoding.loop import generate
 from ...models.decoding.protocols import AcceptanceRule, Drafter, Target
 from ...models.decoding.sampling import RowSeeds
 from ...models.decoding.tree import tree_tokens
-from ...models.decoding.types import PhaseSeconds, Step
+from ...models.decoding.types import Step
 from ...models.machine import synchronize
+from ...models.phases import PhaseSeconds
 from ..records.records import TreeTokens
 
 
@@ -28,11 +29,11 @@ class Generation:
     prefill_seconds: float
     decode_seconds: float
 
-    def answer(self, row: int) -> "Answer":
+    def answer(self, row: int) -> "TimedAnswer":
         """What the run did for one row of its batch."""
         own = [(step, step.rows.index(row)) for step in self.steps if row in step.rows]
         accepted = [step.num_accepted[place] for step, place in own if not step.is_prefill]
-        return Answer(
+        return TimedAnswer(
             token_ids=[token for step, place in own for token in step.tokens[place]],
             accepted_histogram=[accepted.count(length) for length in range(max(accepted, default=-1) + 1)],
             num_draft_tokens=sum(step.num_nodes for step, _ in own),
@@ -53,7 +54,7 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class TimedAnswer:
     """A row's tokens, and the steps that it took part in.
 
     `accepted_histogram[k]` counts the verify steps that accepted k draft tokens.

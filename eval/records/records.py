@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from ...data.files import atomic_write_bytes, naming_full_disk, parse_dataclass
-from ...models.decoding.phases import PhaseSeconds
+from ...data.files import atomic_write_bytes, naming_full_disk, parse_json
+from ...models.phases import PhaseSeconds
 from .digests import digest_of
 from .names import BASELINE as BASELINE
 
@@ -240,7 +240,7 @@ def read_records(path: Path) -> dict[RecordKey, EvalRecord]:
     content = path.read_bytes() if path.exists() else b""
     for number, line in enumerate(content.split(b"\n")[:-1], start=1):
         try:
-            record = parse_dataclass(EvalRecord, json.loads(line), path)
+            record = parse_json(EvalRecord, line, path)
         except ValueError as error:  # malformed JSON and UTF-8 are ValueErrors too
             raise ValueError(f"{path}, line {number}: {error}; delete the line, and the run measures it again") from error
         records[record.key] = record

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...data.files import parse_dataclass, read_json
+from ...data.files import read_dataclass
 from .digests import digest_of
 from .records import Cell, GroupKey
 
@@ -197,4 +197,4 @@ class Facts:
 
 def read_info(path: Path) -> RunInfo:
     """A run's `run.json`. Raises ValueError for a malformed one."""
-    return parse_dataclass(RunInfo, read_json(path), path)
+    return read_dataclass(RunInfo, path)

@@ -28,7 +28,7 @@ NOT_IN_FILE_NAMES = re.compile(r"[^\w.=-]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answered:
+class PromptAnswers:
     """A prompt with the answers to all its turns."""
 
     prompt: Prompt
@@ -52,7 +52,7 @@ def write_answers(
         for method in dict.fromkeys(record.method for record in firsts if record.group_key == group):
             name = names[method]
             answered = [
-                Answered(prompt=prompt, answers=[_text(record, tokenizer) for record in turns])
+                PromptAnswers(prompt=prompt, answers=[_text(record, tokenizer) for record in turns])
                 for prompt in prompts[group[0]]
                 if (turns := _turns(by_key, group, prompt, method))
             ]
@@ -67,7 +67,7 @@ def write_answers(
                 logger.warning("%s lacks %d prompts with turns that were too long", path, num_missing)
 
 
-def mt_bench_answers(answered: Sequence[Answered], name: str, time: float) -> str:
+def mt_bench_answers(answered: Sequence[PromptAnswers], name: str, time: float) -> str:
     """A model_answer file of FastChat's llm_judge, which tells models by their files' names."""
     return _json_lines(
         {
@@ -81,7 +81,7 @@ def mt_bench_answers(answered: Sequence[Answered], name: str, time: float) -> st
     )
 
 
-def alpaca_eval_answers(answered: Sequence[Answered], name: str, time: float) -> str:
+def alpaca_eval_answers(answered: Sequence[PromptAnswers], name: str, time: float) -> str:
     """A file for alpaca_eval's `--model_outputs`."""
     outputs = [
         {
@@ -95,7 +95,7 @@ def alpaca_eval_answers(answered: Sequence[Answered], name: str, time: float) ->
     return json.dumps(outputs, indent=2, ensure_ascii=False) + "\n"
 
 
-def plain_answers(answered: Sequence[Answered], name: str, time: float) -> str:
+def plain_answers(answered: Sequence[PromptAnswers], name: str, time: float) -> str:
     """A line for each prompt: what was asked and answered, turn by turn."""
     return _json_lines(
         {
@@ -109,7 +109,7 @@ def plain_answers(answered: Sequence[Answered], name: str, time: float) -> str:
     )
 
 
-FORMATS: dict[str, tuple[str, Callable[[Sequence[Answered], str, float], str]]] = {
+FORMATS: dict[str, tuple[str, Callable[[Sequence[PromptAnswers], str, float], str]]] = {
     "mt_bench": (".jsonl", mt_bench_answers),
     "alpaca_eval": (".json", alpaca_eval_answers),
 }

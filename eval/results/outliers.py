@@ -1,4 +1,7 @@
-"""Answers that took far longer than usual: mostly on a busy machine. Summaries name them, and every figure includes them."""
+"""Answers that took far longer than usual, mostly on a busy machine.
+
+Summaries name them, and every figure includes them.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +20,10 @@ MIN_RATIO = 1.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlier:
-    """An answer, or a batch of them, whose seconds per step are far above those of the same method's others."""
+    """An answer, or a batch of them, with far more seconds per step than usual.
+
+    The other answers of the same method show what is usual.
+    """
 
     prompt_ids: list[str]
     turn: int
@@ -30,9 +36,9 @@ class Outlier:
 
 
 def find_outliers(records: Sequence[EvalRecord]) -> list[Outlier]:
-    """Outliers among the answers of one method on one suite at one temperature and batch size, the worst first.
+    """Outliers among one method's answers under one setting, the worst first.
 
-    Records with phase timers are left out.
+    A setting is a suite, a temperature and a batch size. Records with phase timers are left out.
     """
     timed = [record for record in records if not record.profiled]
     values = {

@@ -266,7 +266,7 @@ def _figures(
 
 
 def _steps_interval(records: Sequence[EvalRecord]) -> tuple[float, float] | None:
-    """95 % interval of tokens per step: a percentile bootstrap over prompts, whose tokens and steps are summed."""
+    """95 % interval of tokens per step over prompts; None where the answers of a prompt took no step."""
     sums: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for record in records:
         total = sums[record.prompt_id]

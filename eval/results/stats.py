@@ -86,9 +86,9 @@ def speedup(
 ) -> tuple[float, tuple[float, float] | None]:
     """Baseline's seconds per token over the method's, whole generations, and its 95 % interval.
 
-    Both sides are sums over the same prompts in the same batches. The interval is the percentile bootstrap over prompts, or
-    over batches of them, each keeping all its turns and repeats together; None with fewer than two, which say nothing about
-    others.
+    Both sides are sums over the same prompts in the same batches. The interval is the percentile
+    bootstrap over prompts, or over batches of them. Each unit keeps all its turns and repeats
+    together. With fewer than two units there is no interval, since one shows nothing about others.
     """
     sums = np.stack([_by_unit(baseline, records), _by_unit(records, baseline)])  # [side, unit, (seconds, tokens)]
     return bootstrap(sums, ratio_of_ratios, seed=seed)
@@ -97,9 +97,9 @@ def speedup(
 def bootstrap(
     sums: Shaped[np.ndarray, "*side unit 2"], statistic: Statistic, *, seed: int
 ) -> tuple[float, tuple[float, float] | None]:
-    """The statistic of the sums over all units, and its 95 % interval: the percentile bootstrap over units.
+    """The statistic of the sums over all units, and its 95 % interval.
 
-    Fewer than two units have no interval.
+    The interval is the percentile bootstrap over units. Fewer than two units have none.
     """
     num_units = sums.shape[-2]
     (point,) = statistic(np.ones((1, num_units), dtype=int) @ sums)

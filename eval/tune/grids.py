@@ -5,7 +5,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ...models.drafters.saved.build import parse_runtime_config
+from ...models.drafters.saved.build import DrafterSpec, saved_spec
 from ...models.drafters.saved.loading import read_drafter_config
 
 Grid = Mapping[str, tuple[Any, ...]]
@@ -23,22 +23,19 @@ GRIDS: dict[str, Grid] = {
 
 def grid_of(directory: Path) -> Grid:
     """The grid of the drafter in a directory. Raises ValueError for an unknown kind."""
-    saved = read_drafter_config(directory)
-    parse_runtime_config({"kind": saved.kind, **saved.drafter}, {})
-    return GRIDS[saved.kind]
+    return GRIDS[saved_spec(read_drafter_config(directory)).kind]
 
 
 def candidates(directory: Path, grid: Grid) -> list[dict[str, Any]]:
     """Settings of the drafter in a directory that are worth trying: its own first, then those of the grid."""
-    saved = read_drafter_config(directory)
-    config = {"kind": saved.kind, **saved.drafter}
-    _, default = parse_runtime_config(config, {})
+    spec = saved_spec(read_drafter_config(directory))
+    default = spec.config
     settings = [{name: getattr(default, name) for name in grid}]
     # A tree that is written down would overrule the number of its nodes.
     chosen: dict[str, Any] = {} if getattr(default, "tree_paths", None) is None else {"tree_paths": None}
     for values in product(*grid.values()):
         setting = {**dict(zip(grid, values, strict=True)), **chosen}
-        if setting not in settings and _makes_sense(setting, grid) and _is_possible(config, setting):
+        if setting not in settings and _makes_sense(setting, grid) and _is_possible(spec, setting):
             settings.append(setting)
     return settings
 
@@ -59,11 +56,11 @@ def _beyond(values: tuple[Any, ...], value: int | None) -> tuple[int, ...]:
     return tuple(number for number in added if number not in values)
 
 
-def _is_possible(config: dict[str, Any], setting: Mapping[str, Any]) -> bool:
+def _is_possible(spec: DrafterSpec, setting: Mapping[str, Any]) -> bool:
     """Whether the drafter takes it beside its other options: a search has bounds, and only shared prefixes make a tree whose
     nodes are chosen."""
     try:
-        parse_runtime_config(config, setting)
+        spec.with_options(setting)
     except ValueError:
         return False
     return True

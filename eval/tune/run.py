@@ -15,7 +15,7 @@ from ...data.files import write_json
 from ...data.types import Turn
 from ...models.drafters import load_drafter
 from ...models.drafters.base import TrainableDrafter
-from ...models.drafters.saved.build import parse_runtime_config
+from ...models.drafters.saved.build import saved_spec
 from ...models.drafters.saved.loading import read_drafter_config
 from ...models.drafters.saved.tuned import Choice, describe_place, read_tuned, save_tuned, tuned_choice
 from ...models.target.hf_target import HFTarget
@@ -145,8 +145,7 @@ def _first_fitting(drafter_dir: Path, target: HFTarget, settings: Sequence[dict[
 def _require_trees_of_the_text(drafter_dir: Path, settings: Sequence[dict[str, Any]]) -> None:
     saved = read_drafter_config(drafter_dir)
     for setting in settings:
-        _, config = parse_runtime_config({"kind": saved.kind, **saved.drafter}, setting)
-        if getattr(config, "temperature", 0.0):
+        if getattr(saved_spec(saved, setting).config, "temperature", 0.0):
             raise ValueError(
                 f"{drafter_dir} draws its drafts at random{f' with {setting}' if setting else ''}, so its steps can't be "
                 "replayed; set its temperature to 0"

@@ -75,7 +75,7 @@ class Pass:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class Decoding:
     """What decoding some prompts took: tokens behind those of the prefills, and steps, a row each."""
 
     num_tokens: int
@@ -110,7 +110,7 @@ def run(
     answered: Sequence[Answered],
     *,
     timed: bool,
-) -> Run:
+) -> Decoding:
     """Decode one batch, from its first token on. An answer of a replay ends where it ended."""
     options: dict[str, Any] = {
         "max_new_tokens": [len(each.answer) for each in answered],
@@ -124,7 +124,7 @@ def run(
     steps = list(stream)
     synchronize(device)
     num_rows = rows_read(steps, len(answered), few_sizes=target.has_fixed_shapes)
-    return Run(
+    return Decoding(
         seconds=time.perf_counter() - started,
         num_tokens=sum(len(tokens) for step in steps for tokens in step.tokens),
         num_steps=sum(len(step.rows) for step in steps),
@@ -182,7 +182,7 @@ class Replay:
 
     setting: Setting
     batch_size: int
-    run: Run
+    run: Decoding
 
 
 def replay_all(trial: Trial, settings: Sequence[Setting], batch_sizes: Sequence[int]) -> list[Replay]:
@@ -202,10 +202,10 @@ def replay_all(trial: Trial, settings: Sequence[Setting], batch_sizes: Sequence[
     return replays
 
 
-def _replay(trial: Trial, drafter: Drafter[Any, Any], batch_size: int) -> Run:
+def _replay(trial: Trial, drafter: Drafter[Any, Any], batch_size: int) -> Decoding:
     groups = trial.batches(batch_size)
 
-    def replay(group: Sequence[Answered], timed: bool) -> Run:
+    def replay(group: Sequence[Answered], timed: bool) -> Decoding:
         target = ReplayTarget(group, trial.target.vocab_size, has_fixed_shapes=trial.target.has_fixed_shapes)
         return run(target, drafter, trial.rule, group, timed=timed)
 
@@ -251,9 +251,9 @@ def _measure_together(trial: Trial, settings: Sequence[Setting], batch_size: int
     """The speeds of all settings, or the index of one that ran out of memory."""
     groups = trial.batches(batch_size)
     seconds: dict[tuple[int, int], list[float]] = defaultdict(list)
-    runs: dict[tuple[int, int], Run] = {}
+    runs: dict[tuple[int, int], Decoding] = {}
 
-    def decode(drafter: Drafter[Any, Any], answered: Sequence[Answered]) -> Run | None:
+    def decode(drafter: Drafter[Any, Any], answered: Sequence[Answered]) -> Decoding | None:
         return within_memory(partial(run, trial.target, drafter, trial.rule, answered, timed=False), trial.target)
 
     with ExitStack() as stack, tqdm(total=rounds * len(groups), desc=f"batches of {batch_size}", unit="batch") as progress:
@@ -286,9 +286,9 @@ def _measure_together(trial: Trial, settings: Sequence[Setting], batch_size: int
     ]
 
 
-def sum_of(runs: Sequence[Run]) -> Run:
+def sum_of(runs: Sequence[Decoding]) -> Decoding:
     """Several batches together."""
-    return Run(
+    return Decoding(
         num_tokens=sum(each.num_tokens for each in runs),
         num_steps=sum(each.num_steps for each in runs),
         passes=tuple(each for part in runs for each in part.passes),

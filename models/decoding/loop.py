@@ -12,13 +12,14 @@ from jaxtyping import Int
 from transformers import PreTrainedTokenizerBase
 
 from ..machine import synchronize
+from ..phases import PhaseSeconds
 from .acceptance import GreedyAcceptance
 from .prompts import Prompts
 from .protocols import AcceptanceRule, Drafter, State, Target
 from .sampling import Randomness, RowSeeds
 from .stopping import Stopping
 from .tree import DraftTree, empty_tree
-from .types import Acceptance, AcceptedPath, PhaseSeconds, Step, TargetOutput
+from .types import Acceptance, AcceptedPath, Step, TargetOutput
 
 
 @torch.inference_mode()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float, Int
 
-from .phases import PhaseSeconds as PhaseSeconds
+from ..phases import PhaseSeconds
 from .stopping import Finish
 
 NO_NODE = -1

@@ -1,22 +1,28 @@
 """The drafters, one a file, and the registry that finds them by name."""
 
-from typing import TYPE_CHECKING
-
-from ..lazy import lazily
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .null import NullDrafter
-    from .registry import DRAFTERS
-    from .saved.build import build_drafter
-    from .saved.loading import load_drafter, save_drafter
+    from .null import NullDrafter as NullDrafter
+    from .registry import DRAFTERS as DRAFTERS
+    from .saved.build import build_drafter as build_drafter
+    from .saved.build import parse_drafter as parse_drafter
+    from .saved.loading import load_drafter as load_drafter
+    from .saved.loading import save_drafter as save_drafter
 
-__all__ = ["DRAFTERS", "NullDrafter", "build_drafter", "load_drafter", "save_drafter"]
-__getattr__ = lazily(
-    __name__,
-    {
-        "saved.loading": ("load_drafter", "save_drafter"),
-        "saved.build": ("build_drafter",),
-        "null": ("NullDrafter",),
-        "registry": ("DRAFTERS",),
-    },
-)
+MODULES = {
+    "DRAFTERS": "registry",
+    "NullDrafter": "null",
+    "build_drafter": "saved.build",
+    "load_drafter": "saved.loading",
+    "parse_drafter": "saved.build",
+    "save_drafter": "saved.loading",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name when it is first used: `outrider pull` needs `saved.download` alone, and no transformers."""
+    if name not in MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{MODULES[name]}", __name__), name)

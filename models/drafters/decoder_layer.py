@@ -48,17 +48,16 @@ FORM_OPTIONS = frozenset(
 """What a form may say besides its `model_type`: names of transformers' configurations."""
 
 
-def check_form(form: Mapping[str, Any] | None) -> None:
-    """Raise ValueError where `drafter.layer` is of no known form."""
-    if form is None:
-        return
+def check_form(form: dict[str, Any]) -> dict[str, Any]:
+    """Return what `drafter.layer` is. Raises ValueError where that is no known form."""
     if form.get("model_type") not in FORMS:
         raise ValueError(
-            f"drafter.layer.model_type is {form.get('model_type')!r}; it must be one of {', '.join(FORMS)}, or drafter.layer "
+            f"model_type is {form.get('model_type')!r}; it must be one of {', '.join(FORMS)}, or drafter.layer "
             "null for a layer of the target's own kind"
         )
     if unknown := sorted(form.keys() - FORM_OPTIONS - {"model_type"}):
-        raise ValueError(f"drafter.layer has no option {', '.join(unknown)}; it has: {', '.join(sorted(FORM_OPTIONS))}")
+        raise ValueError(f"there is no option {', '.join(unknown)}; there are: {', '.join(sorted(FORM_OPTIONS))}")
+    return form
 
 
 def form_config(target: HFTarget, form: Mapping[str, Any]) -> Any:

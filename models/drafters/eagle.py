@@ -7,14 +7,17 @@ that isn't known yet. The layer has no norm at its input and none at its output.
 (`tree: static` and `tree: dynamic`).
 """
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Annotated
 
 import torch
 from jaxtyping import Float
+from pydantic import NonNegativeFloat, PositiveInt
+from pydantic.dataclasses import dataclass
 from torch import nn
 from torch.nn import functional as F
 
+from ...data.fields import OPTIONS, one_of
 from ...data.types import DrafterBatch
 from ..decoding.types import TargetOutput
 from ..target.hf_target import HFTarget
@@ -26,35 +29,28 @@ MEASURED_EVERY = 4
 """Depths that aren't trained cost a layer and a head each, for an estimate: so it is made of a share of the positions."""
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, config=OPTIONS)
 class EagleConfig(TreeOptions):
     """How an EAGLE-1 or EAGLE-2 drafter is trained, and how it drafts by default."""
 
     bias: bool = False
     """Whether `fc` has a bias."""
-    init: str = "target"
+    init: Annotated[str, one_of("random", "target")] = "target"
     """`target`: the layer starts as the target's last one, but adds nothing yet, so that it lets the feature through; `random`:
     from nothing, as in the paper."""
-    regression_weight: float = 1.0
+    regression_weight: NonNegativeFloat = 1.0
     """Weight of the smooth L1 distance to the target's next feature (EAGLE-1, section 3.2)."""
-    classification_weight: float = 0.1
+    classification_weight: NonNegativeFloat = 0.1
     """Weight of the objective on the tokens."""
-    feature_noise: float = 0.1
+    feature_noise: NonNegativeFloat = 0.1
     """In training, uniform noise of up to this size is added to the features (EAGLE-1, section 3.2)."""
-    unroll: int = 1
+    unroll: PositiveInt = 1
     """Depths trained; the papers train the first only. Deeper ones are fed the drafter's own outputs, as in drafting."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("regression_weight", "classification_weight", "feature_noise"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"drafter.{name} is {getattr(self, name)}; it must be a number, 0 or more")
         if not self.regression_weight and not self.classification_weight:
-            raise ValueError("drafter.regression_weight and drafter.classification_weight are both 0; nothing would be learned")
-        if self.init not in ("random", "target"):
-            raise ValueError(f"drafter.init is {self.init!r}; it must be random or target")
-        if self.unroll < 1:
-            raise ValueError(f"drafter.unroll is {self.unroll}; it must be at least 1")
+            raise ValueError("regression_weight and classification_weight are both 0; nothing would be learned")
 
 
 class Eagle(FeatureDrafter):

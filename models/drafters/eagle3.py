@@ -8,12 +8,16 @@ drafting does (section 3.2).
 """
 
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Annotated
 
 import torch
 from jaxtyping import Float, Int
+from pydantic import NonNegativeInt, PositiveInt
+from pydantic.dataclasses import dataclass
 from torch import nn
 
+from ...data.fields import OPTIONS, Distinct, Share, one_of
 from ...data.types import DrafterBatch
 from ..decoding.types import TargetOutput
 from ..target.hf_target import HFTarget
@@ -24,31 +28,20 @@ from .objective import Labels, Loss, Objective, score
 from .vocabulary import ReducedVocabulary
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, config=OPTIONS)
 class Eagle3Config(TreeOptions):
     """Shape of an EAGLE-3 drafter, how it is trained, and how it drafts by default."""
 
-    feature_layers: list[int] | None = None
+    feature_layers: Distinct[NonNegativeInt] | None = None
     """Layers of the target whose inputs it reads; None is an early, a middle and a late one: 2, half and the last but two of
     them (fewer where these coincide)."""
-    draft_vocab_size: int | None = None
+    draft_vocab_size: PositiveInt | None = None
     """Draft only this many tokens, the commonest in the distilled data; None is the whole vocabulary."""
-    init: str = "target"
+    init: Annotated[str, one_of("random", "target")] = "target"
     """`target`: layer, norm and head start as the target's last ones, but the layer adds nothing yet, so that the latest of its
     features goes through; `random`: from nothing, as in the paper."""
-    loss_decay: float = 0.8
+    loss_decay: Share = 0.8
     """The loss at each depth counts this much of that at the depth before."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.draft_vocab_size is not None and self.draft_vocab_size < 1:
-            raise ValueError(f"drafter.draft_vocab_size is {self.draft_vocab_size}; it must be at least 1, or null")
-        if self.init not in ("random", "target"):
-            raise ValueError(f"drafter.init is {self.init!r}; it must be random or target")
-        if not 0 < self.loss_decay <= 1:
-            raise ValueError(f"drafter.loss_decay is {self.loss_decay}; it must be above 0 and at most 1")
-        if self.feature_layers is not None and len(set(self.feature_layers)) != max(1, len(self.feature_layers)):
-            raise ValueError(f"drafter.feature_layers is {self.feature_layers}; name one layer or several different ones")
 
 
 def default_feature_layers(num_layers: int) -> list[int]:

@@ -9,16 +9,18 @@ token t + 2 and stands in for the feature at t + 1, which the target hasn't comp
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Annotated, Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
+from pydantic import AfterValidator, PositiveInt
+from pydantic.dataclasses import dataclass as options
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import DynamicCache
 
+from ...data.fields import OPTIONS, one_of
 from ...data.types import DrafterBatch
 from ..decoding.prompts import Prompts
 from ..decoding.sampling import Randomness
@@ -36,36 +38,30 @@ from .objective import Labels
 from .vocabulary import DraftVocabulary
 
 
-@dataclass(kw_only=True)
+@options(kw_only=True, config=OPTIONS)
 class TreeOptions:
     """The layer's form, and the shape of the draft tree, all of which may be changed when a drafter is loaded."""
 
-    layer: dict[str, Any] | None = None
+    layer: Annotated[dict[str, Any], AfterValidator(check_form)] | None = None
     """The decoder layer where it isn't of the target's own kind: `model_type` (llama, qwen2 or qwen3) and what differs from the
     target's configuration, under transformers' names. Serving engines draft with Llama's layers, whatever the target's are."""
-    tree: str = "dynamic"
+    tree: Annotated[str, one_of("dynamic", "static")] = "dynamic"
     """`dynamic`: grow where the drafter is surest (EAGLE-2, arXiv 2406.16858, section 4); `static`: the same ranks always
     (EAGLE-1)."""
-    depth: int = 6
+    depth: PositiveInt = 6
     """Draft tokens on the longest path."""
-    top_k: int = 8
+    top_k: PositiveInt = 8
     """Nodes expanded at each depth, and children of each."""
-    tree_nodes: int = 48
+    tree_nodes: PositiveInt = 48
     """Nodes of the tree: so many of the likeliest that the search met."""
 
     RUNTIME_FIELDS: ClassVar[frozenset[str]] = frozenset({"tree", "depth", "top_k", "tree_nodes"})
 
     def __post_init__(self) -> None:
-        check_form(self.layer)
-        if self.tree not in ("dynamic", "static"):
-            raise ValueError(f"drafter.tree is {self.tree!r}; it must be dynamic or static")
-        for name in ("depth", "top_k", "tree_nodes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"drafter.{name} is {getattr(self, name)}; it must be at least 1")
         if self.depth * self.top_k**2 > MAX_SEARCH_NODES:
             raise ValueError(
-                f"drafter.depth is {self.depth} and drafter.top_k {self.top_k}; a search of more than {MAX_SEARCH_NODES} nodes "
-                "is a mistake: lower one of them"
+                f"depth is {self.depth} and top_k {self.top_k}; a search of more than {MAX_SEARCH_NODES} nodes is a mistake: "
+                "lower one of them"
             )
 
 

@@ -12,14 +12,17 @@ and 6) is the configuration conf/drafter/blockwise.yaml: feed-forward heads unde
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
+from typing import Annotated, ClassVar
 
 import torch
 from jaxtyping import Float, Int
+from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic.dataclasses import dataclass
 from torch import nn
 from torch.nn import functional as F
 
+from ...data.fields import OPTIONS, Share, one_of, raise_problems
 from ...data.types import DrafterBatch
 from ..decoding.tree import DraftTree
 from ..decoding.types import NO_NODE
@@ -36,64 +39,48 @@ MAX_TREE_NODES = 2**12
 """Far above what any target gains from."""
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, config=OPTIONS)
 class MedusaConfig:
     """Shape of the heads, how they are trained, and the draft tree."""
 
-    num_heads: int = 4
+    num_heads: PositiveInt = 4
     """Heads, and so the longest path of a draft tree; distil with a horizon of at least one more."""
-    num_layers: int = 1
+    num_layers: PositiveInt = 1
     """Blocks of each head."""
-    heads: str = "residual"
+    heads: Annotated[str, one_of("residual", "ffn")] = "residual"
     """`residual`: blocks x + SiLU(Linear(x)), as Medusa's; `ffn`: x + Linear(ReLU(Linear(x))), as blockwise parallel
     decoding's. Both start as the identity."""
     share_head: bool = False
     """All heads end in the target's own output layer, frozen and not saved. Off, each has one that starts as a copy of it."""
-    head_rank: int | None = None
+    head_rank: PositiveInt | None = None
     """All heads end in one trained output layer of this rank, which starts as the best approximation of the target's."""
-    head_decay: float = 0.8
+    head_decay: Share = 0.8
     """The loss of head k counts head_decay^k times (section 2.2.1, less a common factor)."""
     one_head_per_step: bool = False
     """Train one head at a time, drawn anew for every batch; its loss counts num_heads times, so that the mean gradient is that
     of all heads (arXiv 1811.03115, section 6)."""
-    tree_nodes: int = 24
+    tree_nodes: Annotated[int, Field(ge=1, le=MAX_TREE_NODES)] = 24
     """Nodes of the draft tree, chosen by how often each head was right at each rank when training ended. May be changed when
     the drafter is loaded."""
-    tree_paths: list[list[int]] | None = None
+    tree_paths: Annotated[list[Annotated[list[NonNegativeInt], Field(min_length=1)]], Field(min_length=1)] | None = None
     """The draft tree itself, as paths of ranks, such as [[0], [1], [0, 0]], whatever `tree_nodes` says; None is the chosen
     tree. May be changed when the drafter is loaded."""
 
     RUNTIME_FIELDS: ClassVar[frozenset[str]] = frozenset({"tree_nodes", "tree_paths"})
 
     def __post_init__(self) -> None:
-        problems = [
-            f"drafter.{name} is {value}; it must be at least 1"
-            for name in ("num_heads", "num_layers", "head_rank", "tree_nodes")
-            if (value := getattr(self, name)) is not None and value < 1
-        ]
-        if self.heads not in BLOCKS:
-            problems.append(f"drafter.heads is {self.heads!r}; it must be one of {', '.join(BLOCKS)}")
+        problems = []
         if self.share_head and self.head_rank is not None:
-            problems.append("drafter.share_head leaves no head for drafter.head_rank to factorise; drop one of them")
-        if not 0 < self.head_decay <= 1:
-            problems.append(f"drafter.head_decay is {self.head_decay}; it must be above 0 and at most 1")
-        if self.tree_nodes > MAX_TREE_NODES:
-            problems.append(f"drafter.tree_nodes is {self.tree_nodes}; more than {MAX_TREE_NODES} is a mistake: lower it")
-        if problems := problems + self._path_problems():
-            raise ValueError("; ".join(problems))
-
-    def _path_problems(self) -> list[str]:
-        if self.tree_paths is None:
-            return []
-        problems = [] if self.tree_paths else ["drafter.tree_paths is empty; name a path, or null for a chosen tree"]
-        for index, path in enumerate(self.tree_paths):
-            if not 0 < len(path) <= self.num_heads or min(path) < 0:
-                problems.append(f"the path {path} of drafter.tree_paths must be 1 to {self.num_heads} ranks from 0 on")
-            elif path in self.tree_paths[:index]:
-                problems.append(f"drafter.tree_paths has {path} twice; name each path once")
-            elif len(path) > 1 and path[:-1] not in self.tree_paths:
-                problems.append(f"drafter.tree_paths has {path} but not its parent {path[:-1]}; add that")
-        return problems
+            problems.append("share_head leaves no head for head_rank to factorise; drop one of them")
+        paths = self.tree_paths or []
+        for index, path in enumerate(paths):
+            if len(path) > self.num_heads:
+                problems.append(f"tree_paths has {path}, of more ranks than the {self.num_heads} heads; shorten it")
+            elif path in paths[:index]:
+                problems.append(f"tree_paths has {path} twice; name each path once")
+            elif len(path) > 1 and path[:-1] not in paths:
+                problems.append(f"tree_paths has {path} but not its parent {path[:-1]}; add that")
+        raise_problems(problems)
 
 
 class FeedForwardBlock(nn.Module):

@@ -5,7 +5,6 @@ Losses are computed in chunks of labels and recomputed for the gradient, so that
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from enum import StrEnum, auto
 from functools import partial
 from typing import NamedTuple
 
@@ -16,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ...data.types import UNKNOWN, DrafterBatch
+from .losses import LossKind
 from .teachers import TINY, Teacher, TopTeacher
 from .vocabulary import DraftVocabulary
 
@@ -25,55 +25,6 @@ HIT_RANKS = 10
 MAX_CHUNK = 2**26
 """Logits held at a time: 256 MiB in float32, and a few times that while their loss is computed. Less would cost time: for every
 chunk a trained head's whole gradient is added up once more (scripts/bench_loss_memory.py)."""
-
-WEIGHTS = ("uniform", "reached")
-TEACHERS = ("full", "top_k")
-
-
-class LossKind(StrEnum):
-    """A loss of one label. p is the target's distribution, q the drafter's, overlap is sum min(p, q).
-
-    The overlap is the probability that speculative sampling accepts the draft token (arXiv 2211.17192,
-    section 3.3). `reverse_kl` would rather miss some of p than offer what p lacks (arXiv 2306.08543,
-    section 2). The two blends weight their parts by the label's current overlap, as a constant: KL
-    leads where the drafter is weak. No weight is a mean over a batch, so a loss doesn't depend on how
-    a step is divided.
-    """
-
-    cross_entropy = auto()
-    """-log q(label)"""
-    kl = auto()
-    """KL(p || q)"""
-    reverse_kl = auto()
-    """KL(q || p)"""
-    tv = auto()
-    """1 - overlap: the total variation distance of p and q"""
-    acceptance = auto()
-    """-log overlap"""
-    kl_tv = auto()
-    """overlap x tv + (1 - overlap) x kl"""
-    kl_acceptance = auto()
-    """overlap x acceptance + (1 - overlap) x kl"""
-
-    @property
-    def needs_teacher(self) -> bool:
-        """Whether the loss reads p, not just the label."""
-        return self is not LossKind.cross_entropy
-
-    @property
-    def reads_overlap(self) -> bool:
-        """Whether the overlap is a part of the loss."""
-        return self.is_total_variation or self in (LossKind.acceptance, LossKind.kl_acceptance)
-
-    @property
-    def is_total_variation(self) -> bool:
-        """Whether the part made of the overlap is 1 - overlap; it is -log overlap otherwise."""
-        return self in (LossKind.tv, LossKind.kl_tv)
-
-    @property
-    def is_blend(self) -> bool:
-        """Whether the loss blends KL with a part made of the overlap."""
-        return self in (LossKind.kl_tv, LossKind.kl_acceptance)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,14 +13,16 @@ node the target's own draw decides whether the walk goes on (see `SpeculativeSam
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from jaxtyping import Float, Int
+from pydantic import NonNegativeInt, PositiveInt
+from pydantic.dataclasses import dataclass
 from torch import nn
 from torch.nn import functional as F
 
+from ...data.fields import OPTIONS, one_of, raise_problems
 from ...data.types import DrafterBatch
 from ..decoding.tree import DraftTree
 from ..target.hf_target import HFTarget
@@ -35,37 +37,37 @@ NUM_BUCKETS = 5
 tenth of the nodes is padding."""
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, config=OPTIONS)
 class RedrafterConfig:
     """Shape of a ReDrafter, and how it drafts by default."""
 
     rnn: bool = True
     """Recurrent state as in the paper; off, the state is the plain sum of the embeddings (the ablation of Apple's release)."""
-    initial_state: str = "embedding"
+    initial_state: Annotated[str, one_of("embedding", "zero")] = "embedding"
     """`embedding`: s_1 = e_1, as the paper has it; `zero`: s_0 = 0 and s_1 = f(W e_1 + b), as Apple's release has it."""
-    num_blocks: int = 2
+    num_blocks: NonNegativeInt = 2
     """Residual blocks between [h ; s] and the head."""
-    exit_width: int | None = None
+    exit_width: PositiveInt | None = None
     """Width of the blocks and the head's input; None is twice the target's width. A narrow one makes a light head."""
-    head_rank: int | None = None
+    head_rank: PositiveInt | None = None
     """Rank of the head's factorisation; None is a full matrix."""
-    head_init: str = "random"
+    head_init: Annotated[str, one_of("random", "target")] = "random"
     """`random`, or `target`: start from the target's own head; `exit_width` must then be the target's width."""
-    draft_vocab_size: int | None = None
+    draft_vocab_size: PositiveInt | None = None
     """Draft only this many tokens, the commonest in the distilled data; None is the whole vocabulary."""
-    beam_width: int = 4
+    beam_width: PositiveInt = 4
     """Beams kept by the beam search. May be changed when the drafter is loaded."""
-    beam_length: int = 5
+    beam_length: PositiveInt = 5
     """Draft tokens per beam, not counting the token that the target has already chosen. May be changed when it is loaded."""
 
-    tree_nodes: int | None = None
+    tree_nodes: PositiveInt | None = None
     """Nodes of the draft tree: so many of the likeliest that the beam search met; None is the paper's tree, the beams that it
     ended with. May be changed when the drafter is loaded."""
     share_prefixes: bool = True
     """Whether the target reads a prefix that beams share once (section 3.3). Off, it reads every beam in full: slower, the same
     answers, and only there to measure what sharing saves. May be changed when the drafter is loaded."""
 
-    tree_padding: str | None = None
+    tree_padding: Annotated[str, one_of(*TREE_PADDINGS)] | None = None
     """How the paper's tree, whose nodes are as many as its beams don't share, comes to a size:
     `exact`: the fullest row's, which the host waits for; `bucket`: the next multiple of a fifth of
     the most that are possible, so that sizes are few; `full`: that most, without a wait, and the
@@ -77,36 +79,21 @@ class RedrafterConfig:
     )
 
     def __post_init__(self) -> None:
-        if self.initial_state not in ("embedding", "zero"):
-            raise ValueError(f"drafter.initial_state is {self.initial_state!r}; it must be embedding or zero")
-        if self.head_init not in ("random", "target"):
-            raise ValueError(f"drafter.head_init is {self.head_init!r}; it must be random or target")
+        problems = []
         if self.head_init == "target" and (self.head_rank, self.draft_vocab_size) != (None, None):
-            raise ValueError(
-                "drafter.head_init is target, but a head of lower rank or fewer tokens can't start from it; set random"
-            )
-        if self.tree_padding not in (None, *TREE_PADDINGS):
-            raise ValueError(
-                f"drafter.tree_padding is {self.tree_padding!r}; it must be one of {', '.join(TREE_PADDINGS)}, or null"
-            )
-        if self.num_blocks < 0:
-            raise ValueError(f"drafter.num_blocks is {self.num_blocks}; it must be 0 or more")
-        for name in ("exit_width", "head_rank", "draft_vocab_size", "beam_width", "beam_length", "tree_nodes"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"drafter.{name} is {value}; it must be at least 1, or null where that is allowed")
+            problems.append("head_init is target, but a head of lower rank or fewer tokens can't start from it; set random")
         if not self.share_prefixes and self.tree_nodes is not None:
-            raise ValueError(
-                f"drafter.share_prefixes is off and drafter.tree_nodes {self.tree_nodes}; a tree of the likeliest nodes shares "
-                "its prefixes: set tree_nodes to null"
+            problems.append(
+                f"share_prefixes is off and tree_nodes {self.tree_nodes}; a tree of the likeliest nodes shares its prefixes: "
+                "set tree_nodes to null"
             )
         num_nodes = self.beam_width * self.beam_length
         if num_nodes > MAX_SEARCH_NODES or num_nodes * self.beam_width > MAX_CANDIDATES:
-            raise ValueError(
-                f"drafter.beam_width is {self.beam_width} and drafter.beam_length {self.beam_length}; a search of more than "
-                f"{MAX_SEARCH_NODES} nodes (width x length) or {MAX_CANDIDATES} candidates (width x width x length) is a "
-                "mistake: lower one of them"
+            problems.append(
+                f"beam_width is {self.beam_width} and beam_length {self.beam_length}; a search of more than {MAX_SEARCH_NODES} "
+                f"nodes (width x length) or {MAX_CANDIDATES} candidates (width x width x length) is a mistake: lower one"
             )
+        raise_problems(problems)
 
 
 class ResidualBlock(nn.Module):

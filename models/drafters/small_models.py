@@ -1,12 +1,15 @@
 """Where the weights of an independent draft model come from: the target's family made smaller, or a model that is there."""
 
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import field
+from typing import Annotated, Any, ClassVar
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from pydantic import NonNegativeFloat, PositiveInt
+from pydantic.dataclasses import dataclass
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from ...data.fields import OPTIONS, one_of, raise_problems
 from ..target.config import TargetConfig
 from ..target.hf_target import HFTarget
 from ..target.identity import weights_digest
@@ -21,7 +24,7 @@ PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
 """Keys whose value lists all layers."""
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, config=OPTIONS)
 class DraftModelConfig:
     """Which model drafts, and how it drafts by default."""
 
@@ -30,72 +33,50 @@ class DraftModelConfig:
     None: a model of the target's family, of the sizes below."""
     tokenizer_options: dict[str, Any] = field(default_factory=dict)
     """For the tokenizer at `path`: those of the target's configuration."""
-    init: str = "random"
+    init: Annotated[str, one_of("random", "target_layers")] = "random"
     """`random`, or `target_layers`: the target's first layers with its embeddings, norm and head, so none of its sizes but
     `num_layers` may be another."""
-    num_layers: int = 2
+    num_layers: PositiveInt = 2
     """Decoder layers; at most the target's."""
-    hidden_size: int | None = None
+    hidden_size: PositiveInt | None = None
     """Width; None is the target's own."""
-    intermediate_size: int | None = None
+    intermediate_size: PositiveInt | None = None
     """Width of the MLPs; None keeps the target's proportion to the width."""
-    num_heads: int | None = None
+    num_heads: PositiveInt | None = None
     """Attention heads; None keeps the target's proportion to the width."""
-    num_kv_heads: int | None = None
+    num_kv_heads: PositiveInt | None = None
     """Heads of keys and values; None keeps the size of the target's groups."""
     architecture: dict[str, Any] | None = None
     """transformers' configuration of the model, written when a drafter is saved: what its weights belong to. It replaces the
     options above."""
 
-    length: int = 4
+    length: PositiveInt = 4
     """Draft tokens on the longest path. This and what follows may be changed when the drafter is loaded."""
-    top_k: int = 1
+    top_k: PositiveInt = 1
     """Nodes expanded at each depth; 1 makes a chain."""
-    tree_nodes: int | None = None
+    tree_nodes: PositiveInt | None = None
     """Nodes of the tree: so many of the likeliest that the search met; None is all of them."""
-    temperature: float = 0.0
+    temperature: NonNegativeFloat = 0.0
     """Above 0, draft tokens are drawn at this temperature, best the target's own. Trees are not drawn: `top_k` must be 1."""
 
     RUNTIME_FIELDS: ClassVar[frozenset[str]] = frozenset({"length", "top_k", "tree_nodes", "temperature"})
 
     def __post_init__(self) -> None:
         problems = []
-        if self.init not in ("random", "target_layers"):
-            problems.append(f"drafter.init is {self.init!r}; it must be random or target_layers")
         sizes = [name for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads") if getattr(self, name)]
         if self.init == "target_layers" and sizes:
+            problems.append(f"init is target_layers, whose {', '.join(sizes)} can't be chosen; leave that out, or set random")
+        if self.temperature > 0 and self.top_k > 1:
             problems.append(
-                f"drafter.init is target_layers, whose {', '.join(sizes)} can't be chosen; leave that out, or set random"
-            )
-        counts = (
-            "num_layers",
-            "hidden_size",
-            "intermediate_size",
-            "num_heads",
-            "num_kv_heads",
-            "length",
-            "top_k",
-            "tree_nodes",
-        )
-        problems += [
-            f"drafter.{name} is {getattr(self, name)}; it must be at least 1"
-            for name in counts
-            if getattr(self, name) is not None and getattr(self, name) < 1
-        ]
-        if not 0 <= self.temperature < float("inf"):
-            problems.append(f"drafter.temperature is {self.temperature}; it must be 0 (nothing drawn) or a positive number")
-        elif self.temperature > 0 and self.top_k > 1:
-            problems.append(
-                f"drafter.temperature is {self.temperature} and drafter.top_k {self.top_k}; what is drawn is a chain: set one "
-                "of them to 0 or 1. A tree that isn't drawn serves every temperature of the target"
+                f"temperature is {self.temperature} and top_k {self.top_k}; what is drawn is a chain: set one of them to 0 or "
+                "1. A tree that isn't drawn serves every temperature of the target"
             )
         if self.length * self.top_k**2 > MAX_SEARCH_NODES:
             problems.append(
-                f"drafter.length is {self.length} and drafter.top_k {self.top_k}; a search of more than {MAX_SEARCH_NODES} "
-                "nodes is a mistake: lower one of them"
+                f"length is {self.length} and top_k {self.top_k}; a search of more than {MAX_SEARCH_NODES} nodes is a mistake: "
+                "lower one of them"
             )
-        if problems:
-            raise ValueError("; ".join(problems))
+        raise_problems(problems)
 
 
 CANT_BE_BUILT = (

@@ -16,7 +16,7 @@ from typing import Any
 from ..drafters.redrafter import Redrafter, RedrafterConfig
 from ..target.hf_target import HFTarget
 from .folders import Folder
-from .formats import Format, Layout, Reading
+from .formats import FolderContents, Format, Reading
 from .llama import raise_refusal, require_sizes
 
 MODEL_TYPE = "recurrent_drafting_drafter"
@@ -36,7 +36,7 @@ OTHER_KEYS = frozenset(
 """What a `config.json` may say besides. Only `vocab_size` tells something about the weights."""
 
 
-def write(drafter: Redrafter, target: HFTarget) -> Layout:
+def write(drafter: Redrafter, target: HFTarget) -> FolderContents:
     """Raises ValueError for what the format has no place for."""
     config, problems = drafter.config, []
     if config.rnn and config.initial_state != "zero":
@@ -58,7 +58,7 @@ def write(drafter: Redrafter, target: HFTarget) -> Layout:
         "rnn": config.rnn,
     }
     names = _names(config)
-    return Layout(config=described, tensors={names[name]: each for name, each in drafter.state_dict().items()})
+    return FolderContents(config=described, tensors={names[name]: each for name, each in drafter.state_dict().items()})
 
 
 def read(folder: Folder, target: HFTarget) -> Reading:

@@ -28,8 +28,8 @@ LEFT_OUT = frozenset(
     {"models.target.config", "models.target.quantization", "models.target.loading", "models.target.tensor_parallel"}
 )
 """Loading, quantising and slicing a target: whoever calls `generate` has loaded it."""
-PACKAGES = ("torch", "transformers")
-"""What users have. transformers itself brings safetensors, huggingface_hub and numpy."""
+PACKAGES = ("pydantic", "torch", "transformers")
+"""What users need. transformers itself brings safetensors, huggingface_hub and numpy, pydantic brings pydantic_core."""
 
 ABSENT = '''"""In place of what only training needs, and outrider itself has."""
 

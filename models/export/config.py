@@ -1,23 +1,34 @@
 """What becomes of a run's drafters when they are finished."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
+from typing import TYPE_CHECKING, Annotated
 
-import torch
+from pydantic import AfterValidator, TypeAdapter
+from pydantic.dataclasses import dataclass
 
-from .package import require_names
-from .registry import find_format
+from ...data.fields import OPTIONS, different, one_of
+
+if TYPE_CHECKING:
+    import torch
 
 DTYPES = ("float32", "float16", "bfloat16")
 
 
-@dataclass(kw_only=True)
+def known_formats(names: list[str]) -> list[str]:
+    """Allow the formats of the registry, each once."""
+    from .registry import FORMATS  # imports torch and transformers, which composing a recipe needs not
+
+    return TypeAdapter(list[Annotated[str, one_of(*FORMATS)]]).validate_python(different(names))
+
+
+@dataclass(kw_only=True, config=OPTIONS)
 class ExportConfig:
     """A folder for the Hub (see `package`), and the formats of other programs."""
 
-    formats: list[str] = field(default_factory=list)
+    formats: Annotated[list[str], AfterValidator(known_formats)] = field(default_factory=list)
     """Formats of other programs to write it in (`outrider export --help` names them), each in export/FORMAT; of several
     drafters, those of the format's kind."""
-    dtype: str | None = None
+    dtype: Annotated[str, one_of(*DTYPES)] | None = None
     """float32, float16 or bfloat16, of these formats; null leaves the numbers as they are."""
     licence: str | None = None
     """The Hub's name of the drafter's licence, such as apache-2.0."""
@@ -33,19 +44,15 @@ class ExportConfig:
     """Make the folder for the Hub anew where it holds something else than would be made now, such as a card of your own."""
 
     def __post_init__(self) -> None:
-        for name in self.formats:
-            find_format(name)
-        if len(set(self.formats)) < len(self.formats):
-            raise ValueError(f"export.formats is {self.formats}; name each once")
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise ValueError(f"export.dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}, or null")
-        try:
+        if self.base_model or self.repo or self.licence:
+            from .package import require_names  # as in `known_formats`
+
             require_names(base_model=self.base_model, repo=self.repo, licence=self.licence)
-        except ValueError as error:
-            raise ValueError(f"export.{error}") from error
         if self.push and self.repo is None:
-            raise ValueError("export.push is on and export.repo is null; say where to: export.repo=user/name")
+            raise ValueError("push is on and repo is null; say where to: export.repo=user/name")
 
     @property
-    def torch_dtype(self) -> torch.dtype | None:
+    def torch_dtype(self) -> "torch.dtype | None":
+        import torch
+
         return None if self.dtype is None else getattr(torch, self.dtype)

@@ -20,7 +20,7 @@ from ..drafters.decoder_layer import form_config
 from ..drafters.eagle import Eagle, EagleConfig
 from ..target.hf_target import HFTarget
 from .folders import Folder
-from .formats import Format, Layout, Reading, Tensors
+from .formats import FolderContents, Format, Reading, Tensors
 from .llama import (
     LAYER_WEIGHTS,
     QKV_BIASES,
@@ -50,7 +50,7 @@ def _their_name(ours: str) -> str:
     return PREFIX + ours.removeprefix("layer.") if ours.startswith("layer.") else ours
 
 
-def write_vllm(drafter: Eagle, target: HFTarget) -> Layout:
+def write_vllm(drafter: Eagle, target: HFTarget) -> FolderContents:
     """vLLM's variant. Raises ValueError for a drafter with a bias at `fc` that isn't zero, or another kind of layer."""
     problems = layer_problems(drafter, place="vLLM's EAGLE", allowed=frozenset(), kinds=("llama", "mistral"))
     tensors = _tensors(drafter)
@@ -58,10 +58,10 @@ def write_vllm(drafter: Eagle, target: HFTarget) -> Layout:
     if bias is not None and bias.any():
         problems.append("its fc has a bias, and vLLM's has none (train with drafter.bias=false)")
     raise_refusal(problems, VLLM.name)
-    return Layout(config={"architectures": ["LlamaForCausalLM"], **write_config(drafter, target)}, tensors=tensors)
+    return FolderContents(config={"architectures": ["LlamaForCausalLM"], **write_config(drafter, target)}, tensors=tensors)
 
 
-def write_sglang(drafter: Eagle, target: HFTarget) -> Layout:
+def write_sglang(drafter: Eagle, target: HFTarget) -> FolderContents:
     """SGLang's variant: `fc.bias` is always there, of zeros where the drafter has none."""
     is_qwen2 = layer_config(drafter).model_type == "qwen2"
     biases = frozenset(QKV_BIASES) if is_qwen2 else frozenset()
@@ -73,7 +73,7 @@ def write_sglang(drafter: Eagle, target: HFTarget) -> Layout:
     if is_qwen2:
         config |= {"architectures": ["Qwen2ForCausalLMEagle"], "model_type": "qwen2"}
         del config["attention_bias"], config["mlp_bias"]  # Qwen2's layers have the biases of q, k and v, and no others
-    return Layout(config=config, tensors=tensors)
+    return FolderContents(config=config, tensors=tensors)
 
 
 def read_vllm(folder: Folder, target: HFTarget) -> Reading:

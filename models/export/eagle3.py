@@ -21,7 +21,7 @@ from ..drafters.eagle3 import Eagle3, Eagle3Config
 from ..target.hf_target import HFTarget
 from ..target.hidden_states import decoder_layers
 from .folders import Folder
-from .formats import Format, Layout, Reading, Tensors
+from .formats import FolderContents, Format, Reading, Tensors
 from .llama import LAYER_WEIGHTS, layer_problems, raise_refusal, read_config, require_target_parts, target_parts, write_config
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
@@ -83,7 +83,7 @@ def layer_refusals(drafter: Eagle3, place: str, kinds: tuple[str, ...], extra: f
     return layer_problems(drafter, place=place, allowed=allowed, kinds=kinds)
 
 
-def write(drafter: Eagle3, target: HFTarget) -> Layout:
+def write(drafter: Eagle3, target: HFTarget) -> FolderContents:
     """One file for both engines. Raises ValueError for other layers of the target than the usual, or another kind of layer."""
     problems = layer_refusals(drafter, "the engines' EAGLE-3", ("llama", "mistral"))
     usual = usual_layers(len(decoder_layers(target.model)))
@@ -104,7 +104,7 @@ def write(drafter: Eagle3, target: HFTarget) -> Layout:
         **write_config(drafter, target),
         "draft_vocab_size": drafter.lm_head.out_features,
     }
-    return Layout(config=config, tensors=tensors)
+    return FolderContents(config=config, tensors=tensors)
 
 
 def read(folder: Folder, target: HFTarget) -> Reading:

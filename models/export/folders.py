@@ -4,7 +4,6 @@ import json
 import logging
 import pickle
 import zipfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ import safetensors.torch
 import torch
 
 from ...data.files import read_json
-from ..drafters.saved.folder import CONFIG_FILE, MOST_PROBLEMS, WEIGHTS_FILE
+from ..drafters.saved.folder import CONFIG_FILE, MOST_PROBLEMS, WEIGHTS_FILE, infinite_problems, raise_problems
 
 logger = logging.getLogger(__name__)
 
@@ -44,12 +43,7 @@ class Folder:
     def load(self) -> dict[str, torch.Tensor]:
         """The weights, on the CPU. Raises ValueError where a file is damaged or any number isn't finite."""
         tensors = {name: tensor for file in self.files for name, tensor in _read(file, "cpu").items()}
-        problems = [
-            f"{name} holds numbers that aren't finite"
-            for name, tensor in sorted(tensors.items())
-            if tensor.is_floating_point() and not tensor.float().isfinite().all()  # 8 bits have no isfinite
-        ]
-        raise_problems(self.path, problems)
+        raise_problems(self.path, infinite_problems(tensors))
         return tensors
 
     def require_counts(self) -> None:
@@ -176,33 +170,6 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 """safetensors' names of types."""
-
-
-def shape_problems(
-    found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], optional: Mapping[str, torch.Tensor]
-) -> list[str]:
-    """What of `found` is missing, unknown, of another shape or of another kind of number."""
-    problems = [f"missing {name}" for name in sorted(expected.keys() - found.keys())]
-    known = {**expected, **optional}
-    problems += [f"unknown {name}" for name in sorted(found.keys() - known.keys())]
-    for name in sorted(known.keys() & found.keys()):
-        ours, theirs = known[name], found[name]
-        if theirs.shape != ours.shape:
-            problems.append(f"{name} is {tuple(theirs.shape)}, not {tuple(ours.shape)}")
-        elif theirs.is_floating_point() != ours.is_floating_point() or (theirs.dtype is torch.bool) != (
-            ours.dtype is torch.bool
-        ):
-            problems.append(f"{name} is of {theirs.dtype}, not {ours.dtype}")
-    return problems
-
-
-def raise_problems(path: Path, problems: list[str]) -> None:
-    """Raise ValueError with the first of the problems that there are with a folder."""
-    if problems:
-        more = f"; and {len(problems) - MOST_PROBLEMS} more" if len(problems) > MOST_PROBLEMS else ""
-        raise ValueError(
-            f"{path} doesn't hold the drafter that its {CONFIG_FILE} describes: {'; '.join(problems[:MOST_PROBLEMS])}{more}"
-        )
 
 
 def to_json(value: Any) -> Any:

@@ -14,15 +14,15 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from ...data.files import atomic_write_bytes, parse_dataclass, read_json, write_json
+from ...data.files import atomic_write_bytes, read_dataclass, write_json
 from ...data.manifest import TargetIdentity
 from ..drafters.base import TrainableDrafter
 from ..drafters.registry import DRAFTERS, kind_of
-from ..drafters.saved.build import parse_runtime_config
-from ..drafters.saved.folder import CONFIG_FILE, WEIGHTS_FILE
+from ..drafters.saved.build import DrafterSpec, shapes_of
+from ..drafters.saved.folder import CONFIG_FILE, WEIGHTS_FILE, raise_problems, shape_problems
 from ..drafters.saved.loading import require_fitting_target
 from ..target.hf_target import HFTarget
-from .folders import NOTE_FILE, Folder, open_folder, raise_problems, shape_problems
+from .folders import NOTE_FILE, Folder, open_folder
 
 NOTE_VERSION = 1
 Tensors = dict[str, torch.Tensor]
@@ -42,7 +42,7 @@ class Note:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class FolderContents:
     """A drafter in a format: what `config.json` says, and the tensors of `file` by their names there."""
 
     config: dict[str, Any]
@@ -81,7 +81,7 @@ class Format:
     name: str
     kind: str
     """The kind of drafter that it holds."""
-    write: Callable[[Any, HFTarget], Layout]
+    write: Callable[[Any, HFTarget], FolderContents]
     read: Callable[[Folder, HFTarget], Reading]
     is_of: Callable[[Folder], bool]
     """Whether a folder is of this format."""
@@ -158,7 +158,7 @@ def read_note(directory: Path) -> Note | None:
     path = directory / NOTE_FILE
     if not path.is_file():
         return None
-    note = parse_dataclass(Note, read_json(path), path)
+    note = read_dataclass(Note, path)
     if note.format_version != NOTE_VERSION:
         raise ValueError(f"{path} has version {note.format_version}; this outrider reads {NOTE_VERSION}: export it again")
     return note
@@ -183,13 +183,9 @@ def read_folder(
     else:
         _check_note(note, format, folder.path, target)
         drafter_options |= note.drafter
-    kind, config = parse_runtime_config({"kind": format.kind, **drafter_options}, runtime_options)
+    kind, config = format.kind, DrafterSpec.of(format.kind, drafter_options).with_options(runtime_options).config
     # 2. Names and shapes of the tensors, before any weight is read.
-    try:
-        with torch.device("meta"):  # shapes only: a config of absurd sizes must not take the memory for them
-            shapes = DRAFTERS[kind].for_target(config, target).state_dict()
-    except RuntimeError as error:
-        raise ValueError(f"a drafter of the sizes in {folder.path / CONFIG_FILE} can't be made ({error})") from error
+    shapes = shapes_of(kind, config, target, folder.path / CONFIG_FILE)
     names = {ours: theirs for ours, theirs in reading.rename(config).items() if ours in shapes}
     expected = {theirs: shapes[ours] for ours, theirs in names.items()} | reading.required_extra
     raise_problems(folder.path, shape_problems(folder.shapes, expected, reading.optional))
@@ -239,6 +235,4 @@ def _check_note(note: Note, format: Format, directory: Path, target: HFTarget) -
         raise ValueError(f"{path} has the kind {note.kind}, and {format.name} is for {format.kind}; export it again")
     if unknown := sorted(note.measured.keys() - format.measured):
         raise ValueError(f"{path} has unknown measurements, {', '.join(unknown)}; export it again")
-    # Strictly: an option of the registry's, such as start_from, could name another folder.
-    parse_dataclass(DRAFTERS[note.kind].Config, note.drafter, path)
     require_fitting_target(directory, note.target, target.identity)

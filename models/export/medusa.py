@@ -19,7 +19,7 @@ from typing import Any
 from ..drafters.medusa import Medusa, MedusaConfig
 from ..target.hf_target import HFTarget
 from .folders import Folder
-from .formats import Format, Layout, Reading
+from .formats import FolderContents, Format, Reading
 from .llama import GENERAL_KEYS, raise_refusal, require_sizes
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ LAYOUTS = (
 """Those that are read. The reference's is written; some publish it with a prefix."""
 
 
-def write_reference(drafter: Medusa, target: HFTarget) -> Layout:
+def write_reference(drafter: Medusa, target: HFTarget) -> FolderContents:
     """The reference's layout. Raises ValueError for heads that it has no place for."""
     problems = _problems(drafter)
     if drafter.config.num_layers > 1:
@@ -75,14 +75,14 @@ def write_reference(drafter: Medusa, target: HFTarget) -> Layout:
     return _layout(drafter, target, PICKLE_FILE)
 
 
-def write_tensorrt(drafter: Medusa, target: HFTarget) -> Layout:
+def write_tensorrt(drafter: Medusa, target: HFTarget) -> FolderContents:
     """What TensorRT-LLM's conversion reads beside the target. Raises ValueError for heads that it has no place for."""
     problems = _problems(drafter)
     if drafter.config.share_head:
         problems.append("its heads share the target's output layer, and there each has its own (train with share_head=false)")
     raise_refusal(problems, TENSORRT.name)
     layout = _layout(drafter, target, SAFETENSORS_FILE)
-    return Layout(
+    return FolderContents(
         config={**layout.config, TENSORRT_NUM_HEADS: drafter.config.num_heads}, tensors=layout.tensors, file=SAFETENSORS_FILE
     )
 
@@ -100,7 +100,7 @@ def _problems(drafter: Medusa) -> list[str]:
     return problems
 
 
-def _layout(drafter: Medusa, target: HFTarget, file: str) -> Layout:
+def _layout(drafter: Medusa, target: HFTarget, file: str) -> FolderContents:
     config, names = drafter.config, _names(drafter.config)
     described = {
         "architectures": ["MedusaModel"],
@@ -111,7 +111,7 @@ def _layout(drafter: Medusa, target: HFTarget, file: str) -> Layout:
     if config.share_head:
         described["version"] = SHARED_HEAD_VERSION
     tensors = {names[name]: tensor for name, tensor in drafter.state_dict().items() if name in names}
-    return Layout(config=described, tensors=tensors, file=file)
+    return FolderContents(config=described, tensors=tensors, file=file)
 
 
 def _names(config: MedusaConfig, layout: Names = REFERENCES_NAMES) -> dict[str, str]:

@@ -14,13 +14,18 @@ import shutil
 from collections.abc import Collection
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-
 from ...data.files import atomic_write_text, replacing_directory, write_json
 from ..drafters.saved.download import HUB_ID
-from ..drafters.saved.folder import CONFIG_FILE, TRAINING_FILE, WEIGHTS_FILE, read_drafter_config, read_training_facts
+from ..drafters.saved.folder import (
+    CONFIG_FILE,
+    TRAINING_FILE,
+    WEIGHTS_FILE,
+    count_tensors,
+    read_drafter_config,
+    read_training_facts,
+)
 from .bundle import FOLDER, LICENCE_FILE, REQUIREMENTS_FILE, START_FILE, custom_generate_files
-from .certificate import read_certificate
+from .certificate_file import read_certificate
 from .folders import NOTE_FILE
 
 README_FILE, GENERATION_FILE, CERTIFICATE_FILE = "README.md", "generation_config.json", "certificate.json"
@@ -56,7 +61,7 @@ def make_package(drafter: Path, output: Path, readme: str, certificate: Path | N
     require_new(output)
     read_drafter_config(drafter)
     read_training_facts(drafter)
-    require_whole(drafter / WEIGHTS_FILE)
+    count_tensors(drafter / WEIGHTS_FILE)
     if certificate is not None:
         read_certificate(certificate)
     with replacing_directory(output) as folder:
@@ -119,7 +124,7 @@ def package_files(folder: Path, called: str = "") -> dict[str, Path]:
         raise ValueError(f"{called} holds no drafter: it needs {CONFIG_FILE} and weights in safetensors")
     for name, path in files.items():
         if name.endswith(".safetensors"):
-            require_whole(path, f"{called}: {name}")
+            count_tensors(path, f"{called}: {name}")
     if f"{FOLDER}/{START_FILE}" in files:
         _require_own(folder, files, called)
     return files
@@ -162,15 +167,3 @@ def _problem(path: Path, name: str) -> str | None:
 def is_package(folder: Path) -> bool:
     """Whether a folder has a model card and the code for transformers, and not only the drafter."""
     return (folder / README_FILE).is_file() and (folder / FOLDER / START_FILE).is_file()
-
-
-def require_whole(path: Path, called: str = "") -> None:
-    """Raise ValueError where a safetensors file is missing, or cut short."""
-    called = called or str(path)
-    if not path.is_file():
-        raise ValueError(f"{called} is missing; the drafter's export is incomplete: copy or export it again")
-    try:
-        with safe_open(path, framework="pt") as file:
-            file.keys()
-    except SafetensorError as error:
-        raise ValueError(f"{called} is damaged ({error}); copy or export the drafter again") from error

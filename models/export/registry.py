@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..drafters.base import TrainableDrafter
-from ..drafters.saved.build import drafter_of_weights, parse_drafter_config
+from ..drafters.saved.build import drafter_of_weights, saved_spec
 from ..drafters.saved.folder import read_drafter_config
 from ..drafters.saved.loading import require_fitting_target
 from ..target.hf_target import HFTarget
@@ -65,8 +65,7 @@ def stored_drafter(directory: Path, target: HFTarget) -> TrainableDrafter:
     """
     saved = read_drafter_config(directory)
     require_fitting_target(directory, saved.target, target.identity)
-    kind, config = parse_drafter_config({"kind": saved.kind, **saved.drafter})
-    drafter = drafter_of_weights(kind, config, directory, target).cpu()
+    drafter = drafter_of_weights(saved_spec(saved), directory, target).cpu()
     shapes = open_folder(directory).shapes
     dtypes = {shapes[name].dtype for name, _ in drafter.named_parameters() if name in shapes}
     for parameter in drafter.parameters() if len(dtypes) == 1 else ():

@@ -12,7 +12,7 @@ from ..drafters.eagle3 import Eagle3
 from ..target.hf_target import HFTarget
 from .eagle3 import NUM_FEATURES, layer_refusals, names_of, vocabulary_reading, write_vocabulary
 from .folders import Folder
-from .formats import Format, Layout, Reading
+from .formats import FolderContents, Format, Reading
 from .llama import GENERAL_KEYS, raise_refusal, read_config, write_config
 
 VERSION = "0.9.0"
@@ -41,7 +41,7 @@ METHOD_KEYS = frozenset({"accept_tolerance", "proposal_type", "speculative_token
 VERIFIER_KEYS = frozenset({"architectures", "name_or_path"})
 
 
-def write(drafter: Eagle3, target: HFTarget) -> Layout:
+def write(drafter: Eagle3, target: HFTarget) -> FolderContents:
     """Raises ValueError for another number of features than vLLM's three, or another kind of layer."""
     problems = layer_refusals(drafter, "vLLM's EAGLE-3", ("llama", "mistral"))
     if len(drafter.feature_layers) != NUM_FEATURES:
@@ -56,7 +56,7 @@ def write(drafter: Eagle3, target: HFTarget) -> Layout:
     if num_outputs != drafter.vocab_size:  # the library has no such maps for the whole vocabulary
         tensors |= write_vocabulary(drafter)
     tensors["embed_tokens.weight"] = target.embed_tokens.weight.to(drafter.fc.weight.dtype)
-    return Layout(config=_config(drafter, target, num_outputs), tensors=tensors)
+    return FolderContents(config=_config(drafter, target, num_outputs), tensors=tensors)
 
 
 def _config(drafter: Eagle3, target: HFTarget, num_outputs: int) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from ..target.hf_target import HFTarget
 from ..target.identity import tokenizer_digest
 from ..target.loading import load_tokenizer
 from .folders import Folder, to_json
-from .formats import NOTE_FILE, Format, Layout, Reading, Tensors
+from .formats import NOTE_FILE, FolderContents, Format, Reading, Tensors
 from .llama import SAME_NUMBER
 
 PREFIX = "model."
@@ -45,11 +45,11 @@ FORMER_KEYS = frozenset(
 """Keys of configurations that older versions of transformers wrote. None of them says what a model computes."""
 
 
-def write(drafter: DraftModel, target: HFTarget) -> Layout:
+def write(drafter: DraftModel, target: HFTarget) -> FolderContents:
     """There is nothing that transformers has no place for: trees are a way of drafting, and there a chain is drafted."""
     config = {**to_json(architecture_of(drafter.model)), "architectures": [type(drafter.model).__name__]}
     tensors = {name.removeprefix(PREFIX): tensor for name, tensor in drafter.state_dict().items()}
-    return Layout(config=config, tensors=tensors, write_more=partial(_write_more, drafter, target))
+    return FolderContents(config=config, tensors=tensors, write_more=partial(_write_more, drafter, target))
 
 
 def _write_more(drafter: DraftModel, target: HFTarget, directory: Path) -> None:

@@ -16,14 +16,15 @@ PACKAGES = {
 """What each method is computed by, under the names that are both imported and installed."""
 
 
-def check_method(options: Any) -> None:
-    """Raise ValueError for what isn't options with a known `method`."""
+def check_method(options: Any) -> Any:
+    """Return options that have a known `method`, or None. Raises ValueError for others."""
     method = options.get("method") if isinstance(options, Mapping) else None
-    if method not in PACKAGES:
+    if options is not None and method not in PACKAGES:
         raise ValueError(
-            f"target.quantization is {options}; it needs a method of {', '.join(PACKAGES)}, as in "
+            f"the quantization {options} needs a method of {', '.join(PACKAGES)}, as in "
             "{method: bitsandbytes, load_in_4bit: true} or {method: torchao, type: Int8WeightOnlyConfig}"
         )
+    return options
 
 
 def require_packages(method: str) -> None:

@@ -69,10 +69,10 @@ def make_tokens() -> torch.Tensor:
 
 def make_drafter(target: Any, **options: Any) -> Any:
     """A drafter whose every number matters, as after training."""
-    from outrider.models.drafters import build_drafter
+    from outrider.models.drafters import build_drafter, parse_drafter
 
     torch.manual_seed(1)
-    drafter = build_drafter(options, target)
+    drafter = build_drafter(parse_drafter(options), target)
     randomise(drafter)
     if drafter.wants_token_counts:
         drafter.choose_draft_vocabulary(torch.arange(VOCAB).remainder(7))

@@ -15,7 +15,7 @@ import typer
 
 from outrider.cli.certify import certify_command
 from outrider.eval.certify import certificate as certify
-from outrider.models.drafters import build_drafter, save_drafter
+from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
 from outrider.models.target.config import TargetConfig
 from outrider.models.target.loading import load_target
 
@@ -68,7 +68,7 @@ def fresh_drafter(folder: Path) -> Path:
     """A drafter with its first weights, saved."""
     target = load_target(TargetConfig(name_or_path=str(TARGET), dtype="float32"), torch.device("cpu"))
     torch.manual_seed(0)
-    save_drafter(build_drafter(FRESH, target), folder, target.identity)
+    save_drafter(build_drafter(parse_drafter(FRESH), target), folder, target.identity)
     print("there is no trained drafter: a fresh one is certified")
     return folder
 

@@ -21,18 +21,16 @@ import argparse
 import contextlib
 import functools
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from host_reads import Transfers, waits_for_device
+from host_reads import Transfers
+from kernel_counter import KERNELS, REST, Counted, CountingRecorder
 from random_target import LLAMA_1B, LLAMA_8B, random_llama, target_of
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from train_bench import Case, random_batch
 
 from outrider.data.files import write_json
@@ -40,35 +38,17 @@ from outrider.distill.label import branch_attention as labelling_attention
 from outrider.distill.label import continuations
 from outrider.models.decoding import Acceptance, DraftTree, GreedyAcceptance, RowSeeds, Sampling, SpeculativeSampling, generate
 from outrider.models.decoding.types import NO_NODE, TargetOutput
-from outrider.models.drafters import NullDrafter, build_drafter, feature_search
+from outrider.models.drafters import NullDrafter, build_drafter, feature_search, parse_drafter
 from outrider.models.drafters.branches import attention as branch_attention
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.graphed import GraphedDrafter, RecordableDrafter
-from outrider.models.drafters.objective import LossKind, Objective
+from outrider.models.drafters.losses import LossKind
+from outrider.models.drafters.objective import Objective
 from outrider.models.drafters.small_models import DraftModelConfig
 from outrider.models.target import tree_attention, tree_reader
 from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.tree_cache import ACCELERATOR_EXTENT_STEP
 from outrider.train.batches import target_reads, with_hidden_states
-
-SORT, COPY_AND_WRITE = 4, 2
-KERNELS = {
-    "aten::sort": SORT,  # CUB's radix sort: fill the indexes, several passes, gather
-    "aten::topk": 6,  # radix selection over many blocks: counts, their sums, the gathering; then a sort of what was found
-    "aten::logsumexp": 6,  # a maximum, its guard against infinity, a difference, exp, a sum, a logarithm
-    "aten::nonzero": 3,  # count, prefix sums, write
-    "aten::scatter": COPY_AND_WRITE,
-    "aten::scatter_add": COPY_AND_WRITE,
-    "aten::masked_fill": COPY_AND_WRITE,
-    "aten::index_put": COPY_AND_WRITE,
-    "aten::index_add": COPY_AND_WRITE,
-    "aten::nll_loss_backward": COPY_AND_WRITE,
-    "aten::embedding_dense_backward": SORT + 2,  # rows of one token are added in the order of a sort
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": 3,  # on CUDA: sums of rows, gradients, their conversion
-}
-"""Kernels of the operators that launch more than one, by the reading of PyTorch's sources."""
-NO_KERNEL = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_")}
-"""Operators that return memory and launch nothing."""
 
 DTYPE, CPU = torch.bfloat16, torch.device("cpu")
 NARROW = {
@@ -86,7 +66,6 @@ HORIZON = 5
 LABELLED = Case("labelling", seq=512, batch=4)
 TRAINED = Case("training", seq=64, batch=2)
 TRAINED_POSITIONS = 64
-REST = "rest"
 
 
 def main() -> None:
@@ -134,116 +113,6 @@ def cuda_paths() -> Iterator[None]:
 
 def _attend_densely(entries: branch_attention.Entries, query: Any, seen: torch.Tensor, scale: float) -> torch.Tensor:
     return branch_attention.attend_densely(query, entries.text, entries.own, seen, scale)
-
-
-# --- counting
-
-
-class Counted(TorchDispatchMode):
-    """Counts kernels, launches, replays and host reads by phase. Within a replay kernels run, and nothing is launched."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.phase = REST
-        self.reset()
-        self._is_replaying = self._is_paused = False
-
-    def reset(self) -> None:
-        self.kernels, self.launches, self.replays, self.host_reads = (Counter[str]() for _ in range(4))
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        with self:
-            parts = function.decompose(*args, **kwargs)  # under inference mode, composite operators arrive whole
-        if parts is not NotImplemented:
-            return parts
-        output = function(*args, **kwargs)
-        if not self._is_paused:
-            if waits_for_device(function, args):
-                self.read()
-            self._launch(num_kernels(function, args, kwargs, output))
-        return output
-
-    def within(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, whose kernels count as this phase's."""
-
-        @functools.wraps(function)
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            outer, self.phase = self.phase, phase
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.phase = outer
-
-        return counted
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        self._is_paused = True
-        try:
-            yield
-        finally:
-            self._is_paused = False
-
-    @contextlib.contextmanager
-    def replaying(self) -> Iterator[None]:
-        self.replays[self.phase] += 1
-        self.launches[self.phase] += 1
-        self._is_replaying = True
-        try:
-            yield
-        finally:
-            self._is_replaying = False
-
-    def _launch(self, count: int) -> None:
-        self.kernels[self.phase] += count
-        if not self._is_replaying:
-            self.launches[self.phase] += count
-
-    def read(self) -> None:
-        if not self._is_paused:
-            self.host_reads[self.phase] += 1
-
-
-def num_kernels(function: Any, args: Any, kwargs: Any, output: Any) -> int:
-    """Kernels of an operator: none where it writes no memory, as for views, allocations and what is empty."""
-    name = function.overloadpacket._qualified_op_name
-    inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-    outputs = [each for each in tree_leaves(output) if isinstance(each, torch.Tensor)]
-    if function._schema.is_mutable:
-        writes = any(each.numel() for each in outputs or inputs[:1])
-    else:
-        known = {each.untyped_storage()._cdata for each in inputs}
-        writes = any(each.numel() and each.untyped_storage()._cdata not in known for each in outputs)
-    return KERNELS.get(name, 1) if writes and name not in NO_KERNEL else 0
-
-
-class CountingRecorder:
-    """In place of `CudaGraphRecorder`: a replay calls the function again, and counts as one launch."""
-
-    def __init__(self, counted: Counted) -> None:
-        self.counted, self.num_recordings = counted, 0
-
-    def __call__(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        self.num_recordings += 1
-        output = function()
-
-        def replay() -> None:
-            with self.counted.replaying():
-                again = function()
-            with self.counted.paused():
-                for old, new in zip(_tensors(output), _tensors(again), strict=True):
-                    old.copy_(new)
-
-        return replay, output
-
-    def forget(self) -> None:
-        """Nothing is kept."""
-
-
-def _tensors(output: Any) -> list[torch.Tensor]:
-    values = [getattr(output, field.name) for field in fields(output)] if is_dataclass(output) else [output]
-    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 # --- decoding
@@ -321,7 +190,7 @@ def decoding_drafter(options: dict[str, Any] | None, target: HFTarget, form: dic
     if options["kind"] == "draft_model":
         reader = target_of(narrow(LLAMA_1B["num_hidden_layers"]), **form)
         return DraftModel(DraftModelConfig(length=options["length"]), reader)
-    drafter: Any = build_drafter(options, target).to(DTYPE).eval().requires_grad_(False)
+    drafter: Any = build_drafter(parse_drafter(options), target).to(DTYPE).eval().requires_grad_(False)
     return GraphedDrafter(drafter, form["recorder"]) if form and isinstance(drafter, RecordableDrafter) else drafter
 
 
@@ -369,7 +238,7 @@ TRAINED_KINDS = {
 def training_step(kind: str, layers: int) -> dict[str, Any]:
     """The counts of a micro batch, by phase."""
     counted, target = Counted(), target_of(narrow(layers))
-    drafter = build_drafter({"kind": kind}, target).train()
+    drafter = build_drafter(parse_drafter({"kind": kind}), target).train()
     loss = TRAINED_KINDS[kind]
     objective = Objective(loss=LossKind(loss), head=None if loss == "cross_entropy" else target.head)
     batch = random_batch(TRAINED, target.vocab_size, HORIZON, TRAINED_POSITIONS)

@@ -43,7 +43,7 @@ from outrider.data.files import write_json
 from outrider.eval.measure.environment import describe_environment
 from outrider.models.decoding import Acceptance, DraftTree, GreedyAcceptance, TargetOutput, generate
 from outrider.models.decoding.acceptance import follow
-from outrider.models.drafters import NullDrafter, build_drafter
+from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.graphed import GraphedDrafter
 from outrider.models.drafters.small_models import DraftModelConfig
@@ -194,7 +194,9 @@ class Bench:
         # Made once, on the device: of a billion parameters each time would take longer than what is measured.
         with model.device:
             options = {"kind": "redrafter", "head_init": "random", "tree_nodes": 1}
-            self.redrafter: Any = build_drafter(options, target_of(model)).to(model.dtype).eval().requires_grad_(False)
+            self.redrafter: Any = (
+                build_drafter(parse_drafter(options), target_of(model)).to(model.dtype).eval().requires_grad_(False)
+            )
 
     def forget(self) -> None:
         """Begin anew, with all memory free."""

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from outrider.data.files import write_json
 from outrider.models.decoding import generate
-from outrider.models.drafters import build_drafter
+from outrider.models.drafters import build_drafter, parse_drafter
 from outrider.models.drafters.graphed import GraphedDrafter
 
 GROUPS = {
@@ -76,7 +76,7 @@ def trace(args: argparse.Namespace, device: torch.device, form: str) -> Iterator
     width, length = SHAPES_OF_TREES[NODES]
     options = {"kind": "redrafter", "beam_width": width, "beam_length": length, "tree_nodes": NODES}
     with device:
-        network: Any = build_drafter(options, target).to(dtype).eval().requires_grad_(False)
+        network: Any = build_drafter(parse_drafter(options), target).to(dtype).eval().requires_grad_(False)
     drafter: Any = ShapedDrafter(network, NODES, length, device)
     drafter = GraphedDrafter(drafter) if target.cuda_graphs else drafter
     prompt = torch.arange(args.prompt_tokens, device=device)[None] % target.vocab_size

@@ -40,8 +40,9 @@ from outrider.data.files import write_json
 from outrider.data.types import DrafterBatch
 from outrider.distill.label.continuations import label_continuations
 from outrider.eval.measure.environment import describe_environment
-from outrider.models.drafters import build_drafter
-from outrider.models.drafters.objective import LossKind, Objective
+from outrider.models.drafters import build_drafter, parse_drafter
+from outrider.models.drafters.losses import LossKind
+from outrider.models.drafters.objective import Objective
 from outrider.models.target.hf_target import HFTarget
 from outrider.train.batches import target_reads, with_hidden_states
 
@@ -303,7 +304,7 @@ def build(kind: str, training: Training, target: HFTarget) -> Any:
     if training.draft_vocab_share is not None:
         options["draft_vocab_size"] = int(training.draft_vocab_share * target.vocab_size)
     with target.device:
-        drafter = build_drafter(options, target).train()
+        drafter = build_drafter(parse_drafter(options), target).train()
         drafter.choose_draft_vocabulary(torch.arange(target.vocab_size))
     return drafter
 

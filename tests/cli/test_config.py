@@ -3,6 +3,8 @@
 import re
 import shlex
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -16,9 +18,10 @@ from outrider.cli.main import run_command
 from outrider.data.files import write_json
 from outrider.data.manifest import TargetIdentity
 from outrider.eval.config import EvalConfig, SuiteConfig
+from outrider.models.drafters.losses import LossKind
 from outrider.models.drafters.medusa import MedusaConfig
-from outrider.models.drafters.objective import LossKind
-from outrider.models.drafters.saved.build import parse_drafter_config
+from outrider.models.drafters.saved import build
+from outrider.models.drafters.saved.build import DrafterSpec
 from outrider.models.drafters.saved.folder import DrafterFile
 from outrider.train.config import TrainConfig
 
@@ -37,6 +40,14 @@ def composed(*overrides: str) -> DictConfig:
 
 def run_config(*overrides: str) -> RunConfig:
     return to_run_config(composed(*overrides))
+
+
+@contextmanager
+def raises(message: str) -> Iterator[None]:
+    """An error with this message, wherever its lines are wrapped."""
+    with pytest.raises(ValueError) as error:
+        yield
+    assert re.search(message, " ".join(str(error.value).split())), str(error.value)
 
 
 @pytest.fixture
@@ -124,7 +135,7 @@ def test_recipes_built_on_the_demo_train_as_it_does(recipe: str, steps: int) -> 
     demo, config = run_config("conf=demo"), run_config(f"conf={recipe}")
     first = config.drafter_runs()[0]
     fixed = {"beam_width": 4, "tree_nodes": None}  # what decoding may change
-    assert {**first.drafter, **fixed} == {**demo.drafter, **fixed}
+    assert replace(first.drafter.config, **fixed) == replace(demo.drafter_run("").drafter.config, **fixed)
     own = ("steps", "checkpoint_every", "validation_texts", "max_positions")
     assert replace(first.train, **{name: getattr(demo.train, name) for name in own}) == demo.train
     assert config.train.steps == steps
@@ -169,7 +180,7 @@ def test_a_kinds_demo_trains_and_decodes_as_in_the_comparison(kind: str, learnin
     compared = run_config("conf=compare_demo").drafter_run(kind)
     assert demo.train.learning_rate == compared.train.learning_rate == learning_rate
     assert demo.settings == compared.settings
-    assert parse_drafter_config(demo.drafter) == parse_drafter_config(compared.drafter)
+    assert demo.drafter == compared.drafter
 
 
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if not name.startswith("adapt")])
@@ -193,9 +204,18 @@ def test_adapting_is_shorter_and_gentler_than_training() -> None:
     assert (adapt.learning_rate, adapt.steps < demo.steps) == (demo.learning_rate / 4, True)
 
 
+def test_where_a_drafter_starts_from_is_looked_up_once(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_up: list[str] = []
+    monkeypatch.setattr(build, "resolve_drafter", lambda name: looked_up.append(name) or trained)
+    config = run_config("conf=adapt", "drafter.start_from=me/drafter", "eval.settings=[{tree_nodes: 3}, {tree_nodes: 4}]")
+    assert [run.drafter.start_from for run in [*config.drafter_runs(), config.drafter_run("")]] == [trained, trained]
+    assert looked_up == ["me/drafter"]
+
+
 def test_an_adapted_drafters_form_is_the_trained_ones(trained: Path) -> None:
     (adapted,) = run_config("conf=adapt", f"drafter.start_from={trained}", "+drafter.tree_nodes=7").drafter_runs()
-    assert parse_drafter_config(adapted.drafter) == ("medusa", MedusaConfig(num_heads=3, num_layers=2, tree_nodes=7))
+    config = MedusaConfig(num_heads=3, num_layers=2, tree_nodes=7)
+    assert adapted.drafter == DrafterSpec(kind="medusa", config=config, start_from=trained)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +231,7 @@ def test_an_adapted_drafters_form_is_the_trained_ones(trained: Path) -> None:
     ],
 )
 def test_a_start_that_cannot_be_is_told_before_anything_is_loaded(trained: Path, overrides: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with raises(message):
         run_config("conf=adapt", *(override.format(trained=trained) for override in overrides))
 
 
@@ -230,7 +250,7 @@ def test_the_readme_quantises_targets() -> None:
 
 
 def test_a_target_in_slices_is_not_evaluated() -> None:
-    with pytest.raises(ValueError, match=r"must hold the whole target. Set stages=\[distill,train\]"):
+    with raises(r"must hold the whole target. Set stages=\[distill,train\]"):
         run_config("conf=demo", "target.tensor_parallel=true")
     assert run_config("conf=demo", "target.tensor_parallel=true", "stages=[distill,train]").target.tensor_parallel
 
@@ -275,35 +295,36 @@ def test_an_appended_drafter_option_that_does_not_exist_is_named() -> None:
 
 
 def test_a_mistyped_beam_setting_is_told_before_the_training_not_after_it() -> None:
-    with pytest.raises(ValueError, match="no option beam_widht"):
+    with raises(r"eval.settings\[0\]: the drafter redrafter has no option beam_widht"):
         run_config("eval.settings=[{beam_widht: 4}]")
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("eval.settings=[{exit_width: 64}]", "the weights depend on"),
-        ("seed=-1", "seed is -1"),
-        ("train.seed=-1", "seed is -1"),
-        ("eval.seed=-1", "seed is -1"),
-        ("data.seed=-1", "seed is -1"),
-        ("train.weight_decay=nan", "weight_decay is nan"),
-        ("train.learning_rate=inf", "learning_rate is inf"),
-        ("eval.memory_bandwidth_gbs=nan", "memory_bandwidth_gbs is nan"),
+        ("eval.settings=[{exit_width: 64}]", "exit_width can't be changed"),
+        ("eval.seed=-1", "eval.seed=-1: must be at least 0"),
+        ("train.weight_decay=nan", "train.weight_decay=NaN: must be a finite number"),
+        ("eval.suites=[{name: stdlib, limit: 0}]", r"eval.suites\[0\].limit=0: must be above 0"),
+        ("drafter.beam_width=0", "drafter.beam_width=0: must be above 0"),
+        ("+variants.more.train.steps=0", "variants.more: train.steps=0: must be above 0"),
+        ("+variants.more.train.stepz=1", "variants.more: train.stepz: "),
+        ("stages=[]", "stages=.*must not be empty"),
+        ("stages=[eval,eval]", "stages=.* same value twice"),
         ("eval.settings=[{beam_width: 4}, {beam_width: 4}]", "same setting twice"),
         ("distill.horizon=1", "labels of at least 2 tokens"),
         ("+variants.more.drafter={kind: medusa, num_heads: 6}", "variants.more: drafter.num_heads is 6 and distill.horizon 5"),
-        ("drafter.num_blocks=two", "expected a value of type int"),
+        ("drafter.num_blocks=two", 'num_blocks="two": must be a whole number'),
     ],
 )
 def test_what_would_fail_after_hours_is_told_at_once(override: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with raises(message):
         run_config(override)
 
 
 @pytest.mark.parametrize("stages", ["[distill]", "[distill,train,eval]"])
 def test_more_medusa_heads_than_labels_are_told_before_the_distillation(stages: str) -> None:
-    with pytest.raises(ValueError, match=r"num_heads is 5 and distill.horizon 5.* to that, or .*distill.horizon of at least 6"):
+    with raises(r"num_heads is 5 and distill.horizon 5.* to that, or .*distill.horizon of at least 6"):
         run_config("conf=medusa_vicuna7b", "drafter.num_heads=5", f"stages={stages}")
     run_config("conf=medusa_vicuna7b", "drafter.num_heads=5", "distill.horizon=6", f"stages={stages}")
 
@@ -312,34 +333,26 @@ def test_what_is_distilled_already_may_have_longer_labels_than_the_recipe_says()
     run_config("conf=medusa_vicuna7b", "drafter.num_heads=5", "stages=[train]")
 
 
-def test_all_problems_are_told_at_once() -> None:
+def test_all_wrong_values_of_all_sections_are_told_at_once() -> None:
     with pytest.raises(ValueError, match="5 problem") as error:
-        run_config(
-            "stages=[distil]", "num_threads=0", "mixed_precision=fp16", "+variants.a.train.stepz=3", "+variants.b.eval.seed=2"
-        )
-    message = str(error.value)
-    found = [text for text in ("distil", "num_threads", "fp16", "stepz", "eval") if text in message]
-    assert len(found) == 5
+        run_config("stages=[distil]", "mixed_precision=fp16", "train.steps=0", "data.max_length=1", "target.dtype=int3")
+    lines = str(error.value).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "pydantic" not in str(error.value)
+    names = ("stages[0]=", "mixed_precision=", "train.steps=0: ", "data.max_length=1: ", "target.dtype=")
+    assert all(any(line.startswith(f"  - {name}") for line in lines) for name in names)
 
 
-def test_problems_of_several_sections_are_told_at_once() -> None:
+def test_all_problems_of_variants_are_told_at_once() -> None:
     with pytest.raises(ValueError, match="3 problem") as error:
-        run_config("train.steps=0", "data.max_length=1", "target.dtype=int3")
-    message = str(error.value)
-    found = [text for text in ("steps is 0", "max_length is 1", "int3") if text in message]
-    assert len(found) == 3
+        run_config("name=..", "+variants.a.train.stepz=3", "+variants.b.eval.seed=2")
+    assert all(text in str(error.value) for text in ("'..'", "variants.a: train.stepz", "variants.b: a variant can't"))
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", "."])
 def test_a_name_that_leaves_the_outputs_folder_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="names a folder"):
+    with raises("names a folder"):
         run_config(f"name='{name}'")
-
-
-@pytest.mark.parametrize("stages", ["[]", "[eval,eval]", "[test]"])
-def test_stages_that_cannot_be_run_are_refused(stages: str) -> None:
-    with pytest.raises(ValueError, match="stages"):
-        run_config(f"stages={stages}")
 
 
 def test_variants_differ_only_in_what_they_say() -> None:
@@ -359,9 +372,9 @@ def test_without_variants_the_folders_are_the_runs_own() -> None:
 
 def test_a_teacher_that_the_distillation_does_not_store_is_told_before_it() -> None:
     teacher = ("train.loss=kl", "train.teacher=top_k")
-    with pytest.raises(ValueError, match=r"train\.teacher is top_k, and distill\.top_logprobs is null"):
+    with raises(r"train\.teacher is top_k, and distill\.top_logprobs is null"):
         run_config(*teacher)
-    with pytest.raises(ValueError, match=r"variants\.top: train\.teacher is top_k"):
+    with raises(r"variants\.top: train\.teacher is top_k"):
         run_config("+variants.top={train: {teacher: top_k}}")
     assert run_config(*teacher, "distill.top_logprobs=16").distill.top_logprobs == 16
     assert run_config(*teacher, "stages=[train]").train.teacher == "top_k", "the shards are there, and say what they hold"

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from outrider.cli.export import UNWANTED, WANTED, export_command, import_command
 from outrider.cli.hub import push_command
-from outrider.models.drafters import build_drafter, load_drafter, save_drafter
+from outrider.models.drafters import build_drafter, load_drafter, parse_drafter, save_drafter
 from outrider.models.target.loading import load_target
 
 app = typer.Typer()
@@ -25,7 +25,7 @@ app.command("push")(push_command)
 def drafter(tiny_target_dir: Path, tmp_path: Path) -> Path:
     target = load_target(str(tiny_target_dir), torch.device("cpu"))
     torch.manual_seed(0)
-    drafter = build_drafter({"kind": "medusa", "num_heads": 2}, target)
+    drafter = build_drafter(parse_drafter({"kind": "medusa", "num_heads": 2}), target)
     save_drafter(drafter, tmp_path / "drafter", target.identity)
     return tmp_path / "drafter"
 

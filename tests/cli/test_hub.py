@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from outrider.cli.hub import package_command, pull_command, push_command
-from outrider.models.drafters import build_drafter, save_drafter
+from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
 from outrider.models.export import hub
 from outrider.models.target.config import TargetConfig
 from outrider.models.target.loading import load_target
@@ -27,7 +27,7 @@ def drafter(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="float32", device="cpu"))
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        made = build_drafter({"kind": "redrafter", "beam_width": 2, "beam_length": 2}, target)
+        made = build_drafter(parse_drafter({"kind": "redrafter", "beam_width": 2, "beam_length": 2}), target)
     directory = tmp_path_factory.mktemp("run") / "drafter"
     save_drafter(made, directory, target.identity)
     return directory

@@ -19,9 +19,10 @@ from outrider.models.decoding import (
     TypicalAcceptance,
     generate,
 )
-from outrider.models.drafters import DRAFTERS, NullDrafter, build_drafter, load_drafter, save_drafter
+from outrider.models.drafters import DRAFTERS, NullDrafter, build_drafter, load_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.base import TrainableDrafter
-from outrider.models.drafters.objective import WEIGHTS, Loss, LossKind, Objective
+from outrider.models.drafters.losses import WEIGHTS, LossKind
+from outrider.models.drafters.objective import Loss, Objective
 from outrider.models.target.config import TargetConfig
 from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.loading import load_target
@@ -115,7 +116,7 @@ def batch(target, plain) -> DrafterBatch:
 def make(kind: str, target: HFTarget, batch: DrafterBatch) -> tuple[TrainableDrafter, DrafterBatch]:
     """A fresh drafter, and the batch with what it reads of the target."""
     torch.manual_seed(0)
-    drafter = build_drafter({"kind": kind, **OPTIONS[kind]}, target).train()
+    drafter = build_drafter(parse_drafter({"kind": kind, **OPTIONS[kind]}), target).train()
     if drafter.wants_token_counts:
         tokens = batch.continuations[batch.continuations != UNKNOWN]
         drafter.choose_draft_vocabulary(tokens.bincount(minlength=target.vocab_size))
@@ -173,7 +174,7 @@ def drafter(trained, target) -> Any:
 
 @pytest.fixture(params=[pytest.param("fresh", marks=pytest.mark.slow), "trained"])
 def either(request, kind, trained, target, batch) -> Any:
-    """A drafter that is mostly wrong, and one that is right on the memorised prompts and wrong on the others."""
+    """A fresh drafter, mostly wrong, and a trained one, right on the memorised prompts alone."""
     if request.param == "trained":
         return trained.load(target)
     return make(kind, target, batch)[0].to(target.dtype).eval()

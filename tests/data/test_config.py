@@ -4,28 +4,34 @@ from omegaconf.errors import ConfigKeyError
 
 from outrider.data.config import DataConfig
 
+from ..wrong_values import problems
+
 
 @pytest.mark.parametrize(
     ("values", "problem"),
     [
-        ({"source": "csv", "path": "a"}, "source is 'csv'; it must be one of sharegpt"),
         ({"source": "sharegpt"}, "path is missing; the source sharegpt needs"),
         ({"source": "stdlib", "split": "distill", "path": "a"}, "leave it out"),
         ({"source": "stdlib"}, "split is 'train'; the splits of stdlib are target_train, target_heldout, distill, eval"),
-        ({"source": "alpaca", "path": "a", "limit": 0}, "limit is 0; it must be at least 1"),
-        ({"source": "alpaca", "path": "a", "max_length": 1}, "max_length is 1"),
         ({"source": "text", "path": "a", "prompt_chars_min": 10, "prompt_chars_max": 9}, "prompt_chars_min is 10"),
-        ({"source": "text", "path": "a", "answer_chars": 0}, "answer_chars is 0"),
     ],
 )
-def test_a_value_that_cannot_work_is_refused_with_its_rule(values: dict[str, object], problem: str) -> None:
+def test_values_that_cannot_work_together_are_refused(values: dict[str, object], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         DataConfig(**values)  # type: ignore[arg-type]
 
 
-def test_all_problems_are_listed_at_once() -> None:
-    with pytest.raises(ValueError, match=r"path is missing.*limit is -1.*answer_chars is 0"):
-        DataConfig(source="text", limit=-1, answer_chars=0)
+def test_all_wrong_values_are_listed_at_once() -> None:
+    values = {"limit": 0, "max_length": 1, "seed": -1, "overlap_words": 0, "prompt_chars_min": 0, "answer_chars": 0}
+    assert problems(DataConfig, source="csv", **values) == [
+        'source="csv": must be one of sharegpt, messages, alpaca, text, stdlib',
+        "limit=0: must be above 0",
+        "max_length=1: must be at least 2",
+        "seed=-1: must be at least 0",
+        "overlap_words=0: must be above 0",
+        "prompt_chars_min=0: must be above 0",
+        "answer_chars=0: must be above 0",
+    ]
 
 
 def test_omegaconf_builds_it_and_refuses_unknown_keys() -> None:

@@ -1,10 +1,12 @@
 import errno
 import hashlib
+import json
 import os
 import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,8 @@ from outrider.data.files import (
     atomic_write_text,
     finish_replacing,
     locked,
-    parse_dataclass,
+    parse_json,
+    read_dataclass,
     read_json,
     replacing,
     replacing_directory,
@@ -180,8 +183,9 @@ def test_a_missing_or_broken_json_file_is_named(content: bytes | None, problem: 
     path = tmp_path / "manifest.json"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(ValueError, match=f"manifest.json {problem}|manifest.json is {problem}"):
-        read_json(path)
+    for read in (read_json, partial(read_dataclass, Inner)):
+        with pytest.raises(ValueError, match=f"manifest.json {problem}|manifest.json is {problem}"):
+            read(path)
 
 
 @dataclass(kw_only=True)
@@ -203,26 +207,27 @@ GOOD = {"name": "a", "revision": None, "inner": {"size": 1}, "many": [{"size": 2
 
 
 def test_a_dataclass_is_parsed_through_all_its_levels() -> None:
-    parsed = parse_dataclass(Outer, GOOD, Path("f.json"))
+    parsed = parse_json(Outer, json.dumps(GOOD), Path("f.json"))
     assert parsed == Outer(name="a", revision=None, inner=Inner(size=1), many=[Inner(size=2)], shares={"x": 1.0}, kept=True)
 
 
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"extra": 1}, "f.json: unknown keys extra"),
-        ({"inner": {"size": 1, "colour": 2}}, "unknown keys colour in inner"),
-        ({"inner": {}}, "missing keys size in inner"),
-        ({"name": 3}, "name is 3; expected a value of type str"),
-        ({"kept": 1}, "kept is 1; expected a value of type bool"),
-        ({"many": [{"size": True}]}, r"many\[0\].size is True; expected a value of type int"),
-        ({"many": {"size": 1}}, "many is .*; expected a value of type list"),
-        ({"revision": 5}, "revision is 5; expected a value of type str"),
+        ({"extra": 1}, "f.json: extra: there is no such key.* another version"),
+        ({"inner": {"size": 1, "colour": 2}}, "inner.colour: there is no such key"),
+        ({"inner": {}}, "inner.size: is missing"),
+        ({"name": 3}, "name=3: must be a text"),
+        ({"kept": 1}, "kept=1: must be true or false"),
+        ({"many": [{"size": True}]}, r"many\[0\].size=true: must be a whole number"),
+        ({"many": {"size": 1}}, "many=.*: must be a list"),
+        ({"revision": 5}, "revision=5: must be a text"),
+        ({"name": 3, "inner": {"size": 1.5}}, "name=3: .*; inner.size=1.5: must be a whole number"),
     ],
 )
 def test_unknown_keys_missing_keys_and_wrong_types_are_named(change: dict[str, object], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
-        parse_dataclass(Outer, {**GOOD, **change}, Path("f.json"))
+        parse_json(Outer, json.dumps({**GOOD, **change}), Path("f.json"))
 
 
 def test_a_folder_is_held_by_one_process_at_a_time(tmp_path: Path) -> None:

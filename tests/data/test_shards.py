@@ -5,6 +5,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from outrider.data.choices import STATE_DTYPES
 from outrider.data.files import read_json, write_json
 from outrider.data.manifest import (
     MANIFEST_FILE,
@@ -16,7 +17,7 @@ from outrider.data.manifest import (
     save_manifest,
 )
 from outrider.data.shards import label_store, read_shard, verify_shards, write_shard
-from outrider.data.states import STATE_DTYPES, StoredStates, encode_states
+from outrider.data.states import StoredStates, encode_states
 from outrider.data.types import TOKENS_ONLY, UNKNOWN, DistilledExample, Example, TargetReads, TopTokens
 
 LENGTHS = (7, 4, 12)
@@ -209,7 +210,7 @@ def test_a_broken_sidecar_is_named(tmp_path: Path) -> None:
     sidecar = tmp_path / "shard-00000.json"
     good = read_json(sidecar)
     write_json(sidecar, {**good, "colour": "red"})
-    with pytest.raises(ValueError, match=r"shard-00000.json: unknown keys colour"):
+    with pytest.raises(ValueError, match=r"shard-00000.json: colour: there is no such key"):
         label_store(tmp_path).read_entry(0)
     cut_in_half(sidecar)
     with pytest.raises(ValueError, match=r"shard-00000.json is not a JSON file"):
@@ -245,8 +246,8 @@ def test_an_incomplete_distillation_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"colour": "red"}, "unknown keys colour"),
-        ({"horizon": "5"}, "horizon is '5'; expected a value of type int"),
+        ({"colour": "red"}, "colour: there is no such key"),
+        ({"horizon": "5"}, 'horizon="5": must be a whole number'),
         ({"format_version": 99}, "manifest.json: manifest of format version 99"),
         ({"features": "all"}, "unknown features 'all'"),
         (
@@ -265,7 +266,7 @@ def test_a_manifest_that_lacks_a_key_is_refused(tmp_path: Path) -> None:
     values = asdict(make_manifest([]))
     del values["target"]["weights_sha256"]
     write_json(tmp_path / MANIFEST_FILE, values)
-    with pytest.raises(ValueError, match="missing keys weights_sha256 in target"):
+    with pytest.raises(ValueError, match="target.weights_sha256: is missing"):
         load_manifest(tmp_path)
 
 

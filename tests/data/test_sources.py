@@ -11,7 +11,7 @@ import pytest
 from pyarrow import parquet
 
 from outrider.data.config import DataConfig
-from outrider.data.records import read_records
+from outrider.data.raw_records import read_records
 from outrider.data.sources import load_conversations
 
 QUESTION, ANSWER = {"from": "human", "value": "Why?"}, {"from": "gpt", "value": "Because."}

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from outrider.data.states import LARGEST, STATE_DTYPES, encode_states, state_bytes
+from outrider.data.choices import STATE_DTYPES
+from outrider.data.states import LARGEST, encode_states, state_bytes
 
 WIDTH = 96
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from outrider.eval.records.records import EvalRecord
-from outrider.models.drafters import build_drafter, save_drafter
+from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
 from outrider.models.target.config import TargetConfig
 from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.loading import load_target
@@ -70,7 +70,7 @@ def tiny_drafter_dir(tiny_target: HFTarget, tmp_path_factory: pytest.TempPathFac
     """A ReDrafter with random weights: it drafts nonsense, and decoding must not care."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        drafter = build_drafter({"kind": "redrafter", "beam_width": 2, "beam_length": 3}, tiny_target)
+        drafter = build_drafter(parse_drafter({"kind": "redrafter", "beam_width": 2, "beam_length": 3}), tiny_target)
     directory = tmp_path_factory.mktemp("run") / "drafter"
     save_drafter(drafter, directory, tiny_target.identity)
     return directory

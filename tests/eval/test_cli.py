@@ -8,6 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from outrider.cli.errors import error_message
 from outrider.cli.eval import eval_command
 from outrider.eval import run
 
@@ -141,20 +142,20 @@ def test_mistakes_show_before_the_target_is_loaded(command: list[str], tmp_path:
         "unknown suite 'mt_bunch'": ["--suite", "mt_bunch"],
         "mt_bench=FILE|SUITE=FILE": ["--suite-path", "alpaca_eval=x.jsonl"],
         "holds no drafter": ["--drafter", str(empty)],
-        "it must be at least 1": ["--max-new-tokens", "0"],
-        "it must be one of skip, error": ["--too-long", "cut"],
+        "max_new_tokens=0: must be above 0": ["--max-new-tokens", "0"],
+        'too_long="cut": must be one of skip, error': ["--too-long", "cut"],
         "empty": ["--suite-path", f"mt_bench={tmp_path / 'empty.jsonl'}"],
         "does not exist": ["--suite-path", f"mt_bench={tmp_path / 'nowhere.jsonl'}"],
-        "beam_width is 0": ["--beam-width", "0"],
-        "temperatures is [-1.0]": ["--temperature", "-1"],
-        "batch_sizes is [0]": ["--batch-size", "0"],
+        "beam_width=0: must be above 0": ["--beam-width", "0"],
+        "temperatures[0]=-1.0: must be at least 0": ["--temperature", "-1"],
+        "batch_sizes[0]=0: must be above 0": ["--batch-size", "0"],
         "SUITE=COMMIT": ["--suite-revision", "gsm8k=abc"],
         "leave it out": ["--suite-revision", "mt_bench=abc"],
     }
     for message, arguments in mistakes.items():
         result = CliRunner().invoke(app, [*command, *arguments])
         assert isinstance(result.exception, ValueError), (message, result.output, result.exception)
-        assert any(part in str(result.exception) for part in message.split("|")), result.exception
+        assert any(part in error_message(result.exception) for part in message.split("|")), result.exception
     assert len(mistakes) == 12
 
 

@@ -5,13 +5,29 @@ from omegaconf import OmegaConf
 
 from outrider.eval.config import EvalConfig, SuiteConfig
 
+from ..wrong_values import problems
 
-def test_every_problem_is_named_at_once() -> None:
-    with pytest.raises(
-        ValueError, match=r"suites is empty.*repeats is 0.*temperatures is \[-1\.0\].*too_long is 'cut'"
-    ) as caught:
-        EvalConfig(suites=[], repeats=0, temperatures=[-1.0], too_long="cut")
-    assert "max_new_tokens" not in str(caught.value)
+
+def test_all_wrong_values_are_listed_at_once() -> None:
+    values = {
+        "repeats": 0,
+        "temperatures": [-1.0, float("nan")],
+        "batch_sizes": [4, 1, 4],
+        "memory_bandwidth_gbs": float("nan"),
+    }
+    assert problems(EvalConfig, suites=[], settings=[], acceptance="roughly", too_long="cut", num_threads=0, **values) == [
+        "suites=[]: must not be empty",
+        "settings=[]: must not be empty",
+        "temperatures[0]=-1.0: must be at least 0",
+        "temperatures[1]=NaN: must be a finite number",
+        'acceptance="roughly": must be one of exact, typical',
+        "batch_sizes=[4, 1, 4]: has the same value twice; give each once",
+        "repeats=0: must be above 0",
+        'too_long="cut": must be one of skip, error',
+        "memory_bandwidth_gbs=NaN: must be a finite number",
+        "num_threads=0: must be above 0",
+    ]
+    assert problems(SuiteConfig, name="mt_bench", limit=0) == ["limit=0: must be above 0"]
 
 
 def test_a_suite_named_twice_is_refused_since_its_records_would_collide() -> None:
@@ -19,41 +35,9 @@ def test_a_suite_named_twice_is_refused_since_its_records_would_collide() -> Non
         EvalConfig(suites=[SuiteConfig(name="mt_bench"), SuiteConfig(name="mt_bench", limit=3)])
 
 
-@pytest.mark.parametrize(
-    ("acceptance", "message"), [("roughly", "must be one of exact, typical"), ("typical", "needs a temperature above 0")]
-)
-def test_a_rule_that_cannot_be_used_is_refused(acceptance: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        EvalConfig(suites=[SuiteConfig(name="stdlib")], acceptance=acceptance)
-
-
-@pytest.mark.parametrize(
-    ("temperatures", "message"),
-    [
-        ([], "temperatures is empty"),
-        ([0.0, -0.5], "must be 0 .greedy. or a positive number"),
-        ([float("nan")], "must be 0 .greedy. or a positive number"),
-        ([float("inf")], "must be 0 .greedy. or a positive number"),
-        ([0.7, 0.0, 0.7], "give each once"),
-    ],
-)
-def test_temperatures_that_cannot_be_measured_are_refused(temperatures: list[float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        EvalConfig(suites=[SuiteConfig(name="x")], temperatures=temperatures)
-
-
-@pytest.mark.parametrize(
-    ("batch_sizes", "message"),
-    [([], "batch_sizes is empty"), ([1, 0], "must be at least 1"), ([4, 1, 4], "give each once")],
-)
-def test_batch_sizes_that_cannot_be_measured_are_refused(batch_sizes: list[int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        EvalConfig(suites=[SuiteConfig(name="x")], batch_sizes=batch_sizes)
-
-
-def test_a_limit_of_zero_is_refused() -> None:
-    with pytest.raises(ValueError, match="limit of suite 'mt_bench' is 0"):
-        SuiteConfig(name="mt_bench", limit=0)
+def test_typical_acceptance_needs_a_temperature() -> None:
+    with pytest.raises(ValueError, match="needs a temperature above 0"):
+        EvalConfig(suites=[SuiteConfig(name="stdlib")], acceptance="typical")
 
 
 def test_hydra_can_build_it_from_plain_values() -> None:

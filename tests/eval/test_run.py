@@ -29,7 +29,7 @@ from outrider.eval.results.rows import Row, is_broken, is_unproven
 from outrider.eval.run import check_inputs, evaluate
 from outrider.models.decoding import Acceptance, DraftTree, GreedyAcceptance, Sampling, SpeculativeSampling, TargetOutput
 from outrider.models.decoding.sampling import Randomness
-from outrider.models.drafters import build_drafter, load_drafter, save_drafter
+from outrider.models.drafters import build_drafter, load_drafter, parse_drafter, save_drafter
 from outrider.models.target.config import TargetConfig
 from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.loading import load_target
@@ -459,7 +459,7 @@ def test_what_is_known_of_a_drafters_training_is_told(
     plain, known = evaluate_here()
     assert known["training"] == {**facts, "tokens_per_step_estimate": 1.2}
     assert (plain["parameters"], plain["training"]) == (None, None)
-    for text, message in (("{", "not a JSON file"), (json.dumps(facts), "missing keys tokens_per_step_estimate")):
+    for text, message in (("{", "not a JSON file"), (json.dumps(facts), "tokens_per_step_estimate: is missing")):
         (directory / "training.json").write_text(text)
         with pytest.raises(ValueError, match=f"training.json.*{message}"):
             check_inputs(config, [directory])
@@ -501,7 +501,7 @@ def test_beams_are_chosen_when_a_drafter_is_evaluated(run_tiny: Evaluate, tmp_pa
 
 def test_typical_acceptance_is_told_to_be_lossy(tiny_target: HFTarget, config: EvalConfig, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    drafter = build_drafter({"kind": "draft_model", "init": "target_layers", "num_layers": 1}, tiny_target)
+    drafter = build_drafter(parse_drafter({"kind": "draft_model", "init": "target_layers", "num_layers": 1}), tiny_target)
     save_drafter(drafter, tmp_path / "drafter", tiny_target.identity)
     config = replace(config, settings=[{}], temperatures=[0.0, 1.0], acceptance="typical")
     rows = evaluate(config, tiny_target, tiny_target.tokenizer, [tmp_path / "drafter"], tmp_path / "eval")
@@ -520,7 +520,7 @@ def test_a_draft_model_is_evaluated_as_chain_tree_and_sampler(
     tiny_target: HFTarget, config: EvalConfig, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
-    drafter = build_drafter({"kind": "draft_model", "init": "target_layers", "num_layers": 1}, tiny_target)
+    drafter = build_drafter(parse_drafter({"kind": "draft_model", "init": "target_layers", "num_layers": 1}), tiny_target)
     save_drafter(drafter, tmp_path / "drafter", tiny_target.identity)
     settings: list[dict[str, Any]] = [{}, {"length": 3, "top_k": 2, "tree_nodes": 5}, {"length": 2, "temperature": 1.0}]
     config = replace(config, settings=settings, temperatures=[0.0, 1.0])

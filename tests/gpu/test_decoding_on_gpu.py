@@ -9,7 +9,7 @@ import torch
 
 from outrider.models.decoding import GreedyAcceptance, Prompts, RowSeeds, Sampling, SpeculativeSampling, chain_tree, generate
 from outrider.models.decoding.types import Counts
-from outrider.models.drafters import NullDrafter, build_drafter
+from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.graphed import GraphedDrafter, RecordableDrafter
 from outrider.models.drafters.small_models import DraftModelConfig
@@ -75,8 +75,8 @@ def drafter_for(kind: str, target: HFTarget) -> Any:
         return DraftModel(DraftModelConfig(length=3), reader)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        weights = build_drafter({"kind": kind, **OPTIONS[kind]}, whole_cpu_copy(target)).state_dict()
-    drafter: Any = build_drafter({"kind": kind, **OPTIONS[kind]}, target)
+        weights = build_drafter(parse_drafter({"kind": kind, **OPTIONS[kind]}), whole_cpu_copy(target)).state_dict()
+    drafter: Any = build_drafter(parse_drafter({"kind": kind, **OPTIONS[kind]}), target)
     drafter.load_state_dict(weights)
     drafter.eval().requires_grad_(False)
     if not (target.cuda_graphs and isinstance(drafter, RecordableDrafter)):

@@ -14,7 +14,7 @@ from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.measure import roofline
 from outrider.eval.measure.roofline import measure_bandwidth
 from outrider.eval.run import evaluate
-from outrider.models.drafters import build_drafter, save_drafter
+from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.redrafter import Redrafter
 from outrider.models.machine import is_out_of_memory, release_memory
 from outrider.models.target.config import TargetConfig
@@ -39,7 +39,7 @@ def drafter_dir(tiny_target_dir: Path, tmp_path: Path) -> Path:
     target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="float32", device="cpu"))
     torch.manual_seed(0)
     options = {"kind": "redrafter", "beam_width": 2, "beam_length": 3, "tree_nodes": 4}
-    save_drafter(build_drafter(options, target), tmp_path / "drafter", target.identity)
+    save_drafter(build_drafter(parse_drafter(options), target), tmp_path / "drafter", target.identity)
     return tmp_path / "drafter"
 
 

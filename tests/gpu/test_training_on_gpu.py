@@ -20,8 +20,9 @@ from outrider.distill.regenerate.engine import Limits, Request
 from outrider.distill.regenerate.engines.continuous import ContinuousEngine
 from outrider.distill.regenerate.engines.decoder import DecoderEngine
 from outrider.models.decoding import Sampling
-from outrider.models.drafters import DRAFTERS, NullDrafter, build_drafter
-from outrider.models.drafters.objective import LossKind, Objective
+from outrider.models.drafters import DRAFTERS, NullDrafter, build_drafter, parse_drafter
+from outrider.models.drafters.losses import LossKind
+from outrider.models.drafters.objective import Objective
 from outrider.models.target.config import TargetConfig
 from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.loading import load_target
@@ -148,8 +149,8 @@ def first_step(kind: str, batch: DrafterBatch, target: HFTarget, start: HFTarget
     """A step on the device of `target`, of a drafter whose first weights are drawn on that of `start`."""
     torch.manual_seed(0)
     options = {"kind": kind, **KINDS[kind]}
-    weights = build_drafter(options, start).state_dict()
-    drafter = build_drafter(options, target).train()
+    weights = build_drafter(parse_drafter(options), start).state_dict()
+    drafter = build_drafter(parse_drafter(options), target).train()
     drafter.load_state_dict(weights)
     objective = Objective(loss=LossKind.kl, head=target.head)
     inputs = with_hidden_states(batch, target, target_reads(drafter, objective))
@@ -242,7 +243,15 @@ def test_a_training_validates_by_decoding_and_resumes_where_it_was_killed(
 
     def run(name: str) -> Path:
         folder = tmp_path / name
-        train(config, {"kind": kind, **KINDS[kind]}, target, shards_dir, folder / "train", folder / "drafter", accelerator)
+        train(
+            config,
+            parse_drafter({"kind": kind, **KINDS[kind]}),
+            target,
+            shards_dir,
+            folder / "train",
+            folder / "drafter",
+            accelerator,
+        )
         return folder
 
     unbroken = run("unbroken")

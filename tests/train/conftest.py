@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from omegaconf import OmegaConf
 
 from outrider.data.manifest import Manifest, TargetIdentity, save_manifest
 from outrider.data.shards import write_shard
 from outrider.data.types import UNKNOWN, DistilledExample, Example
+from outrider.models.drafters import parse_drafter
 from outrider.models.target.config import TargetConfig
 from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.loading import load_target
@@ -108,10 +108,9 @@ def run_train(accelerator: Accelerator, target: HFTarget, shards_dir: Path, tmp_
         **changes: Any,
     ) -> Run:
         folders = Run(tmp_path / name / "train", tmp_path / name / "drafter")
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainConfig), {**TRAIN, **changes}))
-        assert isinstance(config, TrainConfig)
-        options = replace_drafter or {**DRAFTER, **(drafter or {})}
-        train(config, options, target, shards, folders.train_dir, folders.drafter_dir, accelerator)
+        config = TrainConfig(**{**TRAIN, **changes})
+        spec = parse_drafter(replace_drafter or {**DRAFTER, **(drafter or {})})
+        train(config, spec, target, shards, folders.train_dir, folders.drafter_dir, accelerator)
         return folders
 
     return run

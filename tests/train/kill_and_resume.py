@@ -19,7 +19,7 @@ import torch
 from accelerate import Accelerator
 from forked import DropoutDrafter
 
-from outrider.models.drafters import DRAFTERS
+from outrider.models.drafters import DRAFTERS, parse_drafter
 from outrider.models.target.config import TargetConfig
 from outrider.models.target.loading import load_target
 from outrider.train import checkpoint as checkpoint_module
@@ -89,7 +89,7 @@ def main() -> None:
 
     def train(name: str) -> None:
         folder = OUTPUT / name
-        run_module.train(CONFIG, DRAFTER, target, SHARDS, folder / "train", folder / "drafter", accelerator)
+        run_module.train(CONFIG, parse_drafter(DRAFTER), target, SHARDS, folder / "train", folder / "drafter", accelerator)
 
     def train_and_die(name: str) -> None:
         MOMENTS[name]()

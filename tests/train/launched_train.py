@@ -63,5 +63,13 @@ for name, training in json.loads(sys.argv[4]).items():
     in_slices = training.get("tensor_parallel", False)
     if in_slices not in targets:
         targets[in_slices] = load_target(TargetConfig(name_or_path=str(target_dir), dtype="float32", tensor_parallel=True))
-    train(config, training["drafter"], targets[in_slices], shards, folder / "train", folder / "drafter", accelerator)
+    train(
+        config,
+        parse_drafter(training["drafter"]),
+        targets[in_slices],
+        shards,
+        folder / "train",
+        folder / "drafter",
+        accelerator,
+    )
 torch.distributed.destroy_process_group()

@@ -18,6 +18,7 @@ import torch
 from accelerate import Accelerator
 from forked import ends, fork
 
+from outrider.models.drafters import parse_drafter
 from outrider.models.target.config import TargetConfig
 from outrider.models.target.loading import load_target
 from outrider.train import checkpoint as checkpoint_module
@@ -26,7 +27,7 @@ from outrider.train.run import train
 
 TARGET, SHARDS, OUTPUT = map(Path, sys.argv[1:4])
 FOR_TWO, FOR_ONE = (TrainConfig(**json.loads(text)) for text in sys.argv[4:6])
-DRAFTER = json.loads(sys.argv[6])
+DRAFTER = parse_drafter(json.loads(sys.argv[6]))
 WRITE_SECONDS = 0.5
 
 

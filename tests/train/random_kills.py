@@ -22,7 +22,7 @@ import torch
 from accelerate import Accelerator
 from forked import DropoutDrafter, ends, fork
 
-from outrider.models.drafters import DRAFTERS
+from outrider.models.drafters import DRAFTERS, parse_drafter
 from outrider.models.target.config import TargetConfig
 from outrider.models.target.loading import load_target
 from outrider.train.checkpoint import latest_checkpoint
@@ -41,7 +41,15 @@ def start(name: str, target: Any) -> list[int]:
     folder = OUTPUT / name
     return fork(
         PROCESSES,
-        lambda: train(CONFIG, DRAFTER, target, SHARDS, folder / "train", folder / "drafter", Accelerator(cpu=PROCESSES == 1)),
+        lambda: train(
+            CONFIG,
+            parse_drafter(DRAFTER),
+            target,
+            SHARDS,
+            folder / "train",
+            folder / "drafter",
+            Accelerator(cpu=PROCESSES == 1),
+        ),
     )
 
 

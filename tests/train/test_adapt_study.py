@@ -10,8 +10,7 @@ import pytest
 from hydra import compose, initialize_config_module
 
 from outrider.cli.config import register, to_run_config
-from outrider.models.drafters import build_drafter, save_drafter
-from outrider.models.drafters.saved.build import parse_drafter_config
+from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
 from outrider.models.target.hf_target import HFTarget
 
 from .conftest import Run
@@ -41,7 +40,7 @@ def test_what_the_target_learns_the_drafters_do_not_see(study: Any, tmp_path: Pa
 def test_the_trainings_differ_in_start_and_schedule_alone(study: Any, target: HFTarget, tmp_path: Path) -> None:
     form = {"kind": "redrafter", "exit_width": 16, "initial_state": "zero"}
     drafter = tmp_path / "a drafter's folder"
-    save_drafter(build_drafter(form, target), drafter, target.identity)
+    save_drafter(build_drafter(parse_drafter(form), target), drafter, target.identity)
     arms = study.recipes(Namespace(steps=120, validate_every=30), drafter)
     variants = study.as_override({study.folder_name(name, 0): arm for name, arm in arms.items()})
     register()
@@ -56,11 +55,11 @@ def test_the_trainings_differ_in_start_and_schedule_alone(study: Any, target: HF
             ],
         )
     warm, steep, short, cold = to_run_config(composed).drafter_runs()
-    assert warm.drafter["start_from"] == steep.drafter["start_from"] == str(drafter)
+    assert warm.drafter.start_from == steep.drafter.start_from == drafter
     assert steep.train == short.train
     assert (warm.train.steps, short.train.steps, cold.train.steps) == (100, 100, 120)
     assert warm.train.learning_rate < short.train.learning_rate == cold.train.learning_rate
-    assert parse_drafter_config(warm.drafter) == parse_drafter_config(cold.drafter)
+    assert warm.drafter.config == cold.drafter.config
 
 
 def test_steps_to_the_level_are_those_of_the_first_measurement_there(

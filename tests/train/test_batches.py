@@ -11,7 +11,7 @@ import torch
 from outrider.data.manifest import load_manifest
 from outrider.data.shards import read_shard
 from outrider.data.types import DistilledExample
-from outrider.models.drafters import build_drafter
+from outrider.models.drafters import build_drafter, parse_drafter
 from outrider.models.drafters.objective import Objective
 from outrider.models.target.hf_target import HFTarget
 from outrider.train import batches as train_data
@@ -125,7 +125,7 @@ def test_processes_and_steps_draw_different_positions_and_the_same_ones_again(
 def test_a_process_without_labels_still_has_a_gradient_to_share(shards_dir: Path, target: HFTarget) -> None:
     (batch,) = make_stream(shards_dir).batches(0)
     hidden = torch.randn(*batch.input_ids.shape, target.hidden_size)
-    drafter = build_drafter(DRAFTER, target)
+    drafter = build_drafter(parse_drafter(DRAFTER), target)
     drafter.loss(
         replace(batch, hidden_states=hidden, positions=torch.zeros_like(batch.positions)), Objective()
     ).sums.sum().backward()
@@ -135,7 +135,7 @@ def test_a_process_without_labels_still_has_a_gradient_to_share(shards_dir: Path
 
 
 def test_counted_labels_are_those_that_a_drafter_counts(shards_dir: Path, target: HFTarget) -> None:
-    drafter = build_drafter(DRAFTER, target)
+    drafter = build_drafter(parse_drafter(DRAFTER), target)
     for labels in ("distilled", "text"):
         (batch,) = make_stream(shards_dir, labels=labels).batches(0)
         hidden = torch.randn(*batch.input_ids.shape, target.hidden_size)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from outrider.models.drafters import build_drafter, load_drafter
+from outrider.models.drafters import build_drafter, load_drafter, parse_drafter
 from outrider.models.drafters.base import TrainableDrafter
 from outrider.models.target.hf_target import HFTarget
 from outrider.train import best as best_module
@@ -19,7 +19,7 @@ from .conftest import DRAFTER
 
 @pytest.fixture
 def drafter(target: HFTarget) -> TrainableDrafter:
-    return build_drafter(DRAFTER, target)
+    return build_drafter(parse_drafter(DRAFTER), target)
 
 
 def measured(value: float | None) -> dict[str, Any]:

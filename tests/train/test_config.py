@@ -4,19 +4,34 @@ from dataclasses import asdict
 import pytest
 from omegaconf import OmegaConf
 
-from outrider.models.drafters.objective import LossKind
+from outrider.models.drafters.losses import LossKind
 from outrider.train.config import MAY_CHANGE_ON_RESUME, TrainConfig
 
+from ..wrong_values import problems
 
-def test_every_mistake_is_named_at_once_with_its_rule() -> None:
-    with pytest.raises(ValueError) as caught:
-        TrainConfig(steps=0, labels="guessed", learning_rate=0.0, max_grad_norm=-1.0, schedule="stairs", num_threads=0)
-    message = str(caught.value)
-    for name in ("steps is 0", "labels is 'guessed'", "learning_rate is 0.0", "max_grad_norm is -1.0", "schedule is 'stairs'"):
-        assert name in message
-    assert "num_threads is 0; it must be at least 1" in message
-    with pytest.raises(ValueError, match="warmup_steps is 10"):
-        TrainConfig(steps=10, warmup_steps=10)
+
+def test_all_wrong_values_are_listed_at_once() -> None:
+    values = {"learning_rate": 0.0, "max_grad_norm": -1.0, "weight_decay": float("inf"), "num_threads": 0, "seed": 2**32}
+    assert problems(TrainConfig, steps=0, batch_size=True, labels="guessed", schedule="stairs", **values) == [
+        "steps=0: must be above 0",
+        "batch_size=true: must be a whole number",
+        'labels="guessed": must be one of distilled, text',
+        "learning_rate=0.0: must be above 0",
+        'schedule="stairs": must be one of cosine, linear, constant',
+        "weight_decay=Infinity: must be a finite number",
+        "max_grad_norm=-1.0: must be above 0",
+        "seed=4294967296: must be below 4294967296",
+        "num_threads=0: must be above 0",
+    ]
+
+
+def test_all_contradictions_are_listed_at_once() -> None:
+    first, second, third = problems(TrainConfig, steps=10, warmup_steps=10, validate_every=5)[:2] + problems(
+        TrainConfig, steps=10, patience=2
+    )
+    assert first.startswith("warmup_steps is 10, not less than steps")
+    assert second.startswith("validate_every is set, but validation_texts is 0")
+    assert third.startswith("patience is set, but validate_every is not")
 
 
 def test_hydra_can_build_it_and_knows_no_other_keys() -> None:

@@ -10,8 +10,9 @@ import torch
 
 from outrider.data.manifest import load_manifest
 from outrider.data.types import DrafterBatch
-from outrider.models.drafters import build_drafter
-from outrider.models.drafters.objective import Labels, Loss, LossKind, Objective
+from outrider.models.drafters import build_drafter, parse_drafter
+from outrider.models.drafters.losses import LossKind
+from outrider.models.drafters.objective import Labels, Loss, Objective
 from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.text_states import require_packing, states_of_texts
 from outrider.train.batches import BatchStream, target_reads, with_hidden_states
@@ -89,7 +90,7 @@ def test_losses_and_gradients_equal_those_of_the_padded_batch(
     options: dict[str, Any], loss: str, shards_dir: Path, target: HFTarget
 ) -> None:
     torch.manual_seed(0)
-    drafter = build_drafter(options, target).train()
+    drafter = build_drafter(parse_drafter(options), target).train()
     objective = Objective(loss=LossKind(loss), head=target.head)
     reads = target_reads(drafter, objective)
 

@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from outrider.data.manifest import load_manifest, save_manifest
 from outrider.data.states import StoredStates
 from outrider.data.types import DistilledExample, DrafterBatch
-from outrider.models.drafters import DRAFTERS, load_drafter
+from outrider.models.drafters import DRAFTERS, load_drafter, parse_drafter
 from outrider.models.drafters.objective import Loss, Objective
 from outrider.models.drafters.redrafter import Redrafter
 from outrider.models.drafters.saved.folder import read_training_facts
@@ -389,7 +389,7 @@ def test_a_draft_model_goes_on_only_from_the_weights_that_it_started_with(
         """When the drafter was written."""
         train(
             config,
-            {"kind": "draft_model", "path": str(start)},
+            parse_drafter({"kind": "draft_model", "path": str(start)}),
             target,
             shards_dir,
             tmp_path / "train",

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from outrider.data.manifest import load_manifest
 from outrider.data.types import UNKNOWN
 from outrider.models.decoding import GreedyAcceptance, generate
-from outrider.models.drafters import NullDrafter, build_drafter, load_drafter
+from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, parse_drafter
 from outrider.models.drafters.objective import Objective
 from outrider.models.target.config import TargetConfig
 from outrider.models.target.hf_target import HFTarget
@@ -80,7 +80,7 @@ def test_a_prompt_is_what_stands_before_the_answer(shards_dir: Path, held_out: l
 def test_the_figure_is_that_of_decoding_each_prompt_alone(
     validator: Validator, held_out: list[HeldOut], target: HFTarget
 ) -> None:
-    drafter = build_drafter({"kind": "redrafter", "exit_width": 32, "head_init": "target"}, target)
+    drafter = build_drafter(parse_drafter({"kind": "redrafter", "exit_width": 32, "head_init": "target"}), target)
     measured = validator(drafter)
     num_tokens = num_steps = 0
     for text in held_out:
@@ -95,7 +95,7 @@ def test_the_figure_is_that_of_decoding_each_prompt_alone(
 
 
 def test_labels_are_the_targets_own_answers(validator: Validator, held_out: list[HeldOut], target: HFTarget) -> None:
-    validator(build_drafter({"kind": "redrafter", "exit_width": 16}, target))
+    validator(build_drafter(parse_drafter({"kind": "redrafter", "exit_width": 16}), target))
     batch = validator._batch(range(5))
     assert int(batch.positions.sum()) > 20
     for row, text in enumerate(held_out):
@@ -138,7 +138,7 @@ def test_drafters_in_float32_decode_with_a_target_in_bfloat16(
 ) -> None:
     target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="bfloat16"), torch.device("cpu"))
     config = TrainConfig(steps=2, batch_size=2, validation_texts=3, validation_tokens=8, num_threads=1)
-    train(config, options, target, shards_dir, tmp_path / "train", tmp_path / "drafter", accelerator)
+    train(config, parse_drafter(options), target, shards_dir, tmp_path / "train", tmp_path / "drafter", accelerator)
     summary = json.loads((tmp_path / "train/summary.json").read_text())
     assert summary["validation"]["validation_tokens_per_step"] >= 1
 
@@ -181,7 +181,7 @@ def test_a_finished_drafter_takes_over_how_it_is_to_draft_now(run_train: RunTrai
 
 
 def test_the_targets_cache_is_given_back(validator: Validator, target: HFTarget) -> None:
-    validator(build_drafter({"kind": "redrafter", "exit_width": 16}, target))
+    validator(build_drafter(parse_drafter({"kind": "redrafter", "exit_width": 16}), target))
     assert target._cache is None
 
 

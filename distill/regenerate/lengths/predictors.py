@@ -1,9 +1,7 @@
-"""The predictors of answer lengths that there are: `none`, `light`, `embedding`, or a sequence-classification model of
-transformers."""
+"""The predictors of answer lengths that there are: `none`, `light`, or a sequence-classification model of transformers."""
 
 import logging
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -11,7 +9,6 @@ from functools import cache
 import torch
 from jaxtyping import Float, Int
 from torch import nn
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
@@ -29,20 +26,20 @@ NEIGHBOUR_SPREAD = 1.0
 """Buckets by which a label is spread over its neighbours: one off is nearly right, and lessons are few."""
 
 MOST_LESSONS = 2048
-"""That `light` and `embedding` learn from, evenly taken of more: each is compared with each."""
+"""That `light` learns from, evenly taken of more: each is compared with each."""
 
 MOST_WORDS = 16384
 """Tokens and pairs that `light` knows, the commonest."""
 
-OPENING_TOKENS = 6
-"""What is asked for is mostly said first: write, list, what, how many."""
+READ_TOKENS = (None, 6)
+"""Whole prompts, and their openings: what is asked for mostly comes first (write, list, what, how many)."""
 
 DEFAULT_READ_TOKENS = 512
 """Of a prompt, by a model of relative positions (T5, say) whose tokenizer names no limit: it could read on, at a cost."""
 
 
 def make_predictor(name: str, target: HFTarget) -> LengthPredictor:
-    """`none`, `light`, `embedding`, or a directory or Hub id of an encoder for sequence classification.
+    """`none`, `light`, or a directory or Hub id of an encoder for sequence classification.
 
     Raises ValueError where that can't be loaded.
     """
@@ -50,8 +47,6 @@ def make_predictor(name: str, target: HFTarget) -> LengthPredictor:
         return UniformPredictor()
     if name == "light":
         return LightPredictor(target.vocab_size)
-    if name == "embedding":
-        return EmbeddingPredictor(target)
     return ClassifierPredictor(name, target.tokenizer, target.device)
 
 
@@ -75,14 +70,17 @@ class Features:
     """As `known_lengths` has them."""
 
 
-class SimilarityPredictor(ABC):
+class LightPredictor:
     """Answers are as long as those of like requests: regression by a Gaussian process (see `gaussian`).
 
-    Requests are alike by their prompts, of which a subclass makes vectors, by their prompts' lengths, and by those of the
-    answers that the data has, where they are known.
+    Requests are alike by their prompts' words (tokens and pairs of neighbours, all of them beside the
+    opening ones, rare ones counting more), by their prompts' lengths, and by those of the answers that the
+    data has, where they are known. It learns from hundreds of answers in well under a second on a CPU.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self._vocabularies: list[Vocabulary] = []
         self._regression: LengthRegression | None = None
         self._lessons: Features | None = None
         self._spreads = (1.0, 1.0)
@@ -95,7 +93,8 @@ class SimilarityPredictor(ABC):
             lengths = known_lengths(requests)
             answers = lengths[lengths[:, 2] > 0, 1]
             self._spreads = (spread(lengths[:, 0]), spread(answers))
-            self._lessons = lessons = Features(self.learn_vectors(requests), lengths)
+            self._vocabularies = [Vocabulary.of(self._words(requests, count)) for count in READ_TOKENS]
+            self._lessons = lessons = Features(self._vectors(requests), lengths)
             similarities, buckets = self._compare(lessons), buckets[taken].clone()
             with torch.enable_grad():
                 self._regression = LengthRegression(similarities, buckets)
@@ -106,19 +105,21 @@ class SimilarityPredictor(ABC):
         probs = []
         for start in range(0, len(requests), MOST_LESSONS):
             block = requests[start : start + MOST_LESSONS]
-            new = Features(self.vectors(block), known_lengths(block))
+            new = Features(self._vectors(block), known_lengths(block))
             own = [rows.square().sum(1) for rows in new.vectors]
             own += [torch.ones(len(block)), new.lengths[:, 2]]
             probs.append(self._regression.predict(self._compare(new), torch.stack(own)))
         return torch.cat(probs)
 
-    @abstractmethod
-    def learn_vectors(self, requests: Sequence[Request]) -> list[Float[torch.Tensor, "request _"]]:
-        """The vectors of the lessons, of each kind; learns from them what `vectors` needs."""
+    def _vectors(self, requests: Sequence[Request]) -> list[Float[torch.Tensor, "request _"]]:
+        """Return vectors of the words of whole prompts, and of those of their openings."""
+        pairs = zip(self._vocabularies, READ_TOKENS, strict=True)
+        return [vocabulary.vectors(self._words(requests, count)) for vocabulary, count in pairs]
 
-    @abstractmethod
-    def vectors(self, requests: Sequence[Request]) -> list[Float[torch.Tensor, "request _"]]:
-        """The vectors of requests, of each kind."""
+    def _words(self, requests: Sequence[Request], count: int | None) -> list[Int[torch.Tensor, " _"]]:
+        """A number for each token and each pair among the first `count` tokens."""
+        prompts = [request.prompt_ids[:count].long().cpu() for request in requests]
+        return [torch.cat([ids, (1 + ids[:-1]) * self.vocab_size + ids[1:]]) for ids in prompts]
 
     def _compare(self, new: Features) -> Float[torch.Tensor, "kind request lesson"]:
         assert self._lessons is not None
@@ -129,32 +130,6 @@ class SimilarityPredictor(ABC):
             for kind in range(2)
         )
         return torch.stack([*kinds, prompts, answers * new.lengths[:, None, 2] * old.lengths[None, :, 2]])
-
-
-class LightPredictor(SimilarityPredictor):
-    """By the prompt's words: its tokens and pairs of neighbours, all of them beside the opening ones, rare ones counting more.
-
-    It learns from hundreds of answers in well under a second on a CPU, and knows of a language what its lessons say.
-    """
-
-    def __init__(self, vocab_size: int) -> None:
-        super().__init__()
-        self.vocab_size = vocab_size
-        self._vocabularies: list[Vocabulary] = []
-
-    def learn_vectors(self, requests: Sequence[Request]) -> list[Float[torch.Tensor, "request _"]]:
-        whole, opening = self._words(requests, None), self._words(requests, OPENING_TOKENS)
-        self._vocabularies = [Vocabulary.of(whole), Vocabulary.of(opening)]
-        return self.vectors(requests)
-
-    def vectors(self, requests: Sequence[Request]) -> list[Float[torch.Tensor, "request _"]]:
-        whole, opening = self._vocabularies
-        return [whole.vectors(self._words(requests, None)), opening.vectors(self._words(requests, OPENING_TOKENS))]
-
-    def _words(self, requests: Sequence[Request], count: int | None) -> list[Int[torch.Tensor, " _"]]:
-        """A number for each token and each pair among the first `count` tokens."""
-        prompts = [request.prompt_ids[:count].long().cpu() for request in requests]
-        return [torch.cat([ids, (1 + ids[:-1]) * self.vocab_size + ids[1:]]) for ids in prompts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,45 +156,6 @@ class Vocabulary:
         return nn.functional.normalize(vectors)
 
 
-class EmbeddingPredictor(SimilarityPredictor):
-    """By the target's own last hidden states of the prompt: the last token's, and the mean of all.
-
-    Costs a prefill of every prompt, which decoding does once more, and none for prompts that it has read before.
-    """
-
-    batch_tokens = 8192
-
-    def __init__(self, target: HFTarget) -> None:
-        super().__init__()
-        self.target = target
-        self._read: dict[str, Float[torch.Tensor, "kind feature"]] = {}
-        self._means = torch.zeros(0)
-
-    def learn_vectors(self, requests: Sequence[Request]) -> list[Float[torch.Tensor, "request _"]]:
-        self._means = self._states(requests).mean(1, keepdim=True)
-        return self.vectors(requests)
-
-    def vectors(self, requests: Sequence[Request]) -> list[Float[torch.Tensor, "request _"]]:
-        """Of what tells a prompt from others: all states of a target lie in much the same direction."""
-        return list(nn.functional.normalize(self._states(requests) - self._means, dim=2))
-
-    def _states(self, requests: Sequence[Request]) -> Float[torch.Tensor, "kind request feature"]:
-        new = [request for request in requests if request.id not in self._read]
-        new.sort(key=lambda request: (len(request.prompt_ids), request.id))
-        while new:
-            size = max(1, self.batch_tokens // len(new[-1].prompt_ids))
-            batch, new = new[-size:], new[:-size]
-            ids = pad_sequence([request.prompt_ids.long() for request in batch], batch_first=True).to(self.target.device)
-            lengths = torch.tensor([len(request.prompt_ids) for request in batch], device=ids.device)
-            mask = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
-            states = self.target.hidden_states(ids, mask)[0].float()
-            mean = (states * mask[:, :, None]).sum(1) / lengths[:, None]
-            last = states[torch.arange(len(batch), device=ids.device), lengths - 1]
-            for request, *kinds in zip(batch, last, mean, strict=True):
-                self._read[request.id] = torch.stack(kinds).cpu()
-        return torch.stack([self._read[request.id] for request in requests], dim=1)
-
-
 class ClassifierPredictor:
     """An encoder of transformers with a head for ten classes (DistilBERT, say), fine-tuned on the lengths seen.
 
@@ -238,7 +174,7 @@ class ClassifierPredictor:
             self.tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise ValueError(
-                f"distill.predictor is {name_or_path!r}; it must be none, light, embedding, or a sequence-classification "
+                f"distill.predictor is {name_or_path!r}; it must be none, light, or a sequence-classification "
                 f"model of transformers, whose tokenizer can't be loaded ({error})"
             ) from error
         self._model = self._fresh()
@@ -279,7 +215,7 @@ class ClassifierPredictor:
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"distill.predictor is {self.name_or_path!r}, which can't be loaded as a sequence-classification model in "
-                f"safetensors ({error}); choose none, light, embedding, or another model"
+                f"safetensors ({error}); choose none, light, or another model"
             ) from error
         if not any("ForSequenceClassification" in name for name in model.config.architectures or []):
             _warn_of_new_head(self.name_or_path)

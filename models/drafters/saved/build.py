@@ -1,14 +1,16 @@
-"""Drafters by their configuration: fresh, or with the weights of a trained one (see `START_FROM`)."""
+"""Drafters by their specification: fresh, or with the weights of a trained one (see `START_FROM`)."""
 
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
-from ....data.files import parse_dataclass, sha256_file
+from ....data.fields import problems_of
+from ....data.files import sha256_file
 from ....data.manifest import TargetIdentity
 from ...target.hf_target import HFTarget
 from ..base import TrainableDrafter
@@ -24,39 +26,92 @@ starts from; of the other options only those of drafting may differ. Its target 
 same model before it was fine-tuned or quantised, say."""
 
 
-def build_drafter(config: Mapping[str, Any], target: HFTarget) -> TrainableDrafter:
+@dataclass(frozen=True, kw_only=True)
+class DrafterSpec:
+    """A drafter's kind and typed configuration, and the folder of the trained drafter whose weights it starts from."""
+
+    kind: str
+    config: Any
+    start_from: Path | None = None
+
+    @classmethod
+    def of(cls, kind: str, options: Mapping[str, Any], start_from: Path | None = None) -> "DrafterSpec":
+        """Check a kind and its options. Raises ValueError for an unknown kind or option, and for every wrong value."""
+        if kind not in DRAFTERS:
+            raise ValueError(f"drafter.kind is {kind!r}; there are: {', '.join(sorted(DRAFTERS))}")
+        config_class = DRAFTERS[kind].Config
+        known = {field.name for field in fields(config_class)}
+        if unknown := sorted(set(options) - known):
+            raise ValueError(f"the drafter {kind} has no option {', '.join(unknown)}; it has: {', '.join(sorted(known))}")
+        try:
+            return cls(kind=kind, config=config_class(**options), start_from=start_from)
+        except ValidationError as error:
+            raise ValueError("\n".join(problems_of(error, "drafter"))) from None
+
+    def with_options(self, options: Mapping[str, Any]) -> "DrafterSpec":
+        """The same drafter that drafts with other `options`. Raises ValueError for options that would change the weights."""
+        runtime, current = self.config.RUNTIME_FIELDS, asdict(self.config)
+        if forbidden := sorted(options.keys() & current.keys() - runtime):
+            raise ValueError(
+                f"{', '.join(forbidden)} can't be changed when a {self.kind} is loaded; {', '.join(sorted(runtime))} can"
+            )
+        return self.of(self.kind, {**current, **options}, self.start_from)
+
+
+def parse_drafter(options: Mapping[str, Any]) -> DrafterSpec:
+    """The drafter that these options describe: its `kind`, maybe `start_from`, and the kind's own.
+
+    Downloads the drafter to start from where that is one of the Hub's. Raises ValueError for an unknown kind, option or value,
+    and where there is no drafter to start from.
+    """
+    folder = _start_folder(options)
+    form = {name: value for name, value in options.items() if name != START_FROM}
+    if folder is not None:
+        form = _options_of(folder, read_drafter_config(folder), form)
+    return DrafterSpec.of(form.pop("kind", None), form, folder)
+
+
+def saved_spec(saved: DrafterFile, options: Mapping[str, Any] | None = None) -> DrafterSpec:
+    """The drafter that a folder holds, with `options` that change how it drafts. Raises ValueError as `with_options` does."""
+    return DrafterSpec.of(saved.kind, saved.drafter).with_options(options or {})
+
+
+def build_drafter(spec: DrafterSpec, target: HFTarget) -> TrainableDrafter:
     """A drafter for `target` to be trained, in float32 on the target's device: fresh, or with the weights that it starts from.
 
-    `config["kind"]` picks it, the rest is its own config. Raises ValueError for an unknown kind or key, and where the drafter
-    to start from doesn't fit the target.
+    Raises ValueError where the drafter to start from doesn't fit the target.
     """
-    kind, drafter_config = parse_drafter_config(config)
-    if (folder := _start_folder(config)) is None:
-        return DRAFTERS[kind].for_target(drafter_config, target).to(target.device)
-    _require_same_shape(folder, read_drafter_config(folder).target, target.identity)
-    return drafter_of_weights(kind, drafter_config, folder, target).to(target.device)
+    if spec.start_from is None:
+        return DRAFTERS[spec.kind].for_target(spec.config, target).to(target.device)
+    _require_same_shape(spec.start_from, read_drafter_config(spec.start_from).target, target.identity)
+    return drafter_of_weights(spec, spec.start_from, target).to(target.device)
 
 
-def drafter_of_weights(kind: str, config: Any, folder: Path, target: HFTarget) -> TrainableDrafter:
-    """The drafter of this typed config, in float32 on the CPU, with the weights in `folder`.
+def drafter_of_weights(spec: DrafterSpec, folder: Path, target: HFTarget) -> TrainableDrafter:
+    """The drafter of this configuration, in float32 on the CPU, with the weights in `folder`.
 
     Raises ValueError where they are damaged, or of other names or shapes.
     """
+    kind, config = spec.kind, spec.config
     _require_counts(config, folder)
     # Trained weights need no beginning with the target's, which a quantised one couldn't give.
     unbegun = replace(config, init="random") if getattr(config, "init", None) == "target" else config
-    try:
-        with torch.device("meta"):  # shapes only: a config of absurd sizes must not take the memory for them
-            shapes = DRAFTERS[kind].for_target(unbegun, target).state_dict()
-    except RuntimeError as error:
-        raise ValueError(f"a drafter of the sizes in {folder / CONFIG_FILE} can't be made ({error})") from error
-    tensors = read_weights(folder / WEIGHTS_FILE, shapes)
+    tensors = read_weights(folder / WEIGHTS_FILE, shapes_of(kind, unbegun, target, folder / CONFIG_FILE))
     drafter = DRAFTERS[kind].for_target(unbegun, target)
     if unbegun is not config:
         drafter.config = config
     drafter.load_state_dict(tensors)
     drafter.check_weights()
     return drafter
+
+
+def shapes_of(kind: str, config: Any, target: HFTarget, path: Path) -> dict[str, torch.Tensor]:
+    """Return a drafter's tensors on the meta device: a config of absurd sizes, read from `path`, must not take memory."""
+    try:
+        with torch.device("meta"):
+            return DRAFTERS[kind].for_target(config, target).state_dict()
+    except RuntimeError as error:
+        raise ValueError(f"a drafter of the sizes in {path} can't be made ({error})") from error
 
 
 def _require_counts(config: Any, folder: Path) -> None:
@@ -72,47 +127,16 @@ def _require_counts(config: Any, folder: Path) -> None:
             )
 
 
-def parse_drafter_config(config: Mapping[str, Any]) -> tuple[str, Any]:
-    """The kind and its typed config. Raises ValueError for an unknown kind or key, before anything is loaded."""
-    options = {name: value for name, value in config.items() if name != START_FROM}
-    if (folder := _start_folder(config)) is not None:
-        options = _options_of(folder, read_drafter_config(folder), options)
-    kind = options.pop("kind", None)
-    if kind not in DRAFTERS:
-        raise ValueError(f"drafter.kind is {kind!r}; there are: {', '.join(sorted(DRAFTERS))}")
-    config_class = DRAFTERS[kind].Config
-    known = {field.name for field in fields(config_class)}
-    if unknown := sorted(set(options) - known):
-        raise ValueError(f"the drafter {kind} has no option {', '.join(unknown)}; it has: {', '.join(sorted(known))}")
-    # Types are checked as in a file: `drafter.rnn=off` would arrive as a text, and a text is true.
-    return kind, parse_dataclass(config_class, options, Path(f"drafter {kind}"))
-
-
-def parse_runtime_config(config: Mapping[str, Any], runtime_options: Mapping[str, Any]) -> tuple[str, Any]:
-    """The kind and typed config of a drafter whose weights are there, with options that change how it drafts.
-
-    Raises ValueError as `parse_drafter_config` does, and for options that would change the weights.
-    """
-    kind, parsed = parse_drafter_config(config)
-    if forbidden := sorted(set(runtime_options) - set(parsed.RUNTIME_FIELDS)):
-        raise ValueError(
-            f"{', '.join(forbidden)} can't be changed when a {kind} is loaded; {', '.join(sorted(parsed.RUNTIME_FIELDS))} can"
-        )
-    return parse_drafter_config({**config, **runtime_options})  # their types, too
-
-
-def require_horizon(config: Mapping[str, Any], horizon: int) -> None:
+def require_horizon(spec: DrafterSpec, horizon: int) -> None:
     """Raise ValueError where labels of `horizon` tokens are too short to train this drafter."""
-    kind, drafter_config = parse_drafter_config(config)
-    DRAFTERS[kind].require_horizon(drafter_config, horizon)
+    DRAFTERS[spec.kind].require_horizon(spec.config, horizon)
 
 
-def starting_weights(config: Mapping[str, Any]) -> str | None:
+def starting_weights(spec: DrafterSpec) -> str | None:
     """Digest of the weights that training starts from, where those are neither fresh nor the target's."""
-    kind, drafter_config = parse_drafter_config(config)
-    if (folder := _start_folder(config)) is not None:
-        return sha256_file(folder / WEIGHTS_FILE)
-    return DRAFTERS[kind].starting_weights(drafter_config)
+    if spec.start_from is not None:
+        return sha256_file(spec.start_from / WEIGHTS_FILE)
+    return DRAFTERS[spec.kind].starting_weights(spec.config)
 
 
 def _start_folder(config: Mapping[str, Any]) -> Path | None:

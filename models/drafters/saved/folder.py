@@ -1,21 +1,22 @@
 """What a drafter's folder holds: `config.json`, which says what it is, `model.safetensors`, and maybe `training.json`. All are
 read strictly."""
 
-import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import safetensors
 import safetensors.torch
 import torch
+from pydantic import AllowInfNan, NonNegativeFloat, NonNegativeInt
 
-from ....data.files import parse_dataclass, read_json
+from ....data.files import read_dataclass
 from ....data.manifest import TargetIdentity
 
 FORMAT_VERSION = 1
 CONFIG_FILE, WEIGHTS_FILE, TRAINING_FILE = "config.json", "model.safetensors", "training.json"
+FINITE = AllowInfNan(False)
 MOST_PROBLEMS = 5
 """Named in one message."""
 
@@ -40,7 +41,7 @@ def read_drafter_config(directory: Path) -> DrafterFile:
         raise ValueError(
             f"{directory} holds no drafter: it has no {CONFIG_FILE}; give the `drafter/` folder of a finished training"
         )
-    config = parse_dataclass(DrafterFile, read_json(path), path)
+    config = read_dataclass(DrafterFile, path)
     if config.format_version != FORMAT_VERSION:
         raise ValueError(
             f"{path} has format {config.format_version}, and this version of outrider reads format {FORMAT_VERSION}; "
@@ -55,63 +56,82 @@ class TrainingFacts:
     of it.
     """
 
-    steps: int
-    seconds: float
+    steps: NonNegativeInt
+    seconds: Annotated[NonNegativeFloat, FINITE]
     """Over all resumes."""
-    positions_seen: int
-    tokens_seen: int
-    parameters: int
+    positions_seen: NonNegativeInt
+    tokens_seen: NonNegativeInt
+    parameters: NonNegativeInt
     """The drafter's own; those of the target are not counted."""
-    tokens_per_step_estimate: float
+    tokens_per_step_estimate: Annotated[NonNegativeFloat, FINITE]
     """Of the last record of the training."""
     labels: str
     """What it learned, `distilled` or `text` (see TrainConfig)."""
     hardware: str
     """Where it ended: how many processes on which devices."""
 
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if name not in ("labels", "hardware") and not 0 <= value < math.inf:
-                raise ValueError(f"{name} is {value}; it must be a finite number and not negative")
-
 
 def read_training_facts(directory: Path) -> TrainingFacts | None:
     """What is known of a drafter's training; None where its directory doesn't say. Raises ValueError for a malformed file."""
     path = directory / TRAINING_FILE
-    return parse_dataclass(TrainingFacts, read_json(path), path) if path.is_file() else None
+    return read_dataclass(TrainingFacts, path) if path.is_file() else None
 
 
-def count_tensors(path: Path) -> int:
-    """How many a file holds, by its header. Raises ValueError as `read_weights` does."""
+def count_tensors(path: Path, called: str = "") -> int:
+    """Return how many tensors a file holds, by its header. Raises ValueError, naming it as it is `called`, where it is cut."""
+    called = called or str(path)
     if not path.is_file():
-        raise ValueError(f"{path} is missing; the drafter's export is incomplete: copy or export it again")
+        raise ValueError(f"{called} is missing; the drafter's export is incomplete: copy or export it again")
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             return len(file.keys())
     except safetensors.SafetensorError as error:
-        raise ValueError(f"{path} is damaged ({error}); copy or export the drafter again") from error
+        raise ValueError(f"{called} is damaged ({error}); copy or export the drafter again") from error
 
 
 def read_weights(path: Path, expected: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of a file, which must have the names, shapes and kinds of number of `expected`."""
+    """Return the tensors of a file, which must have the names, shapes and kinds of number of `expected`."""
     count_tensors(path)
-    try:
-        tensors = safetensors.torch.load_file(path)
-    except safetensors.SafetensorError as error:
-        raise ValueError(f"{path} is damaged ({error}); copy or export the drafter again") from error
+    tensors = safetensors.torch.load_file(path)
+    raise_problems(path, shape_problems(tensors, expected) or infinite_problems(tensors))
+    return tensors
+
+
+def shape_problems(
+    tensors: Mapping[str, torch.Tensor],
+    expected: Mapping[str, torch.Tensor],
+    optional: Mapping[str, torch.Tensor] | None = None,
+) -> list[str]:
+    """List what of `tensors` is missing, unknown, of another shape or of another kind of number."""
+    known = {**expected, **(optional or {})}
     problems = [f"missing {name}" for name in sorted(expected.keys() - tensors.keys())]
-    problems += [f"unknown {name}" for name in sorted(tensors.keys() - expected.keys())]
-    for name in sorted(expected.keys() & tensors.keys()):
-        found, wanted = tensors[name], expected[name]
-        if found.shape != wanted.shape:
-            problems.append(f"{name} is {tuple(found.shape)}, not {tuple(wanted.shape)}")
-        elif found.is_floating_point() != wanted.is_floating_point():
-            problems.append(f"{name} is of {found.dtype}, not {wanted.dtype}")
-        elif not found.isfinite().all():
-            problems.append(f"{name} holds numbers that aren't finite")
+    problems += [f"unknown {name}" for name in sorted(tensors.keys() - known.keys())]
+    for name in sorted(known.keys() & tensors.keys()):
+        theirs, ours = tensors[name], known[name]
+        if theirs.shape != ours.shape:
+            problems.append(f"{name} is {tuple(theirs.shape)}, not {tuple(ours.shape)}")
+        elif _kind_of_number(theirs) != _kind_of_number(ours):
+            problems.append(f"{name} is of {theirs.dtype}, not {ours.dtype}")
+    return problems
+
+
+def _kind_of_number(tensor: torch.Tensor) -> tuple[bool, bool]:
+    return tensor.is_floating_point(), tensor.dtype is torch.bool
+
+
+def infinite_problems(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """List the tensors that hold numbers that aren't finite."""
+    return [
+        f"{name} holds numbers that aren't finite"
+        for name, tensor in sorted(tensors.items())
+        if tensor.is_floating_point() and not tensor.float().isfinite().all()  # 8 bits have no isfinite
+    ]
+
+
+def raise_problems(path: Path, problems: list[str]) -> None:
+    """Raise ValueError with the first of the problems of a folder or its weights."""
     if problems:
         more = f"; and {len(problems) - MOST_PROBLEMS} more" if len(problems) > MOST_PROBLEMS else ""
         raise ValueError(
-            f"{path} doesn't hold the drafter that its config describes: {'; '.join(problems[:MOST_PROBLEMS])}{more}"
+            f"{path} doesn't hold the drafter that its {CONFIG_FILE} describes: {'; '.join(problems[:MOST_PROBLEMS])}{more}"
         )
-    return tensors

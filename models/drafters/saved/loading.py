@@ -13,7 +13,7 @@ from ....data.manifest import TargetIdentity
 from ...target.hf_target import HFTarget
 from ..base import TrainableDrafter
 from ..registry import kind_of
-from .build import drafter_of_weights, parse_runtime_config
+from .build import drafter_of_weights, saved_spec
 from .download import resolve_drafter
 from .folder import CONFIG_FILE, FORMAT_VERSION, WEIGHTS_FILE, DrafterFile, read_drafter_config
 
@@ -52,8 +52,7 @@ def load_drafter(
     directory = resolve_drafter(directory, revision)
     saved = read_drafter_config(directory)
     require_fitting_target(directory, saved.target, target.identity)
-    kind, config = parse_runtime_config({"kind": saved.kind, **saved.drafter}, runtime_options)
-    drafter = drafter_of_weights(kind, config, directory, target)
+    drafter = drafter_of_weights(saved_spec(saved, runtime_options), directory, target)
     for parameter in drafter.parameters():  # not buffers: rotary frequencies in 16 bits would lose a long text's positions
         parameter.data = parameter.data.to(target.dtype)
     return drafter.to(device=target.device).eval().requires_grad_(False)

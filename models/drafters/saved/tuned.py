@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ....data.files import parse_dataclass, read_json, sha256_file, write_json
+from ....data.files import read_dataclass, sha256_file, write_json
 from ...decoding.protocols import Drafter
 from ...machine import device_name
 from ...target.hf_target import HFTarget
@@ -143,7 +143,7 @@ def read_tuned(directory: Path) -> list[Tuned]:
     path = directory / TUNED_FILE
     if not path.is_file():
         return []
-    file = parse_dataclass(TunedFile, read_json(path), path)
+    file = read_dataclass(TunedFile, path)
     if file.format_version != FORMAT_VERSION:
         raise ValueError(
             f"{path} has format {file.format_version}, and this version of outrider reads {FORMAT_VERSION}; delete it, and "

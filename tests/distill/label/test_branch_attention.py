@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from outrider.distill.label import branch_attention
-from outrider.distill.label.branch_attention import Branches, attention_with_lse, make_segments
+from outrider.distill.label.branch_attention import BranchCache, attention_with_lse, make_segments
 
 
 def full_attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
@@ -23,7 +23,7 @@ def test_branches_see_their_text_and_their_own_tokens_only(value_dim: int, monke
     text_keys = torch.randn(3, kv_heads, 9, dim, generator=generator)
     text_values = torch.randn(3, kv_heads, 9, value_dim, generator=generator)
     rows, positions = torch.tensor([0, 0, 0, 2, 2]), torch.tensor([0, 4, 5, 3, 8])
-    branches = Branches([text_keys], [text_values], rows, positions)
+    branches = BranchCache([text_keys], [text_values], rows, positions)
     own: list[tuple[torch.Tensor, torch.Tensor]] = []
     visited = 0
     for step in range(3):

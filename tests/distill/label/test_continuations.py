@@ -214,7 +214,7 @@ def test_the_models_own_attention_is_back_after_an_error(make_target: MakeTarget
     def fail(*args: object) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(branch_attention.Branches, "attend", fail)
+    monkeypatch.setattr(branch_attention.BranchCache, "attend", fail)
     text = torch.arange(8)[None]
     everywhere = torch.ones_like(text, dtype=torch.bool)
     with pytest.raises(RuntimeError, match="out of memory"):

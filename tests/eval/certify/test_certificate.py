@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from outrider.cli.certify import certify_command
 from outrider.eval.certify import certificate as certify
 from outrider.models.decoding import Sampling, SpeculativeSampling, TypicalAcceptance
-from outrider.models.drafters import build_drafter, save_drafter
+from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
 from outrider.models.target import cuda_graphs as graphs
 from outrider.models.target import loading as targets
 from outrider.models.target import tree_attention
@@ -86,7 +86,7 @@ def test_target_and_drafter_are_certified_as_replayed_graphs(
     monkeypatch.setattr(targets, "load_target", lambda config: target)
     torch.manual_seed(0)
     options = {"kind": "redrafter", "beam_width": 2, "beam_length": 3, "tree_nodes": 4}
-    save_drafter(build_drafter(options, tiny_target), tmp_path / "drafter", tiny_target.identity)
+    save_drafter(build_drafter(parse_drafter(options), tiny_target), tmp_path / "drafter", tiny_target.identity)
     arguments = [str(tmp_path / "drafter") if each == str(tiny_drafter_dir) else each for each in decoding]
     result = CliRunner().invoke(app, [*arguments, "--cuda-graphs"])
     assert result.exit_code == 0, result.output

@@ -20,7 +20,7 @@ from outrider.eval.results.rows import Row, is_broken
 from outrider.eval.run import evaluate
 from outrider.models.decoding import Acceptance, DraftTree, GreedyAcceptance, TargetOutput
 from outrider.models.decoding.sampling import Randomness
-from outrider.models.decoding.types import PhaseSeconds
+from outrider.models.phases import PhaseSeconds
 from outrider.models.target.hf_target import HFTarget
 
 from ..conftest import MakeRecord

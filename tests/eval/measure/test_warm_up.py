@@ -18,7 +18,7 @@ from outrider.eval.measure.timing import Generation
 from outrider.eval.measure.warm_up import Lengths, Shape, num_recordings, reachable_sizes, shapes_of, text_lengths, visit
 from outrider.eval.run import evaluate
 from outrider.models.decoding import GreedyAcceptance
-from outrider.models.drafters import NullDrafter, build_drafter, save_drafter
+from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter, save_drafter
 from outrider.models.target import cuda_graphs as graphs
 from outrider.models.target import tree_cache
 from outrider.models.target.hf_target import HFTarget
@@ -79,7 +79,7 @@ def evaluate_graphed(
     def run(tree_nodes: int | None = 6, **changes: Any) -> Any:
         torch.manual_seed(0)
         options = {"kind": "redrafter", "beam_width": 4, "beam_length": 3, "tree_nodes": tree_nodes}
-        save_drafter(build_drafter(options, tiny_target), tmp_path / "drafter", tiny_target.identity)
+        save_drafter(build_drafter(parse_drafter(options), tiny_target), tmp_path / "drafter", tiny_target.identity)
         graphed = HFTarget(tiny_target.model, tiny_target.tokenizer, tiny_target.identity, cuda_graphs=True)
         common: dict[str, Any] = {"suites": suites, "max_new_tokens": NEW_TOKENS, "pack_weights": False}
         config = EvalConfig(**common, memory_bandwidth_gbs=10.0, profile_prompts=1, **changes)
@@ -138,7 +138,7 @@ def test_every_extent_and_number_of_rows_is_a_shape_and_the_largest_comes_first(
 
 def test_a_drafter_in_buckets_has_a_shape_for_each_size_of_its_trees(tiny_target: HFTarget) -> None:
     options = {"kind": "redrafter", "beam_width": 4, "beam_length": 5, "tree_padding": "bucket"}
-    drafter = build_drafter(options, tiny_target)
+    drafter = build_drafter(parse_drafter(options), tiny_target)
     shapes = shapes_of({drafter: {1}}, Lengths(shortest=3, longest=5), extent_step=64, context_length=100)
     found = sorted((shape.num_nodes, shape.length + 1 + shape.num_nodes) for shape in shapes)
     assert found == [(nodes, 64) for nodes in (4, 8, 12, 16, 20)]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from outrider.eval.records.records import EvalRecord, RecordFile
-from outrider.models.decoding.types import PhaseSeconds
+from outrider.models.phases import PhaseSeconds
 
 from ..conftest import MakeRecord
 

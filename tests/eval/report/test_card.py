@@ -56,6 +56,10 @@ def test_figures_are_those_of_the_summary(tiny_drafter_dir: Path, evaluation: Pa
     assert f"| {row['tokens_per_second']:.1f} ({rows['baseline']['tokens_per_second']:.1f}) |" in line
     assert "| beam_width 3 |" in line
     assert line.endswith("| yes |")
+    (result,) = front_matter(card)["model-index"][0]["results"]
+    figures = {metric["type"]: (metric["name"], metric["value"]) for metric in result["metrics"]}
+    assert figures["speedup"] == ("Speedup over plain decoding, greedy, beam_width 3", round(row["speedup"], 2))
+    assert figures["tokens_per_step"][1] == round(row["tokens_per_step"], 2)
     environment = json.loads((evaluation / "run.json").read_text())["environment"]
     assert f"Measured on {environment['cpu']}, {environment['num_threads']} threads" in card
 
@@ -90,6 +94,7 @@ def test_a_drafter_that_isnt_lossless_has_no_speedup(tiny_drafter_dir: Path, eva
     assert "| none: not lossless |" in card
     assert "| NO: 1 of 2 |" in card
     assert "The text stays the target's own" not in card
+    assert "model-index" not in front_matter(card), "the Hub would show the figures of wrong answers"
     assert "The text stays the target's own" in model_card(tiny_drafter_dir, CardOptions(evaluations=[evaluation]))
 
 
@@ -222,7 +227,7 @@ def test_a_path_that_looks_like_a_name_of_the_hub_is_not_told(tiny_drafter_dir, 
     assert "private" not in model_card(tiny_drafter_dir, CardOptions(run=run))
 
 
-@pytest.mark.parametrize("text", ["a: [", "- x", "data: 3", "data: {path: 3, source: x, max_length: 1}\ndrafter: {}", "\x00"])
+@pytest.mark.parametrize("text", ["a: [", "- x", "data: 3", "\x00"])
 def test_a_run_whose_configuration_is_none_is_told(tiny_drafter_dir, tmp_path, text):
     shutil.copytree(tiny_drafter_dir, tmp_path / "drafter")
     (tmp_path / "config.yaml").write_text(text)

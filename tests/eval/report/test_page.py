@@ -15,7 +15,7 @@ import typer
 from typer.testing import CliRunner
 
 from outrider.cli.report import report_command
-from outrider.data.files import parse_dataclass, read_json, write_json
+from outrider.data.files import read_dataclass, write_json
 from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.records.records import EvalRecord, TreeTokens, read_records
 from outrider.eval.records.run_files import (
@@ -31,8 +31,8 @@ from outrider.eval.records.run_files import (
 from outrider.eval.report.page import write_report
 from outrider.eval.report.runs import read_groups
 from outrider.eval.results.finished import read_rows, rows_of
-from outrider.models.decoding.types import PhaseSeconds
 from outrider.models.drafters.saved.folder import TrainingFacts
+from outrider.models.phases import PhaseSeconds
 
 from ...conftest import REPOSITORY
 from ..conftest import MakeRecord
@@ -213,7 +213,7 @@ def test_the_evaluations_of_this_repository_make_a_report(name: str, tmp_path: P
     """Their figures are those of the records beside them."""
     directory = REPOSITORY / "benchmarks" / "demo" / name
     assert "g1-prefixes" in report(tmp_path / "report", directory).ids
-    found = parse_dataclass(Facts, read_json(directory / "facts.json"), directory)
+    found = read_dataclass(Facts, directory / "facts.json")
     records = read_records(directory / "records.jsonl").values()
     rows = rows_of(records, read_info(directory / "run.json"), found)
     for row, written in zip(rows, read_rows(directory), strict=True):

@@ -4,7 +4,7 @@ from typing import Any
 
 from outrider.eval.records.records import EvalRecord
 from outrider.eval.results.outliers import find_outliers
-from outrider.models.decoding.types import PhaseSeconds
+from outrider.models.phases import PhaseSeconds
 
 from ..conftest import MakeRecord
 

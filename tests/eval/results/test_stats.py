@@ -3,7 +3,7 @@
 import pytest
 
 from outrider.eval.results import stats
-from outrider.models.decoding.types import PhaseSeconds
+from outrider.models.phases import PhaseSeconds
 
 from ..conftest import MakeRecord
 

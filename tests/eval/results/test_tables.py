@@ -17,8 +17,8 @@ from outrider.eval.results.lossless import Mismatch
 from outrider.eval.results.plots import plot_comparison, plot_suite
 from outrider.eval.results.rows import Row, build_rows, is_broken
 from outrider.eval.results.tables import cells, footnotes, markdown, print_table
-from outrider.models.decoding.types import PhaseSeconds
 from outrider.models.drafters.saved.folder import TrainingFacts
+from outrider.models.phases import PhaseSeconds
 
 from ..conftest import MakeRecord
 

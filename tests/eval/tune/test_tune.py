@@ -20,14 +20,25 @@ from outrider.eval.tune import search as tuning_module
 from outrider.eval.tune.grids import GRIDS, candidates, extended
 from outrider.eval.tune.replay import Answered, ReplayTarget, answer_prompts
 from outrider.eval.tune.run import MAX_EXTENSIONS, TUNING_FILE, LeftOut, Tuning, tune, tuned_settings
-from outrider.eval.tune.search import Pass, Prediction, Replay, Run, Speed, Trial, choose, finalists, regret, replay_all, run
+from outrider.eval.tune.search import (
+    Decoding,
+    Pass,
+    Prediction,
+    Replay,
+    Speed,
+    Trial,
+    choose,
+    finalists,
+    regret,
+    replay_all,
+    run,
+)
 from outrider.eval.tune.step_times import StepTimes, measure_step_times
 from outrider.models.decoding.tree import DraftTree
 from outrider.models.decoding.types import TargetOutput
-from outrider.models.drafters import DRAFTERS, NullDrafter, build_drafter, load_drafter, save_drafter
+from outrider.models.drafters import DRAFTERS, NullDrafter, build_drafter, load_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.oracle import OracleDrafter
 from outrider.models.drafters.redrafter import Redrafter
-from outrider.models.drafters.saved.build import parse_runtime_config
 from outrider.models.drafters.saved.tuned import TUNED_FILE, Choice, describe_place, load_tuned, save_tuned, tuned_choice
 from outrider.models.target.hf_target import HFTarget
 
@@ -54,7 +65,7 @@ def answered_by(target: HFTarget, temperature: float, layers: tuple[int, ...] = 
 @pytest.mark.parametrize("kind", [*WIDE, "oracle"])
 def test_a_replay_takes_the_steps_that_decoding_takes(kind: str, temperature: float, tiny_target: HFTarget) -> None:
     torch.manual_seed(0)
-    drafter: Any = None if kind == "oracle" else build_drafter({"kind": kind, **WIDE[kind]}, tiny_target).eval()
+    drafter: Any = None if kind == "oracle" else build_drafter(parse_drafter({"kind": kind, **WIDE[kind]}), tiny_target).eval()
     answered = answered_by(tiny_target, temperature, () if drafter is None else drafter.feature_layers)
     drafter = drafter or OracleDrafter([each.answer.tolist() for each in answered], [1, 3, 2], tiny_target.vocab_size)
     rule = acceptance_rule("exact", temperature)
@@ -73,12 +84,14 @@ def test_a_replay_takes_the_steps_that_decoding_takes(kind: str, temperature: fl
 def test_every_kind_is_replayed_and_has_a_grid_of_its_own_options(tiny_target: HFTarget, tmp_path: Path) -> None:
     assert WIDE.keys() == DRAFTERS.keys() == GRIDS.keys()
     for kind, options in WIDE.items():
-        save_drafter(build_drafter({"kind": kind, **options}, tiny_target), tmp_path / kind, tiny_target.identity)
+        save_drafter(
+            build_drafter(parse_drafter({"kind": kind, **options}), tiny_target), tmp_path / kind, tiny_target.identity
+        )
         settings = candidates(tmp_path / kind, GRIDS[kind])
         assert 10 <= len(settings) <= 130
         assert len({json.dumps(setting) for setting in settings}) == len(settings)
         for setting in settings:
-            parse_runtime_config({"kind": kind, **options}, setting)
+            parse_drafter({"kind": kind, **options}).with_options(setting)
         assert {name: value for name, value in options.items() if name in settings[0]}.items() <= settings[0].items()
 
 
@@ -113,7 +126,7 @@ def guessed(
             rounds.append(list(tried))
             steps = (Pass(rows=1, nodes=1, own_seconds=0.0, verify_seconds=0.0),)
             seconds = [1e3 if setting is None else 1e3 / speed_of(setting) for setting in tried]
-            runs = [Run(num_tokens=1000, num_steps=1, passes=steps, seconds=taken) for taken in seconds]
+            runs = [Decoding(num_tokens=1000, num_steps=1, passes=steps, seconds=taken) for taken in seconds]
             return [Replay(setting=setting, batch_size=1, run=run) for setting, run in zip(tried, runs, strict=True)]
 
         def measure_all(trial: Any, finals: Sequence[Any], size: int) -> list[Speed]:
@@ -121,7 +134,9 @@ def guessed(
 
         monkeypatch.setattr(tune_module, "replay_all", replay_all)
         monkeypatch.setattr(tune_module, "measure_all", measure_all)
-        save_drafter(build_drafter({"kind": kind, **WIDE[kind]}, tiny_target), tmp_path / kind, tiny_target.identity)
+        save_drafter(
+            build_drafter(parse_drafter({"kind": kind, **WIDE[kind]}), tiny_target), tmp_path / kind, tiny_target.identity
+        )
         config = EvalConfig(suites=[SuiteConfig(name="mt_bench", path=str(questions))], max_new_tokens=6, pack_weights=False)
         tuning = tune(config, tiny_target, tmp_path / kind, tmp_path, settings=settings, write=False)
         return {"rounds": rounds, "chosen": tuning.choices[1].setting}
@@ -178,7 +193,7 @@ def test_no_impossible_setting_is_ever_proposed_and_the_search_ends(kind: str, g
     tried = [setting for settings in found["rounds"] for setting in settings if setting is not None]
     assert len(tried) > len(found["rounds"][0]), "some were possible"
     for setting in tried:
-        parse_runtime_config({"kind": kind, **WIDE[kind]}, setting)
+        parse_drafter({"kind": kind, **WIDE[kind]}).with_options(setting)
     assert len({json.dumps(setting) for setting in tried}) == len(tried), "none is tried twice"
 
 
@@ -220,7 +235,7 @@ def test_a_batch_size_at_which_plain_decoding_does_not_fit_has_no_choice(
     decode = tuning_module.run
     largest = 1
 
-    def limited(target: Any, drafter: Any, rule: Any, answered: Sequence[Answered], **options: Any) -> Run:
+    def limited(target: Any, drafter: Any, rule: Any, answered: Sequence[Answered], **options: Any) -> Decoding:
         if isinstance(target, HFTarget) and len(answered) > largest and not drafter.max_nodes:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return decode(target, drafter, rule, answered, **options)
@@ -334,7 +349,7 @@ def test_the_targets_steps_are_measured_for_every_size(tiny_target: HFTarget, mo
 
 def test_a_moments_disturbance_is_no_property_of_a_setting() -> None:
     steps = [Pass(rows=1, nodes=2, own_seconds=seconds, verify_seconds=1.0) for seconds in (0.1, 0.1, 9.0)]
-    disturbed = Run(num_tokens=6, num_steps=3, passes=tuple(steps), seconds=3 + 9.2 + 0.6)
+    disturbed = Decoding(num_tokens=6, num_steps=3, passes=tuple(steps), seconds=3 + 9.2 + 0.6)
     assert disturbed.own_seconds == pytest.approx(0.3 + 0.6)
 
 
@@ -402,7 +417,7 @@ def test_a_choice_is_kept_for_its_place_and_read_for_the_nearest_batch_size(
     file = json.loads((tmp_path / TUNED_FILE).read_text())
     file["entries"][0]["choices"] = {"few": asdict(one)}
     (tmp_path / TUNED_FILE).write_text(json.dumps(file))
-    with pytest.raises(ValueError, match=r"tuned.json: choices must be by batch size, .* and are by few"):
+    with pytest.raises(ValueError, match=r"tuned.json: .*choices must be by batch size, .* and are by few"):
         tuned_choice(tmp_path, tiny_target)
     (tmp_path / TUNED_FILE).unlink()
     save_tuned(tmp_path, place, {1: one})
@@ -488,7 +503,7 @@ def test_the_command_prints_a_table_and_a_verdict(
 
 
 def test_drafts_drawn_at_random_cannot_be_replayed(tiny_target: HFTarget, questions: Path, tmp_path: Path) -> None:
-    drafter = build_drafter({"kind": "draft_model", "num_layers": 1, "temperature": 1.0}, tiny_target)
+    drafter = build_drafter(parse_drafter({"kind": "draft_model", "num_layers": 1, "temperature": 1.0}), tiny_target)
     save_drafter(drafter, tmp_path / "drawn", tiny_target.identity)
     config = EvalConfig(suites=[SuiteConfig(name="mt_bench", path=str(questions))], temperatures=[1.0], max_new_tokens=8)
     with pytest.raises(ValueError, match="draws its drafts at random"):

@@ -16,7 +16,7 @@ from outrider.models.decoding import (
 )
 from outrider.models.decoding.sampling import draw, draw_several
 from outrider.models.decoding.tree import Drawn
-from outrider.models.drafters import NullDrafter, build_drafter
+from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter
 from outrider.models.drafters.oracle import OracleDrafter
 
 from ...host_reads import HostReads, ScalarReads
@@ -46,7 +46,9 @@ def answers(target, drafter, prompts, rule=None, **options) -> tuple[list[list[i
 @pytest.fixture
 def redrafter(target):
     torch.manual_seed(0)
-    return build_drafter({"kind": "redrafter", "beam_width": 3, "beam_length": 3, "head_init": "random"}, target).double()
+    return build_drafter(
+        parse_drafter({"kind": "redrafter", "beam_width": 3, "beam_length": 3, "head_init": "random"}), target
+    ).double()
 
 
 @pytest.fixture

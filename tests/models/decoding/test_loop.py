@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from outrider.models.decoding import DraftTree, Finish, GreedyAcceptance, Sampling, SpeculativeSampling, Step, generate
-from outrider.models.drafters import NullDrafter, build_drafter
+from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.small_models import DraftModelConfig
 from outrider.models.target.hf_target import HFTarget
@@ -82,7 +82,7 @@ def test_output_is_plain_decodings_for_good_and_bad_drafts(target, prompt, plain
 
 def test_an_untrained_redrafter_changes_nothing(target, prompt, plain):
     torch.manual_seed(0)
-    drafter = build_drafter({"kind": "redrafter", "beam_width": 3, "beam_length": 3}, target).double()
+    drafter = build_drafter(parse_drafter({"kind": "redrafter", "beam_width": 3, "beam_length": 3}), target).double()
     assert tokens_of(decode(target, drafter, prompt)) == plain
 
 

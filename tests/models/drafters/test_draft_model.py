@@ -10,13 +10,14 @@ import yaml
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from outrider.data.types import UNKNOWN, DrafterBatch
-from outrider.eval.certify.enumerate_rules import EXACT, Replay, total_variation
+from outrider.eval.certify.enumerate_rules import EXACT, ScriptedChance, total_variation
 from outrider.eval.certify.gtest import g_test
 from outrider.models.decoding import GreedyAcceptance, Prompts, Sampling, SpeculativeSampling, generate
-from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, save_drafter
+from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.draft_model import DraftModel
-from outrider.models.drafters.objective import LossKind, Objective
-from outrider.models.drafters.saved.build import parse_drafter_config
+from outrider.models.drafters.losses import LossKind
+from outrider.models.drafters.objective import Objective
+from outrider.models.drafters.saved.build import DrafterSpec
 from outrider.models.drafters.small_models import DraftModelConfig
 from outrider.models.target.hf_target import HFTarget
 
@@ -196,7 +197,7 @@ def test_every_outcome_of_a_drawn_chain_together_is_the_targets_distribution(tin
     expected = joint(target.model, length + 1)
     script: list[int] | None = []
     while script is not None:
-        chance = Replay(script, 1)
+        chance = ScriptedChance(script, 1)
         prefill = target.prefill(prompts, max_new_tokens=8, max_nodes=length)
         state = drafter.init_state(prompts, prefill, max_new_tokens=8)
         tree, _ = drafter.propose(state, last_token, generator=chance)
@@ -294,7 +295,7 @@ def test_the_loss_is_that_of_a_plain_pass_over_each_branch(target, small, family
 @pytest.mark.parametrize("loss", ["cross_entropy", "reverse_kl"])
 def test_training_overfits_a_small_set_to_near_perfect_acceptance(target, loss):
     torch.manual_seed(0)
-    drafter = build_drafter({"kind": "draft_model", "num_layers": 1}, target)
+    drafter = build_drafter(parse_drafter({"kind": "draft_model", "num_layers": 1}), target)
     generator = torch.Generator().manual_seed(3)
     rows = []
     for _ in range(4):
@@ -320,23 +321,25 @@ def test_training_overfits_a_small_set_to_near_perfect_acceptance(target, loss):
 
 def test_the_options_file_holds_the_defaults():
     options = yaml.safe_load((Path(__file__).parents[3] / "conf" / "drafter" / "draft_model.yaml").read_text())
-    assert parse_drafter_config(options) == ("draft_model", DraftModelConfig())
+    assert parse_drafter(options) == DrafterSpec(kind="draft_model", config=DraftModelConfig())
 
 
 def test_the_targets_first_layers_draft_as_the_target_cut_short(target):
-    drafter = build_drafter({"kind": "draft_model", "num_layers": 1, "init": "target_layers"}, target)
+    drafter = build_drafter(parse_drafter({"kind": "draft_model", "num_layers": 1, "init": "target_layers"}), target)
     assert drafter.model.config.num_hidden_layers == 1
     weights, theirs = drafter.model.state_dict(), target.model.state_dict()
     assert len(weights) == 12
     assert all(torch.equal(weight, theirs[name].float()) for name, weight in weights.items())
-    whole = build_drafter({"kind": "draft_model", "num_layers": 2, "init": "target_layers"}, target).double().eval()
+    whole = (
+        build_drafter(parse_drafter({"kind": "draft_model", "num_layers": 2, "init": "target_layers"}), target).double().eval()
+    )
     steps = list(generate(target, whole, GreedyAcceptance(), torch.tensor([PROMPTS[0]]), max_new_tokens=11))
     assert [step.num_accepted for step in steps[1:]] == [(4,)] * 2
 
 
 def test_sizes_keep_the_targets_proportions_unless_chosen(target):
     def sizes(**options):
-        config = build_drafter({"kind": "draft_model", "num_layers": 1, **options}, target).model.config
+        config = build_drafter(parse_drafter({"kind": "draft_model", "num_layers": 1, **options}), target).model.config
         return (
             config.hidden_size,
             config.intermediate_size,
@@ -355,11 +358,10 @@ def test_sizes_keep_the_targets_proportions_unless_chosen(target):
     [
         ({"num_layers": 3}, "the target has only 2"),
         ({"num_heads": 3}, "each is a multiple of the next"),
-        ({"init": "mine"}, "must be random or target_layers"),
+        ({"init": "mine"}, 'init="mine": must be one of random, target_layers'),
         ({"init": "target_layers", "hidden_size": 16}, "whose hidden_size can't be chosen"),
-        ({"hidden_size": 0}, "hidden_size is 0; it must be at least 1"),
-        ({"length": 0}, "length is 0; it must be at least 1"),
-        ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"hidden_size": 0, "length": 0}, "drafter.hidden_size=0: must be above 0\ndrafter.length=0"),
+        ({"temperature": -1.0}, "drafter.temperature=-1.0: must be at least 0"),
         ({"temperature": 1.0, "top_k": 2}, "what is drawn is a chain"),
         ({"path": "/nowhere/at/all"}, "drafter.path is /nowhere/at/all: there is no target directory"),
         ({"architecture": {"model_type": "no such"}}, "transformers can't make the draft model"),
@@ -368,7 +370,7 @@ def test_sizes_keep_the_targets_proportions_unless_chosen(target):
 )
 def test_an_impossible_option_is_named(target, options, message):
     with pytest.raises(ValueError, match=message):
-        build_drafter({"kind": "draft_model", **options}, target)
+        build_drafter(parse_drafter({"kind": "draft_model", **options}), target)
 
 
 @pytest.fixture
@@ -396,7 +398,7 @@ def same_drafts(target, drafter, other) -> bool:
 @pytest.mark.parametrize("source", ["sizes", "path"])
 def test_a_saved_draft_model_comes_back_without_the_model_that_it_began_with(target, tmp_path, smaller_dir, source):
     options = {"path": str(smaller_dir)} if source == "path" else {"hidden_size": 16, "num_layers": 1}
-    drafter = build_drafter({"kind": "draft_model", **options}, target)
+    drafter = build_drafter(parse_drafter({"kind": "draft_model", **options}), target)
     assert all(parameter.requires_grad for parameter in drafter.parameters())
     save_drafter(drafter, tmp_path / "saved", target.identity)
     assert str(tmp_path) not in (tmp_path / "saved" / "config.json").read_text()
@@ -416,7 +418,7 @@ def test_a_saved_draft_model_comes_back_without_the_model_that_it_began_with(tar
 
 
 def test_a_saved_draft_model_that_does_not_fit_is_refused(target, tmp_path):
-    drafter = build_drafter({"kind": "draft_model", "num_layers": 1}, target)
+    drafter = build_drafter(parse_drafter({"kind": "draft_model", "num_layers": 1}), target)
     save_drafter(drafter, tmp_path / "saved", target.identity)
     path = tmp_path / "saved" / "config.json"
     original = path.read_text()
@@ -438,7 +440,7 @@ def test_a_saved_draft_model_that_does_not_fit_is_refused(target, tmp_path):
 
 def test_a_model_of_another_tokenizer_or_vocabulary_and_pickles_are_refused(target, smaller_dir, tmp_path):
     def build(directory):
-        return build_drafter({"kind": "draft_model", "path": str(directory)}, target)
+        return build_drafter(parse_drafter({"kind": "draft_model", "path": str(directory)}), target)
 
     build(smaller_dir)
     wide = Path(shutil.copytree(smaller_dir, tmp_path / "wide"))

@@ -14,7 +14,7 @@ from outrider.data.manifest import TargetIdentity
 from outrider.data.types import UNKNOWN, DrafterBatch
 from outrider.models.decoding import GreedyAcceptance, Prompts, generate
 from outrider.models.decoding.acceptance import sibling_rank
-from outrider.models.drafters import NullDrafter, build_drafter, feature_drafter, load_drafter, save_drafter
+from outrider.models.drafters import NullDrafter, build_drafter, feature_drafter, load_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.eagle import Eagle
 from outrider.models.drafters.eagle3 import Eagle3, default_feature_layers
 from outrider.models.drafters.feature_drafter import FeatureDrafter
@@ -88,7 +88,7 @@ def llama(tiny_tokenizer) -> HFTarget:
 
 def make(kind: str, target: HFTarget, **options) -> Any:
     torch.manual_seed(1)
-    return randomise(build_drafter({"kind": kind, **options}, target).double()).eval()
+    return randomise(build_drafter(parse_drafter({"kind": kind, **options}), target).double()).eval()
 
 
 def make_batch(target: HFTarget, feature_layers: tuple[int, ...] = ()) -> DrafterBatch:
@@ -461,7 +461,7 @@ def test_labels_outside_the_reduced_vocabulary_are_misses_and_nothing_else_is_dr
 @torch.no_grad()
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_drafter_begins_by_letting_the_feature_through(kind, family):
-    drafter = build_drafter({"kind": kind}, family).double()
+    drafter = build_drafter(parse_drafter({"kind": kind}), family).double()
     ids = torch.tensor([PROMPTS[2]])
     hidden, features = family.hidden_states(ids, torch.ones_like(ids, dtype=torch.bool), drafter.feature_layers)
     own = hidden[0] if features is None else features[0, :, -family.hidden_size :]
@@ -471,7 +471,7 @@ def test_a_drafter_begins_by_letting_the_feature_through(kind, family):
 
 @torch.no_grad()
 def test_a_drafter_begins_as_the_targets_last_layer(family):
-    drafter = build_drafter({"kind": "eagle3", "feature_layers": [2, 6]}, family).double()
+    drafter = build_drafter(parse_drafter({"kind": "eagle3", "feature_layers": [2, 6]}), family).double()
     last = decoder_layers(family.model)[-1]
     drafter.layer.self_attn.o_proj.load_state_dict(last.self_attn.o_proj.state_dict())  # which add nothing yet
     drafter.layer.mlp.down_proj.load_state_dict(last.mlp.down_proj.state_dict())
@@ -482,7 +482,7 @@ def test_a_drafter_begins_as_the_targets_last_layer(family):
     _, features = family.hidden_states(ids, torch.ones_like(ids, dtype=torch.bool), drafter.feature_layers)
     outputs = slow_layer(drafter, family, family.embed_tokens(ids[0]), drafter.fuse(features)[0])
     assert torch.allclose(drafter.logits(outputs), family.model(ids).logits[0], atol=1e-5)  # fresh weights are float32
-    random = build_drafter({"kind": "eagle3", "init": "random"}, family)
+    random = build_drafter(parse_drafter({"kind": "eagle3", "init": "random"}), family)
     assert not torch.allclose(random.lm_head.weight.double(), family.head.weight, atol=0.01)
 
 
@@ -509,35 +509,35 @@ def test_the_default_features_are_an_early_a_middle_and_a_late_layers(num_layers
 )
 def test_targets_of_other_layers_are_refused(kind, architecture, options, message, tiny_tokenizer):
     with pytest.raises(ValueError, match=message):
-        build_drafter({"kind": kind}, make_target(architecture, tiny_tokenizer, **options))
+        build_drafter(parse_drafter({"kind": kind}), make_target(architecture, tiny_tokenizer, **options))
 
 
 def test_eagle_refuses_a_target_that_scales_its_logits(tiny_tokenizer):
     target = make_target("Granite", tiny_tokenizer, logits_scaling=2.0)
     with pytest.raises(ValueError, match="caps or scales its logits"):
-        build_drafter({"kind": "eagle"}, target)
-    assert isinstance(build_drafter({"kind": "eagle3"}, target), Eagle3)
+        build_drafter(parse_drafter({"kind": "eagle"}), target)
+    assert isinstance(build_drafter(parse_drafter({"kind": "eagle3"}), target), Eagle3)
 
 
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("eagle", {"tree": "bushy"}, "must be dynamic or static"),
-        ("eagle", {"unroll": 0}, "drafter.unroll is 0"),
-        ("eagle", {"feature_noise": -0.1}, "a number, 0 or more"),
-        ("eagle", {"feature_noise": math.nan}, "a number, 0 or more"),
+        ("eagle", {"tree": "bushy"}, "must be one of dynamic, static"),
+        ("eagle", {"unroll": 0}, "drafter.unroll=0: must be above 0"),
+        ("eagle", {"feature_noise": -0.1}, "feature_noise=-0.1: must be at least 0"),
+        ("eagle", {"feature_noise": math.nan}, "feature_noise=NaN: must be a"),
         ("eagle", {"regression_weight": 0.0, "classification_weight": 0.0}, "nothing would be learned"),
-        ("eagle3", {"top_k": 0}, "must be at least 1"),
+        ("eagle3", {"top_k": 0}, "top_k=0: must be above 0"),
         ("eagle3", {"top_k": 1000}, "is a mistake"),
-        ("eagle3", {"loss_decay": 0.0}, "drafter.loss_decay"),
-        ("eagle", {"init": "mine"}, "must be random or target"),
-        ("eagle3", {"init": "mine"}, "must be random or target"),
+        ("eagle3", {"loss_decay": 0.0}, "drafter.loss_decay=0.0: must be above 0"),
+        ("eagle", {"init": "mine"}, "must be one of random, target"),
+        ("eagle3", {"init": "mine"}, "must be one of random, target"),
         ("eagle3", {"draft_vocab_size": 91}, "more than the target's 90 tokens"),
-        ("eagle3", {"feature_layers": [1, 1]}, "different ones"),
-        ("eagle3", {"feature_layers": []}, "different ones"),
+        ("eagle3", {"feature_layers": [1, 1]}, "same value twice"),
+        ("eagle3", {"feature_layers": []}, "must not be empty"),
         ("eagle3", {"feature_layers": [7]}, "the layers 0 to 6"),
     ],
 )
 def test_impossible_options_are_named(kind, options, message, llama):
     with pytest.raises(ValueError, match=message):
-        build_drafter({"kind": kind, **options}, llama)
+        build_drafter(parse_drafter({"kind": kind, **options}), llama)

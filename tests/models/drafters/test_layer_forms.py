@@ -9,7 +9,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaModel
 from transformers.cache_utils import DynamicCache
 
-from outrider.models.drafters import build_drafter, load_drafter, save_drafter
+from outrider.models.drafters import build_drafter, load_drafter, parse_drafter, save_drafter
 
 FORM = {
     "model_type": "llama",
@@ -23,7 +23,7 @@ FORM = {
 
 def test_a_llama_layer_with_a_rotary_base_of_its_own_is_llamas(target):
     torch.manual_seed(0)
-    drafter = build_drafter({"kind": "eagle", "init": "random", "layer": FORM}, target).double().eval()
+    drafter = build_drafter(parse_drafter({"kind": "eagle", "init": "random", "layer": FORM}), target).double().eval()
     for parameter in drafter.parameters():
         nn.init.normal_(parameter, std=0.3)
     theirs = LlamaModel(LlamaConfig(vocab_size=300, hidden_size=32, num_hidden_layers=1, **{**FORM, "model_type": "llama"}))
@@ -42,7 +42,7 @@ def test_a_llama_layer_with_a_rotary_base_of_its_own_is_llamas(target):
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_the_form_is_saved_with_the_drafter(kind, target, tmp_path):
-    drafter = build_drafter({"kind": kind, "init": "random", "layer": FORM, "depth": 2}, target)
+    drafter = build_drafter(parse_drafter({"kind": kind, "init": "random", "layer": FORM, "depth": 2}), target)
     save_drafter(drafter, tmp_path, target.identity)
     again = load_drafter(tmp_path, target)
     assert again.config == drafter.config
@@ -70,7 +70,7 @@ def test_no_cast_rounds_the_rotary_frequencies(
     options: dict[str, Any], rotary_of: Callable[[Any], nn.Module], cast: Callable[[nn.Module], object], target: Any
 ) -> None:
     """In bf16 the cosine at position 2,000 would be off by up to 0.3."""
-    drafter = build_drafter(options, target)
+    drafter = build_drafter(parse_drafter(options), target)
     far = torch.zeros(1, 1, 8), torch.tensor([[2000]])
     expected = rotary_of(drafter)(*far)[0]
     cast(drafter)
@@ -81,8 +81,8 @@ def test_no_cast_rounds_the_rotary_frequencies(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"layer": {"model_type": "gpt2"}}, "drafter.layer.model_type is 'gpt2'; it must be one of llama, qwen2, qwen3"),
-        ({"layer": {"model_type": "llama", "hidden_size": 8}}, "drafter.layer has no option hidden_size"),
+        ({"layer": {"model_type": "gpt2"}}, "drafter.layer: model_type is 'gpt2'; it must be one of llama, qwen2, qwen3"),
+        ({"layer": {"model_type": "llama", "hidden_size": 8}}, "drafter.layer: there is no option hidden_size"),
         ({"layer": FORM}, r"has no mlp.gate_proj.weight of the shape .* set drafter.init=random"),
         ({"layer": {"model_type": "qwen3"}}, r"has no self_attn.q_norm.weight of the shape"),
         ({"init": "random", "layer": {"model_type": "llama", "num_attention_heads": 5}}, "transformers can't make a layer"),
@@ -90,10 +90,10 @@ def test_no_cast_rounds_the_rotary_frequencies(
 )
 def test_impossible_forms_are_named(target, options, message):
     with pytest.raises(ValueError, match=message):
-        build_drafter({"kind": "eagle", **options}, target)
+        build_drafter(parse_drafter({"kind": "eagle", **options}), target)
 
 
 def test_a_form_with_the_targets_sizes_starts_from_the_targets_layer(target):
-    layer = build_drafter({"kind": "eagle3", "layer": {"model_type": "llama"}}, target).layer
+    layer = build_drafter(parse_drafter({"kind": "eagle3", "layer": {"model_type": "llama"}}), target).layer
     own = target.model.model.layers[-1]
     assert torch.equal(layer.self_attn.k_proj.weight.double(), torch.cat([own.self_attn.k_proj.weight] * 2, dim=1))

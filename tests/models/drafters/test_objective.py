@@ -9,7 +9,8 @@ from torch import nn
 
 from outrider.data.types import UNKNOWN, DrafterBatch
 from outrider.models.drafters import objective as objective_module
-from outrider.models.drafters.objective import Labels, LossKind, Objective, score
+from outrider.models.drafters.losses import LossKind
+from outrider.models.drafters.objective import Labels, Objective, score
 from outrider.models.drafters.vocabulary import DraftVocabulary
 
 from ..largest import Largest

@@ -8,8 +8,9 @@ from torch.nn import functional as F
 
 from outrider.data.types import UNKNOWN, DrafterBatch
 from outrider.eval.certify.gtest import g_test
-from outrider.models.drafters import build_drafter, load_drafter, save_drafter
-from outrider.models.drafters.objective import LossKind, Objective
+from outrider.models.drafters import build_drafter, load_drafter, parse_drafter, save_drafter
+from outrider.models.drafters.losses import LossKind
+from outrider.models.drafters.objective import Objective
 from outrider.models.drafters.redrafter import Redrafter
 
 from .tiny_texts import VOCAB, joint, make_tiny, sampled_counts
@@ -17,7 +18,7 @@ from .tiny_texts import VOCAB, joint, make_tiny, sampled_counts
 
 def make(target, **options) -> Redrafter:
     torch.manual_seed(0)
-    drafter = build_drafter({"kind": "redrafter", **options}, target).double()
+    drafter = build_drafter(parse_drafter({"kind": "redrafter", **options}), target).double()
     for parameter in drafter.parameters():  # the blocks start as the identity, which would hide mistakes in them
         torch.nn.init.normal_(parameter, std=0.3)
     return drafter
@@ -134,7 +135,7 @@ def test_counts_of_another_vocabulary_are_refused(target):
 
 def test_training_overfits_a_small_set_to_near_perfect_acceptance(target):
     torch.manual_seed(0)
-    drafter = build_drafter({"kind": "redrafter"}, target).double()
+    drafter = build_drafter(parse_drafter({"kind": "redrafter"}), target).double()
     texts = torch.randint(0, target.vocab_size, (24, 5), generator=torch.Generator().manual_seed(3)).tolist()
     batch = make_batch(target, texts)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-2)
@@ -165,30 +166,31 @@ def test_the_targets_embeddings_are_neither_saved_nor_trained(target):
     ("options", "message"),
     [
         ({"beam_widht": 4}, "no option beam_widht"),
-        ({"initial_state": "ones"}, "must be embedding or zero"),
-        ({"beam_width": 0}, "must be at least 1"),
-        ({"beam_width": -1_000_000}, "drafter.beam_width is -1000000; it must be at least 1"),
-        ({"beam_width": -1000, "beam_length": -1000}, "drafter.beam_width is -1000; it must be at least 1"),
-        ({"beam_width": 1, "beam_length": 10**6}, "is a mistake: lower one of them"),
-        ({"beam_width": 4096, "beam_length": 2, "tree_nodes": 5000}, "is a mistake: lower one of them"),
-        ({"beam_width": 2.5}, "expected a value of type int"),
-        ({"rnn": "off"}, "expected a value of type bool"),
-        ({"num_blocks": -1}, "must be 0 or more"),
+        ({"initial_state": "ones"}, "must be one of embedding, zero"),
+        ({"beam_width": 0}, "beam_width=0: must be above 0"),
+        ({"beam_width": -1000, "beam_length": -1000}, "drafter.beam_width=-1000: must be above 0\ndrafter.beam_length=-1000"),
+        ({"beam_width": 1, "beam_length": 10**6}, "is a mistake: lower one"),
+        ({"beam_width": 4096, "beam_length": 2, "tree_nodes": 5000}, "is a mistake: lower one"),
+        ({"beam_width": 2.5}, "beam_width=2.5: must be a whole number"),
+        ({"rnn": "off"}, 'rnn="off": must be true or false'),
+        ({"num_blocks": -1}, "num_blocks=-1: must be at least 0"),
         ({"share_prefixes": False, "tree_nodes": 5}, "set tree_nodes to null"),
     ],
 )
 def test_a_typo_or_an_impossible_option_is_named(target, options, message):
     with pytest.raises(ValueError, match=message):
-        build_drafter({"kind": "redrafter", **options}, target)
+        build_drafter(parse_drafter({"kind": "redrafter", **options}), target)
 
 
 def test_the_papers_widest_search_is_no_mistake(target):
-    assert build_drafter({"kind": "redrafter", "beam_width": 70, "beam_length": 5}, target).config.beam_width == 70
+    assert (
+        build_drafter(parse_drafter({"kind": "redrafter", "beam_width": 70, "beam_length": 5}), target).config.beam_width == 70
+    )
 
 
 def test_an_unknown_kind_lists_the_known_ones(target):
     with pytest.raises(ValueError, match="redrafter"):
-        build_drafter({"kind": "medusae"}, target)
+        build_drafter(parse_drafter({"kind": "medusae"}), target)
 
 
 def test_loss_without_hidden_states_or_with_single_token_labels_says_what_to_do(target):
@@ -207,7 +209,9 @@ def test_loss_without_hidden_states_or_with_single_token_labels_says_what_to_do(
 
 
 def test_started_from_the_targets_head_it_first_says_what_the_target_said(target):
-    drafter = build_drafter({"kind": "redrafter", "exit_width": target.hidden_size, "head_init": "target"}, target).double()
+    drafter = build_drafter(
+        parse_drafter({"kind": "redrafter", "exit_width": target.hidden_size, "head_init": "target"}), target
+    ).double()
     hidden = torch.randn(4, target.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
     drafter.projection.weight.data[:, target.hidden_size :] = 0  # the state's part is random, as ever
     assert torch.allclose(drafter.logits(hidden, torch.zeros_like(hidden)), target.head(hidden))
@@ -221,12 +225,12 @@ def test_started_from_the_targets_head_it_first_says_what_the_target_said(target
         ({}, "drafter.exit_width must be that too"),
         ({"exit_width": 32, "head_rank": 4}, "set random"),
         ({"exit_width": 32, "draft_vocab_size": 4}, "set random"),
-        ({"head_init": "mine"}, "must be random or target"),
+        ({"head_init": "mine"}, "must be one of random, target"),
     ],
 )
 def test_a_head_that_cannot_start_from_the_targets_is_refused(target, options, message):
     with pytest.raises(ValueError, match=message):
-        build_drafter({"kind": "redrafter", "head_init": "target", **options}, target)
+        build_drafter(parse_drafter({"kind": "redrafter", "head_init": "target", **options}), target)
 
 
 def distilled_to_tiny(tiny) -> Redrafter:
@@ -242,7 +246,9 @@ def distilled_to_tiny(tiny) -> Redrafter:
         hidden_states=tiny.hidden_states(texts, mask)[0],
     )
     torch.manual_seed(0)
-    drafter = build_drafter({"kind": "redrafter", "beam_width": 2, "beam_length": 3, "tree_nodes": 4}, tiny).double()
+    drafter = build_drafter(
+        parse_drafter({"kind": "redrafter", "beam_width": 2, "beam_length": 3, "tree_nodes": 4}), tiny
+    ).double()
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-2)
     for _ in range(60):
         optimizer.zero_grad()

@@ -9,7 +9,7 @@ import torch
 
 from outrider.models.decoding import DraftTree, GreedyAcceptance, Prompts, TargetOutput, generate
 from outrider.models.decoding.types import NO_NODE, AcceptedPath, Counts
-from outrider.models.drafters import DRAFTERS, NullDrafter, build_drafter
+from outrider.models.drafters import DRAFTERS, NullDrafter, build_drafter, parse_drafter
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.graphed import GraphedDrafter, RecordableDrafter
 from outrider.models.drafters.oracle import OracleDrafter
@@ -45,7 +45,7 @@ def drafter(request, target) -> Any:
         return NullDrafter()
     if request.param == "oracle":
         return OracleDrafter([[*range(20, 90)]] * len(PROMPTS), [1, 2, 3], target.vocab_size)
-    built = build_drafter(KINDS.get(request.param, KINDS["redrafter"]), target).to(target.dtype).eval()
+    built = build_drafter(parse_drafter(KINDS.get(request.param, KINDS["redrafter"])), target).to(target.dtype).eval()
     if request.param != "recorded redrafter":
         return built
     assert isinstance(built, RecordableDrafter)

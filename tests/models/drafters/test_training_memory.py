@@ -9,10 +9,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from outrider.data.manifest import TargetIdentity
 from outrider.data.types import UNKNOWN, DrafterBatch
-from outrider.models.drafters import DRAFTERS, build_drafter
+from outrider.models.drafters import DRAFTERS, build_drafter, parse_drafter
 from outrider.models.drafters import objective as objective_module
 from outrider.models.drafters.base import TrainableDrafter
-from outrider.models.drafters.objective import LossKind, Objective
+from outrider.models.drafters.losses import LossKind
+from outrider.models.drafters.objective import Objective
 from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.text_states import states_of_texts
 
@@ -62,7 +63,7 @@ def wide_target(tiny_tokenizer: PreTrainedTokenizerFast) -> HFTarget:
 
 def make(name: str, target: HFTarget) -> TrainableDrafter:
     torch.manual_seed(0)
-    drafter = build_drafter({"kind": name, **OPTIONS[name]}, target).train()
+    drafter = build_drafter(parse_drafter({"kind": name, **OPTIONS[name]}), target).train()
     drafter.choose_draft_vocabulary(torch.arange(VOCAB))
     return drafter
 

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from outrider.data.manifest import TargetIdentity
-from outrider.models.drafters import build_drafter, save_drafter
+from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
 from outrider.models.export.package import make_package
 from outrider.models.target.config import TargetConfig
 from outrider.models.target.hf_target import HFTarget
@@ -95,7 +95,7 @@ def make_drafter() -> Callable[..., Any]:
     def make(kind: str, target: HFTarget, **options: Any) -> Any:
         with torch.random.fork_rng():
             torch.manual_seed(1)
-            drafter = build_drafter({"kind": kind, **options}, target)
+            drafter = build_drafter(parse_drafter({"kind": kind, **options}), target)
             for name, parameter in drafter.named_parameters():
                 torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.2)
         if drafter.wants_token_counts:
@@ -121,7 +121,7 @@ def drafter_dirs(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory
     for kind, options in KINDS.items():
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            drafter = build_drafter({"kind": kind, **options}, target)
+            drafter = build_drafter(parse_drafter({"kind": kind, **options}), target)
         directories[kind] = tmp_path_factory.mktemp(kind) / "drafter"
         save_drafter(drafter, directories[kind], target.identity)
     return directories

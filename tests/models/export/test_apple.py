@@ -8,7 +8,7 @@ import safetensors.torch
 import torch
 from torch.nn import functional as F
 
-from outrider.models.drafters import build_drafter, load_drafter, save_drafter
+from outrider.models.drafters import build_drafter, load_drafter, parse_drafter, save_drafter
 from outrider.models.export.apple import FORMAT
 from outrider.models.export.formats import read_folder, write_folder
 
@@ -27,7 +27,7 @@ def from_apple(directory, target, **options):
 
 def make(target, **options):
     torch.manual_seed(0)
-    drafter = build_drafter({"kind": "redrafter", "initial_state": "zero", **options}, target)
+    drafter = build_drafter(parse_drafter({"kind": "redrafter", "initial_state": "zero", **options}), target)
     for parameter in drafter.parameters():  # the blocks start as the identity, which would hide mistakes in them
         torch.nn.init.normal_(parameter, std=0.3)
     return drafter
@@ -143,7 +143,7 @@ def test_what_the_format_has_no_place_for_is_refused(target, tmp_path, options, 
 
 def test_another_kind_of_drafter_is_refused(target, tmp_path):
     with pytest.raises(ValueError, match="a drafter of the kind medusa can't be written as apple"):
-        write_folder(FORMAT, build_drafter({"kind": "medusa"}, target), tmp_path / "theirs", target)
+        write_folder(FORMAT, build_drafter(parse_drafter({"kind": "medusa"}), target), tmp_path / "theirs", target)
     assert not (tmp_path / "theirs").exists()
 
 
@@ -162,10 +162,10 @@ def test_a_folder_of_another_format_is_not_written_over_and_one_of_apples_is(tar
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"beam_width": "4"}, "beam_width is '4'; expected a value of type int"),
-        ({"tree_nodes": 2.5}, "tree_nodes is 2.5; expected a value of type int"),
-        ({"beam_length": 0}, "beam_length is 0; it must be at least 1"),
-        ({"bogus": 1}, "bogus can't be changed when a redrafter is loaded"),
+        ({"beam_width": "4"}, 'beam_width="4": must be a whole number'),
+        ({"tree_nodes": 2.5}, "tree_nodes=2.5: must be a whole number"),
+        ({"beam_length": 0}, "beam_length=0: must be above 0"),
+        ({"bogus": 1}, "no option bogus"),
         ({"num_blocks": 1}, "num_blocks can't be changed when a redrafter is loaded"),
     ],
 )

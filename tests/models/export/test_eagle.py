@@ -8,7 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from outrider.models.drafters import build_drafter, load_drafter, save_drafter
+from outrider.models.drafters import build_drafter, load_drafter, parse_drafter, save_drafter
 from outrider.models.export import eagle1, eagle3, speculators
 from outrider.models.export.formats import read_folder, write_folder
 from outrider.models.export.registry import format_of, import_drafter
@@ -174,7 +174,9 @@ def test_what_the_engines_have_no_place_for_is_refused_with_the_remedy(
 
 def test_an_untrained_vocabulary_is_not_written(llama, tmp_path):
     with pytest.raises(ValueError, match="vocabulary hasn't been chosen yet"):
-        write_folder(eagle3.FORMAT, build_drafter({"kind": "eagle3", "draft_vocab_size": 9}, llama), tmp_path / "a", llama)
+        write_folder(
+            eagle3.FORMAT, build_drafter(parse_drafter({"kind": "eagle3", "draft_vocab_size": 9}), llama), tmp_path / "a", llama
+        )
 
 
 # --- what others have published

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from outrider.cli.tune import tune_command
 from outrider.data.files import sha256_file
-from outrider.models.drafters import build_drafter, load_drafter
+from outrider.models.drafters import build_drafter, load_drafter, parse_drafter
 from outrider.models.drafters.medusa import Medusa
 from outrider.models.drafters.redrafter import Redrafter
 from outrider.models.drafters.saved.build import starting_weights
@@ -305,9 +305,9 @@ def test_a_revision_of_the_hub_may_hold_another_kind_of_drafter(hub, folder, pac
 def test_a_training_starts_from_a_drafter_of_the_hub(hub, folder, tiny_target_dir):
     push(folder, REPO)
     target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="float32", device="cpu"))
-    started, there = build_drafter({"start_from": REPO}, target), load_drafter(folder, target)
+    started, there = build_drafter(parse_drafter({"start_from": REPO}), target), load_drafter(folder, target)
     assert all(torch.equal(tensor, there.state_dict()[name]) for name, tensor in started.state_dict().items())
-    assert starting_weights({"start_from": f"{REPO}@main"}) == sha256_file(folder / "model.safetensors")
+    assert starting_weights(parse_drafter({"start_from": f"{REPO}@main"})) == sha256_file(folder / "model.safetensors")
 
 
 def test_a_choice_that_would_be_written_beside_a_drafter_of_the_hub_is_refused_before_any_work(hub, tmp_path):

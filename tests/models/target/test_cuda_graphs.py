@@ -17,7 +17,7 @@ from outrider.models.decoding import (
 )
 from outrider.models.decoding.loop import kept_places
 from outrider.models.decoding.types import AcceptedPath, Counts
-from outrider.models.drafters import NullDrafter, build_drafter
+from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter
 from outrider.models.drafters.draft_model import DraftModel
 from outrider.models.drafters.graphed import GraphedDrafter, RecordableDrafter
 from outrider.models.drafters.small_models import DraftModelConfig
@@ -39,7 +39,7 @@ STEP = 8
 def redrafter(target):
     torch.manual_seed(0)
     options = {"kind": "redrafter", "beam_width": 3, "beam_length": 3, "tree_nodes": 6}
-    return build_drafter(options, target).double()
+    return build_drafter(parse_drafter(options), target).double()
 
 
 def answers(target, drafter, rows=PROMPTS, max_new_tokens=20) -> list[list[int]]:

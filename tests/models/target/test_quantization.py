@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from outrider.models.decoding import GreedyAcceptance, generate
-from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, save_drafter
+from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, parse_drafter, save_drafter
 from outrider.models.target import quantization
 from outrider.models.target.config import TargetConfig
 from outrider.models.target.hf_target import HFTarget
@@ -52,7 +52,7 @@ def test_the_layers_are_in_8_bits_and_say_nearly_what_they_said(plain: HFTarget,
 def test_a_quantized_target_is_another_target(plain: HFTarget, int8: HFTarget) -> None:
     differences = plain.identity.differences(int8.identity)
     assert len(differences) == 1
-    assert differences[0].startswith("quantization: , {")
+    assert differences[0].startswith("quantization (was '', is '{")
     assert int8.identity.quantization == json.dumps(INT8, sort_keys=True)
 
 
@@ -65,7 +65,7 @@ def test_trees_are_decoded_without_changing_what_a_quantized_target_says(int8: H
 
     plainly = answer(NullDrafter())
     assert len(plainly) == 12
-    drafter = build_drafter({"kind": "redrafter", "exit_width": 16}, int8).eval()
+    drafter = build_drafter(parse_drafter({"kind": "redrafter", "exit_width": 16}), int8).eval()
     assert answer(drafter) == plainly
     with packed_linears(int8.model) as num_packed:
         assert num_packed == 1, "the head alone is in 32 bits"
@@ -76,8 +76,8 @@ def test_trees_are_decoded_without_changing_what_a_quantized_target_says(int8: H
 def test_a_drafter_that_would_begin_with_quantized_layers_is_refused_with_what_to_set(kind: str, int8: HFTarget) -> None:
     start = {"init": "target_layers", "num_layers": 1} if kind == "draft_model" else {}
     with pytest.raises(ValueError, match=r"quantised.*drafter\.init=random"):
-        build_drafter({"kind": kind, **start}, int8)
-    build_drafter({"kind": kind, "init": "random"}, int8)
+        build_drafter(parse_drafter({"kind": kind, **start}), int8)
+    build_drafter(parse_drafter({"kind": kind, "init": "random"}), int8)
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "draft_model"])
@@ -85,7 +85,7 @@ def test_a_trained_drafter_that_began_with_the_targets_layers_is_loaded_for_the_
     kind: str, plain: HFTarget, int8: HFTarget, tmp_path: Path
 ) -> None:
     start = {"init": "target_layers", "num_layers": 1} if kind == "draft_model" else {"init": "target"}
-    trained = build_drafter({"kind": kind, **start}, plain)
+    trained = build_drafter(parse_drafter({"kind": kind, **start}), plain)
     save_drafter(trained, tmp_path, plain.identity)
     loaded = load_drafter(tmp_path, int8)
     assert loaded.config == trained.config
@@ -114,9 +114,9 @@ def test_an_absent_package_is_told_with_its_command_before_weights_are_read(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({}, "it needs a method of bitsandbytes, torchao, gptq, awq"),
-        ({"method": "magic"}, "it needs a method of"),
-        ("torchao", "target.quantization is torchao; it needs a method of"),
+        ({}, "needs a method of bitsandbytes, torchao, gptq, awq"),
+        ({"method": "magic"}, "needs a method of"),
+        ("torchao", "the quantization torchao needs a method of"),
         ({"method": "torchao"}, "type is None; name a configuration of torchao"),
         ({"method": "torchao", "type": "quantize_"}, "type is 'quantize_'"),
         ({**INT8, "bits": 3}, "quantization has bits; Int8WeightOnlyConfig takes "),

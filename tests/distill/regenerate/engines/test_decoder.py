@@ -12,7 +12,7 @@ from outrider.distill.regenerate.engines.continuous import ContinuousEngine
 from outrider.distill.regenerate.engines.decoder import DecoderEngine
 from outrider.distill.regenerate.engines.registry import open_engine
 from outrider.models.decoding import Sampling
-from outrider.models.drafters import NullDrafter, build_drafter, save_drafter
+from outrider.models.drafters import NullDrafter, build_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.oracle import OracleDrafter
 from outrider.models.target.hf_target import HFTarget
 
@@ -103,7 +103,9 @@ def test_requests_that_may_outgrow_the_drafters_window_are_decoded_without_it(
 def test_a_trained_drafters_folder_is_opened_and_changes_no_token(
     target: HFTarget, requests: list[Request], limits: Limits, tmp_path: Path
 ) -> None:
-    drafter = build_drafter({"kind": "redrafter", "exit_width": 16, "num_blocks": 1, "head_init": "random"}, target)
+    drafter = build_drafter(
+        parse_drafter({"kind": "redrafter", "exit_width": 16, "num_blocks": 1, "head_init": "random"}), target
+    )
     save_drafter(drafter, tmp_path / "drafter", target.identity)
     with open_engine(DistillConfig(mode="regenerate", decode_batch_size=4), target, limits) as engine:
         plain = {answer.id: answer.tokens.tolist() for answer in engine.answer(requests)}

@@ -270,9 +270,14 @@ def test_text_without_token_ids_is_tokenized_again_and_said_so_once(
     ],
 )
 def test_a_server_of_something_else_is_refused(
-    ask: Callable[..., Found], server: Server, change: Callable[[dict[str, Any]], None], message: str
+    ask: Callable[..., Found],
+    server: Server,
+    requests: list[Request],
+    change: Callable[[dict[str, Any]], None],
+    message: str,
 ) -> None:
     server.change = change
+    del requests[1:]
     with pytest.raises(ValueError, match=message):
         ask()
 

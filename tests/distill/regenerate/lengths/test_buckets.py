@@ -91,7 +91,7 @@ def test_labels_are_spread_over_neighbours_and_sum_to_one():
     assert labels[1, 4] == labels[1, 6] > labels[1, 3]
 
 
-@pytest.mark.parametrize("name", ["light", "embedding", "classifier"])
+@pytest.mark.parametrize("name", ["light", "classifier"])
 def test_every_predictor_learns_what_prompts_say(name, target, classifier_dir, monkeypatch):
     if name == "classifier":
         monkeypatch.setattr("outrider.distill.regenerate.lengths.predictors.ClassifierPredictor.learning_rate", 3e-3)
@@ -106,7 +106,7 @@ def test_every_predictor_learns_what_prompts_say(name, target, classifier_dir, m
     assert statistics.mean(medians[0::2]) > 2 * statistics.mean(medians[1::2])
 
 
-@pytest.mark.parametrize("name", ["light", "embedding", "classifier"])
+@pytest.mark.parametrize("name", ["light", "classifier"])
 def test_a_predictor_is_a_function_of_its_last_lessons(name, target, classifier_dir):
     name = str(classifier_dir) if name == "classifier" else name
     first, second = make_predictor(name, target), make_predictor(name, target)
@@ -147,7 +147,7 @@ def test_of_many_lessons_only_so_many_are_compared(monkeypatch):
 
 
 def test_a_predictor_that_is_none_is_refused_with_the_choices(target, tmp_path):
-    with pytest.raises(ValueError, match="must be none, light, embedding, or a sequence-classification model"):
+    with pytest.raises(ValueError, match="must be none, light, or a sequence-classification model"):
         make_predictor(str(tmp_path), target)
 
 

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.models.drafters import build_drafter, save_drafter
+from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
+from outrider.models.drafters.redrafter import RedrafterConfig
 from outrider.models.drafters.registry import DRAFTERS
-from outrider.models.drafters.saved.build import parse_drafter_config, starting_weights
+from outrider.models.drafters.saved.build import starting_weights
 from outrider.models.target.hf_target import HFTarget
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -24,7 +25,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def save(kind: str, target: HFTarget, folder: Path) -> dict[str, torch.Tensor]:
     """A drafter with weights that no fresh one has, and those weights."""
     torch.manual_seed(1)
-    drafter = build_drafter({"kind": kind, **OPTIONS[kind]}, target)
+    drafter = build_drafter(parse_drafter({"kind": kind, **OPTIONS[kind]}), target)
     if drafter.wants_token_counts:
         drafter.choose_draft_vocabulary(torch.arange(target.vocab_size))
     with torch.no_grad():
@@ -42,7 +43,7 @@ def changed(target: HFTarget, **identity: Any) -> HFTarget:
 def test_every_kind_goes_on_from_its_weights_for_a_changed_target(target: HFTarget, tmp_path: Path, kind: str) -> None:
     weights = save(kind, target, tmp_path)
     fine_tuned = changed(target, name="fine-tuned", weights_sha256="0" * 64, config_sha256="1" * 64)
-    drafter = build_drafter({"start_from": str(tmp_path)}, fine_tuned)
+    drafter = build_drafter(parse_drafter({"start_from": str(tmp_path)}), fine_tuned)
     assert type(drafter) is DRAFTERS[kind]
     assert drafter.state_dict().keys() == weights.keys()
     assert all(torch.equal(tensor, weights[name]) for name, tensor in drafter.state_dict().items())
@@ -52,7 +53,7 @@ def test_every_kind_goes_on_from_its_weights_for_a_changed_target(target: HFTarg
 @pytest.mark.parametrize("kind", ["eagle3", "redrafter"])
 def test_a_reduced_vocabulary_stays_the_one_that_the_heads_rows_are_of(target: HFTarget, tmp_path: Path, kind: str) -> None:
     save(kind, target, tmp_path)
-    drafter: Any = build_drafter({"start_from": str(tmp_path)}, target)
+    drafter: Any = build_drafter(parse_drafter({"start_from": str(tmp_path)}), target)
     assert not drafter.wants_token_counts, "training would choose anew"
     assert drafter.vocabulary.tokens.tolist() == list(range(target.vocab_size - 16, target.vocab_size))
 
@@ -60,23 +61,25 @@ def test_a_reduced_vocabulary_stays_the_one_that_the_heads_rows_are_of(target: H
 def test_the_form_may_be_said_again_and_how_it_drafts_be_changed(target: HFTarget, tmp_path: Path) -> None:
     save("redrafter", target, tmp_path)
     options = {"kind": "redrafter", **OPTIONS["redrafter"], "start_from": str(tmp_path), "beam_width": 7}
-    assert parse_drafter_config(options) == parse_drafter_config({"kind": "redrafter", **OPTIONS["redrafter"], "beam_width": 7})
+    spec = parse_drafter(options)
+    assert (spec.kind, spec.start_from) == ("redrafter", tmp_path)
+    assert spec.config == RedrafterConfig(**OPTIONS["redrafter"], beam_width=7)
     with pytest.raises(ValueError, match=r"exit_width is 8 and there 16.*or drop drafter.start_from"):
-        parse_drafter_config({**options, "exit_width": 8})
+        parse_drafter({**options, "exit_width": 8})
 
 
 @pytest.mark.parametrize("name", ["hidden_size", "vocab_size"])
 def test_a_target_of_another_shape_is_refused_with_the_remedy(target: HFTarget, tmp_path: Path, name: str) -> None:
     save("redrafter", target, tmp_path)
     with pytest.raises(ValueError, match=rf"{name} \d+ there, 12345 here.*drop drafter.start_from to train from fresh ones"):
-        build_drafter({"start_from": str(tmp_path)}, changed(target, **{name: 12345}))
+        build_drafter(parse_drafter({"start_from": str(tmp_path)}), changed(target, **{name: 12345}))
 
 
 def test_another_tokenizer_is_warned_of(target: HFTarget, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save("redrafter", target, tmp_path)
-    build_drafter({"start_from": str(tmp_path)}, target)
+    build_drafter(parse_drafter({"start_from": str(tmp_path)}), target)
     assert not caplog.records
-    build_drafter({"start_from": str(tmp_path)}, changed(target, tokenizer_sha256="0" * 64))
+    build_drafter(parse_drafter({"start_from": str(tmp_path)}), changed(target, tokenizer_sha256="0" * 64))
     assert "another tokenizer" in caplog.text
 
 
@@ -85,14 +88,14 @@ def test_damaged_weights_are_no_start(target: HFTarget, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(ValueError, match="damaged"):
-        build_drafter({"start_from": str(tmp_path)}, target)
+        build_drafter(parse_drafter({"start_from": str(tmp_path)}), target)
 
 
 def test_other_weights_are_another_start(target: HFTarget, tmp_path: Path) -> None:
     digests = []
     for kind in ("medusa", "redrafter"):
         save(kind, target, tmp_path / kind)
-        digests.append(starting_weights({"start_from": str(tmp_path / kind)}))
+        digests.append(starting_weights(parse_drafter({"start_from": str(tmp_path / kind)})))
     assert None not in digests
     assert len(set(digests)) == 2
-    assert starting_weights({"kind": "medusa", "start_from": None}) is None
+    assert starting_weights(parse_drafter({"kind": "medusa", "start_from": None})) is None

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
-from outrider.data.layout import Layout, packed, padded
+from outrider.data.packing import Layout, packed, padded
 
 
 def padding(layout: Layout) -> float:

@@ -1,0 +1,96 @@
+"""Types of options, and the messages for wrong values in configurations and files."""
+
+import json
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
+
+OPTIONS = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+"""pydantic's settings for every configuration: no conversion of types, no unknown options, no NaN."""
+
+
+def different(values: list[Any]) -> list[Any]:
+    """Raise an error where a list has one value twice."""
+    if any(value in values[:index] for index, value in enumerate(values)):
+        raise PydanticCustomError("different", "has the same value twice; give each once")
+    return values
+
+
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+Share = Annotated[float, Field(gt=0, le=1)]
+
+T = TypeVar("T")
+Distinct = Annotated[list[T], Field(min_length=1), AfterValidator(different)]
+"""One value or several, none of them twice."""
+
+MAX_VALUE_CHARS = 40
+"""Longest value that a message quotes in full."""
+RULES = {
+    "greater_than": "must be above {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be below {lt}",
+    "less_than_equal": "must be at most {le}",
+    "finite_number": "must be a finite number",
+    "too_short": "must not be empty",
+    "string_too_short": "must not be empty",
+    "enum": "must be one of {expected}",
+    "int_type": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "bool_type": "must be true or false",
+    "string_type": "must be a text",
+    "list_type": "must be a list",
+    "dict_type": "must be a mapping",
+    "dataclass_type": "must be a mapping",
+}
+"""Rules by pydantic's types of errors; the words of other errors are pydantic's."""
+
+
+def one_of(*choices: str) -> AfterValidator:
+    """Allow these texts only. (OmegaConf knows no `Literal`.)"""
+
+    def check(value: str) -> str:
+        if value not in choices:
+            raise PydanticCustomError("one_of", "must be one of {choices}", {"choices": ", ".join(choices)})
+        return value
+
+    return AfterValidator(check)
+
+
+def raise_problems(problems: list[str]) -> None:
+    """Raise one ValueError with a line for each problem, where there is any."""
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def problems_of(error: ValidationError, section: str = "") -> list[str]:
+    """Return a line for each wrong value: its full name, the value and the rule.
+
+    A check of our own that finds several problems raises a ValueError with a line for each.
+    """
+    problems = []
+    for detail in error.errors(include_url=False):
+        name = section
+        for part in detail["loc"]:
+            name += f"[{part}]" if isinstance(part, int) else f".{part}" if name else part
+        if detail["type"] == "value_error":
+            problems += [f"{name}: {line}" if name else line for line in str(detail["ctx"]["error"]).splitlines()]
+        elif detail["type"] == "missing":
+            problems.append(f"{name}: is missing")
+        elif detail["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+            problems.append(f"{name}: there is no such key")
+        else:
+            context = {key: _plain(value) for key, value in detail.get("ctx", {}).items()}
+            rule = RULES.get(detail["type"], detail["msg"]).format_map(context)
+            problems.append(f"{name or 'the whole'}={_shown(detail['input'])}: {rule}")
+    return problems
+
+
+def _plain(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value).replace("'", "").replace(" or ", ", ")
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= MAX_VALUE_CHARS else f"{text[:MAX_VALUE_CHARS]}..."

@@ -1,0 +1,141 @@
+"""Counts the kernels that a GPU would launch, of operators that run on a CPU."""
+
+import contextlib
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from host_reads import waits_for_device
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+REST = "rest"
+"""The phase of what belongs to no other."""
+SORT, COPY_AND_WRITE = 4, 2
+KERNELS = {
+    "aten::sort": SORT,  # CUB's radix sort: fill the indexes, several passes, gather
+    "aten::topk": 6,  # radix selection over many blocks: counts, their sums, the gathering; then a sort of what was found
+    "aten::logsumexp": 6,  # a maximum, its guard against infinity, a difference, exp, a sum, a logarithm
+    "aten::nonzero": 3,  # count, prefix sums, write
+    "aten::scatter": COPY_AND_WRITE,
+    "aten::scatter_add": COPY_AND_WRITE,
+    "aten::masked_fill": COPY_AND_WRITE,
+    "aten::index_put": COPY_AND_WRITE,
+    "aten::index_add": COPY_AND_WRITE,
+    "aten::nll_loss_backward": COPY_AND_WRITE,
+    "aten::embedding_dense_backward": SORT + 2,  # rows of one token are added in the order of a sort
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": 3,  # on CUDA: sums of rows, gradients, their conversion
+}
+"""Kernels of the operators that launch more than one, by the reading of PyTorch's sources."""
+NO_KERNEL = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_")}
+"""Operators that return memory and launch nothing."""
+
+
+class Counted(TorchDispatchMode):
+    """Counts kernels, launches, replays and host reads by phase. Within a replay kernels run, and nothing is launched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = REST
+        self.reset()
+        self._is_replaying = self._is_paused = False
+
+    def reset(self) -> None:
+        self.kernels, self.launches, self.replays, self.host_reads = (Counter[str]() for _ in range(4))
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with self:
+            parts = function.decompose(*args, **kwargs)  # under inference mode, composite operators arrive whole
+        if parts is not NotImplemented:
+            return parts
+        output = function(*args, **kwargs)
+        if not self._is_paused:
+            if waits_for_device(function, args):
+                self.read()
+            self._launch(num_kernels(function, args, kwargs, output))
+        return output
+
+    def within(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, whose kernels count as this phase's."""
+
+        @functools.wraps(function)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            outer, self.phase = self.phase, phase
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.phase = outer
+
+        return counted
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
+    @contextlib.contextmanager
+    def replaying(self) -> Iterator[None]:
+        self.replays[self.phase] += 1
+        self.launches[self.phase] += 1
+        self._is_replaying = True
+        try:
+            yield
+        finally:
+            self._is_replaying = False
+
+    def _launch(self, count: int) -> None:
+        self.kernels[self.phase] += count
+        if not self._is_replaying:
+            self.launches[self.phase] += count
+
+    def read(self) -> None:
+        if not self._is_paused:
+            self.host_reads[self.phase] += 1
+
+
+def num_kernels(function: Any, args: Any, kwargs: Any, output: Any) -> int:
+    """Kernels of an operator: none where it writes no memory, as for views, allocations and what is empty."""
+    name = function.overloadpacket._qualified_op_name
+    inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+    outputs = [each for each in tree_leaves(output) if isinstance(each, torch.Tensor)]
+    if function._schema.is_mutable:
+        writes = any(each.numel() for each in outputs or inputs[:1])
+    else:
+        known = {each.untyped_storage()._cdata for each in inputs}
+        writes = any(each.numel() and each.untyped_storage()._cdata not in known for each in outputs)
+    return KERNELS.get(name, 1) if writes and name not in NO_KERNEL else 0
+
+
+class CountingRecorder:
+    """In place of `CudaGraphRecorder`: a replay calls the function again, and counts as one launch."""
+
+    def __init__(self, counted: Counted) -> None:
+        self.counted, self.num_recordings = counted, 0
+
+    def __call__(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        self.num_recordings += 1
+        output = function()
+
+        def replay() -> None:
+            with self.counted.replaying():
+                again = function()
+            with self.counted.paused():
+                for old, new in zip(_tensors(output), _tensors(again), strict=True):
+                    old.copy_(new)
+
+        return replay, output
+
+    def forget(self) -> None:
+        """Nothing is kept."""
+
+
+def _tensors(output: Any) -> list[torch.Tensor]:
+    values = [getattr(output, field.name) for field in fields(output)] if is_dataclass(output) else [output]
+    return [value for value in values if isinstance(value, torch.Tensor)]
