@@ -191,8 +191,7 @@ def test_decoding_without_forks_copies_no_cache(drafter, target, monkeypatch):
         raise AssertionError("a copy of a KV cache in plain decoding")
 
     monkeypatch.setattr(TreeCache, "copy_rows", refuse)
-    prompts = [torch.tensor(prompt) for prompt in PROMPTS]
-    steps = list(generate(target, drafter, GreedyAcceptance(), prompts, max_new_tokens=12))
+    steps = list(generate(target, drafter, GreedyAcceptance(), torch.tensor(PROMPTS[:1]), max_new_tokens=12))
     assert len(steps) > 3
 
 
