@@ -13,7 +13,7 @@ from .options import config_from, load_chosen_target
 if TYPE_CHECKING:
     import torch
 
-    from ..eval.certify.certificate import Line as CertificateLine
+    from ..eval.certify.certificate import CertificateLine
     from ..eval.config import EvalConfig
 
 
