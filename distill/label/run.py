@@ -56,7 +56,6 @@ def distill(
     config: DistillConfig,
     data: DataConfig,
     target: HFTarget,
-    tokenizer: PreTrainedTokenizerBase,
     output_dir: Path,
     accelerator: Accelerator,
     *,
@@ -76,7 +75,7 @@ def distill(
     # 1. The examples, and whether the target can label them.
     dropped: Counter[str] = Counter()
     if examples is None:
-        examples, dropped = load_examples(data, tokenizer, overlap)
+        examples, dropped = load_examples(data, target.tokenizer, overlap)
     longest = max(len(example.input_ids) for example in examples)
     require_branch_attention(target, longest + max(config.horizon - 2, 0))
     require_features(config, target)
