@@ -9,7 +9,7 @@ from typing import Any
 
 from .choices import Split
 from .config import DataConfig
-from .cuts import cut_text
+from .cuts import Cuts, cut_text
 from .decontamination import PromptOverlap, without_overlap
 from .raw_records import SUFFIXES, is_local, load_records
 from .roles import ROLES, TURN_KEYS
@@ -111,25 +111,19 @@ def _checked(pairs: list[tuple[Role, str]]) -> Parsed:
 
 
 def _conversations(config: DataConfig, dropped: Counter[str]) -> Iterator[Conversation]:
-    prompt_chars = (config.prompt_chars_min, config.prompt_chars_max)
+    cuts = Cuts(
+        seed=config.seed,
+        prompt_chars=(config.prompt_chars_min, config.prompt_chars_max),
+        answer_chars=config.answer_chars,
+    )
     if config.source == "stdlib":
         split: Split = config.split  # type: ignore[assignment] # DataConfig has checked it
-        yield from code_conversations(split, seed=config.seed, prompt_chars=prompt_chars, answer_chars=config.answer_chars)
+        yield from code_conversations(split, cuts)
         return
     assert config.path is not None  # DataConfig has checked it
     if config.source == "text":
         for id, task, text in _texts(config, config.path, dropped):
-            pieces = list(
-                cut_text(
-                    text,
-                    id=id,
-                    source=config.path,
-                    task=task,
-                    seed=config.seed,
-                    prompt_chars=prompt_chars,
-                    answer_chars=config.answer_chars,
-                )
-            )
+            pieces = list(cut_text(text, cuts, id=id, source=config.path, task=task))
             if not pieces:
                 dropped["text too short to be cut into a prompt and an answer"] += 1
             yield from pieces

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from .cuts import Cuts
 from .raw_records import is_local, load_records
 from .roles import ROLES, TURN_KEYS
 from .stdlib import code_conversations
@@ -202,7 +203,7 @@ def _records(name: str, path: str | None, revision: str | None) -> tuple[str, It
 
 def _stdlib_prompts(path: str | None) -> list[Prompt]:
     # The seed of the cuts is fixed, so that a run's seed does not change the suite.
-    conversations = code_conversations("eval", seed=0, root=Path(path) if path else None)
+    conversations = code_conversations("eval", Cuts(seed=0), Path(path) if path else None)
     return [
         Prompt(id=conversation.id, category=_module(conversation.id), turns=(conversation.turns[0].content,))
         for conversation in conversations

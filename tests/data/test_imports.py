@@ -3,7 +3,19 @@ import sys
 
 import pytest
 
-LIGHT = ["", ".collate", ".config", ".files", ".manifest", ".records", ".shards", ".sources", ".stdlib", ".suites", ".types"]
+LIGHT = [
+    "",
+    ".collate",
+    ".config",
+    ".files",
+    ".manifest",
+    ".raw_records",
+    ".shards",
+    ".sources",
+    ".stdlib",
+    ".suites",
+    ".types",
+]
 
 
 @pytest.mark.parametrize("modules", [[""], LIGHT])
