@@ -47,8 +47,7 @@ def collate(
     Past the end of a text stand `pad_id`, UNKNOWN, zeros, and log-probabilities of minus infinity. What of the target is in the
     batch say the `reads`: every example has it.
     """
-    if labels not in LABELS:
-        raise ValueError(f"labels is {labels!r}; it must be one of {', '.join(LABELS)}")
+    assert labels in LABELS, labels
     texts = [example.example for example in examples]
     layout = (packed if packing else padded)([len(text.input_ids) for text in texts])
     positions = [text.wanted & (each.continuations[:, 0] != UNKNOWN) for text, each in zip(texts, examples, strict=True)]

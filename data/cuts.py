@@ -2,31 +2,39 @@
 
 import io
 from collections.abc import Iterator
+from dataclasses import dataclass
 from random import Random
 
 from .types import Conversation, Turn
 
-PROMPT_CHARS = (200, 900)
-ANSWER_CHARS = 1500
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cuts:
+    """Sizes of the pieces, in characters, which are rounded up to whole lines.
+
+    The same seed and id of a text give the same cuts.
+    """
+
+    seed: int
+    prompt_chars: tuple[int, int] = (200, 900)
+    """The range that a prompt's length is drawn from."""
+    answer_chars: int = 1500
 
 
-def cut_text(
-    text: str, *, id: str, source: str, task: str, seed: int, prompt_chars: tuple[int, int], answer_chars: int
-) -> Iterator[Conversation]:
+def cut_text(text: str, cuts: Cuts, *, id: str, source: str, task: str) -> Iterator[Conversation]:
     """Cut a text at line ends, from its start to its end, into conversations of one question and one answer.
 
-    `prompt_chars` is the range that a prompt's length is drawn from, `answer_chars` the length of an answer, both in
-    characters and rounded up to whole lines. A conversation's id is `id` and the number of its first line, counted from 1. The
-    same seed and id give the same cuts. A last piece too short for an answer is left out.
+    A conversation's id is `id` and the number of its first line, counted from 1. A last piece too short for an answer is left
+    out.
     """
-    rng = Random(f"{seed}:{id}")
+    rng = Random(f"{cuts.seed}:{id}")
     # str.splitlines would also cut at form feeds and other separators inside a line.
     lines = list(io.StringIO(text, newline="\n"))
     position = 0
     while position < len(lines):
         start = position
-        prompt, position = _take_lines(lines, position, rng.randint(*prompt_chars))
-        answer, position = _take_lines(lines, position, answer_chars)
+        prompt, position = _take_lines(lines, position, rng.randint(*cuts.prompt_chars))
+        answer, position = _take_lines(lines, position, cuts.answer_chars)
         if prompt.strip() and answer.strip():
             turns = (Turn(role="user", content=f"{task}\n\n{prompt}"), Turn(role="assistant", content=answer))
             yield Conversation(id=f"{id}:{start + 1}", source=source, turns=turns)

@@ -4,12 +4,13 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
 
 from .choices import FEATURES, STATE_DTYPES
 from .differences import differences
+from .fields import one_of
 from .files import read_dataclass, write_json
 from .types import Example, TargetReads
 
@@ -102,23 +103,17 @@ class Manifest(BaseManifest):
 
     format_version: int = FORMAT_VERSION
     horizon: int
-    features: str
+    features: Annotated[str, one_of(*FEATURES)]
     max_length: int
     shards: list[ShardEntry]
     feature_layers: list[int] = field(default_factory=list)
-    features_dtype: str = "bfloat16"
+    features_dtype: Annotated[str, one_of(*STATE_DTYPES)] = "bfloat16"
     top_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if self.format_version != FORMAT_VERSION:
             raise ValueError(
                 f"manifest of format version {self.format_version}; this outrider reads version {FORMAT_VERSION}. Distil again"
-            )
-        if self.features not in FEATURES:
-            raise ValueError(f"unknown features {self.features!r} in a manifest; they are one of {', '.join(FEATURES)}")
-        if self.features_dtype not in STATE_DTYPES:
-            raise ValueError(
-                f"unknown features_dtype {self.features_dtype!r} in a manifest; it is one of {', '.join(STATE_DTYPES)}"
             )
         ids = [id for shard in self.shards for id in shard.ids]
         if len(set(ids)) != len(ids):

@@ -13,3 +13,6 @@ ROLES: dict[str, Role] = {
     "assistant": "assistant",
 }
 """Names of the roles in the wild; those of ShareGPT's files include the assistants that were asked."""
+
+TURN_KEYS = {"messages": ("role", "content"), "conversations": ("from", "value")}
+"""The keys that hold lists of turns, and of a turn the keys of its role and its text."""

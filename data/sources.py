@@ -2,17 +2,18 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from .choices import Split
 from .config import DataConfig
-from .cuts import cut_text
+from .cuts import Cuts, cut_text
 from .decontamination import PromptOverlap, without_overlap
 from .raw_records import SUFFIXES, is_local, load_records
-from .roles import ROLES
-from .stdlib import TASK, code_conversations
+from .roles import ROLES, TURN_KEYS
+from .stdlib import TASK, code_conversations, read_source
 from .types import Conversation, Role, Turn
 
 PROSE_SUFFIXES = frozenset({"", ".txt", ".md", ".rst"})
@@ -55,17 +56,7 @@ def describe_drops(dropped: Counter[str]) -> str:
     return ", ".join(f"{count} x {reason}" for reason, count in dropped.most_common()) or "nothing"
 
 
-def parse_sharegpt(record: Any) -> Parsed:
-    """Turns of `{"conversations": [{"from": ..., "value": ...}, ...]}`."""
-    return _parse_turns(record, "conversations", "from", "value")
-
-
-def parse_messages(record: Any) -> Parsed:
-    """Turns of `{"messages": [{"role": ..., "content": ...}, ...]}`."""
-    return _parse_turns(record, "messages", "role", "content")
-
-
-def parse_alpaca(record: Any) -> Parsed:
+def _parse_alpaca(record: Any) -> Parsed:
     """Turns of `{"instruction": ..., "input": ..., "output": ...}`; the input may be missing or empty."""
     if not isinstance(record, dict):
         return "record is not an object"
@@ -76,15 +67,14 @@ def parse_alpaca(record: Any) -> Parsed:
     return _checked([("user", question), ("assistant", output)])
 
 
-PARSERS: dict[str, Callable[[Any], Parsed]] = {"sharegpt": parse_sharegpt, "messages": parse_messages, "alpaca": parse_alpaca}
-
-
-def _parse_turns(record: Any, turns_key: str, role_key: str, text_key: str) -> Parsed:
+def _parse_turns(turns_key: str, record: Any) -> Parsed:
+    """Turns of a record that has a list of them, as `TURN_KEYS` describes."""
     if not isinstance(record, dict):
         return "record is not an object"
     turns = record.get(turns_key)
     if not isinstance(turns, list):
         return f"record without a list {turns_key!r}"
+    role_key, text_key = TURN_KEYS[turns_key]
     pairs: list[tuple[Role, str]] = []
     for turn in turns:
         if not (isinstance(turn, dict) and isinstance(turn.get(role_key), str) and isinstance(turn.get(text_key), str)):
@@ -94,6 +84,13 @@ def _parse_turns(record: Any, turns_key: str, role_key: str, text_key: str) -> P
             return f"unknown role {turn[role_key]!r:.40}"
         pairs.append((role, turn[text_key]))
     return _checked(pairs)
+
+
+PARSERS: dict[str, Callable[[Any], Parsed]] = {
+    "sharegpt": partial(_parse_turns, "conversations"),
+    "messages": partial(_parse_turns, "messages"),
+    "alpaca": _parse_alpaca,
+}
 
 
 def _checked(pairs: list[tuple[Role, str]]) -> Parsed:
@@ -114,25 +111,19 @@ def _checked(pairs: list[tuple[Role, str]]) -> Parsed:
 
 
 def _conversations(config: DataConfig, dropped: Counter[str]) -> Iterator[Conversation]:
-    prompt_chars = (config.prompt_chars_min, config.prompt_chars_max)
+    cuts = Cuts(
+        seed=config.seed,
+        prompt_chars=(config.prompt_chars_min, config.prompt_chars_max),
+        answer_chars=config.answer_chars,
+    )
     if config.source == "stdlib":
         split: Split = config.split  # type: ignore[assignment] # DataConfig has checked it
-        yield from code_conversations(split, seed=config.seed, prompt_chars=prompt_chars, answer_chars=config.answer_chars)
+        yield from code_conversations(split, cuts)
         return
     assert config.path is not None  # DataConfig has checked it
     if config.source == "text":
         for id, task, text in _texts(config, config.path, dropped):
-            pieces = list(
-                cut_text(
-                    text,
-                    id=id,
-                    source=config.path,
-                    task=task,
-                    seed=config.seed,
-                    prompt_chars=prompt_chars,
-                    answer_chars=config.answer_chars,
-                )
-            )
+            pieces = list(cut_text(text, cuts, id=id, source=config.path, task=task))
             if not pieces:
                 dropped["text too short to be cut into a prompt and an answer"] += 1
             yield from pieces
@@ -169,9 +160,8 @@ def _texts(config: DataConfig, path: str, dropped: Counter[str]) -> Iterator[tup
     """Id, task and text of every piece of a `text` source: the files of a directory, one file, or records with a text."""
     if not is_local(path) or (Path(path).is_file() and path.endswith(SUFFIXES)):
         for index, record in enumerate(_records(config, path)):
-            text = (
-                next((record[key] for key in ("text", "content") if key in record), None) if isinstance(record, dict) else None
-            )
+            values = [record[key] for key in ("text", "content") if key in record] if isinstance(record, dict) else []
+            text = values[0] if values else None
             if isinstance(text, str):
                 yield f"{Path(path).name}:{index}", PROSE_TASK, text
             else:
@@ -182,13 +172,12 @@ def _texts(config: DataConfig, path: str, dropped: Counter[str]) -> Iterator[tup
     if not files:
         raise ValueError(f"the directory {root} holds no file. Give a directory of text or source code files")
     for file in files:
-        name = file.relative_to(root.parent).as_posix()
-        try:
-            text = file.read_bytes().decode("utf-8").replace("\r\n", "\n")
-        except UnicodeDecodeError:
+        text = read_source(file)
+        if text is None:
             dropped["file is not UTF-8 text"] += 1
-            continue
-        yield name, PROSE_TASK if file.suffix in PROSE_SUFFIXES else TASK, text
+        else:
+            task = PROSE_TASK if file.suffix in PROSE_SUFFIXES else TASK
+            yield file.relative_to(root.parent).as_posix(), task, text
 
 
 def _visible_files(root: Path) -> list[Path]:

@@ -27,8 +27,7 @@ class StoredStates:
     scales: Float[torch.Tensor, " token"] | None = None
 
     def __post_init__(self) -> None:
-        if self.scales is not None and self.scales.shape != self.values.shape[:1]:
-            raise ValueError(f"{tuple(self.scales.shape)} scales don't belong to values {tuple(self.values.shape)}")
+        assert self.scales is None or self.scales.shape == self.values.shape[:1], "each token has a scale"
 
     def __len__(self) -> int:
         return len(self.values)

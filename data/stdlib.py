@@ -8,10 +8,9 @@ import hashlib
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
 
 from .choices import Split
-from .cuts import ANSWER_CHARS, PROMPT_CHARS, cut_text
+from .cuts import Cuts, cut_text
 from .types import Conversation
 
 # Tables of data rather than code, and files that are broken on purpose.
@@ -48,8 +47,6 @@ def stdlib_root() -> Path:
 
 def stdlib_files(split: Split, root: Path | None = None) -> list[Path]:
     """The sorted source files of one split, below `root` (default: the running Python's standard library)."""
-    if split not in get_args(Split):
-        raise ValueError(f"unknown split {split!r} of the standard library; use one of {', '.join(get_args(Split))}")
     root = root or stdlib_root()
     files = []
     for entry in sorted(root.iterdir()):
@@ -74,25 +71,11 @@ def read_source(path: Path) -> str | None:
         return None
 
 
-def code_conversations(
-    split: Split,
-    *,
-    seed: int,
-    prompt_chars: tuple[int, int] = PROMPT_CHARS,
-    answer_chars: int = ANSWER_CHARS,
-    root: Path | None = None,
-) -> Iterator[Conversation]:
+def code_conversations(split: Split, cuts: Cuts, root: Path | None = None) -> Iterator[Conversation]:
     """Every file of a split, in sorted order, cut into conversations as `cut_text` does."""
     root = root or stdlib_root()
     for path in stdlib_files(split, root):
         text = read_source(path)
         if text is not None:
-            yield from cut_text(
-                text,
-                id=f"stdlib/{path.relative_to(root).as_posix()}",
-                source=f"stdlib/{split}",
-                task=TASK,
-                seed=seed,
-                prompt_chars=prompt_chars,
-                answer_chars=answer_chars,
-            )
+            id = f"stdlib/{path.relative_to(root).as_posix()}"
+            yield from cut_text(text, cuts, id=id, source=f"stdlib/{split}", task=TASK)

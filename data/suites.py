@@ -4,14 +4,18 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import yaml
+
+from .cuts import Cuts
 from .raw_records import is_local, load_records
-from .roles import ROLES
+from .roles import ROLES, TURN_KEYS
 from .stdlib import code_conversations
 
 logger = logging.getLogger(__name__)
@@ -39,11 +43,10 @@ class PromptSet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suite:
-    """A published set of prompts: how its records are read, how many it has, and where on the Hub it lies."""
+    """A published set of prompts: how many it has, and where on the Hub it lies. They are listed in `suites.yaml`."""
 
-    parse: Callable[[Any, int], Prompt | None]
     num_prompts: int
-    hub_id: str | None
+    hub_id: str | None = None
     """None where it isn't on the Hub."""
     download: str | None = None
     """Where its file lies then."""
@@ -73,13 +76,17 @@ def load_suite(
         )
     if limit is not None and limit < 1:
         raise ValueError(f"limit of suite {name!r} is {limit}; it must be at least 1, or null for all prompts")
-    on_hub = name in SUITES if path is None else name != "stdlib" and not is_local(path)
+    suite = SUITES.get(name)
+    on_hub = suite is not None if path is None else name != "stdlib" and not is_local(path)
     if revision is not None and not on_hub:
         raise ValueError(f"suite {name!r} has the revision {revision!r}, which belongs to the Hub's data; leave it out")
-    source = _hub_source(name, path, revision) if on_hub else None
+    hub_id = path
+    if suite and path is None:
+        hub_id, revision = suite.hub_id, revision or suite.revision
     prompts = _stdlib_prompts(path) if name == "stdlib" else _read_prompts(name, path, revision)
     if limit is not None and limit < len(prompts):
         prompts = [prompts[index] for index in sorted(Random(seed).sample(range(len(prompts)), limit))]
+    source = "@".join(filter(None, (hub_id, revision))) if on_hub else None
     text = json.dumps([astuple(prompt) for prompt in prompts])
     return PromptSet(name=name, revision=hashlib.sha256(text.encode()).hexdigest(), prompts=tuple(prompts), source=source)
 
@@ -87,30 +94,27 @@ def load_suite(
 def _parse_mt_bench(record: Any, index: int) -> Prompt | None:
     # FastChat's file says question_id and turns, the Hub's copy of it prompt_id and prompt.
     turns = record.get("turns", record.get("prompt"))
-    id, category = record.get("question_id", record.get("prompt_id")), record.get("category")
-    if isinstance(turns, list) and len(turns) == 2 and _all_texts([*turns, category]) and _is_id(id):
-        return Prompt(id=str(id), category=category, turns=tuple(turns))
-    return None
+    if not isinstance(turns, list) or len(turns) != 2:
+        return None
+    return _prompt(record.get("question_id", record.get("prompt_id")), record.get("category"), turns)
+
+
+def _parse_alpaca_eval(record: Any, index: int) -> Prompt | None:
+    return _prompt(record.get("id", index), record.get("dataset"), [record.get("instruction")])
 
 
 def _parse_spec_bench(record: Any, index: int) -> Prompt | None:
-    id, category, turns = (record.get(name) for name in ("question_id", "category", "turns"))
-    if isinstance(turns, list) and turns and _all_texts([*turns, category]) and _is_id(id):
-        return Prompt(id=str(id), category=category, turns=tuple(turns))
-    return None
+    return _prompt(record.get("question_id"), record.get("category"), record.get("turns"))
 
 
 def _parse_human_eval(record: Any, index: int) -> Prompt | None:
-    id, prompt = record.get("task_id"), record.get("prompt")
-    return Prompt(id=id, category="code", turns=(prompt,)) if _all_texts([id, prompt]) else None
+    # Other sets of programming problems number them.
+    return _prompt(record["task_id"], "code", [record.get("prompt")]) if isinstance(record.get("task_id"), str) else None
 
 
 def _parse_gsm8k(record: Any, index: int) -> Prompt | None:
-    question = record.get("question")
-    # The answer tells it from other files of questions.
-    if _all_texts([question, record.get("answer")]):
-        return Prompt(id=str(index), category="math", turns=(question,))
-    return None
+    # The answer distinguishes it from other files of questions.
+    return _prompt(index, "math", [record.get("question")]) if _all_texts([record.get("answer")]) else None
 
 
 OWN_FORMS = (
@@ -122,11 +126,7 @@ OWN_FORMS = (
 def _parse_own(record: Any, index: int) -> Prompt | None:
     """A user's own prompt or conversation, of which the user's turns are asked, in `OWN_FORMS`."""
     id = next((record[key] for key in ("id", "question_id", "prompt_id") if record.get(key) is not None), index)
-    category = record.get("category") or "prompt"
-    turns = _own_turns(record)
-    if turns and _all_texts([*turns, category]) and _is_id(id):
-        return Prompt(id=str(id), category=category, turns=tuple(turns))
-    return None
+    return _prompt(id, record.get("category") or "prompt", _own_turns(record))
 
 
 def _own_turns(record: Any) -> list[Any] | None:
@@ -141,7 +141,7 @@ def _own_turns(record: Any) -> list[Any] | None:
         return [record[key]]
     if key == "turns":
         return list(record[key]) if isinstance(record[key], list) else None
-    role_key, text_key = ("role", "content") if key == "messages" else ("from", "value")
+    role_key, text_key = TURN_KEYS[key]
     if not isinstance(record[key], list) or not all(isinstance(turn, dict) for turn in record[key]):
         return None
     roles = [ROLES.get(turn.get(role_key)) for turn in record[key]]
@@ -150,50 +150,23 @@ def _own_turns(record: Any) -> list[Any] | None:
     return [turn.get(text_key) for turn in record[key][::2]]
 
 
-def _parse_alpaca_eval(record: Any, index: int) -> Prompt | None:
-    instruction, category, id = record.get("instruction"), record.get("dataset"), record.get("id", index)
-    if _all_texts([instruction, category]) and _is_id(id):
-        return Prompt(id=str(id), category=category, turns=(instruction,))
+def _prompt(id: Any, category: Any, turns: Any) -> Prompt | None:
+    """Build a prompt of a record's values; None where they are not what a prompt has."""
+    if isinstance(turns, list) and turns and _all_texts([*turns, category]) and _is_id(id):
+        return Prompt(id=str(id), category=category, turns=tuple(turns))
     return None
 
 
-SUITES = {
-    "mt_bench": Suite(
-        parse=_parse_mt_bench,
-        num_prompts=80,
-        hub_id="HuggingFaceH4/mt_bench_prompts",
-        revision="e3a795c5e9a82ee40611c416b8a7786c73198991",
-    ),
-    # The data set on the Hub is a script, which datasets no longer runs, beside this file.
-    "alpaca_eval": Suite(
-        parse=_parse_alpaca_eval,
-        num_prompts=805,
-        hub_id="tatsu-lab/alpaca_eval",
-        file="alpaca_eval.json",
-        revision="0cd24d711fe90d0c1aae5bde03fe98ee48ae52f8",
-    ),
-    "spec_bench": Suite(
-        parse=_parse_spec_bench,
-        num_prompts=480,
-        hub_id=None,
-        download="https://github.com/hemingkx/Spec-Bench/blob/main/data/spec_bench/question.jsonl",
-    ),
-    "human_eval": Suite(
-        parse=_parse_human_eval,
-        num_prompts=164,
-        hub_id="openai/openai_humaneval",
-        split="test",
-        revision="7dce6050a7d6d172f3cc5c32aa97f52fa1a2e544",
-    ),
-    "gsm8k": Suite(
-        parse=_parse_gsm8k,
-        num_prompts=1319,
-        hub_id="openai/gsm8k",
-        subset="main",
-        split="test",
-        revision="740312add88f781978c0658806c59bc2815b9866",
-    ),
+PARSERS = {
+    "mt_bench": _parse_mt_bench,
+    "alpaca_eval": _parse_alpaca_eval,
+    "spec_bench": _parse_spec_bench,
+    "human_eval": _parse_human_eval,
+    "gsm8k": _parse_gsm8k,
 }
+"""How the records of the published suites are read."""
+SUITES_FILE = Path(__file__).parent / "suites.yaml"
+SUITES = {name: Suite(**facts) for name, facts in yaml.safe_load(SUITES_FILE.read_text(encoding="utf-8")).items()}
 SUITE_NAMES = (*SUITES, "stdlib")
 SUITE_NAME = re.compile(r"\w[\w.-]*")
 
@@ -201,7 +174,7 @@ SUITE_NAME = re.compile(r"\w[\w.-]*")
 def _read_prompts(name: str, path: str | None, revision: str | None) -> list[Prompt]:
     """The prompts of a published suite, or of a file of the user's own."""
     suite = SUITES.get(name)
-    parse = suite.parse if suite else _parse_own
+    parse = PARSERS.get(name, _parse_own)
     place, records = _records(name, path, revision)
     prompts = []
     for index, record in enumerate(records):
@@ -210,18 +183,12 @@ def _read_prompts(name: str, path: str | None, revision: str | None) -> list[Pro
             remedy = "Give the suite's published file" if suite else f"Records are {OWN_FORMS}; a user speaks first, in turns"
             raise ValueError(f"{place}, record {index + 1}: not a prompt of {name}: {record!r:.100}. {remedy}")
         prompts.append(prompt)
-    _check_unique(prompts, place)
+    repeated = [id for id, count in Counter(prompt.id for prompt in prompts).items() if count > 1]
+    if repeated:
+        raise ValueError(f"{place} holds two prompts with the id {repeated[0]!r}; ids must differ. Remove one of them")
     if suite and len(prompts) != suite.num_prompts:
         logger.warning("%s holds %d prompts where %s has %d", place, len(prompts), name, suite.num_prompts)
     return prompts
-
-
-def _hub_source(name: str, path: str | None, revision: str | None) -> str | None:
-    """The data set, ID@COMMIT; the ID alone where no commit was asked for."""
-    suite = SUITES.get(name)
-    if path is not None:
-        return "@".join(filter(None, (path, revision)))
-    return "@".join(filter(None, (suite.hub_id, revision or suite.revision))) if suite and suite.hub_id else None
 
 
 def _records(name: str, path: str | None, revision: str | None) -> tuple[str, Iterator[Any]]:
@@ -231,13 +198,12 @@ def _records(name: str, path: str | None, revision: str | None) -> tuple[str, It
     suite = SUITES[name]
     if suite.hub_id is None:
         raise ValueError(f"{name} isn't on the Hub: download {suite.download} and give its path (suites: {{path: FILE}})")
-    revision = revision or suite.revision
     return suite.hub_id, load_records(suite.hub_id, split=suite.split, subset=suite.subset, file=suite.file, revision=revision)
 
 
 def _stdlib_prompts(path: str | None) -> list[Prompt]:
     # The seed of the cuts is fixed, so that a run's seed does not change the suite.
-    conversations = code_conversations("eval", seed=0, root=Path(path) if path else None)
+    conversations = code_conversations("eval", Cuts(seed=0), Path(path) if path else None)
     return [
         Prompt(id=conversation.id, category=_module(conversation.id), turns=(conversation.turns[0].content,))
         for conversation in conversations
@@ -247,14 +213,6 @@ def _stdlib_prompts(path: str | None) -> list[Prompt]:
 def _module(id: str) -> str:
     """The top-level module that a conversation's id (`stdlib/json/decoder.py:12`) names."""
     return id.split(":")[0].split("/")[1].removesuffix(".py")
-
-
-def _check_unique(prompts: Iterable[Prompt], place: str) -> None:
-    seen: set[str] = set()
-    for prompt in prompts:
-        if prompt.id in seen:
-            raise ValueError(f"{place} holds two prompts with the id {prompt.id!r}; ids must differ. Remove one of them")
-        seen.add(prompt.id)
 
 
 def _is_id(value: Any) -> bool:

@@ -6,7 +6,7 @@ Dimension names, here and everywhere: `batch`, `seq` (tokens of a text), `horizo
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -26,10 +26,6 @@ class Turn:
     role: Role
     content: str
 
-    def __post_init__(self) -> None:
-        if self.role not in get_args(Role):
-            raise ValueError(f"unknown role {self.role!r}; a turn's role is one of {', '.join(get_args(Role))}")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
@@ -41,10 +37,6 @@ class Conversation:
     id: str
     source: str
     turns: tuple[Turn, ...]
-
-    def __post_init__(self) -> None:
-        if not self.turns:
-            raise ValueError(f"conversation {self.id!r} has no turns; drop it in its source")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,11 +52,7 @@ class Example:
     loss_mask: Bool[torch.Tensor, " seq"]
 
     def __post_init__(self) -> None:
-        if self.input_ids.shape != self.loss_mask.shape or self.input_ids.ndim != 1:
-            raise ValueError(
-                f"example {self.id!r}: input_ids {tuple(self.input_ids.shape)} and loss_mask {tuple(self.loss_mask.shape)} "
-                "must be vectors of one length"
-            )
+        assert self.input_ids.shape == self.loss_mask.shape == (len(self.input_ids),), self.id
 
     @property
     def wanted(self) -> Bool[torch.Tensor, " seq"]:

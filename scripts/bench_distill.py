@@ -27,6 +27,7 @@ from rich.table import Table
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
+from outrider.data.cuts import Cuts
 from outrider.data.files import write_json
 from outrider.data.stdlib import code_conversations
 from outrider.data.types import UNKNOWN
@@ -88,7 +89,7 @@ def parse_args() -> argparse.Namespace:
 def read_texts(target: HFTarget, args: argparse.Namespace) -> torch.Tensor:
     """Conversations of the standard library's split for distillation, packed end to end into rows [text, seq]."""
     ids: list[int] = []
-    for conversation in code_conversations("distill", seed=args.seed, prompt_chars=(200, 900), answer_chars=1500):
+    for conversation in code_conversations("distill", Cuts(seed=args.seed)):
         messages = [{"role": turn.role, "content": turn.content} for turn in conversation.turns]
         ids += target.tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
         if len(ids) >= args.texts * args.seq_len:

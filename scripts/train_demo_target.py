@@ -27,6 +27,7 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from outrider.data.choices import Split
+from outrider.data.cuts import Cuts
 from outrider.data.stdlib import code_conversations, read_source, stdlib_files
 
 USER, ASSISTANT, END, PAD = "<|user|>", "<|assistant|>", "<|end|>", "<|pad|>"
@@ -38,7 +39,6 @@ CHAT_TEMPLATE = (
     "{%- endif -%}{%- endfor -%}"
     "{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"
 )
-PROMPT_CHARS, ANSWER_CHARS = (200, 900), 1500
 DECAY_SHARE, WARMUP_STEPS, CLIP_NORM = 0.3, 60, 1.0
 LOOP_WEIGHT, LOOP_NGRAM, LOOP_PROMPT_TOKENS, LOOP_NEW_TOKENS = 12.0, 4, 48, 112
 
@@ -129,7 +129,7 @@ def model_config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
 
 def token_stream(tokenizer: PreTrainedTokenizerFast, split: Split, seed: int, with_tests: bool = True) -> torch.Tensor:
     """All conversations of a split, rendered by the chat template and packed end to end in a random order."""
-    conversations = list(code_conversations(split, seed=seed, prompt_chars=PROMPT_CHARS, answer_chars=ANSWER_CHARS))
+    conversations = list(code_conversations(split, Cuts(seed=seed)))
     if not with_tests:
         conversations = [conversation for conversation in conversations if "test" not in conversation.id.split("/")]
     Random(seed).shuffle(conversations)
@@ -286,7 +286,7 @@ def heldout_loss(model, tokenizer, seq_len: int, device: torch.device, max_batch
 @torch.no_grad()
 def greedy_quality(model, tokenizer, device: torch.device, num_prompts: int = 50, new_tokens: int = 128) -> dict[str, float]:
     """Mean share of distinct 4-grams among `new_tokens` greedy tokens: a loop repeats itself and scores near zero."""
-    conversations = list(code_conversations("target_heldout", seed=1, prompt_chars=PROMPT_CHARS, answer_chars=ANSWER_CHARS))
+    conversations = list(code_conversations("target_heldout", Cuts(seed=1)))
     shares = []
     for conversation in Random(0).sample(conversations, num_prompts):
         prompt = tokenizer(f"{USER}{conversation.turns[0].content}{ASSISTANT}", return_tensors="pt", add_special_tokens=False)

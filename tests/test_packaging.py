@@ -47,6 +47,7 @@ def test_recipes_templates_and_the_demo_target_are_in_the_wheel(wheel: ZipFile) 
     names = set(wheel.namelist())
     data = [
         *(REPOSITORY / "conf").rglob("*.yaml"),
+        REPOSITORY / "data" / "suites.yaml",
         *(REPOSITORY / "data" / "templates").iterdir(),
         *(REPOSITORY / "eval" / "templates").iterdir(),
         *(REPOSITORY / "models" / "demo_target").glob("*"),

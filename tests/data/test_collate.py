@@ -94,11 +94,6 @@ def test_thinning_keeps_exactly_the_limit_among_labelled_positions_and_follows_t
     assert len(seen) == everything.sum() == 7
 
 
-def test_unknown_labels_are_refused() -> None:
-    with pytest.raises(ValueError, match="labels is 'target'; it must be one of distilled, text"):
-        run("target")
-
-
 def test_layers_stand_side_by_side_in_the_order_that_they_are_read_in() -> None:
     def with_states(length: int) -> DistilledExample:
         layers = {

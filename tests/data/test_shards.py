@@ -249,10 +249,10 @@ def test_an_incomplete_distillation_is_refused(tmp_path: Path) -> None:
         ({"colour": "red"}, "colour: there is no such key"),
         ({"horizon": "5"}, 'horizon="5": must be a whole number'),
         ({"format_version": 99}, "manifest.json: manifest of format version 99"),
-        ({"features": "all"}, "unknown features 'all'"),
+        ({"features": "all"}, 'features="all": must be one of none, last_hidden'),
         (
             {"features_dtype": "float4"},
-            "unknown features_dtype 'float4' in a manifest; it is one of bfloat16, float8_e4m3fn, int8",
+            'features_dtype="float4": must be one of bfloat16, float8_e4m3fn, int8',
         ),
     ],
 )

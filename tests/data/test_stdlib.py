@@ -4,6 +4,7 @@ from typing import get_args
 import pytest
 
 from outrider.data.choices import Split
+from outrider.data.cuts import Cuts
 from outrider.data.stdlib import OPTIONAL_UNITS, TASK, code_conversations, split_of, stdlib_files, stdlib_root
 
 SPLITS: tuple[Split, ...] = get_args(Split)
@@ -43,9 +44,9 @@ def test_the_split_never_changes() -> None:
 
 @pytest.mark.parametrize("split", ["target_heldout", "eval"])
 def test_cuts_are_deterministic_follow_the_seed_and_end_at_line_ends(split: Split) -> None:
-    first, again = list(code_conversations(split, seed=0)), list(code_conversations(split, seed=0))
+    first, again = list(code_conversations(split, Cuts(seed=0))), list(code_conversations(split, Cuts(seed=0)))
     assert first == again
-    assert first != list(code_conversations(split, seed=1))
+    assert first != list(code_conversations(split, Cuts(seed=1)))
     assert len(first) > 50
     ids = [conversation.id for conversation in first]
     assert len(set(ids)) == len(ids)
@@ -76,14 +77,14 @@ def test_tables_installed_packages_and_broken_files_are_left_out(tmp_path: Path)
     write(tmp_path / "site-packages" / name / "foreign.py", code)
     files = [path.relative_to(tmp_path / name).as_posix() for path in stdlib_files("eval", tmp_path)]
     assert files == ["good.py", "latin.py"]
-    conversations = list(code_conversations("eval", seed=0, prompt_chars=(100, 100), answer_chars=200, root=tmp_path))
+    conversations = list(code_conversations("eval", Cuts(seed=0, prompt_chars=(100, 100), answer_chars=200), tmp_path))
     assert {conversation.id.split(":")[0] for conversation in conversations} == {f"stdlib/{name}/good.py"}
 
 
 def test_a_form_feed_inside_a_line_does_not_cut_it(tmp_path: Path) -> None:
     name = next(f"module{index}" for index in range(100) if split_of(f"module{index}") == "eval")
     write(tmp_path / f"{name}.py", "a = 1 \x0c b\n" * 100)
-    for conversation in code_conversations("eval", seed=0, prompt_chars=(50, 90), answer_chars=50, root=tmp_path):
+    for conversation in code_conversations("eval", Cuts(seed=0, prompt_chars=(50, 90), answer_chars=50), tmp_path):
         assert all(turn.content.endswith("b\n") for turn in conversation.turns)
 
 

@@ -19,6 +19,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from outrider.data.cuts import Cuts
 from outrider.data.manifest import TargetIdentity
 from outrider.data.stdlib import code_conversations
 from outrider.data.types import UNKNOWN
@@ -194,7 +195,7 @@ def test_embedded_target_labels_equal_naive_greedy_decoding(make_target: MakeTar
     target = make_target(model, [model.config.eos_token_id])
     require_branch_attention(target, 100)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(demo_target_dir)
-    conversations = code_conversations("distill", seed=0, prompt_chars=(100, 100), answer_chars=60)
+    conversations = code_conversations("distill", Cuts(seed=0, prompt_chars=(100, 100), answer_chars=60))
     texts = [
         f"<|user|>{user.content}<|assistant|>{answer.content}<|end|>"
         for user, answer in (next(conversations).turns for _ in range(2))
