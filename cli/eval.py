@@ -21,7 +21,7 @@ SuiteNames = Annotated[
     list[str], typer.Option(help="mt_bench, alpaca_eval, spec_bench, human_eval, gsm8k, stdlib, or a name for a file.")
 ]
 Settings = Annotated[list[str] | None, typer.Option(help="Options of any drafter: '{depth: 5, top_k: 8}'. Repeat to compare.")]
-Bandwidth = Annotated[float | None, typer.Option("--bandwidth", help="GB/s for the roofline; measured unless given.")]
+Bandwidth = Annotated[float | None, typer.Option("--bandwidth", help="GB/s of the roofline; else measured.")]
 Acceptance = Annotated[str, typer.Option(help="exact, or typical: faster above temperature 0, and not lossless.")]
 
 
@@ -44,9 +44,7 @@ def eval_command(
     repeats: Annotated[int, typer.Option("--repeat", help="Measure every answer so many times.")] = 1,
     profile_prompts: Annotated[int, typer.Option(help="Prompts per suite decoded once more for the time split.")] = 3,
     too_long: Annotated[str, typer.Option(help="A prompt that doesn't fit the target's context: skip or error.")] = "skip",
-    memory_bandwidth_gbs: Annotated[
-        float | None, typer.Option("--bandwidth", help="GB/s of the roofline; else measured.")
-    ] = None,
+    memory_bandwidth_gbs: Bandwidth = None,
     output: Annotated[Path, typer.Option(help="Folder for records, summary, table and plots.")] = Path("outputs/eval"),
     revision: shared.Revision = None,
     chat_template: shared.ChatTemplate = None,

@@ -4,7 +4,7 @@ import json
 from collections import defaultdict
 from collections.abc import Sequence
 
-from .page_tables import Line, Section, column, number, table
+from .page_tables import Line, Table, column, number, table
 from .runs import Entry, Group
 from .sections import speedup
 
@@ -12,7 +12,7 @@ LABELS = ("distilled", "text")
 """What training may learn (`TrainConfig.labels`)."""
 
 
-def distillation(group: Group) -> Section | None:
+def distillation(group: Group) -> list[Table]:
     """The same drafter after training on the target's labels and on the text's, as one run measured both."""
     tables = []
     for caption, entries in group.settings():
@@ -33,15 +33,7 @@ def distillation(group: Group) -> Section | None:
             column("Speedup", "bar", ratios, parity=1.0),
         ]
         tables.append(table(caption, "Training", columns, lines, notes))
-    if not tables:
-        return None
-    return Section(
-        id="distillation",
-        title="Distillation",
-        intro="Two drafters that differ in what they learned: what the target says after each position (distilled), or what "
-        "the text says (not distilled). The paper's table 4.",
-        tables=tables,
-    )
+    return tables
 
 
 def _pairs(entries: Sequence[Entry]) -> tuple[list[tuple[Entry, Entry]], list[str]]:

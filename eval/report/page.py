@@ -4,17 +4,20 @@ import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from importlib.resources import files
 from pathlib import Path
 
+import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ...data.files import atomic_write_text
 from ..records.names import BASELINE
 from ..records.run_files import Environment as EvalEnvironment
 from ..results.rows import Row
+from ..results.tables import FEW_UNITS
 from .distillation import distillation
 from .page_plots import plot_table
-from .page_tables import Section
+from .page_tables import Section, Table
 from .prefixes import prefixes
 from .runs import Group, decoding, read_groups
 from .sections import accepted_lengths, categories, heat_maps, results, roofline, time_split
@@ -26,19 +29,17 @@ FIGURE = re.compile(r"\d+-[a-z]+-\d+\.png")
 """A figure's name: its chapter, section and table."""
 NUM_OPEN = 4
 """Tables of a section that the page shows at once; those after them are folded, and have no PNG."""
-SECTIONS: dict[Callable[[Group], Section | None], str] = {
-    results: "Speedup and tokens per step",
-    categories: "By category: no suite with two categories or more",
-    heat_maps: "Batch size and beam width: no drafter at several batch sizes or beam widths, all else equal "
-    "(outrider eval --beam-width 4 --beam-width 16)",
-    distillation: "Distillation: no pair of drafters that learned the target's labels and the text's (conf=ablation_demo)",
-    prefixes: "Shared prefixes: tokens before and after merging are counted in profiled answers (--profile-prompts); with and "
-    "without tree attention need the setting share_prefixes both ways",
-    accepted_lengths: "Accepted lengths: no drafter",
-    time_split: "Where the time goes: no profiled answers (--profile-prompts)",
-    roofline: "Roofline: no plain decoding",
+SECTIONS: dict[str, Callable[[Group], list[Table]]] = {
+    "speedup": results,
+    "categories": categories,
+    "batches": heat_maps,
+    "distillation": distillation,
+    "prefixes": prefixes,
+    "accepted": accepted_lengths,
+    "time": time_split,
+    "roofline": roofline,
 }
-"""What a report may hold, and what it says where a section's records aren't there."""
+"""What a report may hold, in its order; the texts are in `templates/sections.yaml`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,14 +82,24 @@ def _percent(value: float, top: float) -> float:
 
 
 def _chapter(group: Group) -> Chapter:
-    made = {told: section(group) for section, told in SECTIONS.items()}
+    texts = yaml.safe_load(files("outrider.eval").joinpath("templates/sections.yaml").read_text(encoding="utf-8"))
+    tables = {name: tables_of(group) for name, tables_of in SECTIONS.items()}
     return Chapter(
         title=group.title,
         subtitle=_subtitle(group),
         differs_in=group.differs_in,
-        sections=[section for section in made.values() if section is not None],
+        sections=[
+            Section(
+                id=name,
+                title=texts[name]["title"],
+                intro=texts[name]["intro"].format(few_units=FEW_UNITS),
+                tables=tables[name],
+            )
+            for name in SECTIONS
+            if tables[name]
+        ],
         facts=_facts(group),
-        absent=[told for told, section in made.items() if section is None],
+        absent=[texts[name]["absent"] for name in SECTIONS if not tables[name]],
     )
 
 

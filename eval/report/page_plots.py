@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...data.files import replacing
-from ..results.plots import PLAIN_TEXT
+from ..results.plots import drawing
 from .page_tables import Column, Table, Value
 
 BAR, WHISKER, PARITY, BAD = "#2a78b5", "#14202b", "#7a848e", "#b3261e"
@@ -16,15 +15,11 @@ DPI = 130
 
 def plot_table(table: Table, title: str, path: Path) -> None:
     """Write a PNG of the table: a panel for each column that is drawn, or one coloured grid."""
-    import matplotlib as mpl  # heavy, and only figures need it
-    from matplotlib.figure import Figure
-
     names = ["\n".join([*_wrapped(line.label), *_wrapped(line.detail)]) for line in table.lines]
     inches = LINE_INCHES * (0.8 + max(name.count("\n") + 1 for name in names))
-    with mpl.rc_context({**PLAIN_TEXT, "font.size": 8, "axes.titlesize": 9}):
-        drawn = [index for index, column in enumerate(table.columns) if column.kind == "bar"]
-        width = 3.4 + (GRID_CELL_INCHES * len(table.columns) if table.is_grid else 3.1 * len(drawn))
-        figure = Figure(figsize=(width, max(inches, 0.42) * len(names) + 1.3), layout="constrained")
+    drawn = [index for index, column in enumerate(table.columns) if column.kind == "bar"]
+    width = 3.4 + (GRID_CELL_INCHES * len(table.columns) if table.is_grid else 3.1 * len(drawn))
+    with drawing(path, width, max(inches, 0.42) * len(names) + 1.3, font_size=8, dpi=DPI) as figure:
         if table.is_grid:
             _grid(figure.subplots(), table, names)
         else:
@@ -37,8 +32,6 @@ def plot_table(table: Table, title: str, path: Path) -> None:
         for axes in figure.axes:  # what lies inside needs no room, and asking each costs seconds
             for artist in (*axes.texts, *axes.patches, *axes.lines):
                 artist.set_in_layout(False)
-        with replacing(path) as temporary:
-            figure.savefig(temporary, format="png", dpi=DPI)
 
 
 def _wrapped(text: str) -> list[str]:

@@ -4,7 +4,7 @@ from collections import defaultdict
 from typing import Any
 
 from ..results.rows import fault, is_wrong
-from .page_tables import Column, Line, Section, Table, Value, column, number, table
+from .page_tables import Column, Line, Table, Value, column, number, table
 from .runs import Entry, Group, decoding
 from .sections import NO_MEMORY
 
@@ -14,22 +14,11 @@ SIDES = {"separate": "Tokens before merging", "shared": "Tokens after", "read": 
 """Columns by their names in `stats.tree_tokens`."""
 
 
-def prefixes(group: Group) -> Section | None:
+def prefixes(group: Group) -> list[Table]:
     """Draft tokens before and after shared prefixes are merged, and the speed with and without, over batch sizes."""
     sizes = _sizes(group)
     # Sizes hardly change with the batch; speeds do.
-    tables = [*sizes[:1], *_speeds(group), *sizes[1:]]
-    if not tables:
-        return None
-    return Section(
-        id="prefixes",
-        title="Shared prefixes",
-        intro="Draft tokens that the target reads a step, were every path of the tree (every beam) read by itself, and as a "
-        "tree that has each shared prefix once; and what was read, which is the tree and its padding. The line goes from the "
-        "1st to the 99th percentile of the steps, the bar to the 50th. What is saved is what wasn't read. With tree attention "
-        "and without it are two settings of one drafter (share_prefixes). The paper's figure 6.",
-        tables=tables,
-    )
+    return [*sizes[:1], *_speeds(group), *sizes[1:]]
 
 
 def _sizes(group: Group) -> list[Table]:

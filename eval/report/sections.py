@@ -1,4 +1,4 @@
-"""The sections of a report, each from rows alone. None where the rows lack what it needs: nothing is filled in."""
+"""The tables of a report's sections, from rows alone. None of a section whose figures the rows lack: nothing is filled in."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -7,8 +7,8 @@ from typing import Any
 
 from ..records.names import BASELINE, OOM
 from ..results.rows import fault, is_broken, is_lossy, is_wrong
-from ..results.tables import BUFFER, BY_RULE_NOTE, FEW_UNITS, too_few
-from .page_tables import Column, Line, Section, Table, Value, column, number, table
+from ..results.tables import BUFFER, BY_RULE_NOTE, too_few
+from .page_tables import Column, Line, Table, Value, column, number, table
 from .runs import Entry, Group
 
 PHASES = ("draft", "verify", "accept", "rest")
@@ -29,7 +29,7 @@ def speedup(entry: Entry) -> Value:
     return replace(value, note="not lossless", tone="bad") if is_lossy(row) else value
 
 
-def results(group: Group) -> Section | None:
+def results(group: Group) -> list[Table]:
     """Tokens per step and speedup by method and suite."""
     tables = _overviews(group)
     for caption, entries in group.settings():
@@ -47,14 +47,7 @@ def results(group: Group) -> Section | None:
             for entry, step, ratio, speed in zip(entries, steps, ratios, speeds, strict=True)
         ]
         tables.append(table(caption, "Method", columns, lines, _notes(entries)))
-    return Section(
-        id="speedup",
-        title="Speedup and tokens per step",
-        intro="Tokens per step counts what one pass of the target emits, the bonus token included. The speedup is that of "
-        "whole generations, prefill included, over plain decoding of the same prompts; the thin line is a 95 % bootstrap "
-        "interval, and the dashed one plain decoding. The paper's table 1.",
-        tables=tables,
-    )
+    return tables
 
 
 def _notes(entries: Sequence[Entry]) -> list[str]:
@@ -119,7 +112,7 @@ def _overviews(group: Group) -> list[Table]:
     return tables
 
 
-def categories(group: Group) -> Section | None:
+def categories(group: Group) -> list[Table]:
     """Speedup and tokens per step by category."""
     tables = []
     for caption, entries in group.settings():
@@ -143,16 +136,7 @@ def categories(group: Group) -> Section | None:
             columns = [Column(name=f"{name} ({counts[name]})", kind="heat", top=top) for name in names]
             lines = [_line(entry, [values[index, name] for name in names]) for index, entry in enumerate(drafted)]
             tables.append(table(f"{caption}: {quantity}", "Method", columns, lines))
-    if not tables:
-        return None
-    return Section(
-        id="categories",
-        title="By category",
-        intro="Number of prompts in brackets. Small print: the 95 % interval over the category's prompts, or in batches over "
-        "those of its batches, where there are two or more; a category that shares a batch with another one has no speedup. "
-        f"Fewer than {FEW_UNITS} are too few for an interval to say much. The paper's figure 5.",
-        tables=tables,
-    )
+    return tables
 
 
 def _category_speedup(entry: Entry, values: dict[str, Any] | None) -> Value:
@@ -168,7 +152,7 @@ def _category_steps(entry: Entry, values: dict[str, Any] | None) -> Value:
     return number(values["tokens_per_step"]) if values else Value(text="-")
 
 
-def heat_maps(group: Group) -> Section | None:
+def heat_maps(group: Group) -> list[Table]:
     """Tokens/s and tokens/s x batch over batch x beam width."""
     families: dict[tuple[Any, ...], list[Entry]] = defaultdict(list)
     plain: dict[tuple[Any, ...], dict[int, Entry]] = defaultdict(dict)
@@ -194,15 +178,7 @@ def heat_maps(group: Group) -> Section | None:
         from_caption = f"{what}; {suite}, {'greedy' if temperature == 0 else f'temperature {temperature:g}'}"
         for name, speed_of in (("tokens/s of each answer", answer_speed), ("tokens/s x batch, of all answers", batch_speed)):
             tables.append(_heat_map(f"{from_caption}: {name}", cells, batches, [0, *widths], speed_of))
-    if not tables:
-        return None
-    return Section(
-        id="batches",
-        title="Batch size and beam width",
-        intro="How fast one answer grows, and how fast all answers of the batch grow together. The best of each line is in "
-        "bold; the first column is plain decoding. The paper's table 3.",
-        tables=tables,
-    )
+    return tables
 
 
 def answer_speed(entry: Entry) -> float | None:
@@ -249,7 +225,7 @@ def _fixed_options(entries: Sequence[Entry]) -> str:
     return ", ".join(f"{name} {options[name]}" for name in shown if options.get(name) is not None)
 
 
-def accepted_lengths(group: Group) -> Section | None:
+def accepted_lengths(group: Group) -> list[Table]:
     """How many draft tokens each verify step accepted."""
     tables = []
     for caption, entries in group.settings():
@@ -272,17 +248,10 @@ def accepted_lengths(group: Group) -> Section | None:
         top = column("", "heat", [value for line in lines for value in line.values]).top
         columns = [*(Column(name=name, kind="heat", top=top) for name in names), Column(name="Mean"), Column(name="Steps")]
         tables.append(table(f"{caption}: steps by accepted length", "Method", columns, lines))
-    if not tables:
-        return None
-    return Section(
-        id="accepted",
-        title="Accepted lengths",
-        intro="Of how many verify steps so many draft tokens were accepted, the bonus token not counted.",
-        tables=tables,
-    )
+    return tables
 
 
-def time_split(group: Group) -> Section | None:
+def time_split(group: Group) -> list[Table]:
     """Where the decode time goes."""
     tables = []
     for caption, entries in group.settings():
@@ -296,18 +265,10 @@ def time_split(group: Group) -> Section | None:
         if lines:
             columns = [*(Column(name=phase, kind="heat") for phase in PHASES), Column(name="Draft ms/step")]
             tables.append(table(f"{caption}: share of decode time", "Method", columns, lines))
-    if not tables:
-        return None
-    return Section(
-        id="time",
-        title="Where the time goes",
-        intro="From a separate pass with phase timers on, prefill excluded: drafting, the target's verify pass, acceptance "
-        "(with the cache's commit and the drafter's new state), and the rest.",
-        tables=tables,
-    )
+    return tables
 
 
-def roofline(group: Group) -> Section | None:
+def roofline(group: Group) -> list[Table]:
     """Decode speed beside the bound that reading the weights sets on plain decoding."""
     tables = []
     for caption, entries in group.settings():
@@ -323,17 +284,7 @@ def roofline(group: Group) -> Section | None:
             for entry, speed, bound in zip(entries, speeds, bounds, strict=True)
         ]
         tables.append(table(caption, "Method", columns, lines, _roofline_notes(entries)))
-    if not tables:
-        return None
-    return Section(
-        id="roofline",
-        title="Roofline of plain decoding",
-        intro="A plain step reads every weight once, for a token of each answer that is still being decoded: so memory "
-        "bandwidth over the "
-        "weights' bytes bounds plain decoding. The bars are drawn against that bound. A fast drafter may pass it; a baseline "
-        "far below it is a slow one, which flatters every speedup.",
-        tables=tables,
-    )
+    return tables
 
 
 def _bound(entry: Entry) -> float:

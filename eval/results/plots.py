@@ -1,14 +1,18 @@
 """Speedup and tokens per step as pictures: of one temperature by category, and of all drafters side by side."""
 
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain, takewhile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...data.files import replacing
 from ..records.names import BASELINE, OOM
 from .rows import Row, decoding_name, fault, is_broken, is_lossy
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 COLORS = ("#1b6ca8", "#d1603d", "#3b8f5a", "#8e5ea2", "#b8860b", "#5f6a72")
 """One per method, or per temperature; a seventh takes the first again."""
@@ -24,6 +28,19 @@ NAME_WIDTH = 34
 PARITY_LINE: dict[str, Any] = {"color": "0.35", "linewidth": 0.8, "linestyle": (0, (4, 3))}
 
 
+@contextmanager
+def drawing(path: Path, width: float, height: float, *, font_size: int = 9, dpi: int = 150) -> "Iterator[Figure]":
+    """Give a figure of so many inches to draw on, and write it as a PNG."""
+    import matplotlib as mpl  # heavy, and only plots need it
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context({**PLAIN_TEXT, "font.size": font_size, "axes.titlesize": font_size + 1}):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        yield figure
+        with replacing(path) as temporary:
+            figure.savefig(temporary, format="png", dpi=dpi)
+
+
 def plot_suite(rows: Sequence[Row], path: Path) -> None:
     """Write a PNG of the rows of one suite, temperature and batch size: a bar per category and method, labelled with its
     number; whiskers are 95 % intervals.
@@ -35,13 +52,9 @@ def plot_suite(rows: Sequence[Row], path: Path) -> None:
     measured = [row for row in rows if not row["out_of_memory"]]
     if not measured:
         return
-    import matplotlib as mpl  # heavy, and only plots need it
-    from matplotlib.figure import Figure
-
     categories = [*_sorted_categories(measured[0]), OVERALL]
     height = ROW_INCHES * (len(categories) + 0.4) * max(1.0, 0.62 * len(rows)) + 1.2
-    with mpl.rc_context({**PLAIN_TEXT, "font.size": 9, "axes.titlesize": 10}):
-        figure = Figure(figsize=(9, height), layout="constrained")
+    with drawing(path, 9.0, height) as figure:
         left, right = figure.subplots(1, 2, sharey=True)
         _bars(left, rows, categories, lambda values: (values["tokens_per_step"], None), "{:.2f}")
         _bars(right, rows, categories, lambda values: (values["speedup"], values["speedup_ci95"]), "{:.2f}x")
@@ -55,8 +68,6 @@ def plot_suite(rows: Sequence[Row], path: Path) -> None:
         figure.suptitle(_title(rows[0]), x=0.01, ha="left", fontsize=11)
         # Two columns, since the name of a method can be long.
         figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", ncols=2, frameon=False)
-        with replacing(path) as temporary:
-            figure.savefig(temporary, format="png", dpi=150)
 
 
 def plot_comparison(rows: Sequence[Row], path: Path) -> None:
@@ -75,14 +86,10 @@ def plot_comparison(rows: Sequence[Row], path: Path) -> None:
     )
     if len(first) < 2 or all(row["out_of_memory"] for row in first):
         return
-    import matplotlib as mpl  # heavy, and only plots need it
-    from matplotlib.figure import Figure
-
     places = {row["method"]: place for place, row in enumerate(first)}
     names = [_wrapped(name) for name in places]
     inches = max(LINE_INCHES * (2 + max(name.count("\n") for name in names)), DOT_INCHES * (len(temperatures) + 1))
-    with mpl.rc_context({**PLAIN_TEXT, "font.size": 9, "axes.titlesize": 10}):
-        figure = Figure(figsize=(10, inches * len(first) + 1.8), layout="constrained")
+    with drawing(path, 10.0, inches * len(first) + 1.8) as figure:
         left, right = figure.subplots(1, 2, sharey=True)
         for row in rows:
             index = temperatures.index(row["temperature"])
@@ -104,8 +111,6 @@ def plot_comparison(rows: Sequence[Row], path: Path) -> None:
         setting = f"batch size {first[0]['batch_size']}, {first[0]['dtype']}"
         figure.suptitle(f"{first[0]['suite']}, {first[0]['num_prompts']} prompts; {setting}", x=0.01, ha="left", fontsize=11)
         figure.legend(handles=_legend(rows), loc="outside lower left", ncols=4, frameon=False)
-        with replacing(path) as temporary:
-            figure.savefig(temporary, format="png", dpi=150)
 
 
 def _dots(left: Any, right: Any, row: Row, place: float, color: str) -> None:

@@ -6,6 +6,7 @@ The answers of a batch share its seconds, which are counted once. Its steps are 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -69,11 +70,7 @@ def decode_tokens_per_second(records: Sequence[EvalRecord]) -> float | None:
 
 def accepted_histogram(records: Sequence[EvalRecord]) -> list[int]:
     """Entry k counts the verify steps that accepted k draft tokens."""
-    total = [0] * max((len(record.accepted_histogram) for record in records), default=0)
-    for record in records:
-        for length, count in enumerate(record.accepted_histogram):
-            total[length] += count
-    return total
+    return [sum(counts) for counts in zip_longest(*(record.accepted_histogram for record in records), fillvalue=0)]
 
 
 def mean_accepted(histogram: Sequence[int]) -> float | None:

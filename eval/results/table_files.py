@@ -58,7 +58,7 @@ def latex_table(rows: Sequence[Row]) -> str:
     lines = [{name: " ".join(text.split()) for name, text in line.items()} for line in texts(rows, RESULT_COLUMNS)]
     frame = pd.DataFrame(lines).rename(columns={"Temperature": "Temp.", "Ceiling*": "Ceiling"})
     tabular = frame.to_latex(index=False, escape=True, column_format=f"lrrl{'r' * len(RESULT_COLUMNS)}")
-    notes = "".join(f"% {' '.join(note.split())}\n" for note in footnotes(rows))
+    notes = "".join(f"% {note}\n" for note in footnotes(rows))
     return f"{LATEX_NEEDS}\n{tabular}{notes}"
 
 

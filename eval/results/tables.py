@@ -3,6 +3,7 @@
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich import box
 from rich.console import Console
 from rich.padding import Padding
@@ -22,33 +23,9 @@ METHOD_WIDTH = 14
 """Characters for the name of a method on the narrowest terminal."""
 BUFFER = "that size, at most 1 GiB (4 GiB on an accelerator)"
 """What bandwidth is measured on (`roofline.measure_bandwidth`), in words."""
-TOKENS_NOTE = (
-    "Tok/step: tokens emitted per target step, bonus included, prefill excluded. Tok/s and speedup: whole generations, prefill "
-    "included; the interval is a bootstrap over prompts."
-)
-BATCHES_NOTE = (
-    "Batches: a step is a pass over all rows, and Tok/step what it emits for one of them. Tok/s is the whole batch's, and the "
-    "speedup that over plain decoding in batches of the same prompts; its bootstrap draws batches. Draft ms is for all rows, "
-    "and the roofline reads the weights once for a token of every row that is still being answered. A row's last digits "
-    "depend on its neighbours, so that answers which differ are audited as in low precision."
-)
-CEILING_NOTE = (
-    "* tau / (1 + rho), with rho the drafter's time over that of one plain step: the speedup if verifying a tree cost no more "
-    "than a plain step. Computed, not measured. It, the time split and Draft ms, the drafter's time per step, come from a "
-    "separate pass with phase timers on."
-)
-SAMPLING_NOTE = (
-    "Answers at temperatures above 0 are sampled, by all methods with the same seeds: so drafts that aren't drawn at random "
-    "must lead to the very tokens of plain decoding, and each answer is compared."
-)
 BY_RULE_NOTE = (
     "by rule: a method that draws its drafts at random gives another sample than plain decoding by design. That it is "
     "lossless is claimed by its acceptance rule, which the command outrider certify tests."
-)
-
-TYPICAL_NOTE = (
-    "no, by rule: typical acceptance (arXiv 2401.10774, section 2.3.1) keeps what the target finds typical. Its answers "
-    "are not samples of the target's distribution, so its speedup is not that of a lossless method."
 )
 
 
@@ -76,34 +53,29 @@ def cells(row: Row) -> dict[str, str]:
 
 
 def footnotes(rows: Sequence[Row]) -> list[str]:
-    """What a reader must know to judge the numbers, and what went wrong."""
-    first = rows[0]
-    notes = [
-        TOKENS_NOTE,
-        CEILING_NOTE,
-        _roofline_note(first),
-        f"Decoding in {first['dtype']}, batch size {_sizes(rows)}, up to {first['max_new_tokens']} new tokens.",
-    ]
-    left_out, rows = [row for row in rows if row["out_of_memory"]], [row for row in rows if not row["out_of_memory"]]
-    notes += [_memory_note(left_out)] if left_out else []
-    notes += [BATCHES_NOTE] if any(row["batch_size"] > 1 for row in rows) else []
-    notes += [SAMPLING_NOTE] if any(row["temperature"] > 0 for row in rows) else []
-    notes += [BY_RULE_NOTE] if any(row["lossless"] is None for row in rows) else []
-    notes += [TYPICAL_NOTE] if any(row["lossless_label"] == LOSSY for row in rows) else []
-    for group, (row, *_) in _groups(rows).items():
-        num_answers = row["num_turns"] * row["num_repeats"]
-        note = (
-            f"{group} (prompts {_prompts(row)}): {row['num_prompts']} prompts, {row['num_turns']} turns, "
-            f"each answered {row['num_repeats']} time(s){_in_batches(row)}{too_few(row['num_batches'] or row['num_prompts'])}; "
-            f"{row['num_truncated']} of {num_answers} answers "
-            "ended at the limit."
-        )
-        if row["num_skipped"]:
-            note += f" {row['num_skipped']} turns were SKIPPED: too long for the target's context window, or a drafter's."
-        notes.append(note)
-    notes.extend(_mismatch_note(row) for row in rows if row["first_mismatch"])
-    notes.extend(_outlier_note(row) for row in rows if row["outliers"])
-    return notes
+    """What a reader must know to judge the numbers, and what went wrong: the lines of `templates/footnotes.jinja`."""
+    loader = PackageLoader("outrider.eval", "templates")
+    # A note is one line, whatever stands in a name.
+    environment = Environment(loader=loader, undefined=StrictUndefined, finalize=lambda value: " ".join(str(value).split()))
+    measured = [row for row in rows if not row["out_of_memory"]]
+    text = environment.get_template("footnotes.jinja").render(
+        first=rows[0],
+        batch_sizes=dict.fromkeys(row["batch_size"] for row in rows),
+        rows=measured,
+        groups=_groups(measured),
+        left_out=_groups([row for row in rows if row["out_of_memory"]]),
+        num_named=NUM_OUTLIERS_NAMED,
+        baseline=BASELINE,
+        oom=OOM,
+        lossy=LOSSY,
+        by_rule=BY_RULE_NOTE,
+        buffer=BUFFER,
+        too_few=too_few,
+        decoding_name=decoding_name,
+        is_broken=is_broken,
+        is_unproven=is_unproven,
+    )
+    return [line for line in text.splitlines() if line]
 
 
 def escape_markdown(text: str) -> str:
@@ -169,33 +141,9 @@ def _groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return groups
 
 
-def _memory_note(rows: Sequence[Row]) -> str:
-    """Where there are no figures, and for what reason."""
-    named = "; ".join(f"{group}: {', '.join(row['method'] for row in of_group)}" for group, of_group in _groups(rows).items())
-    note = f"{OOM}: memory ran out, so that there are no figures ({named})."
-    if any(row["method"] == BASELINE for row in rows):
-        note += f" Where {BASELINE} ran out of it, the others have nothing to be held against."
-    return note
-
-
-def _in_batches(row: Row) -> str:
-    if row["batch_size"] == 1:
-        return ""
-    return f", in {row['num_batches']} batches"
-
-
 def too_few(num_units: int) -> str:
     """What there is to say of an interval over so few prompts or batches."""
     return ", too few for an interval to say much" if num_units < FEW_UNITS else ""
-
-
-def _prompts(row: Row) -> str:
-    digest = row["prompt_set_revision"][:12]
-    return digest if row["prompt_set_source"] is None else f"{digest} of {row['prompt_set_source']}"
-
-
-def _sizes(rows: Sequence[Row]) -> str:
-    return ", ".join(str(size) for size in dict.fromkeys(row["batch_size"] for row in rows))
 
 
 def _count(number: int) -> str:
@@ -208,57 +156,3 @@ def _count(number: int) -> str:
 
 def _number(value: float | None, spec: str, unit: str = "") -> str:
     return "-" if value is None else f"{value:{spec}}{unit}"
-
-
-def _roofline_note(row: Row) -> str:
-    roofline = row["roofline"]
-    source = "given" if roofline["given"] else f"measured on a buffer of {BUFFER}"
-    note = (
-        f"Roofline of plain decoding: {roofline['weight_bytes'] / 1e6:.1f} MB of weights per token at "
-        f"{roofline['bandwidth_gbs']:.1f} GB/s ({source}): {roofline['tokens_per_second']:.0f} tokens/s."
-    )
-    if roofline["fits_in_cache"]:
-        note += (
-            f" The weights fit into the cache ({roofline['cache_bytes'] / 1e6:.0f} MB), so main memory isn't what bounds "
-            "this target, and neither roofline nor ceiling says much about large ones."
-        )
-    return note
-
-
-def _mismatch_note(row: Row) -> str:
-    first = row["first_mismatch"]
-    assert first is not None
-    where = f"{row['method']} on {row['suite']} ({decoding_name(row)})"
-    place = f"prompt {first['prompt_id']}, turn {first['turn'] + 1}, token {first['position']}"
-    if is_unproven(row) and not row["num_unaudited"]:
-        return f"{where} is NOT PROVEN to be lossless, so it has no speedup: plain decoding is unproven there."
-    if is_unproven(row):
-        return (
-            f"{where} is NOT PROVEN to be lossless, so it has no speedup: memory ran out in the audits of answers to "
-            f"{row['num_unaudited']} prompts, the first to prompt {first['prompt_id']}, turn {first['turn'] + 1}. Run the "
-            "evaluation's command again with more free memory, which audits them."
-        )
-    if is_broken(row):
-        return (
-            f"{where} is NOT LOSSLESS, so it has no speedup: {row['num_mismatched_prompts']} prompts "
-            f"got other tokens than plain decoding gives, the first at {place} (counted from 0)."
-        )
-    return (
-        f"{where}: {row['num_mismatched_prompts']} prompts differ from plain decoding, the first at "
-        f"{place} (counted from 0); an audit of them found every token to be the target's choice within this precision's own "
-        "noise."
-    )
-
-
-def _outlier_note(row: Row) -> str:
-    outliers, num_named = row["outliers"], NUM_OUTLIERS_NAMED
-    named = ", ".join(
-        f"{'prompts' if len(outlier['prompt_ids']) > 1 else 'prompt'} {', '.join(outlier['prompt_ids'])} turn "
-        f"{outlier['turn'] + 1} ({outlier['ratio']:.1f}x)"
-        for outlier in outliers[:num_named]
-    )
-    more = f" and {len(outliers) - num_named} more, named in the summary" if len(outliers) > num_named else ""
-    return (
-        f"Outliers of {row['method']} on {row['suite']} ({decoding_name(row)}), by seconds per step over their median: "
-        f"{named}{more}. They are in every figure: if the machine was busy, measure again, with repeats."
-    )
