@@ -142,34 +142,10 @@ def _read_pickled(path: Path, device: str) -> dict[str, torch.Tensor]:
 
 def _read_safetensors(path: Path, device: str) -> dict[str, torch.Tensor]:
     try:
-        if device != "meta":
-            return safetensors.torch.load_file(path)
-        with safetensors.safe_open(path, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
-            shapes = {name: (each.get_shape(), each.get_dtype()) for name, each in slices.items()}
+        tensors = safetensors.torch.load_file(path)  # mapped into memory: numbers are read where they are used
     except safetensors.SafetensorError as error:
         raise ValueError(f"{path} is damaged ({error}); download or export it again") from error
-    for name, (_, dtype) in shapes.items():
-        if dtype not in _DTYPES:
-            raise ValueError(f"{path} has {name} of the type {dtype}, which no drafter here has")
-    return {name: torch.empty(shape, dtype=_DTYPES[dtype], device="meta") for name, (shape, dtype) in shapes.items()}
-
-
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-"""safetensors' names of types."""
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
 def to_json(value: Any) -> Any:
