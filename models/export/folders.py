@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 
 from ...data.files import read_json
-from ..drafters.saved.folder import CONFIG_FILE, MOST_PROBLEMS, WEIGHTS_FILE, infinite_problems, raise_problems
+from ..drafters.saved.folder import CONFIG_FILE, MOST_PROBLEMS, WEIGHTS_FILE, infinite_problems, raise_problems, require_counts
 
 logger = logging.getLogger(__name__)
 
@@ -46,16 +46,6 @@ class Folder:
         raise_problems(self.path, infinite_problems(tensors))
         return tensors
 
-    def require_counts(self) -> None:
-        """Raise ValueError where the configuration counts more layers or heads than there are tensors: making them would take
-        long before any shape could be compared."""
-        for name in COUNTS:
-            count = self.config.get(name)
-            if isinstance(count, int) and count > len(self.shapes):
-                raise ValueError(
-                    f"{self.path / CONFIG_FILE} has {name} {count}, and there are {len(self.shapes)} tensors in all"
-                )
-
 
 def open_folder(path: Path, weight_files: tuple[str, ...] = WEIGHT_FILES) -> Folder:
     """A folder's configuration and the names, shapes and types of its tensors.
@@ -77,9 +67,8 @@ def open_folder(path: Path, weight_files: tuple[str, ...] = WEIGHT_FILES) -> Fol
         if indexed is not None and (wrong := {name for name, each in indexed.items() if each == file.name} ^ found.keys()):
             raise ValueError(f"{file} and the index of {path} don't agree on {', '.join(sorted(wrong)[:MOST_PROBLEMS])}")
         shapes |= found
-    folder = Folder(path=path, config=config, shapes=shapes, files=tuple(files))
-    folder.require_counts()
-    return folder
+    require_counts(config, COUNTS, len(shapes), path / CONFIG_FILE)
+    return Folder(path=path, config=config, shapes=shapes, files=tuple(files))
 
 
 def _weight_files(path: Path, names: tuple[str, ...]) -> tuple[list[Path], dict[str, str] | None]:
