@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .options import Revision, TrainedTarget, parse_setting
+from .options import Revision, TrainedTarget, load_chosen_target, parse_setting
 
 if TYPE_CHECKING:
     from ..models.target.hf_target import HFTarget
@@ -69,10 +69,10 @@ def import_command(
     from ..models.drafters import save_drafter
     from ..models.drafters.registry import kind_of
     from ..models.drafters.saved.download import resolve_folder
+    from ..models.export.package import require_new
     from ..models.export.registry import find_format, format_of, import_drafter
 
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(f"{output} is there already; choose a new directory for the drafter")
+    require_new(output)
     options = {} if setting is None else parse_setting(setting)
     if source is not None:
         find_format(source)
@@ -92,9 +92,4 @@ def import_command(
 
 def _load(target: str, revision: str | None) -> "HFTarget":
     """The target on the CPU, in its own type: only its sizes, tokenizer, embeddings and head are looked at."""
-    import torch
-
-    from ..models.target.config import TargetConfig
-    from ..models.target.loading import load_target
-
-    return load_target(TargetConfig(name_or_path=target, revision=revision, device="cpu", dtype="auto"), torch.device("cpu"))
+    return load_chosen_target({"target": target, "revision": revision, "device": "cpu", "dtype": "auto"})

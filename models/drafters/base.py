@@ -1,7 +1,7 @@
 """The base class of drafters that are trained."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -9,16 +9,13 @@ from jaxtyping import Int
 from torch import nn
 
 from ...data.types import DrafterBatch
-from ..decoding.prompts import Prompts
-from ..decoding.sampling import Randomness
-from ..decoding.tree import DraftTree
-from ..decoding.types import AcceptedPath, TargetOutput
+from ..decoding.protocols import Drafter
 from ..target.hf_target import HFTarget
 from .objective import Loss, Objective
 
 
-class TrainableDrafter(nn.Module, ABC):
-    """Base class of drafters that are trained. Each is a `Drafter`, too.
+class TrainableDrafter(nn.Module, Drafter[Any, Any], ABC):
+    """Base class of drafters that are trained.
 
     Parameters of the target that it reads are not registered with it.
     """
@@ -57,30 +54,7 @@ class TrainableDrafter(nn.Module, ABC):
         """Digest of the weights that training starts from, where those are a model's other than the target."""
         return None
 
-    # --- decoding: what `Drafter` promises
-
-    @property
-    @abstractmethod
-    def max_nodes(self) -> int:
-        """Most nodes that a tree of its can have."""
-
-    @abstractmethod
-    def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> Any:
-        """Return the state behind the prompts, with room for `max_new_tokens` behind each."""
-
-    @abstractmethod
-    def propose(
-        self, state: Any, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
-    ) -> tuple[DraftTree, Any]:
-        """Return a tree that hangs from `last_token`, and what `advance` needs of the proposal."""
-
-    @abstractmethod
-    def advance(self, drafted: Any, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> Any:
-        """Return the state behind the accepted path."""
-
-    @abstractmethod
-    def select(self, state: Any, rows: Sequence[int]) -> Any:
-        """Return the state of these rows of the batch only."""
+    # --- decoding: see `Drafter`
 
     @property
     def feature_layers(self) -> tuple[int, ...]:

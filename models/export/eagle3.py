@@ -77,15 +77,14 @@ def write_vocabulary(drafter: Eagle3) -> Tensors:
     return {"d2t": tokens - outputs, "t2d": drafted}
 
 
-def layer_refusals(drafter: Eagle3, place: str, kinds: tuple[str, ...], extra: frozenset[str] = frozenset()) -> list[str]:
+def layer_refusals(drafter: Eagle3, place: str) -> list[str]:
     """What of the drafter's decoder layer `place` has no room for."""
-    allowed = frozenset({"input_layernorm.weight"}) | extra
-    return layer_problems(drafter, place=place, allowed=allowed, kinds=kinds)
+    return layer_problems(drafter, place=place, allowed=frozenset({"input_layernorm.weight"}), kinds=("llama", "mistral"))
 
 
 def write(drafter: Eagle3, target: HFTarget) -> FolderContents:
     """One file for both engines. Raises ValueError for other layers of the target than the usual, or another kind of layer."""
-    problems = layer_refusals(drafter, "the engines' EAGLE-3", ("llama", "mistral"))
+    problems = layer_refusals(drafter, "the engines' EAGLE-3")
     usual = usual_layers(len(decoder_layers(target.model)))
     if drafter.feature_layers != usual:
         is_deep = list(usual) == sorted(set(usual)) and usual[0] >= 0

@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 
 from ...data.files import read_json
-from ..drafters.saved.folder import CONFIG_FILE, MOST_PROBLEMS, WEIGHTS_FILE, infinite_problems, raise_problems
+from ..drafters.saved.folder import CONFIG_FILE, MOST_PROBLEMS, WEIGHTS_FILE, infinite_problems, raise_problems, require_counts
 
 logger = logging.getLogger(__name__)
 
@@ -46,16 +46,6 @@ class Folder:
         raise_problems(self.path, infinite_problems(tensors))
         return tensors
 
-    def require_counts(self) -> None:
-        """Raise ValueError where the configuration counts more layers or heads than there are tensors: making them would take
-        long before any shape could be compared."""
-        for name in COUNTS:
-            count = self.config.get(name)
-            if isinstance(count, int) and count > len(self.shapes):
-                raise ValueError(
-                    f"{self.path / CONFIG_FILE} has {name} {count}, and there are {len(self.shapes)} tensors in all"
-                )
-
 
 def open_folder(path: Path, weight_files: tuple[str, ...] = WEIGHT_FILES) -> Folder:
     """A folder's configuration and the names, shapes and types of its tensors.
@@ -77,9 +67,8 @@ def open_folder(path: Path, weight_files: tuple[str, ...] = WEIGHT_FILES) -> Fol
         if indexed is not None and (wrong := {name for name, each in indexed.items() if each == file.name} ^ found.keys()):
             raise ValueError(f"{file} and the index of {path} don't agree on {', '.join(sorted(wrong)[:MOST_PROBLEMS])}")
         shapes |= found
-    folder = Folder(path=path, config=config, shapes=shapes, files=tuple(files))
-    folder.require_counts()
-    return folder
+    require_counts(config, COUNTS, len(shapes), path / CONFIG_FILE)
+    return Folder(path=path, config=config, shapes=shapes, files=tuple(files))
 
 
 def _weight_files(path: Path, names: tuple[str, ...]) -> tuple[list[Path], dict[str, str] | None]:
@@ -142,34 +131,10 @@ def _read_pickled(path: Path, device: str) -> dict[str, torch.Tensor]:
 
 def _read_safetensors(path: Path, device: str) -> dict[str, torch.Tensor]:
     try:
-        if device != "meta":
-            return safetensors.torch.load_file(path)
-        with safetensors.safe_open(path, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
-            shapes = {name: (each.get_shape(), each.get_dtype()) for name, each in slices.items()}
+        tensors = safetensors.torch.load_file(path)  # mapped into memory: numbers are read where they are used
     except safetensors.SafetensorError as error:
         raise ValueError(f"{path} is damaged ({error}); download or export it again") from error
-    for name, (_, dtype) in shapes.items():
-        if dtype not in _DTYPES:
-            raise ValueError(f"{path} has {name} of the type {dtype}, which no drafter here has")
-    return {name: torch.empty(shape, dtype=_DTYPES[dtype], device="meta") for name, (shape, dtype) in shapes.items()}
-
-
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-"""safetensors' names of types."""
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
 def to_json(value: Any) -> Any:

@@ -63,7 +63,7 @@ class Reading:
     required_extra: Tensors = field(default_factory=dict)
     """More tensors that the folder must have, on the meta device."""
     optional: Tensors = field(default_factory=dict)
-    """Tensors that the folder may have, on the meta device."""
+    """Tensors that the folder may have; of these only shapes and types count."""
     convert: Callable[[Tensors, Any], Tensors] = field(default=lambda tensors, config: {})
     """Computes our tensors that aren't plain copies, from all tensors and the drafter's typed config.
 

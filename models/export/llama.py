@@ -203,20 +203,19 @@ def require_sizes(config: Mapping[str, Any], folder: Folder, target: HFTarget) -
 
 
 def target_parts(target: HFTarget, *, head: bool) -> dict[str, torch.Tensor]:
-    """Tensors of the target's that some programs write beside a drafter, on the meta device."""
-    parts = {"embed_tokens.weight": target.embed_tokens.weight}
+    """Tensors of the target's that some programs write beside a drafter."""
+    parts = {"embed_tokens.weight": target.embed_tokens.weight.detach()}
     if head:
-        parts["lm_head.weight"] = target.head.weight
-    return {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in parts.items()}
+        parts["lm_head.weight"] = target.head.weight.detach()
+    return parts
 
 
 def require_target_parts(tensors: Mapping[str, torch.Tensor], target: HFTarget, *, head: bool, folder: Folder) -> None:
     """Raise ValueError where such a tensor isn't the target's own: the drafter would read another than it was trained with."""
-    parts = {"embed_tokens.weight": target.embed_tokens.weight, **({"lm_head.weight": target.head.weight} if head else {})}
-    for name, own in parts.items():
+    for name, own in target_parts(target, head=head).items():
         if name not in tensors:
             continue
-        theirs, ours = tensors[name].float(), own.detach().cpu().float()
+        theirs, ours = tensors[name].float(), own.cpu().float()
         if not torch.allclose(theirs, ours, rtol=SAME_NUMBER, atol=float(ours.abs().max()) * SAME_NUMBER / 100):
             raise ValueError(
                 f"{folder.path} has {name} of its own, and the drafter here reads the target's, which differ: is this the "

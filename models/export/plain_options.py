@@ -46,20 +46,15 @@ class AfterValidator:
 
 
 def Field(**limits: float) -> AfterValidator:  # noqa: N802 - pydantic's name
-    """Return the rule that a value keeps to these limits."""
+    """Return the rule that a value keeps to these limits; that floats are finite holds without one."""
 
     def check(value: Any) -> None:
-        for name, limit in limits.items():
-            words, holds = LIMITS[name]
-            if not holds(value, limit):
+        for name, (words, holds) in LIMITS.items():
+            limit = limits.get(name)
+            if limit is not None and not holds(value, limit):
                 raise ValueError(f"must be {words} {limit:g}")
 
     return AfterValidator(check)
-
-
-def AllowInfNan(allowed: bool) -> AfterValidator:  # noqa: N802 - pydantic's name
-    """Return no rule: floats are checked to be finite anyway."""
-    return Field()
 
 
 ConfigDict = dict

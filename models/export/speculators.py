@@ -43,7 +43,7 @@ VERIFIER_KEYS = frozenset({"architectures", "name_or_path"})
 
 def write(drafter: Eagle3, target: HFTarget) -> FolderContents:
     """Raises ValueError for another number of features than vLLM's three, or another kind of layer."""
-    problems = layer_refusals(drafter, "vLLM's EAGLE-3", ("llama", "mistral"))
+    problems = layer_refusals(drafter, "vLLM's EAGLE-3")
     if len(drafter.feature_layers) != NUM_FEATURES:
         problems.append(
             f"it reads {len(drafter.feature_layers)} of the target's layers, and vLLM always gives {NUM_FEATURES} (train with "

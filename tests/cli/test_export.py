@@ -83,7 +83,7 @@ def test_mistakes_are_named_before_anything_is_loaded(drafter, tiny_target_dir, 
         call("export", drafter, *target, "--to", "vllm")
     with pytest.raises(ValueError, match="--dtype is 'int8'"):
         call("export", drafter, *target, "--to", "medusa", "--dtype", "int8")
-    with pytest.raises(ValueError, match="is there already; choose a new directory"):
+    with pytest.raises(ValueError, match="is there already; name a new folder"):
         call("import", drafter, "--target", tiny_target_dir, "--output", drafter)
     with pytest.raises(ValueError, match="there is no folder nobody/nothing here, and of that name on the Hub"):
         call("import", "nobody/nothing", *target)

@@ -16,10 +16,12 @@ from ...target.hf_target import HFTarget
 from ..base import TrainableDrafter
 from ..registry import DRAFTERS
 from .download import resolve_drafter
-from .folder import CONFIG_FILE, WEIGHTS_FILE, DrafterFile, count_tensors, read_drafter_config, read_weights
+from .folder import CONFIG_FILE, WEIGHTS_FILE, DrafterFile, count_tensors, read_drafter_config, read_weights, require_counts
 
 logger = logging.getLogger(__name__)
 
+COUNTS = ("num_blocks", "num_heads", "num_hidden_layers", "num_layers")
+"""Options of which each counts layers or heads with a tensor each at least."""
 START_FROM = "start_from"
 """An option of every drafter: the folder of a trained one, or its name on the Hub. Its kind, form and weights are what training
 starts from; of the other options only those of drafting may differ. Its target may have been another one of the same shape: the
@@ -93,7 +95,8 @@ def drafter_of_weights(spec: DrafterSpec, folder: Path, target: HFTarget) -> Tra
     Raises ValueError where they are damaged, or of other names or shapes.
     """
     kind, config = spec.kind, spec.config
-    _require_counts(config, folder)
+    counts = {**asdict(config), **(getattr(config, "architecture", None) or {})}
+    require_counts(counts, COUNTS, count_tensors(folder / WEIGHTS_FILE), folder / CONFIG_FILE)
     # Trained weights need no beginning with the target's, which a quantised one couldn't give.
     unbegun = replace(config, init="random") if getattr(config, "init", None) == "target" else config
     tensors = read_weights(folder / WEIGHTS_FILE, shapes_of(kind, unbegun, target, folder / CONFIG_FILE))
@@ -112,19 +115,6 @@ def shapes_of(kind: str, config: Any, target: HFTarget, path: Path) -> dict[str,
             return DRAFTERS[kind].for_target(config, target).state_dict()
     except RuntimeError as error:
         raise ValueError(f"a drafter of the sizes in {path} can't be made ({error})") from error
-
-
-def _require_counts(config: Any, folder: Path) -> None:
-    """Raise ValueError for more layers or heads than the file has tensors: making them would take long before their shapes
-    could be compared."""
-    counts = {**asdict(config), **(getattr(config, "architecture", None) or {})}
-    num_tensors = count_tensors(folder / WEIGHTS_FILE)
-    for name in ("num_blocks", "num_heads", "num_hidden_layers", "num_layers"):
-        if isinstance(counts.get(name), int) and counts[name] > num_tensors:
-            raise ValueError(
-                f"{folder / CONFIG_FILE} has {name} {counts[name]}, and {WEIGHTS_FILE} has {num_tensors} tensors in all; copy "
-                "or export the drafter again"
-            )
 
 
 def require_horizon(spec: DrafterSpec, horizon: int) -> None:

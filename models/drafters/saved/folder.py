@@ -1,7 +1,7 @@
 """What a drafter's folder holds: `config.json`, which says what it is, `model.safetensors`, and maybe `training.json`. All are
 read strictly."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,14 +9,14 @@ from typing import Annotated, Any
 import safetensors
 import safetensors.torch
 import torch
-from pydantic import AllowInfNan, NonNegativeFloat, NonNegativeInt
+from pydantic import Field, NonNegativeInt
 
 from ....data.files import read_dataclass
 from ....data.manifest import TargetIdentity
 
 FORMAT_VERSION = 1
 CONFIG_FILE, WEIGHTS_FILE, TRAINING_FILE = "config.json", "model.safetensors", "training.json"
-FINITE = AllowInfNan(False)
+FiniteNumber = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 MOST_PROBLEMS = 5
 """Named in one message."""
 
@@ -57,13 +57,13 @@ class TrainingFacts:
     """
 
     steps: NonNegativeInt
-    seconds: Annotated[NonNegativeFloat, FINITE]
+    seconds: FiniteNumber
     """Over all resumes."""
     positions_seen: NonNegativeInt
     tokens_seen: NonNegativeInt
     parameters: NonNegativeInt
     """The drafter's own; those of the target are not counted."""
-    tokens_per_step_estimate: Annotated[NonNegativeFloat, FINITE]
+    tokens_per_step_estimate: FiniteNumber
     """Of the last record of the training."""
     labels: str
     """What it learned, `distilled` or `text` (see TrainConfig)."""
@@ -87,6 +87,18 @@ def count_tensors(path: Path, called: str = "") -> int:
             return len(file.keys())
     except safetensors.SafetensorError as error:
         raise ValueError(f"{called} is damaged ({error}); copy or export the drafter again") from error
+
+
+def require_counts(config: Mapping[str, Any], names: Sequence[str], num_tensors: int, path: Path) -> None:
+    """Raise ValueError where a configuration, read from `path`, counts more layers or heads than there are tensors.
+
+    To make so many would take long, before any shape could be compared.
+    """
+    for name in names:
+        if isinstance(count := config.get(name), int) and count > num_tensors:
+            raise ValueError(
+                f"{path} has {name} {count}, and there are {num_tensors} tensors in all; copy or export the drafter again"
+            )
 
 
 def read_weights(path: Path, expected: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -5,9 +5,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field, PositiveInt
 
 from ....data.files import read_dataclass, sha256_file, write_json
 from ...decoding.protocols import Drafter
@@ -58,15 +59,10 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuned:
-    """All choices for a place, by batch size (as text: JSON knows no other keys)."""
+    """All choices for a place, by batch size."""
 
     place: Place
-    choices: dict[str, Choice]
-
-    def __post_init__(self) -> None:
-        wrong = [size for size in self.choices if not size.isdecimal() or int(size) < 1]
-        if wrong or not self.choices:
-            raise ValueError(f"choices must be by batch size, at least 1, and are by {', '.join(self.choices) or 'nothing'}")
+    choices: Annotated[dict[PositiveInt, Choice], Field(min_length=1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +91,8 @@ def save_tuned(directory: Path, place: Place, choices: Mapping[int, Choice]) -> 
     """Write the choices for a place beside the drafter, in the place of earlier ones for it and these batch sizes."""
     entries = read_tuned(directory)
     kept = [entry for entry in entries if entry.place != place]
-    before = {int(size): choice for entry in entries if entry.place == place for size, choice in entry.choices.items()}
-    entry = Tuned(place=place, choices={str(size): choice for size, choice in sorted({**before, **choices}.items())})
+    before = {size: choice for entry in entries if entry.place == place for size, choice in entry.choices.items()}
+    entry = Tuned(place=place, choices=dict(sorted({**before, **choices}.items())))
     write_json(directory / TUNED_FILE, asdict(TunedFile(format_version=FORMAT_VERSION, entries=[*kept, entry])))
 
 
@@ -109,11 +105,10 @@ def tuned_choice(directory: Path, target: HFTarget, *, batch_size: int = 1, temp
     entries = read_tuned(directory)
     for entry in entries:
         if entry.place == place:
-            size = min(entry.choices, key=lambda size: abs(math.log(int(size) / batch_size)))
-            if int(size) != batch_size:
-                logger.info(
-                    "%s is tuned for batches of %s, and for %d as for %s", directory, ", ".join(entry.choices), batch_size, size
-                )
+            size = min(entry.choices, key=lambda size: abs(math.log(size / batch_size)))
+            if size != batch_size:
+                sizes = ", ".join(map(str, entry.choices))
+                logger.info("%s is tuned for batches of %s, and for %d as for %d", directory, sizes, batch_size, size)
             return entry.choices[size]
     here = asdict(place)
     others = [
