@@ -9,9 +9,9 @@ import hashlib
 import logging
 import resource
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import TypeVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any, TypeVar, cast
 
 import torch
 from accelerate import Accelerator
@@ -101,6 +101,12 @@ def run_shards(
 def deal(pending: Sequence[int], worker: Worker) -> list[int]:
     """Return the pending shards that a worker makes. For example, 3 4 7 9 11 among two: 3 7 11 and 4 9."""
     return list(pending[worker.index :: worker.num_workers])
+
+
+def total(kind: type[T], parts: Collection[T]) -> T:
+    """Return the sum of dataclasses of numbers, field by field."""
+    names = [field.name for field in fields(cast("Any", kind))]
+    return kind(**{name: sum(getattr(part, name) for part in parts) for name in names})
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -54,6 +54,19 @@ def bytes_per_token(config: DistillConfig, target: HasWidth, *, labelled: float 
     return TOKEN_BYTES * (1 + config.horizon) + MASK_BYTES + states + top
 
 
+def num_bytes(config: DistillConfig, target: HasWidth, examples: Sequence[Example]) -> int:
+    """Estimate the bytes of the shards of these examples, from below: likeliest tokens are stored at a few more positions."""
+    num_tokens = sum(len(example.input_ids) for example in examples)
+    num_labelled = sum(int(example.wanted.sum()) for example in examples)
+    return int(num_tokens * bytes_per_token(config, target, labelled=num_labelled / max(1, num_tokens)))
+
+
+def free_bytes(directory: Path) -> int:
+    """Return the free bytes of the disk on which a directory, which need not exist, lies."""
+    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    return shutil.disk_usage(existing).free
+
+
 def require_features(config: DistillConfig, target: HFTarget) -> None:
     """Raise ValueError where this target can't give what is to be stored."""
     num_layers = len(decoder_layers(target.model))
@@ -75,11 +88,7 @@ def require_features(config: DistillConfig, target: HFTarget) -> None:
 def require_space(config: DistillConfig, target: HasWidth, examples: Sequence[Example], output_dir: Path) -> None:
     """Raise ValueError where the shards of these examples don't fit on the disk."""
     num_tokens = sum(len(example.input_ids) for example in examples)
-    # Likeliest tokens are stored at a few positions more, so it is an estimate from below.
-    num_labelled = sum(int(example.wanted.sum()) for example in examples)
-    needed = int(num_tokens * bytes_per_token(config, target, labelled=num_labelled / max(1, num_tokens)))
-    folder = next(parent for parent in (output_dir, *output_dir.absolute().parents) if parent.exists())
-    free = shutil.disk_usage(folder).free
+    needed, free = num_bytes(config, target, examples), free_bytes(output_dir)
     if needed > free:
         raise ValueError(
             f"the shards take about {needed / 1e6:,.1f} MB ({num_tokens} tokens of {needed / num_tokens:.0f} bytes), and the "

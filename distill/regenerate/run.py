@@ -6,12 +6,10 @@ process is free (see `plan`).
 
 import hashlib
 import logging
-import operator
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import reduce
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -27,7 +25,7 @@ from ...data.types import Conversation, Example
 from ...models.target.hf_target import HFTarget
 from ...models.target.tensor_parallel import Worker
 from ..config import DistillConfig
-from ..plan import peak_memory_bytes, plan_sha256, plan_shards, run_shards
+from ..plan import peak_memory_bytes, plan_sha256, plan_shards, run_shards, total
 from .answers import (
     AnswerCounts,
     AnsweredExample,
@@ -207,7 +205,7 @@ def _answer_shards(
             # 1. The answers.
             started = time.perf_counter()
             if isinstance(engine, BatchEngine):
-                engine.statistics = None
+                engine.statistics.clear()
             examples, counts = answer_conversations(
                 conversations, target, engine, limits=limits, seed=config.seed, progress=progress
             )
@@ -216,7 +214,8 @@ def _answer_shards(
             # 2. What they took, and then the shard, whose sidecar is written last.
             if not worker.speaks:
                 continue
-            schedule = engine.statistics if isinstance(engine, BatchEngine) else None
+            schedules = engine.statistics if isinstance(engine, BatchEngine) else []
+            schedule = total(ScheduleStatistics, schedules) if schedules else None
             note = AnsweringStats(engine=type(engine).__name__, seconds=seconds, schedule=schedule)
             write_json(answer_store(output_dir).path(index, STATS_SUFFIX), asdict(note))
             write_answers(output_dir, index, [conversation.id for conversation in conversations], examples, counts)
@@ -257,7 +256,7 @@ def _write_statistics(
         "peak_memory_bytes": peak_memory_bytes(target.device),
     }
     if schedules:
-        schedule = reduce(operator.add, schedules)
+        schedule = total(ScheduleStatistics, schedules)
         statistics["schedule"] = schedule.record()
         logger.info("by length: %s", schedule)
     write_json(output_dir / STATS_FILE, statistics)
