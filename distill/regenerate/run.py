@@ -86,7 +86,7 @@ def regenerate(
     worker = Worker.of(accelerator, tensor_parallel=target.tensor_parallel and config.engine != "openai")
     manifest = run_shards(
         answer_store(output_dir),
-        describe_answers(config, plan, target, limits),
+        describe_answers(config, data, target, plan),
         plan,
         accelerator,
         worker,
@@ -110,8 +110,7 @@ def missing_conversations(
 ) -> list[Conversation]:
     """Return the conversations still to be answered. Raises ValueError where the folder holds another run's answers."""
     plan, store = plan_shards(conversations, config.shard_examples), answer_store(output_dir)
-    limits = answer_limits(config, data, target)
-    store.require_same(describe_answers(config, plan, target, limits))
+    store.require_same(describe_answers(config, data, target, plan))
     return store.missing(plan)
 
 
@@ -122,10 +121,7 @@ def answer_limits(config: DistillConfig, data: DataConfig, target: HFTarget) -> 
 
 
 def describe_answers(
-    config: DistillConfig,
-    plan: Sequence[Sequence[Conversation]],
-    target: HFTarget,
-    limits: Limits,
+    config: DistillConfig, data: DataConfig, target: HFTarget, plan: Sequence[Sequence[Conversation]]
 ) -> AnswersManifest:
     """What decides these answers, before there is any. Which engine runs the target has no say in it."""
     data_sha256 = conversations_sha256(conversation for shard in plan for conversation in shard)
@@ -140,7 +136,7 @@ def describe_answers(
             seed=config.seed if config.temperature else 0,  # greedy answers draw nothing
             max_new_tokens=config.max_new_tokens,
         ),
-        max_tokens=limits.max_tokens,
+        max_tokens=answer_limits(config, data, target).max_tokens,
         data_sha256=data_sha256,
         plan_sha256=plan_sha256(plan, data_sha256),
         shards=[],

@@ -44,7 +44,7 @@ def test_the_counts_are_those_of_the_run(features: str, target: HFTarget, tmp_pa
     assert told.num_positions == statistics["num_positions"]
     assert told.sample.agreement == pytest.approx(statistics["agreement"])
     assert told.num_forward_tokens == pytest.approx(statistics["num_text_tokens"] + statistics["num_branch_tokens"])
-    assert told.num_bytes == manifest.num_tokens * bytes_per_token(config, target)
+    assert told.num_bytes == manifest.num_tokens * bytes_per_token(config, target.hidden_size)
     # What a shard has besides, a header and offsets, doesn't grow with its texts.
     assert told.num_bytes < sum(shard.num_bytes for shard in manifest.shards) < told.num_bytes + 4 * 3000
     assert told.seconds == told.sample.seconds
