@@ -1,7 +1,6 @@
 """What a distillation will take, told before it runs: its work is counted, its speed measured on a sample."""
 
 import math
-import shutil
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -19,9 +18,9 @@ from ..data.types import Conversation, Example
 from ..models.target.hf_target import HFTarget
 from ..models.target.tensor_parallel import agreed
 from .config import DistillConfig
-from .label.features import bytes_per_token
-from .label.run import label_shard, length_batches
-from .plan import plan_shards
+from .label.features import free_bytes, num_bytes
+from .label.run import LabellingStats, label_shard, length_batches
+from .plan import plan_shards, total
 from .regenerate.engines.registry import open_engine
 from .regenerate.run import answer_conversations, answer_limits, count_turns
 
@@ -42,16 +41,13 @@ class Estimate:
     num_shards: int
     num_tokens: int
     num_positions: int
-    dropped: dict[str, int]
-    agreement: float
-    """Share of the sample's positions where the target says the text's own next token."""
+    dropped: Counter[str]
+    sample: LabellingStats
+    """Of the texts that were labelled to measure the speed."""
     num_forward_tokens: float
     """Tokens that the target reads: the texts', and those of the branches that leave them."""
     num_passes: int
     """Forward passes, at most: one prefill a batch, and one for every further token of the horizon."""
-    sampled_tokens: int
-    tokens_per_second: float
-    """Of text, in each process."""
     num_processes: int
     seconds: float
     num_bytes: int
@@ -67,28 +63,25 @@ def estimate(
     num_processes: int,
 ) -> Estimate:
     """Count the work of labelling `examples`, and label a sample for some seconds to tell how long all of it takes."""
-    measured, sampled_tokens, seconds = _measure(config, target, examples)
+    sample = _measure(config, target, examples)
     shards = plan_shards(examples, config.shard_examples)
     lengths = [[len(example.input_ids) for example in shard] for shard in shards]
     num_tokens, num_positions = sum(map(sum, lengths)), sum(int(example.wanted.sum()) for example in examples)
     # The process with the most shards is the last to finish.
     share = math.ceil(len(shards) / num_processes) / len(shards)
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     return Estimate(
         num_examples=len(examples),
         num_shards=len(shards),
         num_tokens=num_tokens,
         num_positions=num_positions,
-        dropped=dict(dropped.most_common()),
-        agreement=measured["num_agreeing"] / max(1, measured["num_positions"]),
-        num_forward_tokens=num_tokens * (1 + measured["num_branch_tokens"] / sampled_tokens),
+        dropped=dropped,
+        sample=sample,
+        num_forward_tokens=num_tokens * (1 + sample.num_branch_tokens / sample.num_text_tokens),
         num_passes=sum(len(list(length_batches(shard, config.batch_tokens))) for shard in lengths) * config.horizon,
-        sampled_tokens=sampled_tokens,
-        tokens_per_second=sampled_tokens / seconds,
         num_processes=num_processes,
-        seconds=num_tokens * share * seconds / sampled_tokens,
-        num_bytes=int(num_tokens * bytes_per_token(config, target, labelled=num_positions / num_tokens)),
-        free_bytes=shutil.disk_usage(existing).free,
+        seconds=num_tokens * share * sample.seconds / sample.num_text_tokens,
+        num_bytes=num_bytes(config, target, examples),
+        free_bytes=free_bytes(folder),
     )
 
 
@@ -98,7 +91,7 @@ class RegenerationEstimate:
 
     num_conversations: int
     num_turns: int
-    dropped: dict[str, int]
+    dropped: Counter[str]
     num_sampled: int
     """Answers that the estimate rests on."""
     tokens_per_answer: float
@@ -144,7 +137,7 @@ def estimate_regeneration(
     told = RegenerationEstimate(
         num_conversations=len(conversations),
         num_turns=count_turns(conversations),
-        dropped=dict(dropped.most_common()),
+        dropped=dropped,
         num_sampled=num_answers,
         tokens_per_answer=num_tokens / num_answers,
         num_answer_tokens=num_tokens * scale,
@@ -163,7 +156,7 @@ def regeneration_table(estimate: RegenerationEstimate) -> Table:
         "regeneration",
         {
             "conversations": f"{estimate.num_conversations:,} with {estimate.num_turns:,} answers",
-            "dropped": _drops(estimate.dropped),
+            "dropped": describe_drops(estimate.dropped),
             "tokens of answers": f"about {estimate.num_answer_tokens:,.0f}, in as many forwards at most, beside those of "
             "the prompts",
             "length": f"{estimate.tokens_per_answer:.0f} tokens an answer, {100 * estimate.cut_share:.0f} % cut by the limit "
@@ -176,16 +169,17 @@ def regeneration_table(estimate: RegenerationEstimate) -> Table:
 
 def estimate_table(estimate: Estimate) -> Table:
     """The estimate as a table to print."""
+    sample, speed = estimate.sample, estimate.sample.num_text_tokens / estimate.sample.seconds
     return _table(
         "labels",
         {
             "examples": f"{estimate.num_examples:,} in {estimate.num_shards:,} shards",
-            "dropped": _drops(estimate.dropped),
+            "dropped": describe_drops(estimate.dropped),
             "tokens of text": f"{estimate.num_tokens:,}, of which {estimate.num_positions:,} positions are to be labelled",
-            "agreement": f"{100 * estimate.agreement:.1f} % of the positions (a sample of {estimate.sampled_tokens:,} tokens)",
+            "agreement": f"{100 * sample.agreement:.1f} % of the positions (a sample of {sample.num_text_tokens:,} tokens)",
             "forwards": f"{estimate.num_forward_tokens:,.0f} tokens, {estimate.num_forward_tokens / estimate.num_tokens:.2f} "
             f"per token of text, in at most {estimate.num_passes:,} passes",
-            "speed": f"{estimate.tokens_per_second:,.0f} tokens of text a second, {_measured(estimate.num_processes)}",
+            "speed": f"{speed:,.0f} tokens of text a second, {_measured(estimate.num_processes)}",
             TIME: _time(estimate.seconds),
             "disk": f"{estimate.num_bytes / 1e6:,.1f} MB; {estimate.free_bytes / 1e9:,.1f} GB are free"
             + (" [bold red]NOT ENOUGH[/]" if estimate.num_bytes > estimate.free_bytes else ""),
@@ -198,10 +192,6 @@ def _table(title: str, rows: dict[str, str]) -> Table:
     for name, text in rows.items():
         table.add_row(name, text)
     return table
-
-
-def _drops(dropped: dict[str, int]) -> str:
-    return describe_drops(Counter(dropped))
 
 
 def _time(seconds: float) -> str:
@@ -217,23 +207,18 @@ def _is_enough(target: HFTarget, seconds: float) -> bool:
     return agreed(enough, target.device) if target.tensor_parallel else enough
 
 
-def _measure(config: DistillConfig, target: HFTarget, examples: Sequence[Example]) -> tuple[Counter[str], int, float]:
-    """Label texts drawn at random until there are enough: the counts, the tokens of text and the seconds."""
+def _measure(config: DistillConfig, target: HFTarget, examples: Sequence[Example]) -> LabellingStats:
+    """Label texts drawn at random until there are enough."""
     drawn = Random(0).sample(range(len(examples)), len(examples))
     # Batches as they will be: so many texts as fill several, of all lengths.
     mean = sum(len(example.input_ids) for example in examples) / len(examples)
     portion = min(config.shard_examples, max(1, round(config.batch_tokens / mean)))
     with tqdm(disable=True) as progress:
         label_shard(config, target, [examples[index] for index in drawn[:1]], progress)
-        counts: Counter[str] = Counter()
-        num_tokens, started = 0, time.perf_counter()
+        labelled: list[LabellingStats] = []
         for start in range(0, len(drawn), portion):
             sample = [examples[index] for index in drawn[start : start + portion]]
-            _, stats = label_shard(config, target, sample, progress)
-            counts.update(
-                num_positions=stats.num_positions, num_agreeing=stats.num_agreeing, num_branch_tokens=stats.num_branch_tokens
-            )
-            num_tokens += stats.num_text_tokens
-            if _is_enough(target, time.perf_counter() - started):
+            labelled.append(label_shard(config, target, sample, progress)[1])
+            if _is_enough(target, sum(stats.seconds for stats in labelled)):
                 break
-        return counts, num_tokens, time.perf_counter() - started
+    return total(LabellingStats, labelled)

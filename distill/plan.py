@@ -9,9 +9,9 @@ import hashlib
 import logging
 import resource
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import TypeVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any, TypeVar, cast
 
 import torch
 from accelerate import Accelerator
@@ -75,8 +75,8 @@ def run_shards(
     if accelerator.is_main_process and not store.is_complete(len(plan)):
         store.save(manifest)
     accelerator.wait_for_everyone()
-    # 3. The missing shards.
-    if dealt := deal(pending, worker):
+    # 3. The missing shards, dealt like cards: of 3 4 7 9 11 the first of two workers makes 3 7 11, the other one 4 9.
+    if dealt := pending[worker.index :: worker.num_workers]:
         logger.info("%d of %d shards are missing, this process makes %d", len(pending), len(plan), len(dealt))
         finished = sum(map(num_units, plan)) - sum(num_units(plan[index]) for index in pending)
         finished //= worker.num_workers  # this worker's share of what there was
@@ -98,9 +98,10 @@ def run_shards(
     return store.load()
 
 
-def deal(pending: Sequence[int], worker: Worker) -> list[int]:
-    """Return the pending shards that a worker makes. For example, 3 4 7 9 11 among two: 3 7 11 and 4 9."""
-    return list(pending[worker.index :: worker.num_workers])
+def total(kind: type[T], parts: Collection[T]) -> T:
+    """Return the sum of dataclasses of numbers, field by field."""
+    names = [field.name for field in fields(cast("Any", kind))]
+    return kind(**{name: sum(getattr(part, name) for part in parts) for name in names})
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -36,6 +36,7 @@ from scheduling_policies import (
     ORACLE,
     OURS,
     S3,
+    Experienced,
     Record,
     Workload,
     make_predictors,
@@ -55,7 +56,7 @@ from outrider.distill.regenerate.engines.batch import (
     RESERVED_SHARE,
     BatchDecoder,
 )
-from outrider.distill.regenerate.lengths.buckets import Buckets, LengthPredictor, Predicted
+from outrider.distill.regenerate.lengths.buckets import Buckets, LengthPredictor
 from outrider.distill.regenerate.lengths.schedule import (
     Decode,
     Decoded,
@@ -192,7 +193,7 @@ def measure(work: Workload, policy: Policy, decode: Decode, budget: int) -> Meas
     reports = list(supervise(list(map(len, work.prompts)), rooms, policy, decode, budget=budget))
     seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
     reservation = policy.reservation
-    predicted, actual = reservation.compare(work.lengths) if isinstance(reservation, Predicted) else ([], [])
+    predicted, actual = reservation.compare(work.lengths) if isinstance(reservation, Experienced) else ([], [])
     return summarise(reports, predicted, actual, cpu_seconds), seconds
 
 

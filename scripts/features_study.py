@@ -51,13 +51,6 @@ STORED = {
 TIMED_STEPS = 10
 
 
-@dataclass(frozen=True)
-class Width:
-    """All that bytes depend on."""
-
-    hidden_size: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class Trial:
     """One training: which shards it reads, and with what."""
@@ -239,7 +232,7 @@ def time_steps(args: argparse.Namespace, target: HFTarget) -> dict[str, float]:
 
 def bytes_table() -> str:
     """Markdown: bytes per token of text for each choice, with labels of HORIZON tokens, at two widths and in 16 and 8 bits."""
-    widths = {"256 wide (the demo's)": Width(256), "4,096 wide": Width(4096)}
+    widths = {"256 wide (the demo's)": 256, "4,096 wide": 4096}
     dtypes = {"bfloat16": "bfloat16", "8 bits": "int8"}
     choices: dict[str, dict[str, Any]] = {
         "last hidden states": {"features": "last_hidden"},

@@ -11,7 +11,7 @@ import torch
 
 from outrider.distill.regenerate.engine import Request
 from outrider.distill.regenerate.engines.batch import FIRST_PART, LEAST_SHARE, MOST_HELD, RESERVED_SHARE, UNKNOWN_SHARE
-from outrider.distill.regenerate.lengths.buckets import LengthPredictor, Predicted, Seen
+from outrider.distill.regenerate.lengths.buckets import LengthPredictor, Predicted
 from outrider.distill.regenerate.lengths.predictors import make_predictor
 from outrider.distill.regenerate.lengths.schedule import (
     Policy,
@@ -33,6 +33,14 @@ NOTHING = "by length, nothing predicted"
 KNOWN = "by length, light and known length"
 
 Record = tuple[torch.Tensor, int, int]  # a prompt's tokens, the lengths of the model's and of the known model's answer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """An answer that was given before: what a predictor may start from."""
+
+    request: Request
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,15 +191,37 @@ def policies(work: Workload, predictors: dict[str, tuple[LengthPredictor, bool]]
     return fixed | predicted
 
 
-def predict(predictor: LengthPredictor, work: Workload, *, knows_lengths: bool, part: float) -> Predicted:
+def predict(predictor: LengthPredictor, work: Workload, *, knows_lengths: bool, part: float) -> "Experienced":
     def shown(request: Request) -> Request:
         return request if knows_lengths else replace(request, num_known_tokens=None)
 
-    return Predicted(
+    predicted = Predicted(
         predictor,
-        [shown(request) for request in work.requests],
+        [shown(request) for request in [*(seen.request for seen in work.seen), *work.requests]],
         share=RESERVED_SHARE,
         part=part,
         unknown=max(1, int(UNKNOWN_SHARE * work.max_new_tokens)),
-        seen=[replace(seen, request=shown(seen.request)) for seen in work.seen],
     )
+    return Experienced(predicted, [seen.num_tokens for seen in work.seen])
+
+
+class Experienced:
+    """Predicted reservations that start from answers seen before: those to the first requests of `predicted`."""
+
+    def __init__(self, predicted: Predicted, seen: list[int]) -> None:
+        self.predicted = predicted
+        self.seen = dict(enumerate(seen))
+        predicted._predicted |= self.seen  # none of these was mistaken
+        predicted.observe(self.seen, {})
+
+    def reserve(self, indices: Sequence[int]) -> list[int]:
+        return self.predicted.reserve([len(self.seen) + index for index in indices])
+
+    def observe(self, lengths: dict[int, int], unfinished: dict[int, int]) -> bool:
+        return self.predicted.observe(self.seen | self._shifted(lengths), self._shifted(unfinished))
+
+    def compare(self, lengths: Sequence[int]) -> tuple[list[int], list[int]]:
+        return self.predicted.compare([*self.seen.values(), *lengths])
+
+    def _shifted(self, tokens: dict[int, int]) -> dict[int, int]:
+        return {len(self.seen) + index: count for index, count in tokens.items()}

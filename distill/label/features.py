@@ -4,7 +4,6 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -21,14 +20,6 @@ TOKEN_BYTES = 4
 MASK_BYTES = 1
 
 
-@runtime_checkable
-class HasWidth(Protocol):
-    """A target, or what identifies one."""
-
-    @property
-    def hidden_size(self) -> int: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextFeatures:
     """What the target computed of right-padded texts beside their labels; meaningless on padding.
@@ -43,15 +34,28 @@ class TextFeatures:
     top_log_probs: Float[torch.Tensor, "batch seq top"] | None
 
 
-def bytes_per_token(config: DistillConfig, target: HasWidth, *, labelled: float = 1.0) -> float:
+def bytes_per_token(config: DistillConfig, hidden_size: int, *, labelled: float = 1.0) -> float:
     """What a token of text takes on disk: its id and mask, its label, and what is stored of the target's states.
 
     `labelled` is the share of tokens that have likeliest tokens, where these are stored: about that of the assistant's.
     """
     num_states = config.last_hidden + len(config.feature_layers)
-    states = num_states * state_bytes(target.hidden_size, config.features_dtype)
+    states = num_states * state_bytes(hidden_size, config.features_dtype)
     top = 0.0 if config.top_logprobs is None else MASK_BYTES + labelled * config.top_logprobs * TOP_BYTES
     return TOKEN_BYTES * (1 + config.horizon) + MASK_BYTES + states + top
+
+
+def num_bytes(config: DistillConfig, target: HFTarget, examples: Sequence[Example]) -> int:
+    """Estimate the bytes of the shards of these examples, from below: likeliest tokens are stored at a few more positions."""
+    num_tokens = sum(len(example.input_ids) for example in examples)
+    num_labelled = sum(int(example.wanted.sum()) for example in examples)
+    return int(num_tokens * bytes_per_token(config, target.hidden_size, labelled=num_labelled / max(1, num_tokens)))
+
+
+def free_bytes(directory: Path) -> int:
+    """Return the free bytes of the disk on which a directory, which need not exist, lies."""
+    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    return shutil.disk_usage(existing).free
 
 
 def require_features(config: DistillConfig, target: HFTarget) -> None:
@@ -72,14 +76,10 @@ def require_features(config: DistillConfig, target: HFTarget) -> None:
     target.require_plain_head("leave distill.top_logprobs out")
 
 
-def require_space(config: DistillConfig, target: HasWidth, examples: Sequence[Example], output_dir: Path) -> None:
+def require_space(config: DistillConfig, target: HFTarget, examples: Sequence[Example], output_dir: Path) -> None:
     """Raise ValueError where the shards of these examples don't fit on the disk."""
     num_tokens = sum(len(example.input_ids) for example in examples)
-    # Likeliest tokens are stored at a few positions more, so it is an estimate from below.
-    num_labelled = sum(int(example.wanted.sum()) for example in examples)
-    needed = int(num_tokens * bytes_per_token(config, target, labelled=num_labelled / max(1, num_tokens)))
-    folder = next(parent for parent in (output_dir, *output_dir.absolute().parents) if parent.exists())
-    free = shutil.disk_usage(folder).free
+    needed, free = num_bytes(config, target, examples), free_bytes(output_dir)
     if needed > free:
         raise ValueError(
             f"the shards take about {needed / 1e6:,.1f} MB ({num_tokens} tokens of {needed / num_tokens:.0f} bytes), and the "

@@ -26,7 +26,7 @@ from ...data.types import DistilledExample, Example
 from ...models.target.hf_target import HFTarget
 from ...models.target.tensor_parallel import Worker
 from ..config import DistillConfig
-from ..plan import peak_memory_bytes, plan_sha256, plan_shards, run_shards
+from ..plan import peak_memory_bytes, plan_sha256, plan_shards, run_shards, total
 from .continuations import LabelStats, label_continuations, require_branch_attention
 from .features import require_features, require_space, stored_example
 
@@ -157,7 +157,7 @@ def label_shard(
 ) -> tuple[list[DistilledExample], LabellingStats]:
     """Return the examples of one shard with their labels, in their order. `progress` counts tokens of text."""
     started = time.perf_counter()
-    counts: Counter[str] = Counter()
+    counts: list[LabelStats] = []
     labelled: dict[int, DistilledExample] = {}
     for batch in length_batches([len(example.input_ids) for example in examples], config.batch_tokens):
         # 1. The texts of a batch, padded.
@@ -178,9 +178,9 @@ def label_shard(
         continuations = continuations.cpu()
         for row, index in enumerate(batch):
             labelled[index] = stored_example(config, examples[index], continuations[row], features, row)
-        counts.update(asdict(stats))
+        counts.append(stats)
         progress.update(stats.num_text_tokens)
-    shard_stats = LabellingStats(**counts, seconds=time.perf_counter() - started)
+    shard_stats = LabellingStats(**asdict(total(LabelStats, counts)), seconds=time.perf_counter() - started)
     return [labelled[index] for index in range(len(examples))], shard_stats
 
 
@@ -206,18 +206,16 @@ def _write_statistics(
     """Write what all shards took into the statistics, and warn where the target disagrees with the texts."""
     # 1. Sums over the shards.
     shards = label_store(output_dir).read_stats(LabellingStats, len(entries)).values()
-    num_positions = sum(shard.num_positions for shard in shards)
-    seconds = sum(shard.seconds for shard in shards)
-    agreement = sum(shard.num_agreeing for shard in shards) / max(1, num_positions)
+    sums = total(LabellingStats, shards)
     # 2. The record.
     statistics = {
         "num_examples": sum(len(entry.ids) for entry in entries),
-        "num_text_tokens": sum(shard.num_text_tokens for shard in shards),
-        "num_positions": num_positions,
-        "agreement": agreement,
-        "num_branch_tokens": sum(shard.num_branch_tokens for shard in shards),
-        "process_seconds": seconds,
-        "positions_per_process_second": num_positions / max(1e-9, seconds),
+        "num_text_tokens": sums.num_text_tokens,
+        "num_positions": sums.num_positions,
+        "agreement": sums.agreement,
+        "num_branch_tokens": sums.num_branch_tokens,
+        "process_seconds": sums.seconds,
+        "positions_per_process_second": sums.num_positions / max(1e-9, sums.seconds),
         "peak_memory_bytes": peak_memory_bytes(target.device),
         "dropped": dict(dropped.most_common()),
     }
@@ -225,17 +223,17 @@ def _write_statistics(
     # 3. What a user should know of it.
     logger.info(
         "labelled %d positions of %d examples, %.0f per second and process; the target agrees with %.1f %% of the text",
-        num_positions,
+        sums.num_positions,
         statistics["num_examples"],
         statistics["positions_per_process_second"],
-        100 * agreement,
+        100 * sums.agreement,
     )
-    if shards and agreement < SUSPICIOUS_AGREEMENT:
+    if shards and sums.agreement < SUSPICIOUS_AGREEMENT:
         logger.warning(
             "the target agrees with so little of the text that tokenizer, chat template or data may be another model's: check "
             "them before you train"
         )
-    elif shards and config.mode == "regenerate" and config.temperature == 0 and agreement < GREEDY_AGREEMENT:
+    elif shards and config.mode == "regenerate" and config.temperature == 0 and sums.agreement < GREEDY_AGREEMENT:
         logger.warning(
             "the answers were to be the target's own greedy ones, and it often disagrees: does the engine run another model, "
             "in another precision, or sample? Check it before you train"

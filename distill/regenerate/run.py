@@ -6,12 +6,10 @@ process is free (see `plan`).
 
 import hashlib
 import logging
-import operator
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import reduce
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -27,7 +25,7 @@ from ...data.types import Conversation, Example
 from ...models.target.hf_target import HFTarget
 from ...models.target.tensor_parallel import Worker
 from ..config import DistillConfig
-from ..plan import peak_memory_bytes, plan_sha256, plan_shards, run_shards
+from ..plan import peak_memory_bytes, plan_sha256, plan_shards, run_shards, total
 from .answers import (
     AnswerCounts,
     AnsweredExample,
@@ -88,7 +86,7 @@ def regenerate(
     worker = Worker.of(accelerator, tensor_parallel=target.tensor_parallel and config.engine != "openai")
     manifest = run_shards(
         answer_store(output_dir),
-        describe_answers(config, plan, target, limits),
+        describe_answers(config, data, target, plan),
         plan,
         accelerator,
         worker,
@@ -112,8 +110,7 @@ def missing_conversations(
 ) -> list[Conversation]:
     """Return the conversations still to be answered. Raises ValueError where the folder holds another run's answers."""
     plan, store = plan_shards(conversations, config.shard_examples), answer_store(output_dir)
-    limits = answer_limits(config, data, target)
-    store.require_same(describe_answers(config, plan, target, limits))
+    store.require_same(describe_answers(config, data, target, plan))
     return store.missing(plan)
 
 
@@ -124,10 +121,7 @@ def answer_limits(config: DistillConfig, data: DataConfig, target: HFTarget) -> 
 
 
 def describe_answers(
-    config: DistillConfig,
-    plan: Sequence[Sequence[Conversation]],
-    target: HFTarget,
-    limits: Limits,
+    config: DistillConfig, data: DataConfig, target: HFTarget, plan: Sequence[Sequence[Conversation]]
 ) -> AnswersManifest:
     """What decides these answers, before there is any. Which engine runs the target has no say in it."""
     data_sha256 = conversations_sha256(conversation for shard in plan for conversation in shard)
@@ -142,7 +136,7 @@ def describe_answers(
             seed=config.seed if config.temperature else 0,  # greedy answers draw nothing
             max_new_tokens=config.max_new_tokens,
         ),
-        max_tokens=limits.max_tokens,
+        max_tokens=answer_limits(config, data, target).max_tokens,
         data_sha256=data_sha256,
         plan_sha256=plan_sha256(plan, data_sha256),
         shards=[],
@@ -207,7 +201,7 @@ def _answer_shards(
             # 1. The answers.
             started = time.perf_counter()
             if isinstance(engine, BatchEngine):
-                engine.statistics = None
+                engine.statistics.clear()
             examples, counts = answer_conversations(
                 conversations, target, engine, limits=limits, seed=config.seed, progress=progress
             )
@@ -216,7 +210,8 @@ def _answer_shards(
             # 2. What they took, and then the shard, whose sidecar is written last.
             if not worker.speaks:
                 continue
-            schedule = engine.statistics if isinstance(engine, BatchEngine) else None
+            schedules = engine.statistics if isinstance(engine, BatchEngine) else []
+            schedule = total(ScheduleStatistics, schedules) if schedules else None
             note = AnsweringStats(engine=type(engine).__name__, seconds=seconds, schedule=schedule)
             write_json(answer_store(output_dir).path(index, STATS_SUFFIX), asdict(note))
             write_answers(output_dir, index, [conversation.id for conversation in conversations], examples, counts)
@@ -257,7 +252,7 @@ def _write_statistics(
         "peak_memory_bytes": peak_memory_bytes(target.device),
     }
     if schedules:
-        schedule = reduce(operator.add, schedules)
+        schedule = total(ScheduleStatistics, schedules)
         statistics["schedule"] = schedule.record()
         logger.info("by length: %s", schedule)
     write_json(output_dir / STATS_FILE, statistics)

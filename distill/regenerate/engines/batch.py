@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -66,8 +66,8 @@ class BatchEngine:
     limits: Limits
     kv_budget_bytes: int
     make_predictor: Callable[[], LengthPredictor]
-    statistics: ScheduleStatistics | None = None
-    """Of all calls that came to their end; the caller may set it to None, to begin anew."""
+    statistics: list[ScheduleStatistics] = field(default_factory=list)
+    """Of each call that came to its end; the caller may clear it."""
 
     def answer(self, requests: Sequence[Request]) -> Iterator[Answer]:
         """An answer to every request, batch by batch. Raises ValueError where one has no room in the limits, or might outgrow
@@ -101,7 +101,7 @@ class BatchEngine:
                     yield decoder.answer_of(row.index)
         predicted, actual = reservation.compare([len(tokens) for tokens in decoder.tokens])
         statistics = summarise(reports, predicted, actual, time.perf_counter() - started)
-        self.statistics = statistics if self.statistics is None else self.statistics + statistics
+        self.statistics.append(statistics)
         logger.debug("answered by length: %s", statistics)
 
 

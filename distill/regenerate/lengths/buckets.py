@@ -80,20 +80,12 @@ class Buckets:
         return [max(1, math.ceil(value)) for value in tokens.tolist()]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    """An answer that was given before: what a predictor may start from."""
-
-    request: Request
-    num_tokens: int
-
-
-@dataclass(slots=True)
+@dataclass
 class Predicted:
     """Reservations by predicted length, for one call's `requests` (see `schedule.Reservation`).
 
-    Reserves `part` x the `share`-quantile of the predicted length. Until LEARN_FIRST answers are known,
-    those of `seen` included: the length of the answer in the data set, or `unknown` if there is none.
+    Reserves `part` x the `share`-quantile of the predicted length. Until LEARN_FIRST answers are
+    known: the length of the answer in the data set, or `unknown` if there is none.
 
     The predictor learns again, from all answers, whenever the number of complete ones has doubled. An
     unfinished answer counts for the middle of the buckets that it may still end in: without it, long answers
@@ -106,7 +98,6 @@ class Predicted:
     share: float
     unknown: int
     part: float = 1.0
-    seen: Sequence[Seen] = ()
     buckets: Buckets | None = field(default=None, init=False)
     _first: dict[int, tuple[Buckets, int]] = field(default_factory=dict, init=False)
     """The first bucket that was predicted of each request, and among which buckets."""
@@ -114,8 +105,6 @@ class Predicted:
     _predicted: dict[int, int] = field(default_factory=dict, init=False)
 
     def reserve(self, indices: Sequence[int]) -> list[int]:
-        if self.buckets is None:
-            self.observe({}, {})  # what was seen before may do
         if not indices:
             return []
         requests = [self.requests[index] for index in indices]
@@ -136,14 +125,12 @@ class Predicted:
         return [bucket for _, (_, bucket) in first], [int(buckets.index([lengths[index]])) for index, (buckets, _) in first]
 
     def observe(self, lengths: dict[int, int], unfinished: dict[int, int]) -> bool:
-        num_complete = len(self.seen) + len(lengths)
-        if num_complete < 2 * self._num_learnt:
+        if len(lengths) < 2 * self._num_learnt:
             return False
-        self._num_learnt = num_complete
-        seen = [lesson.num_tokens for lesson in self.seen]
-        self.buckets = Buckets.of([*seen, *lengths.values()], list(unfinished.values()))
-        lessons = [lesson.request for lesson in self.seen]
-        buckets = self.buckets.index(seen).tolist()
+        self._num_learnt = len(lengths)
+        self.buckets = Buckets.of(list(lengths.values()), list(unfinished.values()))
+        lessons: list[Request] = []
+        buckets: list[int] = []
         answers = dict(sorted({**lengths, **unfinished}.items()))
         for index, bucket in zip(answers, self.buckets.index(list(answers.values())).tolist(), strict=True):
             times = 2 if answers[index] > 2 * self._predicted[index] else 1

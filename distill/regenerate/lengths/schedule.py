@@ -15,7 +15,7 @@ Nothing here reads a clock, a random number or a rank: the batches are a functio
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -266,11 +266,6 @@ class ScheduleStatistics:
     """Those whose first predicted bucket was right."""
     total_bucket_distance: int
     seconds: float
-
-    def __add__(self, other: "ScheduleStatistics") -> "ScheduleStatistics":
-        return ScheduleStatistics(
-            **{field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
-        )
 
     @property
     def padding_share(self) -> float:

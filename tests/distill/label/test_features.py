@@ -128,8 +128,8 @@ def test_bytes_per_token_are_those_of_the_files(dtype: str, target: HFTarget, da
     tensors = [load_file(tmp_path / "distill" / shard.file) for shard in manifest.shards]
     num_bytes = sum(tensor.nbytes for shard in tensors for name, tensor in shard.items() if name != "offsets")
     labelled = sum(len(shard["top_tokens"]) for shard in tensors) / manifest.num_tokens
-    assert num_bytes == pytest.approx(manifest.num_tokens * bytes_per_token(config, target, labelled=labelled))
-    assert bytes_per_token(config, target) > bytes_per_token(config, target.identity, labelled=0.5)
+    assert num_bytes == pytest.approx(manifest.num_tokens * bytes_per_token(config, target.hidden_size, labelled=labelled))
+    assert bytes_per_token(config, target.hidden_size) > bytes_per_token(config, target.hidden_size, labelled=0.5)
 
 
 def test_bytes_per_token_by_hand(target: HFTarget) -> None:
@@ -142,7 +142,7 @@ def test_bytes_per_token_by_hand(target: HFTarget) -> None:
         25 + 1 + 8 * 6: {"top_logprobs": 8},
     }
     for expected, options in by_hand.items():
-        assert bytes_per_token(DistillConfig(horizon=5, **options), target) == expected
+        assert bytes_per_token(DistillConfig(horizon=5, **options), target.hidden_size) == expected
 
 
 def test_labels_are_the_same_whatever_is_stored(target: HFTarget, data: DataConfig, tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_a_disk_too_small_is_told_before_any_labelling(
     folder = tmp_path / "distill"
     examples, _ = load_examples(data, target.tokenizer)
     num_tokens = sum(len(example.input_ids) for example in examples)
-    free = int(num_tokens * bytes_per_token(ALL, target, labelled=0.3))
+    free = int(num_tokens * bytes_per_token(ALL, target.hidden_size, labelled=0.3))
     usage = namedtuple("Usage", "free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(free if path.exists() else pytest.fail("no such folder")))
     assert features_module.shutil is shutil

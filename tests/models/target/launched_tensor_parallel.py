@@ -76,7 +76,7 @@ def main(target_dir: Path, data: DataConfig, output: Path) -> None:
         "whole": sum(parameter.numel() for parameter in layers),
         "texts": len(examples),
         "tokens": told.num_tokens,
-        "sampled_tokens": told.sampled_tokens,
+        "sampled_tokens": told.sample.num_text_tokens,
     }
     (output / f"told-{rank}.json").write_text(json.dumps(report))
     torch.distributed.destroy_process_group()

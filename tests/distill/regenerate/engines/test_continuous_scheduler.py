@@ -8,7 +8,7 @@ from transformers.generation.continuous_batching.requests import RequestState, R
 from outrider.distill.regenerate.engine import Limits, Request
 from outrider.distill.regenerate.engines.continuous import ContinuousEngine
 from outrider.distill.regenerate.engines.continuous_scheduler import LengthAwareScheduler, num_written
-from outrider.distill.regenerate.lengths.buckets import LEARN_FIRST, NUM_BUCKETS, Predicted, Seen
+from outrider.distill.regenerate.lengths.buckets import LEARN_FIRST, NUM_BUCKETS, Buckets, Predicted
 from outrider.distill.regenerate.lengths.light import LightPredictor
 from outrider.models.decoding import Sampling
 from outrider.models.target.hf_target import HFTarget
@@ -47,9 +47,8 @@ def make_scheduler(free: int) -> LengthAwareScheduler:
     """Buckets end at 10, 20 ... 100 tokens, and half of a bucket is promised beyond its beginning."""
     requests = [Request(id=name, prompt_ids=torch.full((5,), bucket), seed=0) for name, bucket in BUCKETS.items()]
     scheduler = LengthAwareScheduler(FreeEntries(free), 0.0, 8, make_predictor=ByFirstToken, requests=requests)
-    seen = [Seen(request=requests[0], num_tokens=num_tokens) for num_tokens in range(1, 101)]
-    scheduler._predicted = Predicted(ByFirstToken(), requests, share=0.5, unknown=30, seen=seen)
-    scheduler._predicted.observe({}, {})
+    scheduler._predicted = Predicted(ByFirstToken(), requests, share=0.5, unknown=30)
+    scheduler._predicted.buckets = Buckets.of(range(1, 101))
     return scheduler
 
 

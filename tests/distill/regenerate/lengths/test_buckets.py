@@ -20,7 +20,7 @@ from transformers import (
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from outrider.distill.regenerate.engine import Request
-from outrider.distill.regenerate.lengths.buckets import LEARN_FIRST, NUM_BUCKETS, Buckets, Predicted, Seen
+from outrider.distill.regenerate.lengths.buckets import LEARN_FIRST, NUM_BUCKETS, Buckets, Predicted
 from outrider.distill.regenerate.lengths.light import LightPredictor
 from outrider.distill.regenerate.lengths.predictors import (
     DEFAULT_READ_TOKENS,
@@ -294,17 +294,17 @@ def test_before_anything_is_learnt_an_answer_is_taken_to_be_as_long_as_the_datas
 
 
 def test_a_part_of_the_predicted_length_is_reserved_and_only_what_outgrows_it_twice_is_a_mistake():
-    recorder, requests = Recorder(), make_requests(2 * LEARN_FIRST)
-    seen = [Seen(request=request, num_tokens=40) for request in requests[:LEARN_FIRST]]
-    predicted = Predicted(recorder, requests[LEARN_FIRST:], share=1.0, unknown=17, part=0.3, seen=seen)
+    recorder, requests = Recorder(), make_requests(LEARN_FIRST)
+    predicted = Predicted(recorder, requests, share=1.0, unknown=12, part=0.3)
     assert predicted.reserve(range(LEARN_FIRST)) == [12] * LEARN_FIRST
     assert predicted.observe({index: 80 + index // 16 for index in range(LEARN_FIRST)}, {})
-    assert len(recorder.lessons[-1]) == 2 * LEARN_FIRST + 16
+    assert len(recorder.lessons[-1]) == LEARN_FIRST + 16
 
 
-def test_what_was_seen_before_predicts_from_the_first_request_on():
-    recorder, requests = Recorder(), make_requests(40)
-    seen = [Seen(request=request, num_tokens=10 * (index + 1)) for index, request in enumerate(requests)]
-    predicted = Predicted(recorder, requests[:3], share=1.0, unknown=17, seen=seen)
-    assert predicted.reserve([0, 1, 2]) == [40, 40, 40]  # the first decile of 10, 20, ... 400
-    assert predicted.compare([1, 1, 400]) == ([0, 0, 0], [0, 0, 9])
+def test_what_is_learnt_predicts_the_requests_that_follow_and_is_compared_with_their_lengths_alone():
+    predicted = Predicted(Recorder(), make_requests(43), share=1.0, unknown=17)
+    predicted.reserve(range(43))
+    lengths = [10 * (index + 1) for index in range(40)]
+    assert predicted.observe(dict(enumerate(lengths)), {})
+    assert predicted.reserve([40, 41, 42]) == [40, 40, 40]  # the first decile of 10, 20, ... 400
+    assert predicted.compare([*lengths, 1, 1, 400]) == ([0, 0, 0], [0, 0, 9])
