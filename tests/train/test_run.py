@@ -127,7 +127,7 @@ def test_stored_hidden_states_train_the_same_drafter_as_recomputed_ones(
     stored = []
     for example in examples:
         ids = example.example.input_ids[None]
-        states = target.hidden_states(ids, torch.ones_like(ids, dtype=torch.bool))[0][0]
+        states = target.hidden_states(ids)[0][0]
         stored.append(replace(example, hidden_states=StoredStates(values=states)))
     directory = write_shards(tmp_path / "shards", target.identity, stored)
     assert_close(run_train("recomputed"), run_train("stored", shards=directory))

@@ -33,7 +33,7 @@ def with_states(examples: list[DistilledExample], target: HFTarget, dtype: str |
     stored = []
     for example in examples:
         ids = example.example.input_ids[None]
-        hidden_states, features = target.hidden_states(ids, torch.ones_like(ids, dtype=torch.bool), (0, 1))
+        hidden_states, features = target.hidden_states(ids, (0, 1))
         assert features is not None
         last, *layers = (
             StoredStates(values=each) if dtype is None else encode_states(each, dtype)

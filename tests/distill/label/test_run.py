@@ -84,7 +84,7 @@ def test_shards_hold_every_example_in_order_with_labels_where_the_assistant_spea
         assert example.hidden_states.values.dtype == torch.bfloat16
         logits = target.model(input_ids[None]).logits[0]
         assert torch.equal(example.continuations[wanted, 0], logits.argmax(-1)[wanted])
-        hidden_states = target.hidden_states(input_ids[None], torch.ones_like(wanted)[None])[0][0]
+        hidden_states = target.hidden_states(input_ids[None])[0][0]
         torch.testing.assert_close(example.hidden_states.values.float(), hidden_states, atol=0.02, rtol=0.02)
         num_labels += int(wanted.sum())
         num_agreeing += int((example.continuations[:-1, 0] == input_ids[1:])[wanted[:-1]].sum())
