@@ -122,19 +122,8 @@ def _require_trainable(config: RunConfig, target: HFTarget) -> None:
 def _distill(config: RunConfig, target: HFTarget, folder: Path, accelerator: Accelerator) -> None:
     overlap, examples = prompt_overlap(config), None
     if config.distill.mode == "regenerate":
-        examples = regenerate(
-            config.distill, config.data, target, target.tokenizer, folder / "answers", accelerator, overlap=overlap
-        )
-    distill(
-        config.distill,
-        config.data,
-        target,
-        target.tokenizer,
-        folder / "distill",
-        accelerator,
-        examples=examples,
-        overlap=overlap,
-    )
+        examples = regenerate(config.distill, config.data, target, folder / "answers", accelerator, overlap=overlap)
+    distill(config.distill, config.data, target, folder / "distill", accelerator, examples=examples, overlap=overlap)
     accelerator.wait_for_everyone()
 
 

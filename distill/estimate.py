@@ -128,16 +128,9 @@ def estimate_regeneration(
     with open_engine(config, target, limits) as engine, tqdm(disable=True) as progress:
         started = time.perf_counter()
         for start in range(0, len(drawn), portion):
-            answered, counts = answer_conversations(
-                drawn[start : start + portion],
-                target.tokenizer,
-                engine,
-                limits=limits,
-                stop_ids=target.stop_ids,
-                seed=config.seed,
-                progress=progress,
-            )
-            num_conversations += len(drawn[start : start + portion])
+            sample = drawn[start : start + portion]
+            answered, counts = answer_conversations(sample, target, engine, limits=limits, seed=config.seed, progress=progress)
+            num_conversations += len(sample)
             num_answers, num_cut = num_answers + counts.num_answers, num_cut + counts.num_cut
             num_tokens += counts.num_tokens
             examples += [each.to_example() for each in answered]

@@ -294,7 +294,7 @@ def main() -> None:
     register()
     config = recipe(args, KINDS[0], None)
     target = load_target(config.target, torch.device("cpu"))
-    manifest = distill(config.distill, config.data, target, target.tokenizer, folder(args), Accelerator(cpu=True))
+    manifest = distill(config.distill, config.data, target, folder(args), Accelerator(cpu=True))
     cases = [run_case(args, kind, positions, manifest, target) for kind in args.kinds for positions in args.positions]
     shares = padding_shares(args, target)
     report = {

@@ -132,7 +132,7 @@ def store(args: argparse.Namespace, target: HFTarget) -> dict[str, dict[str, flo
     relative errors by type and kind, over the first shard."""
     config = recipe(args, Trial(drafter="redrafter", shards="none"))
     plain = replace(config.distill, top_logprobs=None)
-    manifest = distill(plain, config.data, target, target.tokenizer, args.folder / "none", Accelerator(cpu=True))
+    manifest = distill(plain, config.data, target, args.folder / "none", Accelerator(cpu=True))
     errors: dict[str, dict[str, float]] = {}
     entries: dict[str, list[Any]] = {name: [] for name in STORED}
     pending = [name for name in STORED if not (args.folder / name / MANIFEST_FILE).exists()]

@@ -4,6 +4,7 @@ import argparse
 import gzip
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,13 +14,9 @@ from outrider.distill.regenerate.engines.batch import FIRST_PART, LEAST_SHARE, M
 from outrider.distill.regenerate.lengths.buckets import LengthPredictor, Predicted, Seen
 from outrider.distill.regenerate.lengths.predictors import make_predictor
 from outrider.distill.regenerate.lengths.schedule import (
-    Known,
-    Pages,
     Policy,
     Rectangle,
-    first_come,
-    longest_answer_first,
-    longest_prompt_first,
+    Waiting,
     shortest_text_first,
 )
 from outrider.models.target.hf_target import HFTarget
@@ -106,6 +103,46 @@ def make_request(records: dict[int, Record], number: int, *, scale: int = 1, kno
     ids, _, known = records[number]
     num_known_tokens = max(1, known // scale) if knows_lengths else None
     return Request(id=str(number), prompt_ids=ids, seed=number, num_known_tokens=num_known_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """A paged cache: each row takes its own pages of `size` tokens."""
+
+    size: int = 16
+
+    def entries(self, batch: Sequence[Waiting]) -> int:
+        return sum(-(-(row.num_read + row.num_reserved) // self.size) * self.size for row in batch)
+
+    def limits(self, batch: Sequence[Waiting]) -> list[int]:
+        return [row.num_reserved for row in batch]
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Fixed reservations, one for each request: the maximum, or what an oracle says."""
+
+    num_tokens: Sequence[int]
+
+    def reserve(self, indices: Sequence[int]) -> list[int]:
+        return [self.num_tokens[index] for index in indices]
+
+    def observe(self, lengths: dict[int, int], unfinished: dict[int, int]) -> bool:
+        return False
+
+
+def first_come(waiting: Sequence[Waiting]) -> list[Waiting]:
+    return sorted(waiting, key=lambda row: row.index)
+
+
+def longest_prompt_first(waiting: Sequence[Waiting]) -> list[Waiting]:
+    return sorted(waiting, key=lambda row: (-row.num_read, row.index))
+
+
+def longest_answer_first(waiting: Sequence[Waiting]) -> list[Waiting]:
+    """By decreasing reservation, and so by what is left of the answers: rows of one batch end together. With first fit it is
+    S3's decreasing first fit."""
+    return sorted(waiting, key=lambda row: (-row.num_reserved, row.index))
 
 
 def make_predictors(target: HFTarget) -> dict[str, tuple[LengthPredictor, bool]]:

@@ -27,7 +27,7 @@ from ...models.target.hf_target import HFTarget
 from ...models.target.tensor_parallel import Worker
 from ..config import DistillConfig
 from ..plan import peak_memory_bytes, plan_sha256, plan_shards, run_shards
-from .continuations import label_continuations, require_branch_attention
+from .continuations import LabelStats, label_continuations, require_branch_attention
 from .features import require_features, require_space, stored_example
 
 logger = logging.getLogger(__name__)
@@ -42,13 +42,9 @@ GREEDY_AGREEMENT = 0.95
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LabellingStats:
-    """What labelling one shard took (see `LabelStats`); `seconds` are those of labelling, not of reading and writing."""
+class LabellingStats(LabelStats):
+    """What labelling one shard took; `seconds` are those of labelling, not of reading and writing."""
 
-    num_text_tokens: int
-    num_positions: int
-    num_agreeing: int
-    num_branch_tokens: int
     seconds: float
 
 
@@ -56,7 +52,6 @@ def distill(
     config: DistillConfig,
     data: DataConfig,
     target: HFTarget,
-    tokenizer: PreTrainedTokenizerBase,
     output_dir: Path,
     accelerator: Accelerator,
     *,
@@ -76,7 +71,7 @@ def distill(
     # 1. The examples, and whether the target can label them.
     dropped: Counter[str] = Counter()
     if examples is None:
-        examples, dropped = load_examples(data, tokenizer, overlap)
+        examples, dropped = load_examples(data, target.tokenizer, overlap)
     longest = max(len(example.input_ids) for example in examples)
     require_branch_attention(target, longest + max(config.horizon - 2, 0))
     require_features(config, target)

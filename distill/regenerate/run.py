@@ -16,7 +16,6 @@ from pathlib import Path
 
 from accelerate import Accelerator
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
 
 from ...data.chat import require_template
 from ...data.config import DataConfig
@@ -66,7 +65,6 @@ def regenerate(
     config: DistillConfig,
     data: DataConfig,
     target: HFTarget,
-    tokenizer: PreTrainedTokenizerBase,
     output_dir: Path,
     accelerator: Accelerator,
     *,
@@ -90,12 +88,12 @@ def regenerate(
     worker = Worker.of(accelerator, tensor_parallel=target.tensor_parallel and config.engine != "openai")
     manifest = run_shards(
         answer_store(output_dir),
-        describe_answers(config, plan, target, tokenizer, limits),
+        describe_answers(config, plan, target, limits),
         plan,
         accelerator,
         worker,
         num_units=count_turns,
-        make=lambda shards, progress: _answer_shards(config, shards, target, tokenizer, limits, output_dir, progress, worker),
+        make=lambda shards, progress: _answer_shards(config, shards, target, limits, output_dir, progress, worker),
         finish=lambda entries: _write_statistics(config, data, target, output_dir, entries, unread),
         unit="answer",
     )
@@ -115,7 +113,7 @@ def missing_conversations(
     """Return the conversations still to be answered. Raises ValueError where the folder holds another run's answers."""
     plan, store = plan_shards(conversations, config.shard_examples), answer_store(output_dir)
     limits = answer_limits(config, data, target)
-    store.require_same(describe_answers(config, plan, target, target.tokenizer, limits))
+    store.require_same(describe_answers(config, plan, target, limits))
     return store.missing(plan)
 
 
@@ -129,7 +127,6 @@ def describe_answers(
     config: DistillConfig,
     plan: Sequence[Sequence[Conversation]],
     target: HFTarget,
-    tokenizer: PreTrainedTokenizerBase,
     limits: Limits,
 ) -> AnswersManifest:
     """What decides these answers, before there is any. Which engine runs the target has no say in it."""
@@ -137,7 +134,7 @@ def describe_answers(
     return AnswersManifest(
         target=target.identity,
         target_dtype=str(target.dtype),
-        chat_template_sha256=hashlib.sha256(require_template(tokenizer).encode()).hexdigest(),
+        chat_template_sha256=hashlib.sha256(require_template(target.tokenizer).encode()).hexdigest(),
         sampling=SamplingFacts(
             temperature=config.temperature,
             top_k=config.top_k,
@@ -155,18 +152,18 @@ def describe_answers(
 
 def answer_conversations(
     conversations: Sequence[Conversation],
-    tokenizer: PreTrainedTokenizerBase,
+    target: HFTarget,
     engine: Engine,
     *,
     limits: Limits,
-    stop_ids: Sequence[int],
     seed: int,
     progress: tqdm,
 ) -> tuple[list[AnsweredExample], AnswerCounts]:
     """Answer all conversations' first turns, then their second ones, and so on. `progress` counts turns."""
     # 1. A round of answers for the next turns of all dialogues that are not at their end.
     dialogues = [
-        Dialogue(conversation, tokenizer, limits=limits, stop_ids=stop_ids, seed=seed) for conversation in conversations
+        Dialogue(conversation, target.tokenizer, limits=limits, stop_ids=target.stop_ids, seed=seed)
+        for conversation in conversations
     ]
     num_shown = 0
     while asked := {request.id: (dialogue, request) for dialogue in dialogues if (request := dialogue.next_request())}:
@@ -199,7 +196,6 @@ def _answer_shards(
     config: DistillConfig,
     shards: Mapping[int, Sequence[Conversation]],
     target: HFTarget,
-    tokenizer: PreTrainedTokenizerBase,
     limits: Limits,
     output_dir: Path,
     progress: tqdm,
@@ -213,13 +209,7 @@ def _answer_shards(
             if isinstance(engine, BatchEngine):
                 engine.statistics = None
             examples, counts = answer_conversations(
-                conversations,
-                tokenizer,
-                engine,
-                limits=limits,
-                stop_ids=target.stop_ids,
-                seed=config.seed,
-                progress=progress,
+                conversations, target, engine, limits=limits, seed=config.seed, progress=progress
             )
             seconds = time.perf_counter() - started
             progress.set_postfix_str(f"{counts.num_tokens / seconds:.0f} tok/s")

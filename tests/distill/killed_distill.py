@@ -37,8 +37,8 @@ LONGEST_SECONDS = 120.0
 
 def make(target: HFTarget, data: DataConfig, folder: Path, accelerator: Accelerator) -> Manifest:
     """Both parts of the stage, as the pipeline runs them."""
-    examples = regenerate(CONFIG, data, target, target.tokenizer, folder / "answers", accelerator)
-    return distill(CONFIG, data, target, target.tokenizer, folder / "distill", accelerator, examples=examples)
+    examples = regenerate(CONFIG, data, target, folder / "answers", accelerator)
+    return distill(CONFIG, data, target, folder / "distill", accelerator, examples=examples)
 
 
 def start(rank: int, num_processes: int, port: int, target: HFTarget, data: DataConfig, folder: Path) -> int:

@@ -72,7 +72,7 @@ def test_regeneration_is_told_from_a_sample_that_is_the_whole(target: HFTarget, 
     config = DistillConfig(mode="regenerate", horizon=3, max_new_tokens=8, shard_examples=7)
     conversations, dropped = load_conversations(data)
     told, examples = estimate_regeneration(config, data, target, conversations, dropped, num_processes=1)
-    made = regenerate(config, data, target, target.tokenizer, tmp_path / "answers", Accelerator(cpu=True))
+    made = regenerate(config, data, target, tmp_path / "answers", Accelerator(cpu=True))
     statistics = read_json(tmp_path / "answers" / "stats.json")
     assert sorted(example.input_ids.tolist() for example in examples) == sorted(each.input_ids.tolist() for each in made)
     assert told.num_conversations == told.num_turns == 20
@@ -109,7 +109,7 @@ def test_only_what_is_missing_is_planned(target: HFTarget, tmp_path: Path) -> No
         missing_examples(replace(config, horizon=4), data, target, examples, folder)
     regenerating = DistillConfig(mode="regenerate", horizon=3, max_new_tokens=8, shard_examples=7)
     conversations, _ = load_conversations(data)
-    regenerate(regenerating, data, target, target.tokenizer, tmp_path / "answers", Accelerator(cpu=True))
+    regenerate(regenerating, data, target, tmp_path / "answers", Accelerator(cpu=True))
     (tmp_path / "answers" / "answers-00000.json").unlink()
     assert missing_conversations(regenerating, data, target, conversations, tmp_path / "answers") == conversations[:7]
     with pytest.raises(ValueError, match="another run"):

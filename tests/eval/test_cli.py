@@ -90,7 +90,7 @@ def test_settings_are_given_as_in_a_configuration(command: list[str], tmp_path: 
         (["--setting", "beam_width"], "'{depth: 5, top_k: 8}'"),
         (["--setting", "{beam_width: 1"], "'{depth: 5, top_k: 8}'"),
         (["--setting", "{tree_nodes:0}"], "'tree_nodes:0'; YAML needs a space after the colon"),
-        (["--setting", "{depth: 5}"], "depth can't be changed when a redrafter is loaded"),
+        (["--setting", "{depth: 5}"], "the drafter redrafter has no option depth"),
         (["--setting", "{beam_width: 1}", "--beam-length", "2"], "leave out --beam-width"),
     ],
 )

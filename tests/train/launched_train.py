@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
+from outrider.models.drafters import parse_drafter
 from outrider.models.target.config import TargetConfig
 from outrider.models.target.loading import load_target
 from outrider.train.config import TrainConfig

@@ -8,6 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -51,6 +52,7 @@ UNKNOWN_SHARE = 0.25
 """Reserved of the maximum as long as nothing is known of lengths."""
 
 
+@dataclass(slots=True)
 class BatchEngine:
     """Answers requests in padded batches by predicted length (see `Engine`).
 
@@ -59,22 +61,13 @@ class BatchEngine:
     same in every run too.
     """
 
-    def __init__(
-        self,
-        target: HFTarget,
-        *,
-        sampling: Sampling,
-        limits: Limits,
-        kv_budget_bytes: int,
-        make_predictor: Callable[[], LengthPredictor],
-    ) -> None:
-        self.target = target
-        self.sampling = sampling
-        self.limits = limits
-        self.kv_budget_bytes = kv_budget_bytes
-        self.make_predictor = make_predictor
-        self.statistics: ScheduleStatistics | None = None
-        """Of all calls that came to their end; whoever reads it may set it to None, to begin anew."""
+    target: HFTarget
+    sampling: Sampling
+    limits: Limits
+    kv_budget_bytes: int
+    make_predictor: Callable[[], LengthPredictor]
+    statistics: ScheduleStatistics | None = None
+    """Of all calls that came to their end; the caller may set it to None, to begin anew."""
 
     def answer(self, requests: Sequence[Request]) -> Iterator[Answer]:
         """An answer to every request, batch by batch. Raises ValueError where one has no room in the limits, or might outgrow

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ CPU_REQUESTS_PER_BATCH = 16
 """On a CPU the cache is sized for so many of the longest texts; elsewhere transformers sizes it by the free memory."""
 
 
+@dataclass(frozen=True, slots=True)
 class ContinuousEngine:
     """One manager of continuous batching for each call, so that the memory of its cache is free in between.
 
@@ -30,25 +32,16 @@ class ContinuousEngine:
     the call's `requests`.
     """
 
-    def __init__(
-        self,
-        target: HFTarget,
-        *,
-        sampling: Sampling,
-        limits: Limits,
-        max_requests_per_batch: int | None = None,
-        scheduler: Callable[..., Any] | None = None,
-    ) -> None:
-        self._target = target
-        self._sampling = sampling
-        self._limits = limits
-        self._max_requests_per_batch = max_requests_per_batch
-        self._scheduler = scheduler
+    target: HFTarget
+    sampling: Sampling
+    limits: Limits
+    max_requests_per_batch: int | None = None
+    scheduler: Callable[..., Any] | None = None
 
     def answer(self, requests: Sequence[Request]) -> Iterator[Answer]:
         """An answer to every request, as they end. Raises RuntimeError where transformers fails one."""
-        devices = [self._target.device] if self._target.device.type == "cuda" else []
-        model: Any = self._target.model
+        devices = [self.target.device] if self.target.device.type == "cuda" else []
+        model: Any = self.target.model
         with torch.random.fork_rng(devices), self._registered_scheduler(requests) as scheduler_name:
             manager = model.init_continuous_batching(
                 generation_config=self._generation_config(),
@@ -59,8 +52,8 @@ class ContinuousEngine:
                 manager.add_request(
                     request.prompt_ids.tolist(),
                     request_id=request.id,
-                    max_new_tokens=self._limits.room(len(request.prompt_ids)),
-                    eos_token_id=list(self._target.stop_ids),
+                    max_new_tokens=self.limits.room(len(request.prompt_ids)),
+                    eos_token_id=list(self.target.stop_ids),
                 )
             manager.start()
             try:
@@ -77,7 +70,7 @@ class ContinuousEngine:
                 raise RuntimeError(f"continuous batching failed the request {result.request_id!r}: {result.error}")
             if result is not None and result.is_finished():
                 tokens: list[int] = result.generated_tokens  # none where the length limit left no room for any
-                cut = not tokens or tokens[-1] not in self._target.stop_ids
+                cut = not tokens or tokens[-1] not in self.target.stop_ids
                 return Answer(id=result.request_id, tokens=torch.tensor(tokens, dtype=torch.long), cut=cut)
             if result is None and not manager.is_running():
                 error = manager.background_thread_status.fatal_error
@@ -86,14 +79,14 @@ class ContinuousEngine:
     def _generation_config(self) -> GenerationConfig:
         # A fresh one: the model's own may bring penalties and filters that nobody asked for.
         config = GenerationConfig(
-            do_sample=self._sampling.temperature > 0,
-            eos_token_id=list(self._target.stop_ids),
-            max_new_tokens=self._limits.max_new_tokens,
+            do_sample=self.sampling.temperature > 0,
+            eos_token_id=list(self.target.stop_ids),
+            max_new_tokens=self.limits.max_new_tokens,
         )
         if config.do_sample:
-            config.temperature = self._sampling.temperature
-            config.top_k = self._sampling.top_k or 0
-            config.top_p = self._sampling.top_p or 1.0
+            config.temperature = self.sampling.temperature
+            config.top_k = self.sampling.top_k or 0
+            config.top_p = self.sampling.top_p or 1.0
         return config
 
     def _batching_config(self, requests: Sequence[Request], scheduler_name: str) -> ContinuousBatchingConfig:
@@ -101,12 +94,12 @@ class ContinuousEngine:
             seed=answer_seed(0, ",".join(str(request.seed) for request in requests), 0),
             drop_unsupported_processors=False,
             scheduler_type=scheduler_name,
-            max_requests_per_batch=self._max_requests_per_batch,
+            max_requests_per_batch=self.max_requests_per_batch,
         )
-        if self._target.device.type == "cpu":
-            rows = self._max_requests_per_batch or CPU_REQUESTS_PER_BATCH
+        if self.target.device.type == "cpu":
+            rows = self.max_requests_per_batch or CPU_REQUESTS_PER_BATCH
             prompts = [len(request.prompt_ids) for request in requests]
-            longest = max(num_tokens + self._limits.room(num_tokens) for num_tokens in prompts)
+            longest = max(num_tokens + self.limits.room(num_tokens) for num_tokens in prompts)
             config.page_size = CPU_PAGE_TOKENS
             config.num_blocks = rows * (math.ceil(longest / CPU_PAGE_TOKENS) + 1)
             config.max_batch_tokens = max(rows, CPU_BATCH_TOKENS)
@@ -114,14 +107,14 @@ class ContinuousEngine:
 
     @contextmanager
     def _registered_scheduler(self, requests: Sequence[Request]) -> Iterator[str]:
-        if self._scheduler is None:
+        if self.scheduler is None:
             yield "fifo"
             return
         # The configuration takes a name, and this table is where names are looked up.
         from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING
 
         table: dict[str, Any] = SCHEDULER_MAPPING
-        table[SCHEDULER_NAME] = partial(self._scheduler, requests=requests)
+        table[SCHEDULER_NAME] = partial(self.scheduler, requests=requests)
         try:
             yield SCHEDULER_NAME
         finally:

@@ -1,6 +1,7 @@
 """Regeneration by outrider's own decode loop, plain or sped up by a drafter."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ..engine import Answer, Limits, Request
 DEFAULT_BATCH_SIZE = 16
 
 
+@dataclass(frozen=True, slots=True)
 class DecoderEngine:
     """Batches of requests of similar length; a batch ends with its longest answer.
 
@@ -24,46 +26,36 @@ class DecoderEngine:
     text. `drafter_context` is the longest text that the drafter can read; requests that may outgrow it are decoded without.
     """
 
-    def __init__(
-        self,
-        target: HFTarget,
-        drafter: Drafter[Any, Any],
-        *,
-        sampling: Sampling,
-        limits: Limits,
-        batch_size: int = DEFAULT_BATCH_SIZE,
-        drafter_context: int | None = None,
-    ) -> None:
-        self._target = target
-        self._drafter = drafter
-        self._sampling = sampling
-        self._limits = limits
-        self._batch_size = batch_size
-        self._drafter_context = drafter_context
+    target: HFTarget
+    drafter: Drafter[Any, Any]
+    sampling: Sampling
+    limits: Limits
+    batch_size: int = DEFAULT_BATCH_SIZE
+    drafter_context: int | None = None
 
     def answer(self, requests: Sequence[Request]) -> Iterator[Answer]:
         """An answer to every request, those to the longest prompts first: memory runs out early or never."""
         ordered = sorted(requests, key=lambda request: (-len(request.prompt_ids), request.id))
         drafted = [request for request in ordered if self._fits_drafter(request)]
         plain = [request for request in ordered if not self._fits_drafter(request)]
-        for group, drafter in ((plain, NullDrafter()), (drafted, self._drafter)):
-            for start in range(0, len(group), self._batch_size):
-                yield from self._answer_batch(group[start : start + self._batch_size], drafter)
+        for group, drafter in ((plain, NullDrafter()), (drafted, self.drafter)):
+            for start in range(0, len(group), self.batch_size):
+                yield from self._answer_batch(group[start : start + self.batch_size], drafter)
 
     def _fits_drafter(self, request: Request) -> bool:
         num_tokens = len(request.prompt_ids)
-        return self._drafter_context is None or num_tokens + self._limits.room(num_tokens) <= self._drafter_context
+        return self.drafter_context is None or num_tokens + self.limits.room(num_tokens) <= self.drafter_context
 
     def _answer_batch(self, batch: Sequence[Request], drafter: Drafter[Any, Any]) -> Iterator[Answer]:
-        is_greedy = self._sampling.temperature == 0
-        rooms = [self._limits.room(len(request.prompt_ids)) for request in batch]
+        is_greedy = self.sampling.temperature == 0
+        rooms = [self.limits.room(len(request.prompt_ids)) for request in batch]
         steps = generate(
-            self._target,
+            self.target,
             drafter,
-            GreedyAcceptance() if is_greedy else SpeculativeSampling(sampling=self._sampling),
-            [request.prompt_ids.to(self._target.device) for request in batch],
+            GreedyAcceptance() if is_greedy else SpeculativeSampling(sampling=self.sampling),
+            [request.prompt_ids.to(self.target.device) for request in batch],
             max_new_tokens=rooms,
-            stop_ids=self._target.stop_ids,
+            stop_ids=self.target.stop_ids,
             generator=None if is_greedy else RowSeeds([request.seed for request in batch]),
         )
         written: list[list[int]] = [[] for _ in batch]

@@ -11,7 +11,7 @@ import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -88,6 +88,7 @@ class Seen:
     num_tokens: int
 
 
+@dataclass(slots=True)
 class Predicted:
     """Reservations by predicted length, for one call's `requests` (see `schedule.Reservation`).
 
@@ -99,26 +100,18 @@ class Predicted:
     would be missing. An answer that grew longer than twice its prediction counts twice.
     """
 
-    def __init__(
-        self,
-        predictor: LengthPredictor,
-        requests: Sequence[Request],
-        *,
-        share: float,
-        unknown: int,
-        part: float = 1.0,
-        seen: Sequence[Seen] = (),
-    ) -> None:
-        self.predictor = predictor
-        self.requests = requests
-        self.share = share
-        self.part = part
-        self.unknown = unknown
-        self.seen = seen
-        self.buckets: Buckets | None = None
-        self._first: dict[int, tuple[Buckets, int]] = {}  # the first bucket predicted of each request, and whose
-        self._num_learnt = LEARN_FIRST // 2
-        self._predicted: dict[int, int] = {}
+    predictor: LengthPredictor
+    requests: Sequence[Request]
+    _: KW_ONLY
+    share: float
+    unknown: int
+    part: float = 1.0
+    seen: Sequence[Seen] = ()
+    buckets: Buckets | None = field(default=None, init=False)
+    _first: dict[int, tuple[Buckets, int]] = field(default_factory=dict, init=False)
+    """The first bucket that was predicted of each request, and among which buckets."""
+    _num_learnt: int = field(default=LEARN_FIRST // 2, init=False)
+    _predicted: dict[int, int] = field(default_factory=dict, init=False)
 
     def reserve(self, indices: Sequence[int]) -> list[int]:
         if self.buckets is None:

@@ -133,19 +133,6 @@ class Rectangle:
         return [end - row.num_read for row in batch]
 
 
-@dataclass(frozen=True, slots=True)
-class Pages:
-    """A paged cache: each row takes its own pages of `size` tokens."""
-
-    size: int = 16
-
-    def entries(self, batch: Sequence[Waiting]) -> int:
-        return sum(-(-(row.num_read + row.num_reserved) // self.size) * self.size for row in batch)
-
-    def limits(self, batch: Sequence[Waiting]) -> list[int]:
-        return [row.num_reserved for row in batch]
-
-
 @torch.inference_mode()
 def kv_bytes_per_token(target: HFTarget) -> int:
     """Bytes that the keys and values of one token take in all layers.
@@ -159,20 +146,6 @@ def kv_bytes_per_token(target: HFTarget) -> int:
 
 
 # --- orders
-
-
-def first_come(waiting: Sequence[Waiting]) -> list[Waiting]:
-    return sorted(waiting, key=lambda row: row.index)
-
-
-def longest_prompt_first(waiting: Sequence[Waiting]) -> list[Waiting]:
-    return sorted(waiting, key=lambda row: (-row.num_read, row.index))
-
-
-def longest_answer_first(waiting: Sequence[Waiting]) -> list[Waiting]:
-    """By decreasing reservation, and so by what is left of the answers: rows of one batch end together. With first fit it is
-    S3's decreasing first fit."""
-    return sorted(waiting, key=lambda row: (-row.num_reserved, row.index))
 
 
 def shortest_text_first(waiting: Sequence[Waiting]) -> list[Waiting]:
@@ -205,22 +178,6 @@ def require_room(waiting: Sequence[Waiting], rooms: Sequence[int], budget: int, 
                 f"the KV-memory budget holds {budget} tokens, and a request may take {entries}: a prompt of {row.num_read} and "
                 f"an answer of up to {rooms[row.index]}. Raise distill.kv_budget_gib, or lower distill.max_new_tokens"
             )
-
-
-# --- reservations that predict nothing
-
-
-@dataclass(frozen=True, slots=True)
-class Known:
-    """Fixed reservations, one for each request: the maximum, or what an oracle says."""
-
-    num_tokens: Sequence[int]
-
-    def reserve(self, indices: Sequence[int]) -> list[int]:
-        return [self.num_tokens[index] for index in indices]
-
-    def observe(self, lengths: dict[int, int], unfinished: dict[int, int]) -> bool:
-        return False
 
 
 # --- the supervisor

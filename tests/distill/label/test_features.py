@@ -53,7 +53,7 @@ def data(tmp_path: Path) -> DataConfig:
 
 
 def run(config: DistillConfig, data: DataConfig, target: HFTarget, output_dir: Path) -> Manifest:
-    return distill(config, data, target, target.tokenizer, output_dir, Accelerator(cpu=True))
+    return distill(config, data, target, output_dir, Accelerator(cpu=True))
 
 
 def examples_in(folder: Path, manifest: Manifest) -> list[DistilledExample]:

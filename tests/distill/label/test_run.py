@@ -56,7 +56,7 @@ def write_conversations(path: Path, count: int) -> DataConfig:
 
 
 def run(config: DistillConfig, data: DataConfig, target: HFTarget, output_dir: Path) -> Manifest:
-    return distill(config, data, target, target.tokenizer, output_dir, Accelerator(cpu=True))
+    return distill(config, data, target, output_dir, Accelerator(cpu=True))
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -235,7 +235,7 @@ def test_processes_share_the_shards_and_make_the_bytes_of_one(
 
     def play(rank: int) -> None:
         accelerator = ThreadAccelerator(rank, barrier)
-        manifests[rank] = distill(CONFIG, data, targets[rank], targets[rank].tokenizer, tmp_path / "two", accelerator)
+        manifests[rank] = distill(CONFIG, data, targets[rank], tmp_path / "two", accelerator)
 
     threads = [threading.Thread(target=play, args=(rank,)) for rank in range(2)]
     for thread in threads:
@@ -260,7 +260,7 @@ target_dir, data_path, output_dir = sys.argv[1:]
 target = load_target(TargetConfig(name_or_path=target_dir, device="cpu"))
 config = DistillConfig(horizon=4, features="last_hidden", shard_examples=3, batch_tokens=128)
 data = DataConfig(source="messages", path=data_path, max_length=60)
-distill(config, data, target, target.tokenizer, Path(output_dir), Accelerator(cpu=True))
+distill(config, data, target, Path(output_dir), Accelerator(cpu=True))
 """
 
 

@@ -76,7 +76,7 @@ def data(tmp_path: Path) -> DataConfig:
 
 
 def run(config: DistillConfig, data: DataConfig, target: HFTarget, output_dir: Path) -> list[Example]:
-    return regenerate(config, data, target, target.tokenizer, output_dir, Accelerator(cpu=True))
+    return regenerate(config, data, target, output_dir, Accelerator(cpu=True))
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -162,14 +162,14 @@ def test_the_labelling_takes_them_in_place_of_the_datas_own(target: HFTarget, da
     config = DistillConfig(mode="regenerate", shard_examples=4, max_new_tokens=12, horizon=3)
     examples = run(config, data, target, tmp_path / "answers")
     folder, accelerator = tmp_path / "distill", Accelerator(cpu=True)
-    manifest = distill(config, data, target, target.tokenizer, folder, accelerator, examples=examples)
+    manifest = distill(config, data, target, folder, accelerator, examples=examples)
     assert manifest.data_sha256 == examples_sha256(examples)
     assert [id for shard in manifest.shards for id in shard.ids] == [example.id for example in examples]
     statistics = read_json(folder / "stats.json")
     assert statistics["num_positions"] == sum(int(example.loss_mask.sum()) for example in examples)
     assert statistics["agreement"] == 1.0
     with pytest.raises(ValueError, match="data_sha256"):
-        distill(config, data, target, target.tokenizer, folder, accelerator)
+        distill(config, data, target, folder, accelerator)
 
 
 def test_answers_of_another_model_are_noticed_when_they_are_labelled(
@@ -181,7 +181,7 @@ def test_answers_of_another_model_are_noticed_when_they_are_labelled(
         caplog.clear()
         folder = tmp_path / f"distill-{is_told}"
         with caplog.at_level(logging.WARNING, logger="outrider"):
-            distill(config, data, target, target.tokenizer, folder, Accelerator(cpu=True), examples=sampled)
+            distill(config, data, target, folder, Accelerator(cpu=True), examples=sampled)
         agreement = read_json(folder / "stats.json")["agreement"]
         assert SUSPICIOUS_AGREEMENT < agreement < GREEDY_AGREEMENT
         assert ("in another precision" in caplog.text) == is_told
@@ -350,9 +350,7 @@ def test_an_engine_that_forgets_a_request_is_an_error(target: HFTarget, data: Da
     conversations, _ = load_conversations(data)
     limits = Limits(max_new_tokens=9, max_tokens=99)
     with tqdm(disable=True) as progress, pytest.raises(RuntimeError, match="Forgetful left 4 requests unanswered"):
-        answer_conversations(
-            conversations, target.tokenizer, Forgetful(), limits=limits, stop_ids=[3], seed=0, progress=progress
-        )
+        answer_conversations(conversations, target, Forgetful(), limits=limits, seed=0, progress=progress)
 
 
 def test_a_target_that_says_nothing_is_told_with_the_reasons(
@@ -376,7 +374,7 @@ def test_processes_share_the_shards_and_make_the_bytes_of_one(
 
     def play(rank: int) -> None:
         accelerator = ThreadAccelerator(rank, barrier)
-        examples = regenerate(CONFIG, data, targets[rank], targets[rank].tokenizer, tmp_path / "two", accelerator)
+        examples = regenerate(CONFIG, data, targets[rank], tmp_path / "two", accelerator)
         found[rank] = examples_sha256(examples)
 
     threads = [threading.Thread(target=play, args=(rank,)) for rank in range(2)]
@@ -405,7 +403,7 @@ target = load_target(TargetConfig(name_or_path=target_dir, device="cpu"))
 target.model.generation_config.eos_token_id = [int(stop) for stop in stops]
 config = DistillConfig(mode="regenerate", shard_examples=3, temperature=1.0, max_new_tokens=24, decode_batch_size=2, horizon=3)
 data = DataConfig(source="messages", path=data_path, max_length=120)
-regenerate(config, data, target, target.tokenizer, Path(output_dir), Accelerator(cpu=True))
+regenerate(config, data, target, Path(output_dir), Accelerator(cpu=True))
 """
 
 

@@ -52,8 +52,8 @@ def states(target: HFTarget, rank: int) -> dict[str, torch.Tensor]:
 
 def make(target: HFTarget, data: DataConfig, folder: Path, accelerator: Accelerator, engine: str = "decoder") -> None:
     config = DistillConfig(**{**vars(CONFIG), "engine": engine})
-    examples = regenerate(config, data, target, target.tokenizer, folder / "answers", accelerator)
-    distill(config, data, target, target.tokenizer, folder / "distill", accelerator, examples=examples)
+    examples = regenerate(config, data, target, folder / "answers", accelerator)
+    distill(config, data, target, folder / "distill", accelerator, examples=examples)
 
 
 def main(target_dir: Path, data: DataConfig, output: Path) -> None:

@@ -8,16 +8,11 @@ import torch
 
 from outrider.distill.regenerate.lengths.schedule import (
     Decoded,
-    Known,
-    Pages,
     Policy,
     Rectangle,
     Waiting,
     evict,
-    first_come,
     kv_bytes_per_token,
-    longest_answer_first,
-    longest_prompt_first,
     next_batch,
     shortest_text_first,
     summarise,
@@ -33,6 +28,23 @@ class Sum:
 
     def limits(self, batch: Sequence[Waiting]) -> list[int]:
         return [row.num_reserved for row in batch]
+
+
+class Known:
+    """Fixed reservations."""
+
+    def __init__(self, num_tokens: Sequence[int]) -> None:
+        self.num_tokens = num_tokens
+
+    def reserve(self, indices: Sequence[int]) -> list[int]:
+        return [self.num_tokens[index] for index in indices]
+
+    def observe(self, lengths: dict[int, int], unfinished: dict[int, int]) -> bool:
+        return False
+
+
+def longest_answer_first(waiting: Sequence[Waiting]) -> list[Waiting]:
+    return sorted(waiting, key=lambda row: (-row.num_reserved, row.index))
 
 
 def rows(*sizes: tuple[int, int]) -> list[Waiting]:
@@ -75,20 +87,15 @@ def test_without_overtaking_a_batch_ends_at_the_first_request_that_does_not_fit(
     assert all_batches(waiting, 10, may_overtake=True) == [[6, 4], [5, 4, 1]]
 
 
-def test_orders_are_stable_so_that_equal_requests_never_change_places():
+def test_the_order_is_stable_so_that_equal_requests_never_change_places():
     waiting = rows((3, 7), (5, 7), (3, 9), (5, 1))
-    assert [row.index for row in longest_answer_first(waiting)] == [2, 0, 1, 3]
-    assert [row.index for row in shortest_text_first(waiting)] == [3, 0, 1, 2]
-    assert [row.index for row in longest_prompt_first(waiting[::-1])] == [1, 3, 0, 2]
-    assert [row.index for row in first_come(waiting[::-1])] == [0, 1, 2, 3]
+    assert [row.index for row in shortest_text_first(waiting[::-1])] == [3, 0, 1, 2]
 
 
 def test_a_rectangle_costs_its_corners_and_lets_short_texts_go_on_into_them():
     batch = rows((10, 5), (2, 6))
     assert Rectangle().entries(batch) == 2 * 15
     assert Rectangle().limits(batch) == [5, 13]
-    assert Pages(size=4).entries(batch) == 16 + 8
-    assert Pages(size=4).limits(batch) == [5, 6]
 
 
 def test_an_overrun_keeps_its_tokens_and_doubles_its_whole_reservation():
@@ -154,7 +161,7 @@ def test_everything_is_answered_under_the_budget_however_wrong_the_reservations_
 
 def test_padding_and_unused_memory_are_counted_as_they_are_defined():
     script = Script([2, 4], [3, 5], budget=100)
-    policy = Policy(reservation=Known([6, 6]), order=first_come, memory=Rectangle(), may_overtake=False)
+    policy = Policy(reservation=Known([6, 6]), order=list, memory=Rectangle(), may_overtake=False)
     statistics = summarise(list(supervise([2, 4], [6, 6], policy, script, budget=100)), [1, 4], [1, 7], seconds=1.0)
     assert statistics.padding_share == 1 - 8 / 10  # two rows, five steps
     assert statistics.unused_share == 1 - (2 + 3 + 4 + 5) / (2 * 10)
@@ -168,7 +175,7 @@ def test_the_last_rows_are_evicted_early_only_where_others_wait():
         seen.append((len(batch), least))
         return [Decoded(num_new=1, ended=True) for _ in batch]
 
-    policy = Policy(reservation=Known([10] * 5), order=first_come, memory=Rectangle(), may_overtake=True, least_share=0.75)
+    policy = Policy(reservation=Known([10] * 5), order=list, memory=Rectangle(), may_overtake=True, least_share=0.75)
     list(supervise([1] * 5, [10] * 5, policy, decode, budget=34))
     assert seen == [(3, 3), (2, 0)]
 
@@ -195,7 +202,7 @@ def test_no_request_begins_while_more_than_is_allowed_waits_on_the_host():
 
 
 def test_a_request_that_might_outgrow_the_budget_is_refused_before_any_work():
-    policy = Policy(reservation=Known([2, 2]), order=first_come, memory=Rectangle(), may_overtake=False)
+    policy = Policy(reservation=Known([2, 2]), order=list, memory=Rectangle(), may_overtake=False)
     with pytest.raises(ValueError, match="holds 20 tokens, and a request may take 25.*kv_budget_gib"):
         next(supervise([3, 9], [16, 16], policy, Script([], [], 0), budget=20))
 
