@@ -74,10 +74,10 @@ class RunConfig:
                 f"target.tensor_parallel is on, and stages is {self.stages}: evaluation runs in one process, which must hold "
                 "the whole target. Set stages=[distill,train], and evaluate with a quantised target or in a serving engine"
             )
-        self._drafter_runs: dict[str, DrafterRun] = {}
+        self._drafter_runs: list[DrafterRun] = []
         for variant in self.variants or [""]:
             try:
-                self._drafter_runs[variant] = self._make_drafter_run(variant)
+                self._drafter_runs.append(self._make_drafter_run(variant))
             except (ValueError, OmegaConfBaseException) as error:
                 problems += [f"variants.{variant}: {line}" if variant else line for line in _lines(error, "train.")]
         raise_problems(problems)
@@ -85,11 +85,7 @@ class RunConfig:
 
     def drafter_runs(self) -> "list[DrafterRun]":
         """The drafters to train: one, or one per variant."""
-        return list(self._drafter_runs.values())
-
-    def drafter_run(self, variant: str) -> "DrafterRun":
-        """One drafter's training; the variant "" is the run's own."""
-        return self._drafter_runs[variant]
+        return self._drafter_runs
 
     def _make_drafter_run(self, variant: str) -> "DrafterRun":
         # Imports torch and transformers, which composing a recipe needs not.

@@ -16,7 +16,7 @@ from yaml import YAMLError
 from ..data.chat import use_chat_template
 from ..data.decontamination import PromptOverlap
 from ..data.files import atomic_write_text, locked
-from ..data.manifest import load_manifest
+from ..data.shards import label_store
 from ..data.sources import load_conversations
 from ..data.suites import load_suite
 from ..data.types import Example
@@ -195,7 +195,7 @@ def _check_inputs(config: RunConfig) -> None:
     for drafter in config.drafter_runs() if "train" in config.stages else ():
         require_tracker(drafter.train)
     if "train" in config.stages and "distill" not in config.stages:
-        manifest = load_manifest(Path(config.output_dir) / "distill")
+        manifest = label_store(Path(config.output_dir) / "distill").load()
         for drafter in config.drafter_runs():
             require_horizon(drafter.drafter, manifest.horizon)
     if "eval" in config.stages:

@@ -8,6 +8,7 @@ token covers, such as a space under a tokenizer that trims its offsets.)
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def encode_prompt(messages: Sequence[Turn], tokenizer: PreTrainedTokenizerBase) 
     """The token ids of a conversation so far, up to where the assistant is to go on."""
     require_template(tokenizer)
     encoded: Any = tokenizer.apply_chat_template(
-        _dicts(messages), add_generation_prompt=True, return_tensors="pt", return_dict=True
+        [asdict(turn) for turn in messages], add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
     return encoded["input_ids"]
 
@@ -59,14 +60,13 @@ def encode_conversations(
     it, or where no example is left: a mask that is zero everywhere would train on nothing.
     """
     template = require_template(tokenizer)
-    marked = GENERATION_MARKER.search(template) is not None
     examples: list[Example] = []
     dropped: Counter[str] = Counter()
     for start in range(0, len(conversations), BATCH_SIZE):
         rendered: list[tuple[str, str, list[Span]]] = []
         for conversation in conversations[start : start + BATCH_SIZE]:
             messages = _until_last_answer(conversation.turns)
-            result = _render_marked(messages, tokenizer, template) if marked else _render_located(messages, tokenizer)
+            result = _render_answers(messages, tokenizer, template)
             if isinstance(result, str):
                 dropped[result] += 1
             else:
@@ -101,13 +101,9 @@ def _built_in_names() -> str:
     return ", ".join(sorted(path.stem for path in TEMPLATES.glob("*.jinja")))
 
 
-def _dicts(messages: Sequence[Turn]) -> list[dict[str, str]]:
-    return [{"role": turn.role, "content": turn.content} for turn in messages]
-
-
 def _until_last_answer(turns: Sequence[Turn]) -> list[dict[str, str]]:
     last = max((index for index, turn in enumerate(turns) if turn.role == "assistant"), default=-1)
-    return _dicts(turns[: last + 1])
+    return [asdict(turn) for turn in turns[: last + 1]]
 
 
 def _render(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, *, add_generation_prompt: bool = False) -> str:
@@ -115,19 +111,24 @@ def _render(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, 
     return text
 
 
-def _render_marked(
+def _render_answers(
     messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, template: str
 ) -> tuple[str, list[Span]] | str:
-    """The rendered text and what stands between the template's generation markers, or the reason to drop the conversation."""
+    """The rendered text and its answers, or the reason to drop the conversation."""
     if not messages:
         return "no assistant turn"
-    render: Any = render_jinja_template  # its annotations are wrong
     try:
-        texts, spans = render(
-            [messages], chat_template=template, return_assistant_tokens_mask=True, **tokenizer.special_tokens_map
-        )
+        if GENERATION_MARKER.search(template):
+            return _render_marked(messages, tokenizer, template)
+        return _render_located(messages, tokenizer)
     except TemplateError as error:
         return f"rejected by the chat template ({error})"
+
+
+def _render_marked(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str, list[Span]]:
+    """The rendered text and what stands between the template's generation markers."""
+    render: Any = render_jinja_template  # its annotations are wrong
+    texts, spans = render([messages], chat_template=template, return_assistant_tokens_mask=True, **tokenizer.special_tokens_map)
     return texts[0], spans[0]
 
 
@@ -139,15 +140,10 @@ def _render_located(messages: list[dict[str, str]], tokenizer: PreTrainedTokeniz
     whole text (templates that drop earlier thinking), it begins with its own first character. It ends with what the template
     writes after the last answer, its end token; white space after that is nobody's.
     """
-    if not messages:
-        return "no assistant turn"
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    try:
-        text = _render(messages, tokenizer)
-        located = _locate_answers(text, messages, answers, tokenizer)
-        prompts = [_render(messages[:index], tokenizer, add_generation_prompt=True) for index in answers]
-    except TemplateError as error:
-        return f"rejected by the chat template ({error})"
+    text = _render(messages, tokenizer)
+    located = _locate_answers(text, messages, answers, tokenizer)
+    prompts = [_render(messages[:index], tokenizer, add_generation_prompt=True) for index in answers]
     if located is None:
         return "the chat template changes the answers, so that they cannot be found in its text"
     end_text = text[located[-1][1] :].rstrip()

@@ -3,21 +3,17 @@
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import torch
 
 from .choices import FEATURES, STATE_DTYPES
 from .differences import differences
 from .fields import one_of
-from .files import read_dataclass, write_json
 from .types import Example, TargetReads
 
 FORMAT_VERSION = 2
 MANIFEST_FILE = "manifest.json"
-
-M = TypeVar("M", bound="BaseManifest")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,24 +150,6 @@ class Manifest(BaseManifest):
                 "A drafter learns one target's own words: set target.name_or_path to the target of the shards, or distil again "
                 "into another output directory"
             )
-
-
-def save_manifest(directory: Path, manifest: BaseManifest) -> None:
-    """Write `manifest.json`, whole or not at all."""
-    write_json(directory / MANIFEST_FILE, asdict(manifest))
-
-
-def load_manifest(directory: Path) -> Manifest:
-    """Read the manifest of a distillation. Errors as in `read_manifest`."""
-    return read_manifest(Manifest, directory)
-
-
-def read_manifest(kind: type[M], directory: Path) -> M:
-    """Read `manifest.json`. Raises ValueError where it is missing or malformed, or has unknown or missing keys."""
-    path = directory / MANIFEST_FILE
-    if not path.exists():
-        raise ValueError(f"{path} does not exist: {directory} holds no finished data. Run the stage distill first")
-    return read_dataclass(kind, path)
 
 
 def examples_sha256(examples: Iterable[Example]) -> str:

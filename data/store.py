@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from .differences import differences
 from .files import atomic_write_bytes, read_dataclass, sha256_file, write_json
-from .manifest import MANIFEST_FILE, BaseEntry, BaseManifest, read_manifest, save_manifest
+from .manifest import MANIFEST_FILE, BaseEntry, BaseManifest
 
 logger = logging.getLogger(__name__)
 
@@ -42,14 +42,17 @@ class ShardStore(Generic[Entry, M]):
         return self.directory / f"{self.stem}-{index:05d}{suffix}"
 
     def load(self) -> M:
-        """Read the manifest. Errors as in `read_manifest`."""
-        return read_manifest(self.manifest, self.directory)
+        """Read the manifest. Raises ValueError where it is missing or malformed, or has unknown or missing keys."""
+        path = self.directory / MANIFEST_FILE
+        if not path.exists():
+            raise ValueError(f"{path} does not exist: {self.directory} holds no finished data. Run the stage distill first")
+        return read_dataclass(self.manifest, path)
 
     def save(self, manifest: M) -> None:
         """Write the manifest, after removing the half-written files of killed processes."""
         for path in self.directory.glob(".*.tmp"):
             path.unlink()
-        save_manifest(self.directory, manifest)
+        write_json(self.directory / MANIFEST_FILE, asdict(manifest))
 
     def write(self, index: int, data: bytes, **facts: Any) -> Entry:
         """Write a shard and then its sidecar, each whole or not at all. `facts` are the entry's further fields."""

@@ -36,7 +36,7 @@ from outrider.cli.config import DEMO_TARGET, register
 from outrider.data.chat import encode_conversations
 from outrider.data.config import DataConfig
 from outrider.data.files import read_json, write_json
-from outrider.data.manifest import load_manifest
+from outrider.data.shards import label_store
 from outrider.data.sources import load_conversations
 from outrider.eval.measure.environment import describe_environment
 from outrider.models.drafters import load_drafter
@@ -296,7 +296,7 @@ def curve(path: Path) -> list[dict[str, Any]]:
 def unadapted(run: Path, drafter: Path, target_dir: Path, seed: int, args: argparse.Namespace) -> float:
     """Tokens per step of the original drafter with the fine-tuned target, on the prompts of the trainings with this seed."""
     target = load_target(TargetConfig(name_or_path=str(target_dir), dtype="float32"), torch.device("cpu"))
-    manifest = load_manifest(run / "distill")
+    manifest = label_store(run / "distill").load()
     room = target.context_length - args.validation_tokens
     held_out = hold_out(run / "distill", manifest, args.validation_texts, seed=seed, max_prompt_tokens=room)
     validator = Validator(

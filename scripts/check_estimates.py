@@ -20,7 +20,7 @@ from tqdm import tqdm
 from outrider.data.chat import use_chat_template
 from outrider.data.config import DataConfig
 from outrider.data.files import read_json, write_json
-from outrider.data.manifest import load_manifest
+from outrider.data.shards import label_store
 from outrider.distill.label.run import load_examples
 from outrider.eval.measure.environment import describe_environment
 from outrider.eval.results.stats import bootstrap, ratio
@@ -65,7 +65,7 @@ def main() -> None:
 
 def unused_prompts(data: DataConfig, target: HFTarget, shards_dir: Path, count: int) -> list[torch.Tensor]:
     """Prompts of conversations that were not distilled. Raises ValueError where there are too few."""
-    used = {id for entry in load_manifest(shards_dir).shards for id in entry.ids}
+    used = {id for entry in label_store(shards_dir).load().shards for id in entry.ids}
     examples, _ = load_examples(replace(data, limit=None), target.tokenizer)
     examples = [example for example in examples if example.id not in used]
     Random(data.seed).shuffle(examples)

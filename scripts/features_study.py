@@ -24,8 +24,8 @@ from hydra import compose, initialize_config_module
 from outrider.cli.config import RunConfig, register, to_run_config
 from outrider.data.choices import STATE_DTYPES
 from outrider.data.files import read_json, write_json
-from outrider.data.manifest import MANIFEST_FILE, Manifest, load_manifest, save_manifest
-from outrider.data.shards import read_shard, write_shard
+from outrider.data.manifest import MANIFEST_FILE, Manifest
+from outrider.data.shards import label_store, read_shard, write_shard
 from outrider.data.states import encode_states
 from outrider.data.types import DistilledExample
 from outrider.distill.config import DistillConfig
@@ -143,7 +143,7 @@ def store(args: argparse.Namespace, target: HFTarget) -> dict[str, dict[str, flo
             ]
             entries[name].append(write_shard(args.folder / name, entry.index, stored))
     for name in pending:
-        save_manifest(args.folder / name, described(manifest, STORED[name], entries[name]))
+        label_store(args.folder / name).save(described(manifest, STORED[name], entries[name]))
     return errors
 
 
@@ -217,7 +217,7 @@ def time_steps(args: argparse.Namespace, target: HFTarget) -> dict[str, float]:
     streams = {}
     for name in ("none", *STATE_DTYPES):
         folder = args.folder / name
-        streams[name] = BatchStream(folder, load_manifest(folder), config.train, rank=0, num_processes=1, reads=reads)
+        streams[name] = BatchStream(folder, label_store(folder).load(), config.train, rank=0, num_processes=1, reads=reads)
         streams[name].batches(0)  # the shards are in memory then
     seconds: dict[str, list[float]] = {name: [] for name in streams}
     for step in range(TIMED_STEPS):

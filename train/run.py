@@ -5,8 +5,7 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
-from ..data.manifest import load_manifest
-from ..data.shards import verify_shards
+from ..data.shards import label_store, verify_shards
 from ..models.drafters.saved.build import DrafterSpec
 from ..models.machine import hardware
 from ..models.target.hf_target import HFTarget
@@ -40,7 +39,7 @@ def train(
     """
     require_supported_launch(accelerator)
     require_tracker(config)
-    manifest = load_manifest(shards_dir)
+    manifest = label_store(shards_dir).load()
     manifest.require_target(target.identity)
     run = describe_run(config, spec, manifest, accelerator)
     if is_trained(config, run, output_dir, drafter_dir):

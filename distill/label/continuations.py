@@ -133,7 +133,7 @@ def _probe(target: HFTarget) -> None:
     tolerance = PROBE_TOLERANCE if target.is_precise else NARROW_PROBE_TOLERANCE
     for index, position in enumerate(positions.tolist()):
         plain_text = torch.cat([text[: position + 1], tokens[index].expand(2)])[None]
-        plain_states = target.hidden_states(plain_text, torch.ones_like(plain_text, dtype=torch.bool))[0][0, -1].float()
+        plain_states = target.hidden_states(plain_text)[0][0, -1].float()
         logits = target.model(plain_text, use_cache=False).logits[0, -1].float()
         error = ((branch_states[index].float() - plain_states).norm() / plain_states.norm()).item()
         regret = ((logits.max() - logits[_greedy(target.model, branch_states[index : index + 1])]) / logits.std()).item()

@@ -15,7 +15,8 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ...data.files import read_json, sha256_file
-from ...data.manifest import MANIFEST_FILE, load_manifest
+from ...data.manifest import MANIFEST_FILE
+from ...data.shards import label_store
 from ...models.drafters.saved.download import HUB_ID
 from ...models.drafters.saved.folder import WEIGHTS_FILE, DrafterFile, count_tensors, read_drafter_config, read_training_facts
 from ...models.export.certificate_file import read_certificate
@@ -256,7 +257,7 @@ def _data(run: Path, saved: DrafterFile, weights: str) -> list[str]:
     form = {"stdlib": "modules of Python's standard library"}.get(data["source"], f"texts in the form `{data['source']}`")
     lines = [f"Data: {source or form}, cut at {data['max_length']} tokens"]
     if (run / "distill" / MANIFEST_FILE).is_file():
-        manifest = load_manifest(run / "distill")
+        manifest = label_store(run / "distill").load()
         manifest.require_target(saved.target)
         num_texts = sum(len(shard.ids) for shard in manifest.shards)
         lines[0] += (

@@ -92,7 +92,7 @@ def _answer_prompts(
         for prompt, tokens, seed in zip(batch, answers, seeds, strict=True):
             answer = torch.tensor(tokens, device=target.device)
             text = torch.cat([prompt, answer])[None]
-            hidden, features = target.hidden_states(text, torch.ones_like(text, dtype=torch.bool), feature_layers)
+            hidden, features = target.hidden_states(text, feature_layers)
             of_layers = None if features is None else features[0]
             answered.append(Answered(prompt=prompt, answer=answer, hidden_states=hidden[0], features=of_layers, seed=seed))
     target.release_cache()

@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import nn
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -118,10 +118,7 @@ class FrozenModel:
 
     @torch.no_grad()
     def hidden_states(
-        self,
-        input_ids: Int[torch.Tensor, "batch seq"],
-        attention_mask: Bool[torch.Tensor, "batch seq"],
-        feature_layers: tuple[int, ...] = (),
+        self, input_ids: Int[torch.Tensor, "batch seq"], feature_layers: tuple[int, ...] = ()
     ) -> tuple[Float[torch.Tensor, "batch seq hidden"], Float[torch.Tensor, "batch seq feature"] | None]:
         """Last hidden states, after the final norm, of right-padded texts, and the inputs of `feature_layers`, side by side.
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from transformers import DynamicCache
 
 from ...data.types import DrafterBatch
@@ -62,33 +62,20 @@ class PassingCache(DynamicCache):
         return key_states, value_states
 
 
+@torch.no_grad()
 def require_packing(target: HFTarget) -> None:
     """Raise ValueError where the target reads texts differently when they stand in one row.
 
     Something beside position ids tells it then where a token stands, or it attends across texts.
     """
-    text: Int[torch.Tensor, " seq"] = torch.arange(3, 15, device=target.device) % target.vocab_size
-    starts = torch.where(torch.arange(len(text), device=target.device) < 7, 0, 7)
-    batch = _texts(text, starts)
-    together, _ = states_of_texts(target, batch, last=True, layers=())
-    assert together is not None
-    apart = [target.hidden_states(each[None], torch.ones_like(each[None], dtype=torch.bool))[0] for each in text.split([7, 5])]
-    alone = torch.cat(apart, dim=1).float()
+    text = torch.arange(3, 15, device=target.device)[None] % target.vocab_size
+    lengths = [7, 5]
+    position_ids = torch.cat([torch.arange(length, device=target.device) for length in lengths])[None]
+    together, _ = target.read_texts(input_ids=text, position_ids=position_ids)
+    alone = torch.cat([target.read_texts(input_ids=part)[0] for part in text.split(lengths, dim=1)], dim=1).float()
     error = float((together.float() - alone).norm() / alone.norm())
     if not error < target.rounding:  # NaN is below nothing
         raise ValueError(
             f"{type(target.model).__name__} reads texts differently when they stand in one row (relative error {error:.2g} of "
             "its hidden states), so they can't be packed; set train.packing=false, or store the states that training reads"
         )
-
-
-def _texts(text: Int[torch.Tensor, " seq"], starts: Int[torch.Tensor, " seq"]) -> DrafterBatch:
-    """A row of texts without labels."""
-    nowhere = torch.zeros_like(text, dtype=torch.bool)[None]
-    return DrafterBatch(
-        input_ids=text[None],
-        attention_mask=~nowhere,
-        positions=nowhere,
-        continuations=text[None, :, None],
-        starts=starts[None],
-    )

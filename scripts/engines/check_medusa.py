@@ -55,7 +55,7 @@ def rename_target(config: Path, target: Path) -> None:
 def our_logits(drafter: Any, target: Any) -> list[torch.Tensor]:
     """The logits of each head at each token of a text: [NUM_TOKENS, VOCAB]."""
     text = make_tokens()[:, :NUM_TOKENS]
-    hidden, _ = target.hidden_states(text, torch.ones_like(text, dtype=torch.bool))
+    hidden, _ = target.hidden_states(text)
     logits: torch.Tensor = drafter.logits(hidden[0])
     return list(logits.unbind(1))
 

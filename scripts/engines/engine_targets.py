@@ -89,7 +89,7 @@ def randomise(model: torch.nn.Module) -> None:
 def read_features(drafter: Any, target: Any, tokens: torch.Tensor) -> torch.Tensor:
     """What a drafter of features reads of the target, of the text without its last token: [1, NUM_TOKENS, feature]."""
     text = tokens[:, : NUM_TOKENS + 1]
-    last, layers = target.hidden_states(text, torch.ones_like(text, dtype=torch.bool), drafter.feature_layers)
+    last, layers = target.hidden_states(text, drafter.feature_layers)
     return (last if layers is None else layers)[:, :-1]
 
 

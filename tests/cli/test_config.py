@@ -135,7 +135,7 @@ def test_recipes_built_on_the_demo_train_as_it_does(recipe: str, steps: int) -> 
     demo, config = run_config("conf=demo"), run_config(f"conf={recipe}")
     first = config.drafter_runs()[0]
     fixed = {"beam_width": 4, "tree_nodes": None}  # what decoding may change
-    assert replace(first.drafter.config, **fixed) == replace(demo.drafter_run("").drafter.config, **fixed)
+    assert replace(first.drafter.config, **fixed) == replace(demo.drafter_runs()[0].drafter.config, **fixed)
     own = ("steps", "checkpoint_every", "validation_texts", "max_positions")
     assert replace(first.train, **{name: getattr(demo.train, name) for name in own}) == demo.train
     assert config.train.steps == steps
@@ -177,7 +177,8 @@ def test_every_drafter_has_a_demo() -> None:
 )
 def test_a_kinds_demo_trains_and_decodes_as_in_the_comparison(kind: str, learning_rate: float) -> None:
     (demo,) = run_config("conf=demo", f"drafter={kind}_demo").drafter_runs()
-    compared = run_config("conf=compare_demo").drafter_run(kind)
+    comparison = run_config("conf=compare_demo")
+    compared = dict(zip(comparison.variants, comparison.drafter_runs(), strict=True))[kind]
     assert demo.train.learning_rate == compared.train.learning_rate == learning_rate
     assert demo.settings == compared.settings
     assert demo.drafter == compared.drafter
@@ -208,7 +209,7 @@ def test_where_a_drafter_starts_from_is_looked_up_once(trained: Path, monkeypatc
     looked_up: list[str] = []
     monkeypatch.setattr(build, "resolve_drafter", lambda name: looked_up.append(name) or trained)
     config = run_config("conf=adapt", "drafter.start_from=me/drafter", "eval.settings=[{tree_nodes: 3}, {tree_nodes: 4}]")
-    assert [run.drafter.start_from for run in [*config.drafter_runs(), config.drafter_run("")]] == [trained, trained]
+    assert [run.drafter.start_from for run in [*config.drafter_runs(), *config.drafter_runs()]] == [trained, trained]
     assert looked_up == ["me/drafter"]
 
 

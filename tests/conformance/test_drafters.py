@@ -109,7 +109,7 @@ def batch(target, plain) -> DrafterBatch:
         attention_mask=attention_mask,
         positions=continuations[:, :, 0] != UNKNOWN,
         continuations=continuations,
-        hidden_states=target.hidden_states(input_ids, attention_mask)[0].float(),
+        hidden_states=target.hidden_states(input_ids)[0].float(),
     )
 
 
@@ -122,7 +122,7 @@ def make(kind: str, target: HFTarget, batch: DrafterBatch) -> tuple[TrainableDra
         drafter.choose_draft_vocabulary(tokens.bincount(minlength=target.vocab_size))
     values = {name: getattr(batch, name) for name in DrafterBatch.__dataclass_fields__}
     if drafter.feature_layers:
-        _, features = target.hidden_states(batch.input_ids, batch.attention_mask, drafter.feature_layers)
+        _, features = target.hidden_states(batch.input_ids, drafter.feature_layers)
         assert features is not None
         values["features"] = features.float()
     return drafter, DrafterBatch(**values)

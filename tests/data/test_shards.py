@@ -7,15 +7,7 @@ from safetensors.torch import load_file
 
 from outrider.data.choices import STATE_DTYPES
 from outrider.data.files import read_json, write_json
-from outrider.data.manifest import (
-    MANIFEST_FILE,
-    Manifest,
-    ShardEntry,
-    TargetIdentity,
-    examples_sha256,
-    load_manifest,
-    save_manifest,
-)
+from outrider.data.manifest import MANIFEST_FILE, Manifest, ShardEntry, TargetIdentity, examples_sha256
 from outrider.data.shards import label_store, read_shard, verify_shards, write_shard
 from outrider.data.states import StoredStates, encode_states
 from outrider.data.types import TOKENS_ONLY, UNKNOWN, DistilledExample, Example, TargetReads, TopTokens
@@ -220,8 +212,8 @@ def test_a_broken_sidecar_is_named(tmp_path: Path) -> None:
 def test_a_manifest_survives(tmp_path: Path) -> None:
     entry = write_shard(tmp_path, 0, make_examples())
     manifest = make_manifest([entry])
-    save_manifest(tmp_path, manifest)
-    assert load_manifest(tmp_path) == manifest
+    label_store(tmp_path).save(manifest)
+    assert label_store(tmp_path).load() == manifest
     assert manifest.num_tokens == entry.num_tokens
     assert manifest.num_labels == entry.num_labels
     verify_shards(tmp_path, manifest)
@@ -238,7 +230,7 @@ def test_what_is_stored_is_found_by_the_layers_numbers() -> None:
 
 def test_an_incomplete_distillation_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"manifest.json does not exist.*Run the stage distill"):
-        load_manifest(tmp_path)
+        label_store(tmp_path).load()
     with pytest.raises(ValueError, match="not complete; run the stage distill again"):
         verify_shards(tmp_path, make_manifest([], complete=False))
 
@@ -259,7 +251,7 @@ def test_an_incomplete_distillation_is_refused(tmp_path: Path) -> None:
 def test_a_manifest_of_another_kind_is_refused(change: dict[str, object], problem: str, tmp_path: Path) -> None:
     write_json(tmp_path / MANIFEST_FILE, {**asdict(make_manifest([])), **change})
     with pytest.raises(ValueError, match=problem):
-        load_manifest(tmp_path)
+        label_store(tmp_path).load()
 
 
 def test_a_manifest_that_lacks_a_key_is_refused(tmp_path: Path) -> None:
@@ -267,7 +259,7 @@ def test_a_manifest_that_lacks_a_key_is_refused(tmp_path: Path) -> None:
     del values["target"]["weights_sha256"]
     write_json(tmp_path / MANIFEST_FILE, values)
     with pytest.raises(ValueError, match="target.weights_sha256: is missing"):
-        load_manifest(tmp_path)
+        label_store(tmp_path).load()
 
 
 def test_shards_of_two_runs_in_one_folder_are_refused(tmp_path: Path) -> None:

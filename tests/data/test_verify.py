@@ -10,7 +10,6 @@ import pytest
 import typer
 
 from outrider.cli.data import verify_command
-from outrider.data.manifest import save_manifest
 from outrider.data.shards import label_store, write_shard
 
 from .test_shards import make_examples, make_manifest
@@ -19,7 +18,7 @@ from .test_shards import make_examples, make_manifest
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     entries = [write_shard(tmp_path, index, make_examples(prefix=f"shard{index}")) for index in range(2)]
-    save_manifest(tmp_path, make_manifest(entries))
+    label_store(tmp_path).save(make_manifest(entries))
     return tmp_path
 
 
@@ -82,7 +81,7 @@ def test_all_damage_is_told_at_once(folder: Path, capsys: pytest.CaptureFixture[
 
 def test_an_unfinished_folder_is_checked_as_far_as_it_goes(folder: Path) -> None:
     manifest, _ = label_store(folder).find_damage()
-    save_manifest(folder, replace(manifest, shards=[], complete=False))
+    label_store(folder).save(replace(manifest, shards=[], complete=False))
     _, problems = label_store(folder).find_damage()
     assert len(problems) == 1
     assert "not complete (2 shards are there)" in problems[0]

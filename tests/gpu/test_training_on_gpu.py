@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
-from outrider.data.manifest import load_manifest
+from outrider.data.shards import label_store
 from outrider.data.types import UNKNOWN, DrafterBatch
 from outrider.distill.label.continuations import label_continuations, require_branch_attention
 from outrider.distill.regenerate.engine import Limits, Request
@@ -72,7 +72,7 @@ def shards_dir(load: Callable[..., HFTarget], tmp_path_factory: pytest.TempPathF
 @pytest.fixture(params=[False, True], ids=["rows", "packed"])
 def batch(request: pytest.FixtureRequest, shards_dir: Path) -> DrafterBatch:
     config = TrainConfig(steps=1, batch_size=6, packing=request.param)
-    return BatchStream(shards_dir, load_manifest(shards_dir), config, rank=0, num_processes=1).batches(0)[0]
+    return BatchStream(shards_dir, label_store(shards_dir).load(), config, rank=0, num_processes=1).batches(0)[0]
 
 
 @contextmanager
@@ -200,7 +200,7 @@ def test_the_host_waits_for_nothing_that_the_target_computes_of_rows(
     shards_dir: Path, load: Callable[..., HFTarget], device: torch.device
 ) -> None:
     config = TrainConfig(steps=1, batch_size=6)
-    stream = BatchStream(shards_dir, load_manifest(shards_dir), config, rank=0, num_processes=1)
+    stream = BatchStream(shards_dir, label_store(shards_dir).load(), config, rank=0, num_processes=1)
     rows, target = to_device(stream.batches(0)[0], device), load(device)
     expected, _ = states_of_texts(target, rows, last=True, layers=(1,))
     with no_waits(device):

@@ -11,8 +11,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from outrider.data.manifest import Manifest, TargetIdentity, save_manifest
-from outrider.data.shards import write_shard
+from outrider.data.manifest import Manifest, TargetIdentity
+from outrider.data.shards import label_store, write_shard
 from outrider.data.types import UNKNOWN, DistilledExample, Example
 from outrider.models.drafters import parse_drafter
 from outrider.models.target.config import TargetConfig
@@ -62,7 +62,7 @@ def write_shards(directory: Path, identity: TargetIdentity, examples: list[Disti
         shards=entries,
         complete=True,
     )
-    save_manifest(directory, manifest)
+    label_store(directory).save(manifest)
     return directory
 
 

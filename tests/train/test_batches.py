@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.data.manifest import load_manifest
-from outrider.data.shards import read_shard
+from outrider.data.shards import label_store, read_shard
 from outrider.data.types import DistilledExample
 from outrider.models.drafters import build_drafter, parse_drafter
 from outrider.models.drafters.objective import Objective
@@ -23,7 +22,7 @@ from .conftest import DRAFTER, write_shards
 
 def make_stream(shards_dir: Path, *, rank: int = 0, num_processes: int = 1, **options: Any) -> BatchStream:
     config = TrainConfig(**{"steps": 100, "batch_size": 4, "shuffle_shards": 2, **options})
-    return BatchStream(shards_dir, load_manifest(shards_dir), config, rank=rank, num_processes=num_processes)
+    return BatchStream(shards_dir, label_store(shards_dir).load(), config, rank=rank, num_processes=num_processes)
 
 
 def texts(stream: BatchStream, step: int) -> list[tuple[int, ...]]:
@@ -146,7 +145,7 @@ def test_counted_labels_are_those_that_a_drafter_counts(shards_dir: Path, target
 
 
 def test_label_tokens_are_counted_without_unknown_ones(shards_dir: Path, target: HFTarget) -> None:
-    manifest = load_manifest(shards_dir)
+    manifest = label_store(shards_dir).load()
     counts = count_label_tokens(shards_dir, manifest, target.vocab_size)
     known = sum(
         int((example.continuations >= 0).sum()) for entry in manifest.shards for example in read_shard(shards_dir, entry)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.data.manifest import load_manifest
+from outrider.data.shards import label_store
 from outrider.data.types import DrafterBatch
 from outrider.models.drafters import build_drafter, parse_drafter
 from outrider.models.drafters.losses import LossKind
@@ -33,7 +33,7 @@ KINDS: list[dict[str, Any]] = [
 
 def make_batch(shards_dir: Path, *, packing: bool, **options: Any) -> DrafterBatch:
     config = TrainConfig(steps=10, batch_size=6, packing=packing, **options)
-    stream = BatchStream(shards_dir, load_manifest(shards_dir), config, rank=0, num_processes=1)
+    stream = BatchStream(shards_dir, label_store(shards_dir).load(), config, rank=0, num_processes=1)
     return stream.batches(0)[0]
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from outrider.data.manifest import load_manifest, save_manifest
+from outrider.data.shards import label_store
 from outrider.data.types import UNKNOWN, DistilledExample
 from outrider.models.drafters import DRAFTERS as REGISTERED
 from outrider.models.target.hf_target import HFTarget
@@ -50,7 +50,7 @@ def short_shards_dir(target: HFTarget, examples: list[DistilledExample], tmp_pat
     """The labels of two tokens only, so that a single one is drafted."""
     cut = [replace(example, continuations=example.continuations[:, :2].clone()) for example in examples]
     directory = write_shards(tmp_path_factory.mktemp("short"), target.identity, cut)
-    save_manifest(directory, replace(load_manifest(directory), horizon=2))
+    label_store(directory).save(replace(label_store(directory).load(), horizon=2))
     return directory
 
 

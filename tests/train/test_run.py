@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from outrider.data.manifest import load_manifest, save_manifest
+from outrider.data.shards import label_store
 from outrider.data.states import StoredStates
 from outrider.data.types import DistilledExample, DrafterBatch
 from outrider.models.drafters import DRAFTERS, load_drafter, parse_drafter
@@ -111,7 +111,7 @@ def test_a_longer_horizon_changes_neither_gradient_nor_loss_where_one_depth_is_t
     """EAGLE trains its first depth alone; the labels of the others must not make its mean smaller."""
     cut = [replace(example, continuations=example.continuations[:, :2].clone()) for example in examples]
     short = write_shards(tmp_path / "short", target.identity, cut)
-    save_manifest(short, replace(load_manifest(short), horizon=2))
+    label_store(short).save(replace(label_store(short).load(), horizon=2))
     found = []
     for name, shards in (("long", shards_dir), ("short", short)):
         run = run_train(name, replace_drafter={"kind": "eagle"}, shards=shards, validation_texts=4, validation_tokens=8)
@@ -127,7 +127,7 @@ def test_stored_hidden_states_train_the_same_drafter_as_recomputed_ones(
     stored = []
     for example in examples:
         ids = example.example.input_ids[None]
-        states = target.hidden_states(ids, torch.ones_like(ids, dtype=torch.bool))[0][0]
+        states = target.hidden_states(ids)[0][0]
         stored.append(replace(example, hidden_states=StoredStates(values=states)))
     directory = write_shards(tmp_path / "shards", target.identity, stored)
     assert_close(run_train("recomputed"), run_train("stored", shards=directory))
@@ -350,7 +350,7 @@ def test_bad_shards_are_refused_before_any_work(
     shard.write_bytes(data)
     refused(flipped, r"shard-00002\.safetensors was cut or altered")
     unfinished = shutil.copytree(shards_dir, tmp_path / "unfinished")
-    save_manifest(unfinished, replace(load_manifest(unfinished), complete=False))
+    label_store(unfinished).save(replace(label_store(unfinished).load(), complete=False))
     refused(unfinished, "not complete")
     foreign = write_shards(tmp_path / "foreign", replace(target.identity, weights_sha256="f" * 64), examples)
     refused(foreign, "weights_sha256")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from outrider.data.manifest import load_manifest
+from outrider.data.shards import label_store
 from outrider.data.states import StoredStates, encode_states
 from outrider.data.types import DistilledExample, TargetReads, TopTokens
 from outrider.models.drafters import build_drafter, parse_drafter
@@ -33,7 +33,7 @@ def with_states(examples: list[DistilledExample], target: HFTarget, dtype: str |
     stored = []
     for example in examples:
         ids = example.example.input_ids[None]
-        hidden_states, features = target.hidden_states(ids, torch.ones_like(ids, dtype=torch.bool), (0, 1))
+        hidden_states, features = target.hidden_states(ids, (0, 1))
         assert features is not None
         last, *layers = (
             StoredStates(values=each) if dtype is None else encode_states(each, dtype)
@@ -153,7 +153,7 @@ def test_the_target_makes_only_what_is_missing(
 
 def stream(shards_dir: Path, reads: TargetReads) -> BatchStream:
     config = TrainConfig(steps=10, batch_size=4)
-    return BatchStream(shards_dir, load_manifest(shards_dir), config, rank=0, num_processes=1, reads=reads)
+    return BatchStream(shards_dir, label_store(shards_dir).load(), config, rank=0, num_processes=1, reads=reads)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "int8"])

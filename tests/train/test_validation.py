@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from outrider.data.manifest import load_manifest
+from outrider.data.shards import label_store
 from outrider.data.types import UNKNOWN
 from outrider.models.decoding import GreedyAcceptance, generate
 from outrider.models.drafters import NullDrafter, build_drafter, load_drafter, parse_drafter
@@ -38,7 +38,7 @@ ROOM = 32
 
 @pytest.fixture
 def held_out(shards_dir: Path) -> list[HeldOut]:
-    return hold_out(shards_dir, load_manifest(shards_dir), 5, seed=0, max_prompt_tokens=ROOM)
+    return hold_out(shards_dir, label_store(shards_dir).load(), 5, seed=0, max_prompt_tokens=ROOM)
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def validator(held_out: list[HeldOut], target: HFTarget, accelerator: Accelerato
 
 
 def test_held_out_texts_are_in_no_batch_and_all_others_are(shards_dir: Path, held_out: list[HeldOut]) -> None:
-    manifest = load_manifest(shards_dir)
+    manifest = label_store(shards_dir).load()
     places = [text.place for text in held_out]
     assert len(set(places)) == 5
     assert len({shard for shard, _ in places}) >= 3, "not all of one shard"
@@ -66,7 +66,7 @@ def test_held_out_texts_are_in_no_batch_and_all_others_are(shards_dir: Path, hel
 
 
 def test_what_is_held_out_depends_on_the_seed_alone(shards_dir: Path, held_out: list[HeldOut]) -> None:
-    manifest = load_manifest(shards_dir)
+    manifest = label_store(shards_dir).load()
     again = hold_out(shards_dir, manifest, 5, seed=0, max_prompt_tokens=ROOM)
     assert [text.place for text in again] == [text.place for text in held_out]
     other = hold_out(shards_dir, manifest, 5, seed=1, max_prompt_tokens=ROOM)

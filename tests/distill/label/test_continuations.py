@@ -173,7 +173,7 @@ def test_no_wanted_position_gives_no_label_and_no_branch(make_target: MakeTarget
     labels, features, stats = label_continuations(target, input_ids, ~nowhere, nowhere, horizon=3)
     assert (labels == UNKNOWN).all()
     assert stats.num_positions == stats.num_branch_tokens == stats.agreement == 0
-    torch.testing.assert_close(features.hidden_states, target.hidden_states(input_ids, ~nowhere)[0])
+    torch.testing.assert_close(features.hidden_states, target.hidden_states(input_ids)[0])
 
 
 def test_small_segments_chunked_heads_and_plain_operations_change_nothing(

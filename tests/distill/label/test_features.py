@@ -70,7 +70,7 @@ def test_stored_states_are_those_of_the_target_at_every_token(
     assert len(examples) == 7
     for example in examples:
         ids = example.example.input_ids[None]
-        hidden_states, features = target.hidden_states(ids, torch.ones_like(ids, dtype=torch.bool), (0, 1))
+        hidden_states, features = target.hidden_states(ids, (0, 1))
         assert features is not None
         expected = (hidden_states[0], *features[0].split(target.hidden_size, -1))
         for stored, states in zip((example.hidden_states, example.layers[0], example.layers[1]), expected, strict=True):

@@ -20,8 +20,8 @@ from accelerate import Accelerator
 
 from outrider.data.config import DataConfig
 from outrider.data.files import read_json
-from outrider.data.manifest import Manifest, load_manifest, save_manifest
-from outrider.data.shards import read_shard, verify_shards
+from outrider.data.manifest import Manifest
+from outrider.data.shards import label_store, read_shard, verify_shards
 from outrider.data.types import UNKNOWN
 from outrider.distill.config import DistillConfig
 from outrider.distill.label import run as run_module
@@ -84,7 +84,7 @@ def test_shards_hold_every_example_in_order_with_labels_where_the_assistant_spea
         assert example.hidden_states.values.dtype == torch.bfloat16
         logits = target.model(input_ids[None]).logits[0]
         assert torch.equal(example.continuations[wanted, 0], logits.argmax(-1)[wanted])
-        hidden_states = target.hidden_states(input_ids[None], torch.ones_like(wanted)[None])[0][0]
+        hidden_states = target.hidden_states(input_ids[None])[0][0]
         torch.testing.assert_close(example.hidden_states.values.float(), hidden_states, atol=0.02, rtol=0.02)
         num_labels += int(wanted.sum())
         num_agreeing += int((example.continuations[:-1, 0] == input_ids[1:])[wanted[:-1]].sum())
@@ -137,7 +137,7 @@ def test_lost_statistics_cost_no_shard(target: HFTarget, data: DataConfig, tmp_p
     with pytest.raises(ValueError, match="holds shards but no manifest"):
         run(CONFIG, data, target, folder)
     shutil.rmtree(folder)
-    save_manifest(folder, replace(run(CONFIG, data, target, folder), shards=[], complete=False))
+    label_store(folder).save(replace(run(CONFIG, data, target, folder), shards=[], complete=False))
     (folder / "shard-00001.stats.json").unlink()
     (folder / "shard-00002.stats.json").write_text("{")
     assert run(CONFIG, data, target, folder).complete
@@ -285,7 +285,7 @@ def test_killed_at_random_moments_it_resumes_to_the_same_bytes(target: HFTarget,
         finished = {path.name: path.stat().st_mtime_ns for path in folder.glob("shard-*[0-9].json")}
         assert kept.items() <= finished.items()  # what was complete before has not been touched
         kept = finished
-        assert not load_manifest(folder).complete
+        assert not label_store(folder).load().complete
         assert 0 < len(kept) < num_shards
     manifest = run(CONFIG, data, target, folder)
     assert manifest.complete

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from outrider.cli.data import verify_command
 from outrider.data.config import DataConfig
 from outrider.data.files import read_json
-from outrider.data.manifest import examples_sha256, save_manifest
+from outrider.data.manifest import examples_sha256
 from outrider.data.sources import load_conversations
 from outrider.data.types import Example
 from outrider.distill.config import DistillConfig
@@ -260,7 +260,7 @@ def test_all_damage_to_answers_is_told_at_once(
         "answers-00002.json is missing",
     ):
         assert damage in told
-    save_manifest(folder, replace(answer_store(folder).load(), complete=False, shards=[]))
+    answer_store(folder).save(replace(answer_store(folder).load(), complete=False, shards=[]))
     with pytest.raises(typer.Exit, match="1"):  # as far as it goes
         verify_command(folder)
     assert "answers-00001.jsonl was cut or altered" in capsys.readouterr().err

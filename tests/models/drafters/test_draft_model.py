@@ -255,7 +255,7 @@ def make_batch(target, rows: list[tuple[list[int], dict[int, list[int]]]]) -> Dr
         for position, tokens in branches.items():
             continuations[row, position] = torch.tensor(tokens)
     positions = continuations[..., 0] != UNKNOWN
-    hidden, _ = target.hidden_states(ids, mask)
+    hidden, _ = target.hidden_states(ids)
     return DrafterBatch(
         input_ids=ids, attention_mask=mask, positions=positions, continuations=continuations, hidden_states=hidden
     )

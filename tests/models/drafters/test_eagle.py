@@ -101,7 +101,7 @@ def make_batch(target: HFTarget, feature_layers: tuple[int, ...] = ()) -> Drafte
     continuations[0, 0] = torch.tensor([52, 53, 54, 55])
     continuations[0, 10] = torch.tensor([int(input_ids[0, 11]), 56, 57, UNKNOWN])
     continuations[1, 3] = input_ids[1, 4:8]
-    hidden_states, features = target.hidden_states(input_ids, attention_mask, feature_layers)
+    hidden_states, features = target.hidden_states(input_ids, feature_layers)
     return DrafterBatch(
         input_ids=input_ids,
         attention_mask=attention_mask,
@@ -141,7 +141,7 @@ def slow_layer(drafter: FeatureDrafter, target: HFTarget, embeddings: torch.Tens
 def slow_log_probs(drafter: Any, target: HFTarget, text: Sequence[int], branch: Sequence[int]) -> torch.Tensor:
     """After each token of `branch` behind `text`, the drafter's: the first was chosen by the target. [depth, output]"""
     ids = torch.tensor([text])
-    hidden, features = target.hidden_states(ids, torch.ones_like(ids, dtype=torch.bool), drafter.feature_layers)
+    hidden, features = target.hidden_states(ids, drafter.feature_layers)
     own = hidden[0] if features is None else drafter.fc(features[0])
     embeddings = target.embed_tokens(torch.tensor([*text[1:], *branch]))
     for _ in branch:  # each time anew from the start
@@ -463,7 +463,7 @@ def test_labels_outside_the_reduced_vocabulary_are_misses_and_nothing_else_is_dr
 def test_a_drafter_begins_by_letting_the_feature_through(kind, family):
     drafter = build_drafter(parse_drafter({"kind": kind}), family).double()
     ids = torch.tensor([PROMPTS[2]])
-    hidden, features = family.hidden_states(ids, torch.ones_like(ids, dtype=torch.bool), drafter.feature_layers)
+    hidden, features = family.hidden_states(ids, drafter.feature_layers)
     own = hidden[0] if features is None else features[0, :, -family.hidden_size :]
     fused = hidden[0] if features is None else drafter.fuse(features)[0]
     assert torch.allclose(slow_layer(drafter, family, family.embed_tokens(ids[0]), fused), own)
@@ -479,7 +479,7 @@ def test_a_drafter_begins_as_the_targets_last_layer(family):
     drafter.layer.self_attn.k_proj.weight[:, :HIDDEN] = 0
     drafter.layer.self_attn.v_proj.weight[:, :HIDDEN] = 0
     ids = torch.tensor([PROMPTS[2]])
-    _, features = family.hidden_states(ids, torch.ones_like(ids, dtype=torch.bool), drafter.feature_layers)
+    _, features = family.hidden_states(ids, drafter.feature_layers)
     outputs = slow_layer(drafter, family, family.embed_tokens(ids[0]), drafter.fuse(features)[0])
     assert torch.allclose(drafter.logits(outputs), family.model(ids).logits[0], atol=1e-5)  # fresh weights are float32
     random = build_drafter(parse_drafter({"kind": "eagle3", "init": "random"}), family)

@@ -243,7 +243,7 @@ def distilled_to_tiny(tiny) -> Redrafter:
         attention_mask=mask,
         positions=mask & (torch.arange(12) < 9),
         continuations=torch.stack([texts.roll(-1 - depth, dims=1) for depth in range(3)], dim=2),
-        hidden_states=tiny.hidden_states(texts, mask)[0],
+        hidden_states=tiny.hidden_states(texts)[0],
     )
     torch.manual_seed(0)
     drafter = build_drafter(

@@ -94,11 +94,10 @@ def test_identity_follows_the_weights_not_the_path(copy, target, tiny_target_dir
 
 
 def test_hidden_states_feed_the_head(target, prompt):
-    mask = torch.ones_like(prompt, dtype=torch.bool)
-    hidden, _ = target.hidden_states(prompt, mask)
+    hidden, _ = target.hidden_states(prompt)
     logits = target.model.get_output_embeddings()(hidden)
     assert torch.allclose(logits, target.model(prompt).logits)
-    padded, _ = target.hidden_states(torch.cat([prompt, prompt[:, :1]], 1), torch.tensor([[True] * 5 + [False]]))
+    padded, _ = target.hidden_states(torch.cat([prompt, prompt[:, :1]], 1))
     assert torch.allclose(padded[:, :5], hidden)
 
 
@@ -150,7 +149,7 @@ def test_a_refused_target_stays_refused(target, prompt, monkeypatch):
 def test_features_are_the_inputs_of_the_layers_asked_for(target, prompt):
     states = target.model(prompt, output_hidden_states=True).hidden_states
     expected = torch.cat([states[1], states[0]], dim=-1)
-    hidden, features = target.hidden_states(prompt, torch.ones_like(prompt, dtype=torch.bool), (1, 0))
+    hidden, features = target.hidden_states(prompt, (1, 0))
     torch.testing.assert_close(features, expected)
     torch.testing.assert_close(hidden, states[-1])
     output = target.prefill(Prompts.of(prompt), max_new_tokens=4, max_nodes=2, feature_layers=(1, 0))

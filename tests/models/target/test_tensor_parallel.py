@@ -10,8 +10,7 @@ import torch
 from accelerate import Accelerator
 
 from outrider.data.config import DataConfig
-from outrider.data.manifest import load_manifest
-from outrider.data.shards import read_shard
+from outrider.data.shards import label_store, read_shard
 from outrider.data.types import TargetReads
 from outrider.distill.regenerate.answers import answer_store, read_answers
 from outrider.models.target import tensor_parallel
@@ -58,7 +57,7 @@ def test_answers_and_labels_are_those_of_the_whole_target(
         assert ours.complete
         for mine, other in zip(ours.shards, theirs.shards, strict=True):
             assert read_answers(folder / "answers", mine) == read_answers(tmp_path / "answers", other)
-        labels, others = (load_manifest(each / "distill") for each in (folder, tmp_path))
+        labels, others = (label_store(each / "distill").load() for each in (folder, tmp_path))
         assert labels.complete
         assert labels.num_labels > 50
         for one, two in zip(labels.shards, others.shards, strict=True):

@@ -79,7 +79,7 @@ def test_rows_of_one_text_are_read_without_a_mask_and_no_token_sees_the_padding(
     expected, expected_features = target.read_texts((1, 0), input_ids=texts.input_ids, attention_mask=texts.attention_mask)
     handles = [layer.register_forward_pre_hook(spy, with_kwargs=True) for layer in decoder_layers(target.model)]
     last, features = states_of_texts(target, texts, last=True, layers=(1, 0))
-    by_target, _ = target.hidden_states(texts.input_ids, texts.attention_mask)
+    by_target, _ = target.hidden_states(texts.input_ids)
     for handle in handles:
         handle.remove()
     assert masks == [None] * 4
