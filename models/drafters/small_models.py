@@ -176,10 +176,15 @@ def pretrained(path: str, tokenizer_options: dict[str, Any], target: HFTarget) -
         loaded = load_target(config, safetensors_only=True)
     except ValueError as error:
         raise ValueError(f"drafter.path is {path}: {error}") from error
-    if loaded.identity.tokenizer_sha256 != target.identity.tokenizer_sha256:
-        raise ValueError(
-            f"the draft model {loaded.identity.name} has another tokenizer than {target.identity.name}, so its token ids mean "
-            "something else; use a smaller model of the same family"
-        )
+    require_same_tokenizer(loaded.identity.name, loaded.identity.tokenizer_sha256, target)
     loaded.model.train().requires_grad_(True)
     return loaded
+
+
+def require_same_tokenizer(name: str, digest: str, target: HFTarget) -> None:
+    """Raise ValueError where the draft model `name` has a tokenizer of another `digest` than the target's."""
+    if digest != target.identity.tokenizer_sha256:
+        raise ValueError(
+            f"the draft model {name} has another tokenizer than {target.identity.name}, so its token ids mean something else; "
+            "use a smaller model of the same family"
+        )

@@ -216,16 +216,19 @@ def _measured(name: str, default: torch.Tensor, note: Note | None, directory: Pa
 
 def _adopt(drafter: TrainableDrafter, weights: Tensors, describing: Path) -> None:
     """Load weights in their own type, where all have one. `describing` is the file that says which there are."""
-    dtypes = {weights[name].dtype for name, _ in drafter.named_parameters() if name in weights}
-    if len(dtypes) == 1:
-        (dtype,) = dtypes
-        for parameter in drafter.parameters():  # not buffers: rotary frequencies stay as they are
-            parameter.data = parameter.data.to(dtype)
+    take_dtype(drafter, weights)
     try:
         drafter.load_state_dict(weights)
     except RuntimeError as error:  # only what the format has no tensor for hasn't been looked at yet
         raise ValueError(f"{describing} tells of another drafter than the weights are ({error}); export it again") from error
     drafter.check_weights()
+
+
+def take_dtype(drafter: TrainableDrafter, tensors: Tensors) -> None:
+    """Cast a drafter's parameters to the type of their `tensors`, where all of these have one type."""
+    dtypes = {tensors[name].dtype for name, _ in drafter.named_parameters() if name in tensors}
+    for parameter in drafter.parameters() if len(dtypes) == 1 else ():  # not buffers: rotary frequencies stay as they are
+        parameter.data = parameter.data.to(next(iter(dtypes)))
 
 
 def _check_note(note: Note, format: Format, directory: Path, target: HFTarget) -> None:

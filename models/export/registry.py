@@ -13,7 +13,7 @@ from ..drafters.saved.loading import require_fitting_target
 from ..target.hf_target import HFTarget
 from . import apple, eagle1, eagle3, medusa, speculators, transformers_model
 from .folders import WEIGHT_FILES, open_folder
-from .formats import Format, read_folder, read_note, write_folder
+from .formats import Format, read_folder, read_note, take_dtype, write_folder
 
 FORMATS: dict[str, Format] = {
     format.name: format
@@ -66,10 +66,7 @@ def stored_drafter(directory: Path, target: HFTarget) -> TrainableDrafter:
     saved = read_drafter_config(directory)
     require_fitting_target(directory, saved.target, target.identity)
     drafter = drafter_of_weights(saved_spec(saved), directory, target).cpu()
-    shapes = open_folder(directory).shapes
-    dtypes = {shapes[name].dtype for name, _ in drafter.named_parameters() if name in shapes}
-    for parameter in drafter.parameters() if len(dtypes) == 1 else ():
-        parameter.data = parameter.data.to(next(iter(dtypes)))
+    take_dtype(drafter, open_folder(directory).shapes)
     return drafter.eval().requires_grad_(False)
 
 

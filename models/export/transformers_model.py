@@ -17,7 +17,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 from ...data.files import write_json
 from ..drafters.draft_model import DraftModel, tied_parameters
 from ..drafters.saved.folder import CONFIG_FILE
-from ..drafters.small_models import NOT_ARCHITECTURE, architecture_of, build_model
+from ..drafters.small_models import NOT_ARCHITECTURE, architecture_of, build_model, require_same_tokenizer
 from ..target.config import TargetConfig
 from ..target.hf_target import HFTarget
 from ..target.identity import tokenizer_digest
@@ -83,11 +83,7 @@ def read(folder: Folder, target: HFTarget) -> Reading:
         # With the checked configuration: transformers would read the stranger's again.
         options = {"config": model.config}
         tokenizer = load_tokenizer(TargetConfig(name_or_path=str(folder.path), tokenizer_options=options))
-        if tokenizer_digest(tokenizer) != target.identity.tokenizer_sha256:
-            raise ValueError(
-                f"the model in {folder.path} has another tokenizer than {target.identity.name}, so its token ids mean "
-                "something else; use a smaller model of the same family"
-            )
+        require_same_tokenizer(str(folder.path), tokenizer_digest(tokenizer), target)
     tied = tied_parameters(model)
 
     def convert(tensors: Tensors, config: Any) -> Tensors:
