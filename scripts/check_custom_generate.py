@@ -29,7 +29,7 @@ PROMPTS = (
     "def parse(text, *, strict=True):\n    ",
     "import unittest\n\nclass TestQueue(unittest.TestCase):\n    def test_empty(self):\n",
 )
-NOT_NEEDED = ("outrider", "jaxtyping", "pydantic", "accelerate", "omegaconf")
+NOT_NEEDED = ("outrider", "jaxtyping", "accelerate", "omegaconf")
 
 
 def main() -> int:

@@ -7,7 +7,7 @@ needs are copied, each under a flat name, with nothing changed but their import 
     from ..decoding.tree import DraftTree  ->  from .decoding_tree import DraftTree
 
 Code that only training runs and that needs other packages is left out, with `absent.py` in its place; `arrays.py` stands for
-jaxtyping, and the module `plain_options` for pydantic.
+jaxtyping.
 
 transformers goes through all these files at every call, for what they import, before it runs what it has loaded already: each
 file of which `generate.py` is the first to tell is read once, any other once for every path of imports to it. And `generate.py`
@@ -28,11 +28,8 @@ LEFT_OUT = frozenset(
     {"models.target.config", "models.target.quantization", "models.target.loading", "models.target.tensor_parallel"}
 )
 """Loading, quantising and slicing a target: whoever calls `generate` has loaded it."""
-OPTIONS = "models.export.plain_options"
-STAND_INS = {"jaxtyping": "arrays", "pydantic": OPTIONS, "pydantic.dataclasses": OPTIONS, "pydantic_core": OPTIONS}
-"""What is imported in place of packages that users may not have."""
-PACKAGES = ("torch", "transformers")
-"""What users need. transformers itself brings safetensors, huggingface_hub and numpy."""
+PACKAGES = ("pydantic", "torch", "transformers")
+"""What users need. transformers itself brings safetensors, huggingface_hub and numpy, pydantic brings pydantic_core."""
 
 ABSENT = '''"""In place of what only training needs, and outrider itself has."""
 
@@ -101,17 +98,16 @@ def _rewrite(text: str, module: str) -> tuple[str, list[str]]:
     for node in ast.walk(ast.parse(text)):
         if not isinstance(node, ast.ImportFrom):
             continue
-        assert node.module is not None, f"{module} imports modules by `from . import`, which transformers doesn't follow"
-        if node.level > 0:
-            source = ".".join([*package[: len(package) - node.level + 1], node.module])
-            source = "absent" if source in LEFT_OUT else source
-        elif node.module in STAND_INS:
-            source = STAND_INS[node.module]
+        if node.level == 0:
+            flat = "arrays" if node.module == "jaxtyping" else None
         else:
-            continue
-        imported.append(source)
-        line = lines[node.lineno - 1]
-        lines[node.lineno - 1] = re.sub(r"from\s+[\w.]+\s+import", f"from .{_flat(source)} import", line, count=1)
+            assert node.module is not None, f"{module} imports modules by `from . import`, which transformers doesn't follow"
+            source = ".".join([*package[: len(package) - node.level + 1], node.module])
+            flat = "absent" if source in LEFT_OUT else _flat(source)
+            imported += [] if source in LEFT_OUT else [source]
+        if flat is not None:
+            line = lines[node.lineno - 1]
+            lines[node.lineno - 1] = re.sub(r"from\s+[\w.]+\s+import", f"from .{flat} import", line, count=1)
     return "".join(lines), imported
 
 

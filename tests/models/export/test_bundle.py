@@ -15,7 +15,7 @@ from transformers.dynamic_module_utils import get_imports, get_relative_import_f
 from outrider.models.export.bundle import ABSENT, custom_generate_files
 
 REPOSITORY = Path(__file__).parents[3]
-ALLOWED = {"torch", "transformers", "safetensors", "numpy", "huggingface_hub"}
+ALLOWED = {"pydantic", "pydantic_core", "torch", "transformers", "safetensors", "numpy", "huggingface_hub"}
 
 
 def test_nothing_is_imported_that_users_may_lack(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_the_licence_travels_with_the_code() -> None:
 
 def test_it_asks_for_the_versions_that_the_library_asks_for() -> None:
     lines = custom_generate_files()["requirements.txt"].split()
-    assert [re.split("[><=]", line)[0] for line in lines] == ["torch", "transformers"]
+    assert [re.split("[><=]", line)[0] for line in lines] == ["pydantic", "torch", "transformers"]
     assert set(lines) <= set(requires("outrider") or ())
 
 
@@ -106,11 +106,10 @@ def is_installed(requirement: str) -> bool:
 
 @pytest.mark.slow
 def test_plain_transformers_decodes_with_it(package_dirs: dict[str, Path], tiny_target_dir: Path, tmp_path: Path) -> None:
-    """In an environment, made of links, that holds only torch, transformers and what these need: with the script
+    """In an environment, made of links, that holds only pydantic, torch, transformers and what these need: with the script
     that users check theirs with, which compares a single prompt and a left-padded batch with `model.generate`."""
-    # Newer versions of typer bring pydantic, older ones don't; transformers' command line alone imports typer.
-    needed = distributions_needed_by("torch", "transformers") - {"pydantic", "pydantic-core"}
-    assert needed.isdisjoint({"outrider", "jaxtyping", "pydantic", "accelerate", "omegaconf"})
+    needed = distributions_needed_by("pydantic", "torch", "transformers")
+    assert needed.isdisjoint({"outrider", "jaxtyping", "accelerate", "omegaconf"})
     site = tmp_path / "site"
     site.mkdir()
     for name in needed:
