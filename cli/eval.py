@@ -123,9 +123,9 @@ def _by_suite(texts: list[str], names: list[str], option: str, what: str) -> dic
 
 def _settings(texts: list[str], **options: list[int] | None) -> list[dict[str, Any]]:
     """One setting per text, or per combination of the options' values; what isn't given stays as the drafter has it."""
-    given = {name: values for name, values in options.items() if values}
-    if texts and given:
+    chosen = {name: values for name, values in options.items() if values}
+    if texts and chosen:
         raise ValueError("--setting says all that a method changes; leave out --beam-width, --beam-length and --tree-nodes")
     if texts:
         return [parse_setting(text) for text in texts]
-    return [dict(zip(given, values, strict=True)) for values in product(*given.values())]
+    return [dict(zip(chosen, values, strict=True)) for values in product(*chosen.values())]

@@ -39,8 +39,8 @@ def config_from(cls: type[T], options: Mapping[str, Any], **others: Any) -> T:
     An option that wasn't given (None) leaves the field's default.
     """
     names = {field.name for field in fields(cls)}  # type: ignore[arg-type]
-    given = {name: value for name, value in options.items() if name in names and value is not None}
-    return cls(**{**given, **others})
+    chosen = {name: value for name, value in options.items() if name in names and value is not None}
+    return cls(**{**chosen, **others})
 
 
 def load_chosen_target(options: Mapping[str, Any]) -> "HFTarget":

@@ -124,17 +124,17 @@ def verdict(tuning: "Tuning", batch_size: int) -> str:
         if best is not None:
             loss = 1 - best.tokens_per_second / choice.plain_tokens_per_second
             reason = f"the best setting ({_name(best.setting)}) loses {100 * loss:.0f} %"
-        told = f"speculation is off: {reason}"
+        summary = f"speculation is off: {reason}"
     else:
-        told = f"{_name(choice.setting)}, {choice.speedup:.2f}x of plain decoding (prompts' reading left out)"
+        summary = f"{_name(choice.setting)}, {choice.speedup:.2f}x of plain decoding (prompts' reading left out)"
     if batch_size in tuning.regrets and batch_size in tuning.predicted_regrets:
         wrong = sorted(map(abs, tuning.errors(batch_size)))
-        told += (
+        summary += (
             f". Checked: {100 * tuning.regrets[batch_size]:.1f} % slower than the best setting (what was predicted to be best: "
             f"{100 * tuning.predicted_regrets[batch_size]:.1f} %); predicted speedups are off by {100 * median(wrong):.0f} % "
             f"(median), {100 * wrong[-1]:.0f} % at most"
         )
-    return f"Batches of {batch_size}: {told}"
+    return f"Batches of {batch_size}: {summary}"
 
 
 def _name(setting: dict[str, Any] | None) -> str:

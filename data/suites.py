@@ -131,12 +131,12 @@ def _parse_own(record: Any, index: int) -> Prompt | None:
 
 def _own_turns(record: Any) -> list[Any] | None:
     """What the user says; None where the record has no form that is known, or a system message, which no prompt has."""
-    given = [key for key in ("prompt", "turns", "messages", "conversations") if key in record]
-    if "prompt" in given and "messages" in given:
-        given.remove("prompt")  # UltraChat tells the first message twice
-    if len(given) != 1:
+    present = [key for key in ("prompt", "turns", "messages", "conversations") if key in record]
+    if "prompt" in present and "messages" in present:
+        present.remove("prompt")  # UltraChat tells the first message twice
+    if len(present) != 1:
         return None
-    (key,) = given
+    (key,) = present
     if key == "prompt":
         return [record[key]]
     if key == "turns":

@@ -134,7 +134,7 @@ def estimate_regeneration(
         raise ValueError(f"the target gave none of {num_conversations} conversations an answer that can be used")
     scale = len(conversations) / num_conversations
     share = math.ceil(math.ceil(len(conversations) / config.shard_examples) / num_processes) * config.shard_examples
-    told = RegenerationEstimate(
+    estimated = RegenerationEstimate(
         num_conversations=len(conversations),
         num_turns=count_turns(conversations),
         dropped=dropped,
@@ -147,7 +147,7 @@ def estimate_regeneration(
         # The process with the most shards is the last to finish.
         seconds=seconds / num_conversations * min(len(conversations), share),
     )
-    return told, [examples[index % len(examples)] for index in range(round(len(examples) * scale))]
+    return estimated, [examples[index % len(examples)] for index in range(round(len(examples) * scale))]
 
 
 def regeneration_table(estimate: RegenerationEstimate) -> Table:

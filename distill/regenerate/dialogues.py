@@ -58,7 +58,7 @@ class Dialogue:
         self._stop_ids = frozenset(stop_ids)
         self._seed = seed
         self._questions = questions(conversation.turns)
-        self._told = [turn.content for turn in conversation.turns if turn.role == "assistant"]
+        self._known_answers = [turn.content for turn in conversation.turns if turn.role == "assistant"]
         self._turn = 0
         self._messages: list[Turn] = []
         self._tokens: list[int] = []  # of the example that is growing
@@ -85,12 +85,14 @@ class Dialogue:
             self._end(NO_ROOM)
             return None
         self._prompt = prompt.tolist()
-        told = self._told[self._turn] if self._turn < len(self._told) else None
+        known_answer = self._known_answers[self._turn] if self._turn < len(self._known_answers) else None
         return Request(
             id=f"{self.id}#{self._turn}",
             prompt_ids=prompt,
             seed=answer_seed(self._seed, self.id, self._turn),
-            num_known_tokens=None if told is None else len(self._tokenizer(told, add_special_tokens=False).input_ids),
+            num_known_tokens=None
+            if known_answer is None
+            else len(self._tokenizer(known_answer, add_special_tokens=False).input_ids),
         )
 
     def take(self, answer: Answer) -> None:
@@ -99,9 +101,9 @@ class Dialogue:
         tokens = answer.tokens.tolist()
         cut = answer.cut or len(tokens) > room
         tokens = tokens[:room]
-        said = tokens[:-1] if tokens and tokens[-1] in self._stop_ids else tokens
-        text: Any = self._tokenizer.decode(said, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        if reason := EMPTY if not text.strip() else LOOP if ends_in_a_loop(said) else None:
+        answer_tokens = tokens[:-1] if tokens and tokens[-1] in self._stop_ids else tokens
+        text: Any = self._tokenizer.decode(answer_tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if reason := EMPTY if not text.strip() else LOOP if ends_in_a_loop(answer_tokens) else None:
             self._end(reason, AFTER_DROP)
             return
         if self._prompt[: len(self._tokens)] != self._tokens:

@@ -160,15 +160,15 @@ def answer_conversations(
         for conversation in conversations
     ]
     num_shown = 0
-    while asked := {request.id: (dialogue, request) for dialogue in dialogues if (request := dialogue.next_request())}:
-        for answer in engine.answer([request for _, request in asked.values()]):
-            dialogue, _ = asked.pop(answer.id)
+    while waiting := {request.id: (dialogue, request) for dialogue in dialogues if (request := dialogue.next_request())}:
+        for answer in engine.answer([request for _, request in waiting.values()]):
+            dialogue, _ = waiting.pop(answer.id)
             before = dialogue.num_done
             dialogue.take(answer)
             progress.update(dialogue.num_done - before)
             num_shown += dialogue.num_done - before
-        if asked:
-            raise RuntimeError(f"the engine {type(engine).__name__} left {len(asked)} requests unanswered")
+        if waiting:
+            raise RuntimeError(f"the engine {type(engine).__name__} left {len(waiting)} requests unanswered")
     # 2. What became of the turns; some were dropped before they were asked.
     num_turns = sum(dialogue.num_turns for dialogue in dialogues)
     progress.update(num_turns - num_shown)

@@ -245,10 +245,10 @@ def _options(drafter: dict[str, Any]) -> str:
 def _data(run: Path, saved: DrafterFile, weights: str) -> list[str]:
     """The data of a training run. Raises ValueError for a run that made another drafter."""
     config_path, homes = run / "config.yaml", [run, *sorted(run.glob("variants/*"))]
-    made = {home: path for home in homes if (path := home / "drafter" / WEIGHTS_FILE).is_file()}
-    if not config_path.is_file() or not made:
+    weights_of_home = {home: path for home in homes if (path := home / "drafter" / WEIGHTS_FILE).is_file()}
+    if not config_path.is_file() or not weights_of_home:
         raise ValueError(f"{run} is no folder of a finished run: it has no config.yaml, or no drafter/{WEIGHTS_FILE}")
-    home = next((home for home, path in made.items() if sha256_file(path) == weights), None)
+    home = next((home for home, path in weights_of_home.items() if sha256_file(path) == weights), None)
     if home is None:
         raise ValueError(f"the drafter of {run} has other weights than this one; give the run that made it")
     data, drafter = _run_sections(config_path, "" if home == run else home.name)

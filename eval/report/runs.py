@@ -116,11 +116,11 @@ def read_groups(directories: Sequence[Path]) -> list[Group]:
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(json.dumps(run.conditions, sort_keys=True), []).append(run)
-    made = []
+    groups_of_runs = []
     for members in groups.values():
         differs_in = list(differences(runs[0].conditions, members[0].conditions))
-        made.append(Group(runs=members, entries=_entries(members), differs_in=differs_in))
-    return made
+        groups_of_runs.append(Group(runs=members, entries=_entries(members), differs_in=differs_in))
+    return groups_of_runs
 
 
 def read_run(directory: Path, name: str) -> Run:

@@ -99,18 +99,18 @@ def judged(
 
     An answer of `unaudited`, in whose audit memory ran out, counts as a mismatch: nothing proves it.
     """
-    found = {mismatch.record.key: mismatch for mismatch in find_mismatches(records)}
-    for record in to_audit(records, list(found.values()), dtype):
+    mismatches = {mismatch.record.key: mismatch for mismatch in find_mismatches(records)}
+    for record in to_audit(records, list(mismatches.values()), dtype):
         if record.answer_digest in unaudited:
-            position = found[record.key].position if record.key in found else 0
-            found[record.key] = Mismatch(record=record, position=position, unaudited=True)
+            position = mismatches[record.key].position if record.key in mismatches else 0
+            mismatches[record.key] = Mismatch(record=record, position=position, unaudited=True)
             continue
         audit = audits[record.answer_digest]
-        if record.key in found:
-            found[record.key] = replace(found[record.key], within_noise=audit.within_noise)
+        if record.key in mismatches:
+            mismatches[record.key] = replace(mismatches[record.key], within_noise=audit.within_noise)
         elif audit.deficit > 0 or not audit.within_noise:
-            found[record.key] = Mismatch(record=record, position=audit.position, within_noise=audit.within_noise)
-    return list(found.values())
+            mismatches[record.key] = Mismatch(record=record, position=audit.position, within_noise=audit.within_noise)
+    return list(mismatches.values())
 
 
 LOSSY = "no, by rule"

@@ -48,7 +48,7 @@ def find_outliers(records: Sequence[EvalRecord]) -> list[Outlier]:
         return []
     median, deviation = median_and_deviation([value for _, value in values.values()])
     limit = max(median + NUM_DEVIATIONS * deviation, MIN_RATIO * median)
-    found = [
+    outliers = [
         Outlier(
             prompt_ids=[other.prompt_id for other in timed if other.batch_key == key],
             turn=record.turn,
@@ -59,4 +59,4 @@ def find_outliers(records: Sequence[EvalRecord]) -> list[Outlier]:
         for key, (record, value) in values.items()
         if value > limit
     ]
-    return sorted(found, key=lambda outlier: outlier.ratio, reverse=True)
+    return sorted(outliers, key=lambda outlier: outlier.ratio, reverse=True)

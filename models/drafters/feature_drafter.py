@@ -214,8 +214,8 @@ class FeatureDrafter(TrainableDrafter):
     ) -> tuple[DraftTree, CacheSnapshot]:
         """Draft the likeliest `tree_nodes` nodes of a search that starts at the last committed token."""
         cache = state.text.writable()
-        found = search(self, cache, read_committed(self, cache, state, last_token))
-        return pack_likeliest(found, self.config.tree_nodes), cache.snapshot()
+        tree_of_search = search(self, cache, read_committed(self, cache, state, last_token))
+        return pack_likeliest(tree_of_search, self.config.tree_nodes), cache.snapshot()
 
     def advance(self, drafted: CacheSnapshot, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> FeatureState:
         return completed(drafted, tree.tokens, accepted, self.target_features(output))

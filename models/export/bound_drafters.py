@@ -96,8 +96,8 @@ def bind(
         bound = _load(model, folder, options, state)
     drafters.by_name[name] = bound
     if tokenizer is not None and tokenizer is not bound.tokenizer:
-        found = replace(bound.target.identity, tokenizer_sha256=tokenizer_digest(tokenizer))
-        require_fitting_target(folder, bound.trained_for, found)
+        identity = replace(bound.target.identity, tokenizer_sha256=tokenizer_digest(tokenizer))
+        require_fitting_target(folder, bound.trained_for, identity)
         bound.tokenizer = tokenizer
     return bound
 

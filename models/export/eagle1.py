@@ -99,9 +99,9 @@ def read(folder: Folder, target: HFTarget) -> Reading:
             "complete the download"
         )
     layer = read_config(config, folder, target, more=frozenset({"bias", "qkv_bias"}))
-    made = form_config(target, layer or {"model_type": config["model_type"]})
+    model_config = form_config(target, layer or {"model_type": config["model_type"]})
     optional = target_parts(target, head=True) | {
-        ROTARY: torch.empty(describe(made)["head_dim"] // 2, device="meta"),
+        ROTARY: torch.empty(describe(model_config)["head_dim"] // 2, device="meta"),
         "fc.bias": torch.empty(target.hidden_size, device="meta"),
     }
 
@@ -109,7 +109,7 @@ def read(folder: Folder, target: HFTarget) -> Reading:
         require_target_parts(tensors, target, head=True, folder=folder)
         if not config.bias and "fc.bias" in tensors and tensors["fc.bias"].any():
             raise ValueError(f"{folder.path} has a fc.bias that isn't zero, and the drafter has none; export it again")
-        if ROTARY in tensors and not torch.allclose(tensors[ROTARY].float(), frequencies(made), rtol=SAME_NUMBER):
+        if ROTARY in tensors and not torch.allclose(tensors[ROTARY].float(), frequencies(model_config), rtol=SAME_NUMBER):
             raise ValueError(f"{folder.path} has {ROTARY} of another base than its config.json says; correct rope_theta")
         return {}
 

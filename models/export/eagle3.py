@@ -170,16 +170,16 @@ def _feature_layers(folder: Folder, num_layers: int) -> tuple[int, ...]:
         raise ValueError(f"{folder.path} has eagle_config {nested!r}, which no drafter here can have")
     if strange := [name for name, right in NESTED_MUST_BE.items() if nested.get(name) not in right]:
         raise ValueError(f"{folder.path} has {strange[0]} {nested[strange[0]]!r}, which no drafter here can have")
-    told = config.get("eagle_aux_hidden_state_layer_ids") or nested.get("eagle_aux_hidden_state_layer_ids")
+    layer_ids = config.get("eagle_aux_hidden_state_layer_ids") or nested.get("eagle_aux_hidden_state_layer_ids")
     usual = usual_layers(num_layers)
-    if told is not None and not (isinstance(told, list) and all(type(layer) is int for layer in told)):
-        raise ValueError(f"{folder.path} names the layers {told!r}; they must be a list of numbers")
+    if layer_ids is not None and not (isinstance(layer_ids, list) and all(type(layer) is int for layer in layer_ids)):
+        raise ValueError(f"{folder.path} names the layers {layer_ids!r}; they must be a list of numbers")
     if not nested.get("use_aux_hidden_state", True):
         raise ValueError(f"{folder.path} reads the target's last hidden state only, which is none of EAGLE-3's drafters here")
-    if told is None or tuple(told) in (usual, tuple(layer - 1 for layer in usual)):
+    if layer_ids is None or tuple(layer_ids) in (usual, tuple(layer - 1 for layer in usual)):
         return usual  # in vLLM's numbers, or in SGLang's, which are one less
     raise ValueError(
-        f"{folder.path} names the layers {told}: vLLM reads the inputs of these, and SGLang those of the layers after them; "
+        f"{folder.path} names the layers {layer_ids}: vLLM reads the inputs of these, SGLang those of the layers after them; "
         "say which with the option feature_layers, in vLLM's way, and take the key out of its config.json"
     )
 

@@ -61,12 +61,12 @@ def open_folder(path: Path, weight_files: tuple[str, ...] = WEIGHT_FILES) -> Fol
     files, indexed = _weight_files(path, weight_files)
     shapes: dict[str, torch.Tensor] = {}
     for file in files:
-        found = _read(file, "meta")
-        if twice := sorted(found.keys() & shapes.keys()):
+        loaded = _read(file, "meta")
+        if twice := sorted(loaded.keys() & shapes.keys()):
             raise ValueError(f"{path} has {twice[0]} in two files; keep one")
-        if indexed is not None and (wrong := {name for name, each in indexed.items() if each == file.name} ^ found.keys()):
+        if indexed is not None and (wrong := {name for name, each in indexed.items() if each == file.name} ^ loaded.keys()):
             raise ValueError(f"{file} and the index of {path} don't agree on {', '.join(sorted(wrong)[:MOST_PROBLEMS])}")
-        shapes |= found
+        shapes |= loaded
     require_counts(config, COUNTS, len(shapes), path / CONFIG_FILE)
     return Folder(path=path, config=config, shapes=shapes, files=tuple(files))
 
@@ -115,18 +115,18 @@ def _read_pickled(path: Path, device: str) -> dict[str, torch.Tensor]:
                 raise ValueError("it is compressed, which torch's own files never are")
             if damaged := archive.testzip():
                 raise ValueError(f"{damaged} in it is damaged")
-        found = torch.load(path, map_location=device, weights_only=True)
+        loaded = torch.load(path, map_location=device, weights_only=True)
     except (zipfile.BadZipFile, pickle.UnpicklingError, RuntimeError, ValueError) as error:
         raise ValueError(
             f"{path} is not a plain file of tensors as torch writes them since 1.6, and nothing else is read, since reading it "
             f"could run its code ({str(error).partition(chr(10))[0]}); convert it to safetensors where you trust it, or "
             "download it again"
         ) from error
-    if not isinstance(found, dict) or not all(isinstance(each, torch.Tensor) for each in found.values()):
+    if not isinstance(loaded, dict) or not all(isinstance(each, torch.Tensor) for each in loaded.values()):
         raise ValueError(f"{path} holds something else than named tensors; save the state_dict alone")
-    if odd := [str(name) for name, each in found.items() if each.layout is not torch.strided or each.device.type != device]:
+    if odd := [str(name) for name, each in loaded.items() if each.layout is not torch.strided or each.device.type != device]:
         raise ValueError(f"{path} has {odd[0]} without plain numbers (it is sparse, or has none); save dense tensors")
-    return {str(name): each.detach() for name, each in found.items()}
+    return {str(name): each.detach() for name, each in loaded.items()}
 
 
 def _read_safetensors(path: Path, device: str) -> dict[str, torch.Tensor]:

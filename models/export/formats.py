@@ -204,14 +204,14 @@ def _measured(name: str, default: torch.Tensor, note: Note | None, directory: Pa
     if note is None or name not in note.measured:
         return default
     try:
-        found = torch.tensor(note.measured[name], dtype=default.dtype)
+        measured = torch.tensor(note.measured[name], dtype=default.dtype)
     except (ValueError, TypeError, RuntimeError, OverflowError):  # rows of unequal lengths, say
-        found = torch.empty(0)
-    if found.shape != default.shape or not found.isfinite().all():
+        measured = torch.empty(0)
+    if measured.shape != default.shape or not measured.isfinite().all():
         raise ValueError(
             f"{directory / NOTE_FILE} has measured.{name} that isn't {tuple(default.shape)} finite numbers; export it again"
         )
-    return found
+    return measured
 
 
 def _adopt(drafter: TrainableDrafter, weights: Tensors, describing: Path) -> None:

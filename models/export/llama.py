@@ -159,11 +159,11 @@ def read_config(config: Mapping[str, Any], folder: Folder, target: HFTarget, *, 
     if problems:
         raise ValueError(f"{folder.path / 'config.json'} describes no such drafter: it has {', '.join(problems)}")
     require_sizes(config, folder, target)
-    made = _parse(config, folder, target)
-    described, own = describe(made), target.model.config.get_text_config()
-    lengths = made.max_position_embeddings, own.max_position_embeddings
+    model_config = _parse(config, folder, target)
+    described, own = describe(model_config), target.model.config.get_text_config()
+    lengths = model_config.max_position_embeddings, own.max_position_embeddings
     kind = described["rope_parameters"]["rope_type"]
-    if kind not in ROPE_OF_POSITIONS and (made.rope_parameters != own.rope_parameters or lengths[0] != lengths[1]):
+    if kind not in ROPE_OF_POSITIONS and (model_config.rope_parameters != own.rope_parameters or lengths[0] != lengths[1]):
         raise ValueError(
             f"{folder.path} has rotary embeddings of the kind {kind!r} for a context of {lengths[0]} tokens, read only "
             f"where the target has the very same, and it has one of {lengths[1]} tokens; use a drafter of this target"
@@ -183,11 +183,11 @@ def _parse(config: Mapping[str, Any], folder: Folder, target: HFTarget) -> Any:
     options.setdefault("num_key_value_heads", options["num_attention_heads"])
     options.setdefault("rms_norm_eps", 1e-6)
     try:
-        made = make(**options, num_hidden_layers=1)
-        form_config(target, describe(made))
+        model_config = make(**options, num_hidden_layers=1)
+        form_config(target, describe(model_config))
     except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
         raise ValueError(f"{folder.path / 'config.json'} makes no layer ({type(error).__name__}: {error})") from error
-    return made
+    return model_config
 
 
 def require_sizes(config: Mapping[str, Any], folder: Folder, target: HFTarget) -> None:

@@ -28,18 +28,18 @@ MOST = 1e12
 
 def rope_problems(config: Mapping[str, Any]) -> list[str]:
     """What of a configuration's rotary embeddings is unknown, missing, no number that it can be, or told in two ways."""
-    told = {place: config[place] for place in PLACES if config.get(place) is not None}
-    problems = [f"{place} {rope!r}" for place, rope in told.items() if not isinstance(rope, Mapping)]
+    present = {place: config[place] for place in PLACES if config.get(place) is not None}
+    problems = [f"{place} {rope!r}" for place, rope in present.items() if not isinstance(rope, Mapping)]
     if problems:
         return problems
-    for place, rope in told.items():
+    for place, rope in present.items():
         problems += _problems(place, rope)
-    bases = {place: rope["rope_theta"] for place, rope in told.items() if rope.get("rope_theta") is not None}
+    bases = {place: rope["rope_theta"] for place, rope in present.items() if rope.get("rope_theta") is not None}
     bases |= {"the configuration": config["rope_theta"]} if config.get("rope_theta") is not None else {}
     problems += [f"rope_theta {base!r}" for base in bases.values() if not is_positive(base)]
     if not problems and len(set(bases.values())) > 1:
         problems.append(f"several rope_theta: {', '.join(f'{base} in {place}' for place, base in bases.items())}")
-    if not problems and len({repr(sorted(_plain(rope).items())) for rope in told.values()}) > 1:
+    if not problems and len({repr(sorted(_plain(rope).items())) for rope in present.values()}) > 1:
         problems.append("rope_parameters and rope_scaling that differ")
     return problems
 

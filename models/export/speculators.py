@@ -103,9 +103,9 @@ def read(folder: Folder, target: HFTarget) -> Reading:
         raise ValueError(f"{folder.path / 'config.json'} describes no such drafter: it has {', '.join(problems)}")
     assert isinstance(layer, dict)
     options: dict[str, Any] = {"layer": read_config(layer, folder, target, more=frozenset({"_attn_implementation"}))}
-    told = config.get("eagle_aux_hidden_state_layer_ids")
-    if told is not None:
-        options["feature_layers"] = told
+    layer_ids = config.get("eagle_aux_hidden_state_layer_ids")
+    if layer_ids is not None:
+        options["feature_layers"] = layer_ids
     if isinstance(tokens := _speculative_tokens(config), int):
         options["depth"] = tokens
     return vocabulary_reading(

@@ -60,19 +60,19 @@ def make_config(options: Mapping[str, Any]) -> Any:
     require_packages(options["method"])
     from transformers import AwqConfig, BitsAndBytesConfig, GPTQConfig, TorchAoConfig  # they look for their packages
 
-    given = {name: value for name, value in options.items() if name != "method"}
+    method_options = {name: value for name, value in options.items() if name != "method"}
     if options["method"] != "torchao":
         classes: dict[str, Any] = {"bitsandbytes": BitsAndBytesConfig, "gptq": GPTQConfig, "awq": AwqConfig}
-        return _make(classes[options["method"]], given)
+        return _make(classes[options["method"]], method_options)
     import torchao.quantization
 
-    name = given.pop("type", None)
+    name = method_options.pop("type", None)
     kind = getattr(torchao.quantization, str(name), None)
     if not str(name).endswith("Config") or kind is None:
         raise ValueError(
             f"target.quantization.type is {name!r}; name a configuration of torchao.quantization, such as Int8WeightOnlyConfig"
         )
-    return TorchAoConfig(_make(kind, given))
+    return TorchAoConfig(_make(kind, method_options))
 
 
 def _make(kind: Any, options: Mapping[str, Any]) -> Any:

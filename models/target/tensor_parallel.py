@@ -55,9 +55,9 @@ def make_sharding(config: TargetConfig) -> DistributedConfig:
         raise ValueError(f"transformers has no plan to slice models of type {model.model_type}; {REMEDY}")
     sizes = {name: getattr(model, name, None) for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")}
     if uneven := {name: size for name, size in sizes.items() if size is not None and size % num_processes}:
-        told = " and ".join(f"{name} of {size}" for name, size in uneven.items())
+        dimensions = " and ".join(f"{name} of {size}" for name, size in uneven.items())
         raise ValueError(
-            f"{num_processes} processes can't share the target evenly: it has {told}. Launch a number of processes that "
+            f"{num_processes} processes can't share the target evenly: it has {dimensions}. Launch a number of processes that "
             f"divides these, or {REMEDY}"
         )
     # Drafters and losses multiply by these themselves, in each process as often as it needs.

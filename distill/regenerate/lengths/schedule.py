@@ -296,15 +296,15 @@ class ScheduleStatistics:
         return {**asdict(self), **{name: getattr(self, name) for name in shares}}
 
     def __str__(self) -> str:
-        told = "nothing predicted"
+        prediction = "nothing predicted"
         if self.num_predicted:
-            told = (
+            prediction = (
                 f"of {self.num_predicted} lengths predicted {self.bucket_accuracy:.2f} in the right tenth, "
                 f"{self.mean_bucket_distance:.1f} off in the mean"
             )
         return (
             f"{self.num_answers} answers in {self.num_batches} batches of {self.num_steps} steps, {self.num_evictions} "
-            f"evictions, {self.padding_share:.2f} padding, {self.sequences_per_second:.1f} answers a second; {told}"
+            f"evictions, {self.padding_share:.2f} padding, {self.sequences_per_second:.1f} answers a second; {prediction}"
         )
 
 

@@ -75,8 +75,8 @@ def telling_hub_errors(repo: str, revision: str | None = None) -> Iterator[None]
         raise ValueError(f"{repo} has no branch, tag or commit {revision}; check the name of the revision") from error
     except HfHubHTTPError as error:
         status = error.response.status_code
-        said = f"the Hub answers: {_without_secrets(error.server_message or _first_line(error))}"
-        raise ValueError(f"{at}: HTTP {status}: {REMEDIES.get(status, said)}") from error
+        answer = f"the Hub answers: {_without_secrets(error.server_message or _first_line(error))}"
+        raise ValueError(f"{at}: HTTP {status}: {REMEDIES.get(status, answer)}") from error
     except UnicodeEncodeError:  # not its cause: that holds the token
         raise ValueError(
             f"{at}: the token has characters that no token has: copy it again (HF_TOKEN, or `hf auth login`)"
