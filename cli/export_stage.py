@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ..data.files import replacing_directory, sha256_file
+from ..data.files import finish_replacing, replacing_directory, sha256_file
 from ..eval.records.names import SUMMARY_FILE
 from ..eval.report.card import CardOptions, model_card, rows_of
 from ..eval.results.rows import is_broken
@@ -95,6 +95,7 @@ def _package(drafter: Path, package: Path, options: CardOptions, *, overwrite: b
     with tempfile.TemporaryDirectory(prefix=f".{package.name}.", dir=package.parent) as temporary:
         new = Path(temporary) / "new"
         make_package(drafter, new, card, options.certificate)
+        finish_replacing(package)
         differing = _differing(new, package)
         if differing and package.exists() and not overwrite:
             log.warning(

@@ -53,14 +53,18 @@ def replacing_directory(path: Path) -> Iterator[Path]:
     of `replacing`. A killed process leaves the old folder or the new one. It may also leave
     `.NAME.partial` and `.NAME.old`, which the next writer removes. Between two renames `path` is
     missing for a moment: after a kill there, `finish_replacing` completes the replacement. Raises
-    ValueError for the current folder, since a shell there would be left without it.
+    ValueError where `path` is a file, and where it is or holds the current folder, since a shell
+    there would be left without it.
     """
     path = path.resolve()
-    if path == Path.cwd():
-        raise ValueError(f"{path} is the folder you are in; name another folder")
+    if Path.cwd().is_relative_to(path):
+        raise ValueError(f"{path} is the folder you are in, or holds it; change to another folder, or name another one")
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{path} is a file, and a folder is to be written there; remove it, or name another folder")
     finish_replacing(path)
     partial, old = partial_directory(path), _old_directory(path)
-    shutil.rmtree(partial, ignore_errors=True)
+    for leftover in (old, partial):
+        shutil.rmtree(leftover, ignore_errors=True)
     try:
         with naming_full_disk(path, OLD_IS_KEPT):
             partial.mkdir(parents=True)
@@ -71,18 +75,21 @@ def replacing_directory(path: Path) -> Iterator[Path]:
             _sync_directory(path.parent)
     finally:
         finish_replacing(path)
-        shutil.rmtree(partial, ignore_errors=True)
+        for leftover in (old, partial):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def finish_replacing(path: Path) -> None:
     """Complete the replacement of the folder `path` that a killed process has begun.
 
-    See `replacing_directory`. Does nothing for a folder that is complete.
+    See `replacing_directory`. Does nothing for a folder that is there. Readers call this before they
+    report a folder as missing.
     """
+    if path.exists():
+        return
     partial, old = partial_directory(path), _old_directory(path)
-    if old.exists() and partial.exists() and not path.exists():
+    if old.exists() and partial.exists():
         os.replace(partial, path)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def partial_directory(path: Path) -> Path:

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import torch
@@ -28,8 +28,8 @@ class TargetIdentity:
     name: str
     revision: str | None
     weights_sha256: str
-    config_sha256: str = ""
-    quantization: str = ""
+    config_sha256: str
+    quantization: str
     tokenizer_sha256: str
     hidden_size: int
     vocab_size: int
@@ -58,7 +58,7 @@ class BaseManifest:
 
     `target_dtype` is the type that the target computed in. `data_sha256` is a digest of the data, in
     order; `plan_sha256` is a digest of which of them go into which shard; `complete` is False until
-    every shard is there.
+    every shard is there. No field has a default: reading a file that lacks one raises ValueError.
     """
 
     format_version: int
@@ -97,14 +97,13 @@ class Manifest(BaseManifest):
     them are, and `top_logprobs` how many of the target's likeliest next tokens there are. `data_sha256` is `examples_sha256`.
     """
 
-    format_version: int = FORMAT_VERSION
     horizon: int
     features: Annotated[str, one_of(*FEATURES)]
     max_length: int
     shards: list[ShardEntry]
-    feature_layers: list[int] = field(default_factory=list)
-    features_dtype: Annotated[str, one_of(*STATE_DTYPES)] = "bfloat16"
-    top_logprobs: int | None = None
+    feature_layers: list[int]
+    features_dtype: Annotated[str, one_of(*STATE_DTYPES)]
+    top_logprobs: int | None
 
     def __post_init__(self) -> None:
         if self.format_version != FORMAT_VERSION:

@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save
 
-from .manifest import Manifest, ShardEntry
+from .manifest import MANIFEST_FILE, Manifest, ShardEntry
 from .states import StoredStates
 from .store import ShardStore
 from .types import UNKNOWN, DistilledExample, Example, TargetReads, TopTokens
@@ -30,7 +30,7 @@ TOP_BYTES = 4 + 2
 
 def label_store(directory: Path) -> ShardStore[ShardEntry, Manifest]:
     """Return the shards of labels in a folder."""
-    return ShardStore(directory, "shard", ".safetensors", ShardEntry, Manifest)
+    return ShardStore(directory, "shard", ".safetensors", ShardEntry, Manifest, _require_horizon)
 
 
 def write_shard(directory: Path, index: int, examples: list[DistilledExample]) -> ShardEntry:
@@ -69,13 +69,14 @@ def write_shard(directory: Path, index: int, examples: list[DistilledExample]) -
 
 
 def verify_shards(directory: Path, manifest: Manifest) -> None:
-    """Raise ValueError where the manifest isn't complete or one of its shards is missing, cut or altered."""
+    """Raise ValueError where the manifest isn't complete, or a shard is damaged or has another horizon."""
     if not manifest.complete:
         raise ValueError(
             f"the distillation in {directory} is not complete; run the stage distill again, which goes on from there"
         )
     for entry in manifest.shards:
         label_store(directory).verify(entry)
+        _require_horizon(directory / entry.file, manifest)
 
 
 def read_shard(directory: Path, entry: ShardEntry, reads: TargetReads | None = None) -> list[DistilledExample]:
@@ -110,6 +111,17 @@ def read_shard(directory: Path, entry: ShardEntry, reads: TargetReads | None = N
             )
         )
     return examples
+
+
+def _require_horizon(path: Path, manifest: Manifest) -> None:
+    """Raise ValueError where the labels of a shard are not as wide as the manifest's horizon."""
+    with safe_open(path, framework="pt") as file:
+        width = file.get_slice("continuations").get_shape()[1]
+    if width != manifest.horizon:
+        raise ValueError(
+            f"the labels in {path} have a horizon of {width}, and {MANIFEST_FILE} has horizon {manifest.horizon}: the "
+            "manifest was altered. Restore it, or delete the folder and run the stage distill again"
+        )
 
 
 def _states_by_name(example: DistilledExample) -> dict[str, StoredStates]:

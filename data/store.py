@@ -6,7 +6,7 @@
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -29,13 +29,17 @@ REMEDY = "Choose another output directory, or delete this one to make it anew"
 
 @dataclass(frozen=True, slots=True)
 class ShardStore(Generic[Entry, M]):
-    """The shards of `directory`; their sidecars and the manifest are the dataclasses `entry` and `manifest`."""
+    """The shards of `directory`; their sidecars and the manifest are the dataclasses `entry` and `manifest`.
+
+    `check` raises ValueError where a whole shard file disagrees with the manifest.
+    """
 
     directory: Path
     stem: str
     suffix: str
     entry: type[Entry]
     manifest: type[M]
+    check: Callable[[Path, M], None] = lambda path, manifest: None
 
     def path(self, index: int, suffix: str) -> Path:
         """Return the path of a file of shard `index`."""
@@ -156,6 +160,7 @@ class ShardStore(Generic[Entry, M]):
                         "Delete it, then run the stage distill again: it makes just this shard anew"
                     )
                 self.verify(entry)
+                self.check(self.directory / entry.file, manifest)
             except (ValueError, OSError) as error:
                 problems.append(str(error))
         if not shards:

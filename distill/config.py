@@ -1,6 +1,8 @@
 """How a target is distilled."""
 
+import re
 from dataclasses import field
+from ipaddress import ip_address
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 
@@ -19,6 +21,11 @@ REGENERATION_OPTIONS = (
     *("kv_budget_gib", "predictor", "base_url", "served_model"),
 )
 ENGINES = ("auto", "decoder", "batch", "continuous", "openai")
+# The address isn't quoted: there may be a password in it.
+NO_ADDRESS = (
+    "base_url is no address of the form http://HOST:8000/v1; a key belongs into the environment variable "
+    "OPENAI_API_KEY, not into the address"
+)
 
 
 @dataclass(
@@ -156,15 +163,22 @@ class DistillConfig:
                 problems.append("engine is 'openai' and base_url is missing; give the server's, such as http://HOST:8000/v1")
         elif self.base_url is not None or self.served_model is not None:
             problems.append(f"base_url and served_model are the engine openai's, and engine is {self.engine!r}; leave them out")
-        if self.base_url is not None:
-            url = urlsplit(self.base_url)
-            # Not quoted: there may be a password in it.
-            if url.scheme not in ("http", "https") or not url.hostname or "@" in url.netloc:
-                problems.append(
-                    "base_url is no address of the form http://HOST:8000/v1; a key belongs into the environment variable "
-                    "OPENAI_API_KEY, not into the address"
-                )
+        if self.base_url is not None and not is_address(self.base_url):
+            problems.append(NO_ADDRESS)
         return problems
+
+
+def is_address(base_url: str) -> bool:
+    """Whether `base_url` is the address of a server, without a password in it."""
+    try:
+        url = urlsplit(base_url)
+        host, _ = url.hostname or "", url.port
+        is_number = ":" in host or re.fullmatch(r"\d+(\.\d+){3}", host)
+        is_host = bool(ip_address(host)) if is_number else re.fullmatch(r"[\w.-]+", host) is not None
+    except ValueError:  # brackets that aren't closed, no such port, no such IP address
+        is_host = False
+    is_plain = base_url.isprintable() and " " not in base_url
+    return is_host and is_plain and url.scheme in ("http", "https") and "@" not in url.netloc
 
 
 DEFAULTS = DistillConfig(mode="regenerate")

@@ -154,8 +154,9 @@ def make_step(case: dict[str, Any], device: torch.device) -> Callable[[int], Non
     sizes = {"hidden_size": hidden, "intermediate_size": 11 * hidden // 4, "num_attention_heads": hidden // 64}
     config = LlamaConfig(vocab_size=vocab, num_hidden_layers=1, num_key_value_heads=hidden // 64, **sizes)
     model = LlamaForCausalLM(config).to(device).eval().requires_grad_(False)
-    name = {"name": "random", "revision": None, "weights_sha256": "", "tokenizer_sha256": ""}
-    target = HFTarget(model, None, TargetIdentity(**name, hidden_size=hidden, vocab_size=vocab))
+    digests = {"weights_sha256": "", "config_sha256": "", "quantization": "", "tokenizer_sha256": ""}
+    identity = TargetIdentity(name="random", revision=None, **digests, hidden_size=hidden, vocab_size=vocab)
+    target = HFTarget(model, None, identity)
     drafter = (
         build_drafter(parse_drafter({"kind": "eagle", "unroll": STEP_DEPTHS, "classification_weight": 1.0}), target)
         .to(device)

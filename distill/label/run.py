@@ -18,7 +18,7 @@ from ...data.chat import encode_conversations
 from ...data.config import DataConfig
 from ...data.decontamination import PromptOverlap
 from ...data.files import write_json
-from ...data.manifest import Manifest, ShardEntry, examples_sha256
+from ...data.manifest import FORMAT_VERSION, Manifest, ShardEntry, examples_sha256
 from ...data.shards import label_store, write_shard
 from ...data.sources import describe_drops, load_conversations
 from ...data.store import STATS_SUFFIX
@@ -98,6 +98,7 @@ def describe_labels(config: DistillConfig, data: DataConfig, target: HFTarget, p
     """What decides these shards, before there is any."""
     data_sha256 = examples_sha256(example for shard in plan for example in shard)
     return Manifest(
+        format_version=FORMAT_VERSION,
         target=target.identity,
         target_dtype=str(target.dtype),
         horizon=config.horizon,

@@ -88,7 +88,6 @@ class AnswersManifest(BaseManifest):
     conversations, in order.
     """
 
-    format_version: int = FORMAT_VERSION
     chat_template_sha256: str
     sampling: SamplingFacts
     max_tokens: int

@@ -27,6 +27,7 @@ from ...models.target.tensor_parallel import Worker
 from ..config import DistillConfig
 from ..plan import peak_memory_bytes, plan_sha256, plan_shards, run_shards, total
 from .answers import (
+    FORMAT_VERSION,
     AnswerCounts,
     AnsweredExample,
     AnswersEntry,
@@ -126,6 +127,7 @@ def describe_answers(
     """What decides these answers, before there is any. Which engine runs the target has no say in it."""
     data_sha256 = conversations_sha256(conversation for shard in plan for conversation in shard)
     return AnswersManifest(
+        format_version=FORMAT_VERSION,
         target=target.identity,
         target_dtype=str(target.dtype),
         chat_template_sha256=hashlib.sha256(require_template(target.tokenizer).encode()).hexdigest(),

@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Collection
 from pathlib import Path
 
-from ...data.files import atomic_write_text, replacing_directory, write_json
+from ...data.files import atomic_write_text, finish_replacing, replacing_directory, write_json
 from ..drafters.saved.download import HUB_ID
 from ..drafters.saved.folder import (
     CONFIG_FILE,
@@ -105,6 +105,7 @@ def package_files(folder: Path, called: str = "") -> dict[str, Path]:
     optimizer, anything unknown; and for a folder that holds no drafter.
     """
     called = called or str(folder)
+    finish_replacing(folder)
     if not folder.is_dir():
         raise ValueError(f"{called} is {'no folder' if folder.exists() else 'not there'}; name a drafter's folder")
     files, problems = {}, []
@@ -166,4 +167,5 @@ def _problem(path: Path, name: str) -> str | None:
 
 def is_package(folder: Path) -> bool:
     """Whether a folder has a model card and the code for transformers, and not only the drafter."""
+    finish_replacing(folder)
     return (folder / README_FILE).is_file() and (folder / FOLDER / START_FILE).is_file()

@@ -69,6 +69,8 @@ def target_of(model: LlamaForCausalLM, **form: Any) -> HFTarget:
         name="random",
         revision=None,
         weights_sha256="",
+        config_sha256="",
+        quantization="",
         tokenizer_sha256="",
         hidden_size=model.config.hidden_size,
         vocab_size=model.config.vocab_size,

@@ -53,7 +53,16 @@ def raises(message: str) -> Iterator[None]:
 @pytest.fixture
 def trained(tmp_path: Path) -> Path:
     """A trained drafter's folder, as far as a configuration reads it: Medusa heads of two layers."""
-    target = TargetIdentity(name="t", revision=None, weights_sha256="1", tokenizer_sha256="2", hidden_size=8, vocab_size=16)
+    target = TargetIdentity(
+        name="t",
+        revision=None,
+        weights_sha256="1",
+        config_sha256="",
+        quantization="",
+        tokenizer_sha256="2",
+        hidden_size=8,
+        vocab_size=16,
+    )
     saved = DrafterFile(format_version=1, kind="medusa", drafter=asdict(MedusaConfig(num_heads=3, num_layers=2)), target=target)
     write_json(tmp_path / "drafter" / "config.json", asdict(saved))
     return tmp_path / "drafter"

@@ -110,7 +110,14 @@ def randomise(model: PreTrainedModel, attention: str) -> PreTrainedModel:
 
 def adapt(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> HFTarget:
     identity = TargetIdentity(
-        name="tiny", revision=None, weights_sha256="0", tokenizer_sha256="0", hidden_size=32, vocab_size=VOCAB
+        name="tiny",
+        revision=None,
+        weights_sha256="0",
+        config_sha256="",
+        quantization="",
+        tokenizer_sha256="0",
+        hidden_size=32,
+        vocab_size=VOCAB,
     )
     return HFTarget(model, tokenizer, identity)
 

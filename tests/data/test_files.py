@@ -119,10 +119,31 @@ def test_an_error_keeps_the_old_folder_and_a_full_disk_is_explained(tmp_path: Pa
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_the_current_folder_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="folder you are in"):
-        replace_folder(Path(), NEW)
+def test_neither_the_current_folder_nor_one_around_it_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = tmp_path / "a" / "b"
+    replace_folder(inner, OLD)
+    monkeypatch.chdir(inner)
+    for path in (Path(), Path(".."), tmp_path / "a"):
+        with pytest.raises(ValueError, match="folder you are in"):
+            replace_folder(path, NEW)
+    assert contents(inner) == OLD
+
+
+def test_a_file_is_not_replaced_by_a_folder(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    path.write_text("kept")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="out is a file.*remove it, or name another"):
+            replace_folder(path, NEW)
+    assert contents(tmp_path) == {"out": "kept"}
+
+
+def test_a_reader_removes_no_folder_that_only_has_the_name_of_a_replaced_one(tmp_path: Path) -> None:
+    """Readers look at folders of users too, where it may be theirs."""
+    replace_folder(tmp_path / "folder", NEW)
+    replace_folder(tmp_path / ".folder.old", OLD)
+    finish_replacing(tmp_path / "folder")
+    assert contents(tmp_path / ".folder.old") == OLD
 
 
 @pytest.mark.parametrize(

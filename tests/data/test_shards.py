@@ -1,5 +1,7 @@
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -7,13 +9,22 @@ from safetensors.torch import load_file
 
 from outrider.data.choices import STATE_DTYPES
 from outrider.data.files import read_json, write_json
-from outrider.data.manifest import MANIFEST_FILE, Manifest, ShardEntry, TargetIdentity, examples_sha256
+from outrider.data.manifest import FORMAT_VERSION, MANIFEST_FILE, Manifest, ShardEntry, TargetIdentity, examples_sha256
 from outrider.data.shards import label_store, read_shard, verify_shards, write_shard
 from outrider.data.states import StoredStates, encode_states
 from outrider.data.types import TOKENS_ONLY, UNKNOWN, DistilledExample, Example, TargetReads, TopTokens
 
 LENGTHS = (7, 4, 12)
-IDENTITY = TargetIdentity(name="tiny", revision=None, weights_sha256="aa", tokenizer_sha256="bb", hidden_size=8, vocab_size=300)
+IDENTITY = TargetIdentity(
+    name="tiny",
+    revision=None,
+    weights_sha256="aa",
+    config_sha256="",
+    quantization="",
+    tokenizer_sha256="bb",
+    hidden_size=8,
+    vocab_size=300,
+)
 
 
 def make_examples(hidden: torch.dtype | None = None, prefix: str = "example") -> list[DistilledExample]:
@@ -40,10 +51,14 @@ def make_examples(hidden: torch.dtype | None = None, prefix: str = "example") ->
 
 def make_manifest(shards: list[ShardEntry], complete: bool = True) -> Manifest:
     return Manifest(
+        format_version=FORMAT_VERSION,
         target=IDENTITY,
         target_dtype="torch.float32",
         horizon=5,
         features="none",
+        feature_layers=[],
+        features_dtype="bfloat16",
+        top_logprobs=None,
         data_sha256="cc",
         plan_sha256="dd",
         max_length=64,
@@ -254,12 +269,40 @@ def test_a_manifest_of_another_kind_is_refused(change: dict[str, object], proble
         label_store(tmp_path).load()
 
 
+def all_keys(values: dict[str, Any]) -> list[str]:
+    nested = [f"{key}.{inner}" for key, value in values.items() if isinstance(value, dict) for inner in value]
+    return [*values, *nested]
+
+
 def test_a_manifest_that_lacks_a_key_is_refused(tmp_path: Path) -> None:
-    values = asdict(make_manifest([]))
-    del values["target"]["weights_sha256"]
-    write_json(tmp_path / MANIFEST_FILE, values)
-    with pytest.raises(ValueError, match="target.weights_sha256: is missing"):
-        label_store(tmp_path).load()
+    keys = all_keys(asdict(make_manifest([])))
+    assert {"format_version", "feature_layers", "features_dtype", "top_logprobs", "target.quantization"} <= set(keys)
+    for key in keys:
+        values = asdict(make_manifest([]))
+        *outer, last = key.split(".")
+        del (values[outer[0]] if outer else values)[last]
+        write_json(tmp_path / MANIFEST_FILE, values)
+        with pytest.raises(ValueError, match=f"{key}: is missing"):
+            label_store(tmp_path).load()
+
+
+def test_a_sidecar_that_lacks_a_key_is_refused(tmp_path: Path) -> None:
+    values = asdict(write_shard(tmp_path, 0, make_examples()))
+    for key in values:
+        write_json(tmp_path / "shard-00000.json", {name: value for name, value in values.items() if name != key})
+        with pytest.raises(ValueError, match=f"{key}: is missing"):
+            label_store(tmp_path).read_entry(0)
+
+
+def test_labels_of_another_horizon_than_the_manifests_are_refused(tmp_path: Path) -> None:
+    entry = write_shard(tmp_path, 0, make_examples())
+    altered = replace(make_manifest([entry]), horizon=6)
+    label_store(tmp_path).save(altered)
+    message = r"shard-00000.safetensors have a horizon of 5, and manifest.json has horizon 6.*Restore it"
+    with pytest.raises(ValueError, match=message):
+        verify_shards(tmp_path, altered)
+    (problem,) = label_store(tmp_path).find_damage()[1]
+    assert re.search(message, problem)
 
 
 def test_shards_of_two_runs_in_one_folder_are_refused(tmp_path: Path) -> None:

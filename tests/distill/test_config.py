@@ -47,11 +47,24 @@ def test_a_server_needs_an_address_and_no_other_engine_takes_one() -> None:
         regenerating(engine="openai", base_url="http://localhost:8000/v1", drafter="outputs/demo/drafter")
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "ftp://host/v1", "http://", "https://me:secret@host/v1"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("localhost:8000", "ftp://host/v1", "http://", "https://me:secret@host/v1", "http://[::1", "http://[::z]/v1"),
+        *("http://host:port/v1", "http://host:99999/v1", "http://a host/v1", "http://host/v1\n", "http://300.1.1.1/v1"),
+    ],
+)
 def test_a_bad_address_is_refused_without_showing_what_may_be_a_password(url: str) -> None:
-    with pytest.raises(ValueError, match="OPENAI_API_KEY") as error:
+    with pytest.raises(ValueError, match="base_url is no address.*OPENAI_API_KEY") as error:
         regenerating(engine="openai", base_url=url)
     assert "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://localhost:8000/v1", "https://a-b.example.com/v1/", "http://127.0.0.1:1/v1", "http://[::1]:8/v1"]
+)
+def test_hosts_and_addresses_of_both_versions_are_accepted(url: str) -> None:
+    assert regenerating(engine="openai", base_url=url).base_url == url
 
 
 def test_scheduling_by_length_is_for_the_engines_that_do_it() -> None:

@@ -141,7 +141,14 @@ def mistral(device: torch.device, dtype: torch.dtype) -> HFTarget:
     torch.manual_seed(0)
     model = MistralForCausalLM(config).to(device, dtype).eval().requires_grad_(False)
     identity = TargetIdentity(
-        name="mistral", revision=None, weights_sha256="", tokenizer_sha256="", hidden_size=64, vocab_size=300
+        name="mistral",
+        revision=None,
+        weights_sha256="",
+        config_sha256="",
+        quantization="",
+        tokenizer_sha256="",
+        hidden_size=64,
+        vocab_size=300,
     )
     return HFTarget(model, None, identity)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from outrider.data.manifest import Manifest, TargetIdentity
+from outrider.data.manifest import FORMAT_VERSION, Manifest, TargetIdentity
 from outrider.data.shards import label_store, write_shard
 from outrider.data.types import UNKNOWN, DistilledExample, Example
 from outrider.models.drafters import parse_drafter
@@ -50,10 +50,12 @@ def write_shards(directory: Path, identity: TargetIdentity, examples: list[Disti
     entries = [write_shard(directory, index, examples[start : start + per_shard]) for index, start in enumerate(starts)]
     first = examples[0] if examples else None
     manifest = Manifest(
+        format_version=FORMAT_VERSION,
         target=identity,
         horizon=HORIZON,
         features="last_hidden" if first is not None and first.hidden_states is not None else "none",
         feature_layers=[] if first is None else sorted(first.layers),
+        features_dtype="bfloat16",
         top_logprobs=None if first is None or first.top is None else first.top.tokens.shape[1],
         target_dtype="torch.float32",
         data_sha256="0" * 64,

@@ -21,6 +21,7 @@ from pydantic import BaseModel, ValidationError, model_validator
 from transformers import PreTrainedTokenizerBase
 
 from ....models.decoding.sampling import Sampling
+from ...config import NO_ADDRESS, is_address
 from ..engine import Answer, Limits, Request
 
 if TYPE_CHECKING:
@@ -108,6 +109,12 @@ class CompletionsServer:
             problem = f"can't be reached ({type(error.__cause__).__name__}: {_shown(str(error.__cause__))})"
         except APIStatusError as error:
             problem = f"answers {error.status_code}: {_shown(error.response.text)}"
+            if error.response.is_redirect:
+                raise ValueError(
+                    f"{self.url}{path} answers {error.status_code}, a redirect to "
+                    f"{_shown(error.response.headers.get('location', 'nowhere'))}. Redirects aren't followed: set "
+                    "distill.base_url to the server's last address, up to and with its version"
+                ) from None
             if error.status_code not in RETRIED_STATUS:
                 raise ValueError(
                     f"{self.url}{path} refuses the request; it {problem}. Check distill.base_url, distill.served_model, "
@@ -147,16 +154,22 @@ def require_client() -> None:
 def open_server(base_url: str) -> Iterator[CompletionsServer]:
     """Connect to the server at `base_url`; at the end, cancel the requests that are left.
 
-    The key, where the server needs one, is read from the environment only.
+    The key, where the server needs one, is read from the environment only. Raises ValueError for a
+    `base_url` that is no address.
     """
     require_client()
-    from openai import AsyncOpenAI, Timeout
+    from openai import AsyncOpenAI, DefaultAsyncHttpxClient, Timeout
 
+    if not is_address(base_url):
+        raise ValueError(f"distill.{NO_ADDRESS}")
+    timeout = Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS)
     client = AsyncOpenAI(
         base_url=base_url,
         api_key=os.environ.get(KEY_VARIABLE) or NO_KEY,
         max_retries=MAX_RETRIES,
-        timeout=Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS),
+        timeout=timeout,
+        # A redirected POST may become a GET, and the client would retry a loop of redirects: `ask` reports them.
+        http_client=DefaultAsyncHttpxClient(timeout=timeout, follow_redirects=False),
     )
     # In a thread, since the caller's own may run an event loop already: that of a notebook does.
     loop = asyncio.new_event_loop()

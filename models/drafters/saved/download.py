@@ -16,6 +16,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import httpx  # the client that it uses, which isn't always the package of this name
 
+from ....data.files import finish_replacing
 from .folder import CONFIG_FILE, TRAINING_FILE, WEIGHTS_FILE
 
 READ_FILES = (CONFIG_FILE, WEIGHTS_FILE, TRAINING_FILE)
@@ -45,6 +46,7 @@ def resolve_drafter(name_or_path: str | Path, revision: str | None = None, **hub
 def resolve_folder(name_or_path: str | Path, patterns: Sequence[str], revision: str | None = None, **hub_options: Any) -> Path:
     """A directory as it is, or a download of those files of a repository whose names match: as `resolve_drafter`."""
     path = Path(name_or_path)
+    finish_replacing(path)
     if path.is_dir() or HUB_ID.fullmatch(str(name_or_path)) is None:
         return path  # what isn't there is told by whoever reads it
     repo, _, at = str(name_or_path).partition("@")

@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 from pydantic import Field, NonNegativeInt
 
-from ....data.files import read_dataclass
+from ....data.files import finish_replacing, read_dataclass
 from ....data.manifest import TargetIdentity
 
 FORMAT_VERSION = 1
@@ -36,6 +36,7 @@ def read_drafter_config(directory: Path) -> DrafterFile:
 
     Raises ValueError where the directory holds no drafter of this format, or a key is missing or unknown.
     """
+    finish_replacing(directory)
     path = directory / CONFIG_FILE
     if not path.is_file():
         raise ValueError(

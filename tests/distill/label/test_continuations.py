@@ -66,6 +66,8 @@ def make_target(tiny_tokenizer: PreTrainedTokenizerFast) -> MakeTarget:
             name="tiny",
             revision=None,
             weights_sha256="",
+            config_sha256="",
+            quantization="",
             tokenizer_sha256="",
             hidden_size=config.hidden_size,
             vocab_size=config.vocab_size,

@@ -64,7 +64,14 @@ def make_target(architecture: str, tokenizer, **options) -> HFTarget:
 
 
 IDENTITY = TargetIdentity(
-    name="tiny", revision=None, weights_sha256="0", tokenizer_sha256="0", hidden_size=HIDDEN, vocab_size=VOCAB
+    name="tiny",
+    revision=None,
+    weights_sha256="0",
+    config_sha256="",
+    quantization="",
+    tokenizer_sha256="0",
+    hidden_size=HIDDEN,
+    vocab_size=VOCAB,
 )
 
 

@@ -56,7 +56,14 @@ def wide_target(tiny_tokenizer: PreTrainedTokenizerFast) -> HFTarget:
         torch.manual_seed(0)
         model = LlamaForCausalLM(config).eval().requires_grad_(False)
     identity = TargetIdentity(
-        name="wide", revision=None, weights_sha256="0", tokenizer_sha256="0", hidden_size=HIDDEN, vocab_size=VOCAB
+        name="wide",
+        revision=None,
+        weights_sha256="0",
+        config_sha256="",
+        quantization="",
+        tokenizer_sha256="0",
+        hidden_size=HIDDEN,
+        vocab_size=VOCAB,
     )
     return HFTarget(model, tiny_tokenizer, identity)
 

@@ -74,6 +74,8 @@ def make_target(tiny_tokenizer: PreTrainedTokenizerFast) -> Callable[..., HFTarg
             name="org/tiny",
             revision=None,
             weights_sha256="0",
+            config_sha256="",
+            quantization="",
             tokenizer_sha256=tokenizer_digest(tiny_tokenizer),
             hidden_size=HIDDEN,
             vocab_size=VOCAB,

@@ -227,6 +227,21 @@ def test_a_refusal_is_told_at_once_and_without_the_key(
     assert "sk-very-secret" not in str(error.value) + caplog.text
 
 
+@pytest.mark.parametrize("location", ["/v1/completions", "ftp://elsewhere/v1/completions"])
+def test_a_redirect_is_told_at_once_with_the_address_to_set(ask: Callable[..., Found], server: Server, location: str) -> None:
+    """A client that follows redirects retries a loop of them, and an unknown protocol, for minutes."""
+    server.faults = [(307, {"Location": location}, b"")] * 100
+    with pytest.raises(ValueError, match=f"answers 307, a redirect to {location}.*set distill.base_url"):
+        ask(decode_batch_size=1)
+    assert len(server.faults) > 90
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "ftp://x", "nonsense"])
+def test_what_is_no_address_is_refused_before_a_connection(url: str) -> None:
+    with pytest.raises(ValueError, match="distill.base_url is no address"), openai.open_server(url):
+        pass
+
+
 def test_text_without_token_ids_is_tokenized_again_and_said_so_once(
     ask: Callable[..., Found], server: Server, target: HFTarget, requests: list[Request], limits: Limits, caplog: Any
 ) -> None:

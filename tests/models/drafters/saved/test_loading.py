@@ -10,6 +10,9 @@ import safetensors.torch
 import torch
 
 from outrider.models.drafters import build_drafter, load_drafter, parse_drafter, save_drafter
+from outrider.models.drafters.saved.download import resolve_drafter
+from outrider.models.drafters.saved.folder import read_drafter_config
+from outrider.models.export.package import is_package, package_files
 
 
 @pytest.fixture
@@ -41,6 +44,19 @@ def test_beams_may_change_at_load_time_and_weights_may_not(target, saved):
 
 def test_no_path_of_the_machine_is_published(target, saved):
     assert str(saved.parents[1]) not in (saved / "config.json").read_text()
+
+
+def kill_between_renames(folder: Path) -> None:
+    """What a process that is killed while it replaces the folder leaves."""
+    folder.rename(folder.with_name(f".{folder.name}.partial"))
+    folder.with_name(f".{folder.name}.old").mkdir()
+
+
+@pytest.mark.parametrize("read", [resolve_drafter, read_drafter_config, package_files, is_package])
+def test_a_drafter_is_found_after_a_kill_between_the_renames_of_its_folder(target, saved, read):
+    kill_between_renames(saved)
+    read(saved)
+    assert load_drafter(saved, target).config.head_rank == 4
 
 
 @pytest.mark.parametrize(
