@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from dataclasses import field
 from pathlib import Path
 from textwrap import TextWrapper
@@ -10,11 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import PositiveInt, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
+from pydantic_core import PydanticCustomError
 
 from ..data.config import DataConfig
-from ..data.fields import OPTIONS, Distinct, Seed, one_of, problems_of, raise_problems
+from ..data.fields import OPTIONS, Distinct, PositiveInt, Seed, one_of, problems_of, raise_problems, under
 from ..distill.config import DistillConfig
 from ..eval.config import EvalConfig
 from ..models.export.config import ExportConfig
@@ -28,16 +30,34 @@ STAGES = ("distill", "train", "eval", "export")
 DEMO_TARGET = Path(__file__).parents[1] / "models" / "demo_target"
 
 
+def _plain_word(name: str) -> str:
+    if name in ("", "..") or Path(name).name != name:
+        raise PydanticCustomError("plain_word", "names a folder, so it must be one plain word")
+    return name
+
+
+@dataclass(kw_only=True, config=OPTIONS)
+class Variant:
+    """What a variant changes."""
+
+    train: dict[str, Any] = field(default_factory=dict)
+    drafter: dict[str, Any] = field(default_factory=dict)
+    settings: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
+
+
+VARIANT_OPTIONS = tuple(Variant.__dataclass_fields__)
+
+
 @dataclass(kw_only=True, config=OPTIONS)
 class RunConfig:
     """One run: distil a target's answers, train drafters on them, evaluate those, make of them what others read."""
 
-    name: str
+    name: Annotated[str, AfterValidator(_plain_word)]
     """The recipe's name, which names the run's folder."""
-    output_dir: str
+    output_dir: Annotated[str, Field(min_length=1)]
     """The run's folder; a finished stage in it is skipped, an interrupted one goes on."""
     stages: Distinct[Annotated[str, one_of(*STAGES)]] = field(default_factory=lambda: list(STAGES))
-    """Which of distill, train, eval, export to run, in this order."""
+    """Which of distill, train, eval, export to run. They run in this order, however they are listed."""
     plan: bool = False
     """Only tell what the stage distill would take (`--plan` says the same): tokens, forwards, time and bytes on disk."""
     seed: Seed = 0
@@ -67,59 +87,54 @@ class RunConfig:
             problems.append(
                 f"plan tells what the stage distill would take, and stages is {self.stages}; add it, or leave plan out"
             )
-        if self.name in ("", "..") or Path(self.name).name != self.name:
-            problems.append(f"name is {self.name!r}; it names a folder, so it must be one plain word")
         if self.target.tensor_parallel and "eval" in self.stages:
             problems.append(
                 f"target.tensor_parallel is on, and stages is {self.stages}: evaluation runs in one process, which must hold "
                 "the whole target. Set stages=[distill,train], and evaluate with a quantised target or in a serving engine"
             )
-        self._drafter_runs: list[DrafterRun] = []
-        for variant in self.variants or [""]:
-            try:
-                self._drafter_runs.append(self._make_drafter_run(variant))
-            except (ValueError, OmegaConfBaseException) as error:
-                problems += [f"variants.{variant}: {line}" if variant else line for line in _lines(error, "train.")]
-        raise_problems(problems)
+        parsed, parsing_problems = parse_variants(self.variants, self.train, self.drafter)
+        problems += parsing_problems
+        self._drafter_runs = [self._make_drafter_run(variant, train, spec) for variant, (train, spec) in parsed.items()]
+        for variant, drafter_run in zip(parsed, self._drafter_runs, strict=True):
+            problems += self._drafter_problems(variant, drafter_run)
+        raise_problems(list(dict.fromkeys(problems)))
         raise_problems(self._export_problems() if "export" in self.stages else [])
 
     def drafter_runs(self) -> "list[DrafterRun]":
         """The drafters to train: one, or one per variant."""
         return self._drafter_runs
 
-    def _make_drafter_run(self, variant: str) -> "DrafterRun":
-        # Imports torch and transformers, which composing a recipe needs not.
-        from ..models.drafters.saved.build import parse_drafter, require_horizon
-
+    def _make_drafter_run(self, variant: str, train: TrainConfig, spec: "DrafterSpec") -> "DrafterRun":
         changes = self.variants.get(variant, {})
-        if unknown := sorted(changes.keys() - {"train", "drafter", "settings"}):
-            raise ValueError(f"a variant can't change {', '.join(unknown)}, only train, drafter and settings")
-        # 1. The options: the run's with the variant's changes.
-        train = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(self.train), changes.get("train", {})))
-        assert isinstance(train, TrainConfig)
-        options = changes.get("drafter", {})
-        is_other_kind = options.get("kind", self.drafter.get("kind")) != self.drafter.get("kind")
-        settings = changes.get("settings", [{}] if is_other_kind else self.eval.settings)
-        spec = parse_drafter(options if is_other_kind else {**self.drafter, **options})
-        # 2. What only shows together: the labels' length, and run-time options of the drafter.
-        if "distill" in self.stages:
-            require_horizon(spec, self.distill.horizon)
-            if train.teacher == "top_k" and self.distill.top_logprobs is None:
-                raise ValueError(
-                    "train.teacher is top_k, and distill.top_logprobs is null; say how many tokens to store, or set full"
-                )
-        for index, setting in enumerate(settings):
-            try:
-                spec.with_options(setting)
-            except ValueError as error:
-                raise ValueError(f"eval.settings[{index}]: {error}") from error
-            if setting in settings[:index]:
-                raise ValueError("eval.settings has the same setting twice; give each once")
-        # 3. The folders.
+        settings = changes.get("settings", [{}] if _is_other_kind(changes, self.drafter) else self.eval.settings)
         folder = Path(self.output_dir) / "variants" / variant if variant else Path(self.output_dir)
         return DrafterRun(
             train=train, drafter=spec, settings=settings, train_dir=folder / "train", drafter_dir=folder / "drafter"
         )
+
+    def _drafter_problems(self, variant: str, run: "DrafterRun") -> list[str]:
+        """What only shows together: the labels' length, and run-time options of the drafter."""
+        from ..models.drafters.saved.build import require_horizon  # imports torch and transformers
+
+        section, problems = f"variants.{variant}" if variant else "", []
+        if "distill" in self.stages:
+            try:
+                require_horizon(run.drafter, self.distill.horizon)
+            except ValueError as error:
+                problems += [under(section, line, VARIANT_OPTIONS) for line in str(error).splitlines()]
+            if run.train.teacher == "top_k" and self.distill.top_logprobs is None:
+                line = "train.teacher is top_k, and distill.top_logprobs is null; say how many tokens to store, or set full"
+                problems.append(under(section, line, VARIANT_OPTIONS))
+        name = f"{section}.settings" if "settings" in self.variants.get(variant, {}) else "eval.settings"
+        for index, setting in enumerate(run.settings):
+            try:
+                run.drafter.with_options(setting)
+            except ValueError as error:
+                lines = [re.sub(r"^drafter(\.|: )", "", line) for line in str(error).splitlines()]
+                problems += [under(f"{name}[{index}]", line, setting) for line in lines]
+            if setting in run.settings[:index]:
+                problems.append(f"{name} has the same setting twice; give each once")
+        return problems
 
     def _export_problems(self) -> list[str]:
         from ..models.export.registry import FORMATS  # imports torch and transformers
@@ -152,27 +167,81 @@ class DrafterRun:
     drafter_dir: Path
 
 
+def parse_variants(
+    variants: dict[str, Any], train: Any, drafter: dict[str, Any]
+) -> tuple[dict[str, tuple[TrainConfig, "DrafterSpec"]], list[str]]:
+    """The options of each variant (without variants: of the one drafter, named ""), and what is wrong with the others."""
+    parsed, problems = {}, []
+    for variant, changes in (variants or {"": {}}).items():
+        try:
+            parsed[variant] = _parse_variant(changes, train, drafter)
+        except ValueError as error:
+            problems += [(variant, line) for line in str(error).splitlines()]
+    if not problems:
+        return parsed, []
+    # A fault of the run's own options is named once, as theirs.
+    try:
+        _parse_variant({}, train, drafter)
+        shared = set()
+    except ValueError as error:
+        shared = set(str(error).splitlines())
+    lines = [
+        line if not variant or line in shared else under(f"variants.{variant}", line, (*VARIANT_OPTIONS, *variants[variant]))
+        for variant, line in problems
+    ]
+    return parsed, list(dict.fromkeys(lines))
+
+
+def _parse_variant(changes: dict[str, Any], train: Any, drafter: dict[str, Any]) -> tuple[TrainConfig, "DrafterSpec"]:
+    """The run's options with a variant's changes. Raises one ValueError with a line for each problem."""
+    from ..models.drafters.saved.build import parse_drafter  # imports torch and transformers
+
+    problems = []
+    try:
+        variant = Variant(**changes)
+    except ValidationError as error:
+        raise ValueError("\n".join(problems_of(error))) from None
+    try:
+        merged: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainConfig), train, variant.train))
+    except (ValidationError, OmegaConfBaseException) as error:
+        problems += _lines(error, "train")
+    try:
+        spec = parse_drafter(variant.drafter if _is_other_kind(changes, drafter) else {**drafter, **variant.drafter})
+    except ValueError as error:
+        problems += str(error).splitlines()
+    raise_problems(problems)
+    return merged, spec
+
+
+def _is_other_kind(changes: dict[str, Any], drafter: dict[str, Any]) -> bool:
+    return bool(changes.get("drafter", {}).get("kind", drafter.get("kind")) != drafter.get("kind"))
+
+
 def to_run_config(composed: DictConfig) -> RunConfig:
     """The typed config of a composed one. Raises one ValueError with all problems, each under its option's full name."""
-    problems = [f"{key}: Missing mandatory value" for key in sorted(OmegaConf.missing_keys(composed))]
     try:
+        problems = [f"{key}: Missing mandatory value" for key in sorted(OmegaConf.missing_keys(composed))]
         if not problems:
-            values = OmegaConf.to_container(composed, resolve=True, enum_to_str=True)
+            values: Any = OmegaConf.to_container(composed, resolve=True, enum_to_str=True)
             return TypeAdapter(RunConfig).validate_json(json.dumps(values))
-    except (ValidationError, OmegaConfBaseException) as error:
-        problems += _lines(error)
+    except ValidationError as error:
+        # pydantic skips RunConfig's own checks where a field failed: those of the drafters can do without it.
+        problems = problems_of(error) + parse_variants(values["variants"], values["train"], values["drafter"])[1]
+    except OmegaConfBaseException as error:
+        problems = _lines(error)
+    # Sections interpolate the run's seed: its fault is named once.
+    problems = [line for line in dict.fromkeys(problems) if line.partition(".")[2] not in problems]
     layout = TextWrapper(80, initial_indent="  - ", subsequent_indent="    ", break_on_hyphens=False, break_long_words=False)
     lines = "\n".join(map(layout.fill, problems))
     raise ValueError(f"{len(problems)} problem(s) in the configuration:\n{lines}")
 
 
-def _lines(error: Exception, section: str = "") -> list[str]:
-    """A line for each problem; of pydantic's and OmegaConf's errors, under the option's name in this section."""
+def _lines(error: ValidationError | OmegaConfBaseException, section: str = "") -> list[str]:
+    """A line for each problem, under the option's name in this section."""
     if isinstance(error, ValidationError):
-        return [section + line for line in problems_of(error)]
-    if isinstance(error, OmegaConfBaseException):
-        return [f"{section}{error.full_key}: {str(error.msg or error).splitlines()[0]}"]
-    return str(error).splitlines()
+        return problems_of(error, section)
+    name = f"{section}.{error.full_key}" if section else error.full_key
+    return [f"{name}: {str(error.msg or error).splitlines()[0]}"]
 
 
 def register() -> None:

@@ -2,11 +2,11 @@
 
 from typing import Annotated, get_args
 
-from pydantic import Field, PositiveInt
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from .choices import Split
-from .fields import OPTIONS, Seed, one_of, raise_problems
+from .fields import OPTIONS, PositiveInt, Seed, one_of, raise_problems
 
 SOURCES = ("sharegpt", "messages", "alpaca", "text", "stdlib")
 

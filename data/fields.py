@@ -1,6 +1,8 @@
 """Types of options, and the messages for wrong values in configurations and files."""
 
 import json
+import re
+from collections.abc import Container
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError
@@ -17,6 +19,8 @@ def different(values: list[Any]) -> list[Any]:
     return values
 
 
+PositiveInt = Annotated[int, Field(gt=0, lt=2**63)]
+NonNegativeInt = Annotated[int, Field(ge=0, lt=2**63)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
@@ -64,6 +68,12 @@ def raise_problems(problems: list[str]) -> None:
         raise ValueError("\n".join(problems))
 
 
+def under(section: str, line: str, options: Container[str]) -> str:
+    """Put a message under its section: after a dot where it begins with the name of one of its options."""
+    separator = "." if re.split(r"\W", line, maxsplit=1)[0] in options else ": "
+    return f"{section}{separator}{line}" if section else line
+
+
 def problems_of(error: ValidationError, section: str = "") -> list[str]:
     """Return a line for each wrong value: its full name, the value and the rule.
 
@@ -75,7 +85,9 @@ def problems_of(error: ValidationError, section: str = "") -> list[str]:
         for part in detail["loc"]:
             name += f"[{part}]" if isinstance(part, int) else f".{part}" if name else part
         if detail["type"] == "value_error":
-            problems += [f"{name}: {line}" if name else line for line in str(detail["ctx"]["error"]).splitlines()]
+            options = getattr(detail["input"], "kwargs", detail["input"])
+            options = options if isinstance(options, dict) else ()
+            problems += [under(name, line, options) for line in str(detail["ctx"]["error"]).splitlines()]
         elif detail["type"] == "missing":
             problems.append(f"{name}: is missing")
         elif detail["type"] in ("unexpected_keyword_argument", "extra_forbidden"):

@@ -6,11 +6,11 @@ from ipaddress import ip_address
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, ConfigDict, Field, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 
 from ..data.choices import FEATURES, STATE_DTYPES
-from ..data.fields import OPTIONS, Seed, Share, different, one_of, raise_problems
+from ..data.fields import OPTIONS, NonNegativeInt, PositiveInt, Seed, Share, different, one_of, raise_problems
 
 if TYPE_CHECKING:
     from ..models.decoding.sampling import Sampling

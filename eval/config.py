@@ -3,10 +3,10 @@
 from dataclasses import field
 from typing import Annotated, Any
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 
-from ..data.fields import OPTIONS, Distinct, Seed, one_of, raise_problems
+from ..data.fields import OPTIONS, Distinct, NonNegativeInt, PositiveInt, Seed, one_of, raise_problems
 
 ACCEPTANCES = ("exact", "typical")
 TOO_LONG_POLICIES = ("skip", "error")

@@ -246,10 +246,10 @@ def test_a_certificate_of_other_weights_or_a_failed_one_is_told(finished, overri
         ("export.formats=[eagle3]", "export.formats has eagle3, which is for the kind eagle3, and the drafter is redrafter"),
         ("export.formats=[apple]", "export.formats has apple, and .*initial_state"),
         ("export.push=true", "repo is null; say where to"),
-        ("export.repo=drafter", "export: repo is 'drafter'; give a name on the Hub"),
+        ("export.repo=drafter", "export.repo is 'drafter'; give a name on the Hub"),
         ("export.certificate=nowhere.json", "nowhere.json"),
         ("export.dtype=int8", 'export.dtype="int8"'),
-        ("export.licence='MIT License'", "export: licence is 'MIT License'; give the Hub's name of it"),
+        ("export.licence='MIT License'", "export.licence is 'MIT License'; give the Hub's name of it"),
     ],
 )
 def test_what_cant_be_exported_is_told_before_any_work(overrides: list[str], tmp_path: Path, change: str, message: str) -> None:

@@ -2,11 +2,11 @@
 
 from typing import Annotated
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 
 from ..data.choices import LABELS
-from ..data.fields import OPTIONS, Seed, one_of, raise_problems
+from ..data.fields import OPTIONS, NonNegativeInt, PositiveInt, Seed, one_of, raise_problems
 from ..models.drafters.losses import TEACHERS, WEIGHTS, LossKind
 
 # Our name of a learning rate schedule, and transformers'.

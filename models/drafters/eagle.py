@@ -12,12 +12,12 @@ from typing import Annotated
 
 import torch
 from jaxtyping import Float
-from pydantic import NonNegativeFloat, PositiveInt
+from pydantic import NonNegativeFloat
 from pydantic.dataclasses import dataclass
 from torch import nn
 from torch.nn import functional as F
 
-from ...data.fields import OPTIONS, one_of
+from ...data.fields import OPTIONS, PositiveInt, one_of
 from ...data.types import DrafterBatch
 from ..decoding.types import TargetOutput
 from ..target.hf_target import HFTarget

@@ -13,11 +13,10 @@ from typing import Annotated
 
 import torch
 from jaxtyping import Float, Int
-from pydantic import NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import nn
 
-from ...data.fields import OPTIONS, Distinct, Share, one_of
+from ...data.fields import OPTIONS, Distinct, NonNegativeInt, PositiveInt, Share, one_of
 from ...data.types import DrafterBatch
 from ..decoding.types import TargetOutput
 from ..target.hf_target import HFTarget

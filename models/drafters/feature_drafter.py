@@ -14,13 +14,13 @@ from typing import Annotated, Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
-from pydantic import AfterValidator, PositiveInt
+from pydantic import AfterValidator
 from pydantic.dataclasses import dataclass as options
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import DynamicCache
 
-from ...data.fields import OPTIONS, one_of
+from ...data.fields import OPTIONS, PositiveInt, one_of
 from ...data.types import DrafterBatch
 from ..decoding.prompts import Prompts
 from ..decoding.sampling import Randomness

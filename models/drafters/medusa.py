@@ -17,12 +17,12 @@ from typing import Annotated, ClassVar
 
 import torch
 from jaxtyping import Float, Int
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import nn
 from torch.nn import functional as F
 
-from ...data.fields import OPTIONS, Share, one_of, raise_problems
+from ...data.fields import OPTIONS, NonNegativeInt, PositiveInt, Share, one_of, raise_problems
 from ...data.types import DrafterBatch
 from ..decoding.tree import DraftTree
 from ..decoding.types import NO_NODE

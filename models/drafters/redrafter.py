@@ -17,12 +17,11 @@ from typing import Annotated, ClassVar
 
 import torch
 from jaxtyping import Float, Int
-from pydantic import NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import nn
 from torch.nn import functional as F
 
-from ...data.fields import OPTIONS, one_of, raise_problems
+from ...data.fields import OPTIONS, NonNegativeInt, PositiveInt, one_of, raise_problems
 from ...data.types import DrafterBatch
 from ..decoding.tree import DraftTree
 from ..target.hf_target import HFTarget

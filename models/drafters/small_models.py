@@ -5,11 +5,11 @@ from typing import Annotated, Any, ClassVar
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from pydantic import NonNegativeFloat, PositiveInt
+from pydantic import NonNegativeFloat
 from pydantic.dataclasses import dataclass
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from ...data.fields import OPTIONS, one_of, raise_problems
+from ...data.fields import OPTIONS, PositiveInt, one_of, raise_problems
 from ..target.config import TargetConfig
 from ..target.hf_target import HFTarget
 from ..target.identity import weights_digest

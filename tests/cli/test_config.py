@@ -317,13 +317,21 @@ def test_a_mistyped_beam_setting_is_told_before_the_training_not_after_it() -> N
         ("train.weight_decay=nan", "train.weight_decay=NaN: must be a finite number"),
         ("eval.suites=[{name: stdlib, limit: 0}]", r"eval.suites\[0\].limit=0: must be above 0"),
         ("drafter.beam_width=0", "drafter.beam_width=0: must be above 0"),
-        ("+variants.more.train.steps=0", "variants.more: train.steps=0: must be above 0"),
-        ("+variants.more.train.stepz=1", "variants.more: train.stepz: "),
+        ("+variants.more.train.steps=0", r"variants\.more\.train\.steps=0: must be above 0"),
+        ("+variants.more.train.stepz=1", r"variants\.more\.train\.stepz: "),
         ("stages=[]", "stages=.*must not be empty"),
         ("stages=[eval,eval]", "stages=.* same value twice"),
         ("eval.settings=[{beam_width: 4}, {beam_width: 4}]", "same setting twice"),
         ("distill.horizon=1", "labels of at least 2 tokens"),
-        ("+variants.more.drafter={kind: medusa, num_heads: 6}", "variants.more: drafter.num_heads is 6 and distill.horizon 5"),
+        ("+variants.more.drafter={kind: medusa, num_heads: 6}", "variants.more.drafter.num_heads is 6 and distill.horizon 5"),
+        ("+variants.more.train.steps=5", r"variants\.more\.train\.warmup_steps is 15, not less than steps, which is 5"),
+        ("+variants.more.drafter=3", r"variants\.more\.drafter=3: must be a mapping"),
+        ("+variants.more.settings=[{beam_width: 0}]", r"variants\.more\.settings\[0\]\.beam_width=0: must be above 0"),
+        ("eval.settings=[{beam_width: 0}]", r"- eval\.settings\[0\]\.beam_width=0: must be above 0"),
+        ("train.steps=15", r"- train\.warmup_steps is 15, not less than steps"),
+        ("train.steps=9223372036854775808", "train.steps=9223372036854775808: must be below"),
+        ("output_dir=''", 'output_dir="": must not be empty'),
+        ("eval.seed=${oc.env:HOME}", r"eval\.seed: .* could not be converted"),
         ("drafter.num_blocks=two", 'num_blocks="two": must be a whole number'),
     ],
 )
@@ -356,7 +364,27 @@ def test_all_wrong_values_of_all_sections_are_told_at_once() -> None:
 def test_all_problems_of_variants_are_told_at_once() -> None:
     with pytest.raises(ValueError, match="3 problem") as error:
         run_config("name=..", "+variants.a.train.stepz=3", "+variants.b.eval.seed=2")
-    assert all(text in str(error.value) for text in ("'..'", "variants.a: train.stepz", "variants.b: a variant can't"))
+    assert all(text in str(error.value) for text in ('name=".."', "variants.a.train.stepz", "variants.b.eval: there is no"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "names"),
+    [
+        (["train.steps=-3", "drafter.beam_width=0"], ["train.steps=-3", "drafter.beam_width=0"]),
+        (["train.steps=-3", "name=a/b"], ['name="a/b"', "train.steps=-3"]),
+        (
+            ["train.batch_size=0", "+variants.a.train.learning_rate=nan"],
+            ["train.batch_size=0", "variants.a.train.learning_rate=NaN"],
+        ),
+        (["drafter.beam_width=0", "+variants.a.train.seed=1", "+variants.b.train.seed=2"], ["drafter.beam_width=0"]),
+        (["seed=-1"], ["seed=-1"]),
+    ],
+)
+def test_each_mistake_is_named_once_whatever_else_is_wrong(overrides: list[str], names: list[str]) -> None:
+    with pytest.raises(ValueError, match="in the configuration") as error:
+        run_config(*overrides)
+    lines = str(error.value).splitlines()[1:]
+    assert [line.removeprefix("  - ").split(": ")[0] for line in lines] == names
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", "."])
@@ -384,7 +412,7 @@ def test_a_teacher_that_the_distillation_does_not_store_is_told_before_it() -> N
     teacher = ("train.loss=kl", "train.teacher=top_k")
     with raises(r"train\.teacher is top_k, and distill\.top_logprobs is null"):
         run_config(*teacher)
-    with raises(r"variants\.top: train\.teacher is top_k"):
+    with raises(r"variants\.top\.train\.teacher is top_k"):
         run_config("+variants.top={train: {teacher: top_k}}")
     assert run_config(*teacher, "distill.top_logprobs=16").distill.top_logprobs == 16
     assert run_config(*teacher, "stages=[train]").train.teacher == "top_k", "the shards are there, and say what they hold"

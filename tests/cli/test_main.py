@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from outrider.cli.compose import overrides_first
+
 REPOSITORY = Path(__file__).parents[2]
 OUTRIDER = [sys.executable, "-c", "from outrider.cli.main import main; main()"]
 
@@ -43,10 +45,23 @@ def test_a_recipe_is_found_from_any_folder_and_printed_without_loading_torch(tmp
         "finally: assert 'torch' not in sys.modules"
     )
     train = REPOSITORY / "train.py"
-    result = call(sys.executable, "-c", script, train, "conf=redrafter_vicuna7b", "--cfg", "job", cwd=tmp_path)
+    result = call(sys.executable, "-c", script, train, "conf=redrafter_vicuna7b", "--cfg", "job", "train.steps=3", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
+    assert "steps: 3" in result.stdout
     assert "lmsys/vicuna-7b-v1.3" in result.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ordered"),
+    [
+        ("conf=demo --cfg job train.steps=3", "conf=demo train.steps=3 --cfg job"),
+        ("--config-dir a=b --resolve ~train.seed +c=d", "~train.seed +c=d --config-dir a=b --resolve"),
+        ("--config-dir=a=b conf=demo -c job", "conf=demo --config-dir=a=b -c job"),
+    ],
+)
+def test_overrides_may_follow_options(arguments: str, ordered: str) -> None:
+    assert overrides_first(arguments.split()) == ordered.split()
 
 
 @pytest.mark.parametrize("debug", ["0", pytest.param("1", marks=pytest.mark.slow)])
