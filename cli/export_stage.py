@@ -49,7 +49,7 @@ def require_fitting_certificate(config: ExportConfig, drafters: Sequence[Drafter
     """Raise ValueError before any long work for a certificate that is none, or of other drafters than those that are there."""
     if config.certificate is None:
         return
-    named = read_certificate(Path(config.certificate)).get("drafters", {})
+    named = read_certificate(Path(config.certificate)).drafters
     for path in (drafter.drafter_dir / WEIGHTS_FILE for drafter in drafters):
         if named and (not path.is_file() or sha256_file(path) not in named.values()):
             raise ValueError(
@@ -82,7 +82,7 @@ def export(config: ExportConfig, drafters: Sequence[DrafterRun], target: HFTarge
             export_drafter(directory, target, name, home / FORMATS_FOLDER / name, config.torch_dtype)
             log.info("%s holds it as %s", home / FORMATS_FOLDER / name, name)
         if config.push and config.repo is not None:
-            failed = options.certificate is not None and not read_certificate(options.certificate)["passed"]
+            failed = options.certificate is not None and not read_certificate(options.certificate).passed
             if failed or any(map(is_broken, rows)):
                 seen = options.certificate if failed else evaluation
                 raise ValueError(f"{home / PACKAGE_FOLDER} isn't pushed: its drafter isn't lossless (see {seen})")

@@ -69,7 +69,7 @@ def push_command(
         card = files.get(README_FILE)
         if card is not None:
             _tell_names_left_open(card.read_text(encoding="utf-8"))
-        if CERTIFICATE_FILE in files and not read_certificate(files[CERTIFICATE_FILE])["passed"]:
+        if CERTIFICATE_FILE in files and not read_certificate(files[CERTIFICATE_FILE]).passed:
             typer.echo(f"{CERTIFICATE_FILE} says that decoding with this drafter is NOT LOSSLESS")
         visibility = "public" if public else "private"
         if dry_run:

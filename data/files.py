@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from types import GenericAlias
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
@@ -185,12 +186,12 @@ def _not_json(path: Path, problem: object) -> ValueError:
     )
 
 
-def read_dataclass(cls: type[T], path: Path) -> T:
-    """A dataclass from a JSON file. Raises ValueError as `read_json` and `parse_json` do."""
+def read_dataclass(cls: type[T] | GenericAlias, path: Path) -> T:
+    """A dataclass, or a list of TypedDicts, from a JSON file. Raises ValueError as `read_json` and `parse_json` do."""
     return parse_json(cls, _read(path), path)
 
 
-def parse_json(cls: type[T], text: str | bytes, path: Path) -> T:
+def parse_json(cls: type[T] | GenericAlias, text: str | bytes, path: Path) -> T:
     """A dataclass from JSON, strictly: unknown keys, missing keys and wrong types are ValueErrors, as are the dataclass's own.
 
     Every error names `path` and all that is wrong in it.
@@ -202,7 +203,7 @@ def parse_json(cls: type[T], text: str | bytes, path: Path) -> T:
         if "json_invalid" in details:
             raise _not_json(path, details["json_invalid"]["ctx"]["error"]) from None
         remedy = ""
-        if details.keys() & {"missing", "unexpected_keyword_argument"}:
+        if details.keys() & {"missing", "unexpected_keyword_argument", "extra_forbidden"}:
             remedy = ". It was altered or comes from another version of outrider: make it anew with this one"
         raise ValueError(f"{path}: {'; '.join(problems_of(error))}{remedy}") from None
 

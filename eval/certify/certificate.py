@@ -1,7 +1,7 @@
 """The losslessness certificate: of the acceptance rules exactly, and of a target with a drafter on real prompts."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from ...models.decoding.sampling import RowSeeds, Sampling, warp
 from ...models.decoding.types import Step
 from ...models.drafters import NullDrafter
 from ...models.drafters.oracle import OracleDrafter
+from ...models.export.certificate_file import CertificateLine
 from ...models.target.hf_target import HFTarget
 from ..measure.audit import audit
 from ..results.lossless import is_exact
@@ -41,20 +42,6 @@ LARGE_VOCAB, LARGE_SHAPES = 6, ("chain of 4", "3 siblings")
 GREEDY = Sampling(temperature=0.0)
 
 MakeRule = Callable[[Sampling], AcceptanceRule]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CertificateLine:
-    """One line of the certificate."""
-
-    subject: str
-    method: str
-    num_cases: int
-    result: str
-    passed: bool | None
-    """None where nothing is claimed, so that nothing can fail."""
-    false_alarm_rate: float = 0.0
-    """Probability, at most, that this line fails although all is sound."""
 
 
 def certify_rules(*, vocab: int = 3, seed: int = 0) -> list[CertificateLine]:

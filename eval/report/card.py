@@ -19,7 +19,7 @@ from ...data.manifest import MANIFEST_FILE
 from ...data.shards import label_store
 from ...models.drafters.saved.download import HUB_ID
 from ...models.drafters.saved.folder import WEIGHTS_FILE, DrafterFile, count_tensors, read_drafter_config, read_training_facts
-from ...models.export.certificate_file import read_certificate
+from ...models.export.certificate_file import Certificate, read_certificate
 from ...models.export.package import UNNAMED, UNNAMED_TARGET, require_names
 from ..records.names import BASELINE
 from ..results.rows import Row, decoding_name, fault, is_broken
@@ -80,7 +80,7 @@ def model_card(drafter: Path, options: CardOptions) -> str:
     figures = {run.directory: _require_rows(run, weights) for run in runs}
     certificate = _read_certificate(options.certificate, saved, weights)
     failed = any(is_broken(row) for rows in figures.values() for row in rows)
-    failed |= certificate is not None and not certificate["passed"]
+    failed |= certificate is not None and not certificate.passed
     results = [result for run in runs for row in figures[run.directory] for result in _results(row, run, saved)]
     # 3. The page, and what the Hub reads of it.
     data = ModelCardData(
@@ -210,27 +210,21 @@ def _with_interval(value: float | None, interval: Sequence[float] | None, unit: 
     return f"{value:.2f}{unit}" + (f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else "")
 
 
-def _read_certificate(path: Path | None, saved: DrafterFile, weights: str) -> dict[str, Any] | None:
+def _read_certificate(path: Path | None, saved: DrafterFile, weights: str) -> Certificate | None:
     """A certificate of this drafter and its target. Raises ValueError for another one."""
     if path is None:
         return None
     certificate = read_certificate(path)
-    drafters = certificate.get("drafters", {})
-    if drafters and weights not in drafters.values():
+    if (drafters := certificate.drafters) and weights not in drafters.values():
         raise ValueError(f"{path} certifies decoding with other drafters ({', '.join(drafters)}); make one with this drafter")
-    if certificate.get("weights_sha256", saved.target.weights_sha256) != saved.target.weights_sha256:
-        raise ValueError(
-            f"{path} certifies decoding with another target ({certificate.get('target')}); make one with this drafter's"
-        )
+    if certificate.weights_sha256 not in (None, saved.target.weights_sha256):
+        raise ValueError(f"{path} certifies decoding with another target ({certificate.target}); make one with this drafter's")
     return certificate
 
 
-def _certificate_lines(certificate: dict[str, Any]) -> list[dict[str, str]]:
+def _certificate_lines(certificate: Certificate) -> list[dict[str, str]]:
     verdicts = {True: "pass", False: "FAIL", None: "none claimed"}
-    texts = [
-        (line["subject"], line["method"], str(line["num_cases"]), line["result"], verdicts[line["passed"]])
-        for line in certificate["lines"]
-    ]
+    texts = [(line.subject, line.method, str(line.num_cases), line.result, verdicts[line.passed]) for line in certificate.lines]
     return [dict(zip(CERTIFICATE_HEADS, line, strict=True)) for line in texts]
 
 

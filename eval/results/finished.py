@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from ...data.files import read_json
+from ...data.files import read_dataclass
 from ..config import EvalConfig, SuiteConfig
 from ..records.names import SUMMARY_FILE
 from ..records.records import EvalRecord, GroupKey
@@ -48,19 +48,14 @@ def _num_skipped(records: Iterable[EvalRecord], num_turns: Mapping[str, int]) ->
 
 
 def read_rows(directory: Path) -> list[Row]:
-    """Read the summary of a finished run. Raises ValueError where there is none, and for other keys than `Row` has."""
+    """Read the summary of a finished run. Raises ValueError where there is none, and for one that isn't rows."""
     path = directory / SUMMARY_FILE
     if not path.is_file():
         raise ValueError(
             f"{directory} has no {path.name}: it is no finished evaluation. Give the `eval/` folder of a run, or finish it "
             "with the command that began it"
         )
-    rows: list[Row] = read_json(path)
-    for number, row in enumerate(rows, start=1):
-        if differing := sorted(row.keys() ^ Row.__required_keys__):
-            raise ValueError(
-                f"{path}, row {number}: missing or unknown keys {', '.join(differing)}; run the evaluation's command again"
-            )
+    rows = read_dataclass(list[Row], path)
     if not rows:
         raise ValueError(f"{path} has no rows; run the evaluation's command again")
     return rows

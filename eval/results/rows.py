@@ -4,9 +4,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import product
-from typing import Any, TypedDict, cast
+from typing import Any, cast
 
 import numpy as np
+from typing_extensions import TypedDict  # pydantic can't read typing's before Python 3.12
 
 from ..config import EvalConfig
 from ..records.records import BASELINE, EvalRecord, GroupKey
@@ -53,7 +54,7 @@ class Figures(TypedDict):
     num_tokens: int
     tokens_per_step: float | None
     """Of one answer."""
-    tokens_per_step_ci95: Sequence[float] | None
+    tokens_per_step_ci95: tuple[float, float] | None
     """Bootstrap over prompts; None for fewer than two."""
     mean_accepted: float | None
     accepted_histogram: list[int]
@@ -65,7 +66,7 @@ class Figures(TypedDict):
     decode_tokens_per_second: float | None
     speedup: float | None
     """None where a method that claims to be lossless isn't: a wrong answer has no speed."""
-    speedup_ci95: Sequence[float] | None
+    speedup_ci95: tuple[float, float] | None
     rho: float | None
     ceiling: float | None
     """tau / (1 + rho): computed, not measured. None where there is no speedup."""

@@ -1,43 +1,49 @@
 """Certificates as `outrider certify` writes them, read strictly: a card repeats what they say."""
 
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from ...data.files import read_json
+from pydantic import Field
 
-TYPES: dict[str, tuple[type, ...]] = {
-    "passed": (bool,),
-    "false_alarm_rate": (float, int),
-    "environment": (dict,),
-    "lines": (list,),
-}
-TYPES_OF_A_LINE: dict[str, tuple[type, ...]] = {
-    "subject": (str,),
-    "method": (str,),
-    "num_cases": (int,),
-    "result": (str,),
-    "passed": (bool, type(None)),
-}
-OPTIONAL: dict[str, tuple[type, ...]] = {
-    "drafters": (dict,),
-    **dict.fromkeys(("target", "weights_sha256", "dtype", "form"), (str,)),
-}
-"""Where a target was certified, too, and not the rules alone."""
+from ...data.files import read_dataclass
 
 
-def read_certificate(path: Path) -> dict[str, Any]:
-    """What `outrider certify` wrote. Raises ValueError for another file, and for a verdict that isn't that of its lines."""
-    found = read_json(path)
-    if not _has(found, TYPES) or not found["lines"] or not all(_has(line, TYPES_OF_A_LINE) for line in found["lines"]):
-        raise ValueError(f"{path} is no certificate; give the file that `outrider certify --output` wrote")
-    if not _has(found, {name: types for name, types in OPTIONAL.items() if name in found}):
-        raise ValueError(f"{path} is no certificate, by what it says of {', '.join(OPTIONAL)}; certify again")
-    if not 0 <= found["false_alarm_rate"] <= 1 or found["passed"] != all(
-        line["passed"] is not False for line in found["lines"]
-    ):
-        raise ValueError(f"{path} was altered: its verdict isn't that of its lines; certify again")
-    return dict(found)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CertificateLine:
+    """One line of the certificate."""
+
+    subject: str
+    method: str
+    num_cases: int
+    result: str
+    passed: bool | None
+    """None where nothing is claimed, so that nothing can fail."""
+    false_alarm_rate: float = 0.0
+    """Probability, at most, that this line fails although all is sound."""
 
 
-def _has(value: Any, types: dict[str, tuple[type, ...]]) -> bool:
-    return isinstance(value, dict) and all(isinstance(value.get(name, ...), kinds) for name, kinds in types.items())
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificate:
+    """Content of a certificate. Fields with a default are there where a target was certified, too."""
+
+    passed: bool
+    false_alarm_rate: Annotated[float, Field(ge=0, le=1)]
+    environment: dict[str, Any]
+    lines: Annotated[list[CertificateLine], Field(min_length=1)]
+    target: str | None = None
+    weights_sha256: str | None = None
+    suite: str | None = None
+    dtype: str | None = None
+    form: str | None = None
+    drafters: dict[str, str] = field(default_factory=dict)
+    """Digest of the weights by the drafter's name."""
+
+    def __post_init__(self) -> None:
+        if self.passed != all(line.passed is not False for line in self.lines):
+            raise ValueError("passed: the verdict isn't that of the lines; the file was altered: certify again")
+
+
+def read_certificate(path: Path) -> Certificate:
+    """Read what `outrider certify` wrote. Raises ValueError for any other file."""
+    return read_dataclass(Certificate, path)

@@ -159,13 +159,13 @@ def test_a_certificate_of_another_target_or_drafter_is_refused(tiny_drafter_dir,
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"lines": []}, "is no certificate"),
-        ({"lines": [{"subject": "x"}]}, "is no certificate"),
-        ({"lines": "x"}, "is no certificate"),
-        ({"passed": "yes"}, "is no certificate"),
-        ({"false_alarm_rate": "1"}, "is no certificate"),
-        ({"drafters": ["redrafter"]}, "is no certificate, by what it says of drafters"),
-        ({"passed": False}, "its verdict isn't that of its lines"),
+        ({"lines": []}, r"lines=\[\]: must not be empty"),
+        ({"lines": [{"subject": "x"}]}, r"lines\[0\].method: is missing"),
+        ({"lines": "x"}, 'lines="x": must be a list'),
+        ({"passed": "yes"}, 'passed="yes": must be true or false'),
+        ({"false_alarm_rate": "1"}, 'false_alarm_rate="1": must be a number'),
+        ({"drafters": ["redrafter"]}, "drafters=.*: must be a mapping"),
+        ({"passed": False}, "passed: the verdict isn't that of the lines"),
     ],
 )
 def test_a_certificate_that_says_nothing_or_was_altered_is_refused(tiny_drafter_dir, tmp_path, changes, message):

@@ -350,7 +350,10 @@ def test_a_folder_that_holds_no_finished_run_is_named(write_run: WriteRun, tmp_p
     for text, message in (
         ("[", "is not a JSON file"),
         ("[]", "has no rows"),
-        (json.dumps([rows[0], {**rows[1], "notes": "x"}]), "row 2: .*keys notes; run"),
+        (json.dumps([rows[0], {**rows[1], "notes": "x"}]), r"\[1\].notes: there is no such key"),
+        ("null", r"summary\.json: the whole=null: must be a list"),
+        (json.dumps([{**rows[0], "speedup": "fast"}]), r'summary\.json: \[0\].speedup="fast": must be a number'),
+        (json.dumps([{**rows[0], "speedup_ci95": [1.0]}]), r"\[0\].speedup_ci95"),
     ):
         (directory / "summary.json").write_text(text)
         with pytest.raises(ValueError, match=message):
