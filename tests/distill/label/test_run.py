@@ -181,6 +181,8 @@ def test_a_folder_of_another_run_is_refused_with_every_difference(
         name="other",
         revision=None,
         weights_sha256="0" * 64,
+        config_sha256=target.identity.config_sha256,
+        quantization=target.identity.quantization,
         tokenizer_sha256=target.identity.tokenizer_sha256,
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
