@@ -17,6 +17,8 @@ LOGITS_MIB = VOCAB * LABELS[1] * 4 / 2**20
 def test_chunks_take_less_than_all_logits_and_what_does_not_fit_is_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Large tensors have pages of their own, which are given back with them: how much freed memory malloc keeps varies.
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(2**16))
     output = tmp_path / "loss_memory.json"
     sizes = ["--vocab-sizes", VOCAB, "--labels", *LABELS, "--hidden", 8, "--max-chunk", 2**20, "--losses", "cross_entropy"]
     sizes += ["--steps", "chunks", "--step-labels", 4096, "--step-hidden", 128]
@@ -29,7 +31,9 @@ def test_chunks_take_less_than_all_logits_and_what_does_not_fit_is_skipped(
     assert "more than --memory-limit-gib" in large_whole["skipped"]
     assert small_whole["peak_mib"] > LOGITS_MIB / LABELS[1] * LABELS[0] * 2
     assert small["peak_mib"] < small_whole["peak_mib"]
-    assert large["peak_mib"] < 2 * LOGITS_MIB, "half of what the whole loss holds, and most of it what small tensors leave"
+    assert large["peak_mib"] < LOGITS_MIB / 2, (
+        "a chunk is an eighth of all logits, of which the whole loss holds several copies"
+    )
     assert report["environment"]["num_threads"] == 1
     kept, anew = steps
     assert (kept["activations"], anew["activations"]) == ("kept", "anew")
