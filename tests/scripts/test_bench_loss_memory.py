@@ -32,7 +32,7 @@ def test_chunks_take_less_than_all_logits_and_what_does_not_fit_is_skipped(
     assert small_whole["peak_mib"] > LOGITS_MIB / LABELS[1] * LABELS[0] * 2
     assert small["peak_mib"] < small_whole["peak_mib"]
     assert large["peak_mib"] < LOGITS_MIB / 2, (
-        "a chunk is an eighth of all logits, of which the whole loss holds several copies"
+        "a chunk is a sixteenth of all logits, of which the whole loss holds several copies"
     )
     assert report["environment"]["num_threads"] == 1
     kept, anew = steps
