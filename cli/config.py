@@ -59,7 +59,7 @@ class RunConfig:
     stages: Distinct[Annotated[str, one_of(*STAGES)]] = field(default_factory=lambda: list(STAGES))
     """Which of distill, train, eval, export to run. They run in this order, however they are listed."""
     plan: bool = False
-    """Only tell what the stage distill would take (`--plan` says the same): tokens, forwards, time and bytes on disk."""
+    """Only print what the stage distill would take (`--plan` is short for it): tokens, forwards, time and bytes on disk."""
     seed: Seed = 0
     """Of everything that draws at random, where a section doesn't say otherwise."""
     num_threads: PositiveInt | None = None

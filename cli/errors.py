@@ -1,4 +1,4 @@
-"""A user's mistake is told in one message, without a traceback."""
+"""Print a user's mistake as one message, without a traceback."""
 
 import os
 import sys

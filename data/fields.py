@@ -94,7 +94,7 @@ def problems_of(error: ValidationError, section: str = "") -> list[str]:
             problems.append(f"{name}: there is no such key")
         else:
             context = {key: _plain(value) for key, value in detail.get("ctx", {}).items()}
-            rule = RULES.get(detail["type"], detail["msg"]).format_map(context)
+            rule = RULES[detail["type"]].format_map(context) if detail["type"] in RULES else detail["msg"]
             problems.append(f"{name or 'the whole'}={_shown(detail['input'])}: {rule}")
     return problems
 

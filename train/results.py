@@ -4,14 +4,14 @@ import hashlib
 import logging
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 
 from ..data.differences import differences
-from ..data.files import read_json, replacing_directory, sha256_file, write_json
+from ..data.files import read_dataclass, replacing_directory, sha256_file, write_json
 from ..data.manifest import Manifest, TargetIdentity
 from ..models.drafters import save_drafter
 from ..models.drafters.base import TrainableDrafter
@@ -30,6 +30,20 @@ logger = logging.getLogger(__name__)
 SUMMARY_FILE = "summary.json"
 DRAFTER_FILES = (CONFIG_FILE, WEIGHTS_FILE)
 CHECKPOINTS_DIR = "checkpoints"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary(TrainingFacts):
+    """Content of `summary.json`, written when the drafter is complete."""
+
+    metrics: dict[str, Any]
+    """The last record of the loss."""
+    drafter_step: int
+    validation: dict[str, Any] | None
+    end: dict[str, Any]
+    drafter_sha256: dict[str, str]
+    run: dict[str, Any]
+    """What `describe_run` returns."""
 
 
 def describe_run(config: TrainConfig, spec: DrafterSpec, manifest: Manifest, accelerator: Accelerator) -> dict[str, Any]:
@@ -75,13 +89,10 @@ def is_trained(config: TrainConfig, run: Mapping[str, Any], output_dir: Path, dr
     summary_path = output_dir / SUMMARY_FILE
     if not summary_path.exists():
         return False
-    summary = read_json(summary_path)
-    if not isinstance(summary, dict) or not {"run", "drafter_sha256"} <= summary.keys():
-        logger.warning("%s is no summary of a training: it is written again", summary_path)
-        return False
-    _require_same_run(summary["run"], run, summary_path, remedy)
+    summary = read_dataclass(Summary, summary_path)
+    _require_same_run(summary.run, run, summary_path, remedy)
     # With other options of the end, the last checkpoint and the best drafter soon give the new results.
-    return bool(summary["drafter_sha256"] == _digests(drafter_dir) and summary.get("end") == end_of(config))
+    return summary.drafter_sha256 == _digests(drafter_dir) and summary.end == end_of(config)
 
 
 def end_of(config: TrainConfig) -> dict[str, Any]:
@@ -95,8 +106,8 @@ def take_over_options(spec: DrafterSpec, output_dir: Path, drafter_dir: Path) ->
     They don't depend on training.
     """
     if change_options(drafter_dir, {name: getattr(spec.config, name) for name in spec.config.RUNTIME_FIELDS}):
-        summary = read_json(output_dir / SUMMARY_FILE)
-        write_json(output_dir / SUMMARY_FILE, {**summary, "drafter_sha256": _digests(drafter_dir)})
+        summary = read_dataclass(Summary, output_dir / SUMMARY_FILE)
+        write_json(output_dir / SUMMARY_FILE, asdict(replace(summary, drafter_sha256=_digests(drafter_dir))))
 
 
 def save_results(
@@ -148,16 +159,16 @@ def save_results(
             _copy_best(best, folder, drafter)
             logger.info("the best drafter is that of step %d: %.2f tokens per step", kept.step, kept.tokens_per_step)
         write_json(folder / TRAINING_FILE, asdict(facts))
-    summary = {
+    summary = Summary(
         **asdict(facts),
-        "metrics": metrics,
-        "drafter_step": metrics["step"] if kept is None else kept.step,
-        "validation": best.validation if kept is None else kept.validation,
-        "end": end_of(config),
-        "drafter_sha256": _digests(drafter_dir),
-        "run": run,
-    }
-    write_json(output_dir / SUMMARY_FILE, summary)
+        metrics=metrics,
+        drafter_step=metrics["step"] if kept is None else kept.step,
+        validation=best.validation if kept is None else kept.validation,
+        end=end_of(config),
+        drafter_sha256=_digests(drafter_dir),
+        run=dict(run),
+    )
+    write_json(output_dir / SUMMARY_FILE, asdict(summary))
 
 
 def _copy_best(best: Best, folder: Path, drafter: TrainableDrafter) -> None:
@@ -176,7 +187,8 @@ def _digests(directory: Path) -> dict[str, str]:
 
 def _require_same_run(before: Mapping[str, Any], now: Mapping[str, Any], where: Path, remedy: str) -> None:
     changes = differences(before, now)
-    if Division.of(now).may_follow(Division.of(before)):
-        changes = {name: text for name, text in changes.items() if name not in DIVISION_KEYS}
+    # The description of another version may lack a division.
+    if changes.keys() <= DIVISION_KEYS and Division.of(now).may_follow(Division.of(before)):
+        return
     if changes:
         raise ValueError(f"{where} belongs to a run with another configuration: {'; '.join(changes.values())}. {remedy}")

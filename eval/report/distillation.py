@@ -4,12 +4,10 @@ import json
 from collections import defaultdict
 from collections.abc import Sequence
 
+from ...data.choices import LABELS
 from .page_tables import Line, Table, column, number, table
 from .runs import Entry, Group
 from .sections import speedup
-
-LABELS = ("distilled", "text")
-"""What training may learn (`TrainConfig.labels`)."""
 
 
 def distillation(group: Group) -> list[Table]:

@@ -179,11 +179,19 @@ def test_a_users_own_file_beside_the_drafter_stays(run_train: RunTrain, spy: Any
     assert (run.drafter_dir / "notes" / "README.md").read_text() == "mine"
 
 
-def test_a_summary_that_is_none_is_written_anew(run_train: RunTrain) -> None:
+def test_a_summary_that_is_none_is_named_and_written_anew_when_deleted(run_train: RunTrain) -> None:
     run = run_train()
     path = run.train_dir / "summary.json"
     before = json.loads(path.read_text())
-    path.write_text("{}")
+    for content, message in (
+        ({}, r"summary\.json: .*run: is missing"),
+        ({**before, "run": "x"}, r'summary\.json: run="x": must be a mapping'),
+        ({**before, "run": {}}, "another configuration"),
+    ):
+        path.write_text(json.dumps(content))
+        with pytest.raises(ValueError, match=message):
+            run_train()
+    path.unlink()
     run_train()
     after = json.loads(path.read_text())
     assert {**after, "seconds": before["seconds"]} == before
