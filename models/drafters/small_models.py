@@ -1,6 +1,7 @@
 """Where the weights of an independent draft model come from: the target's family made smaller, or a model that is there."""
 
 from dataclasses import field
+from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -10,6 +11,7 @@ from pydantic.dataclasses import dataclass
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ...data.fields import OPTIONS, PositiveInt, one_of, raise_problems
+from ...data.hub import use_hub
 from ..target.config import TargetConfig
 from ..target.hf_target import HFTarget
 from ..target.identity import weights_digest
@@ -155,6 +157,8 @@ def first_layers(model: PreTrainedModel, target: HFTarget) -> None:
 
 def weights_digest_at(path: str) -> str:
     """Digest of an existing model's weights, not read into memory. Raises ValueError where there is none."""
+    if not Path(path).is_dir():
+        use_hub()
     try:
         return weights_digest(path, getattr(AutoConfig.from_pretrained(path), "_commit_hash", None))
     except (OSError, ValueError) as error:

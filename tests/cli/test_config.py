@@ -235,7 +235,7 @@ def test_an_adapted_drafters_form_is_the_trained_ones(trained: Path) -> None:
         (["drafter.start_from={trained}", "+drafter.kind=redrafter"], r"kind is 'redrafter' and there 'medusa'"),
         (["drafter.start_from={trained}", "+drafter.beam_width=4"], r"medusa has no option beam_width"),
         (["drafter.start_from={trained}", "distill.horizon=3"], r"num_heads is 3 and distill.horizon 3"),
-        (["drafter.start_from=/nowhere"], r"/nowhere holds no drafter"),
+        (["drafter.start_from=/nowhere"], r"drafter.start_from is '/nowhere'; give a drafter's folder"),
         (["drafter.start_from=5"], r"drafter.start_from is 5; give the `drafter/` folder"),
         ([], r"drafter.start_from: Missing mandatory value"),
     ],
@@ -421,3 +421,17 @@ def test_a_teacher_that_the_distillation_does_not_store_is_told_before_it() -> N
 def test_layers_to_store_come_from_the_command_line() -> None:
     config = run_config("distill.feature_layers=[2,4,7]", "distill.features=none", "distill.features_dtype=int8")
     assert (config.distill.feature_layers, config.distill.features_dtype) == ([2, 4, 7], "int8")
+
+
+def test_all_missing_paths_of_a_recipe_are_one_error() -> None:
+    overrides = [
+        "target.name_or_path=./nowhere",
+        "data={source: sharegpt, path: a/b/c, chat_template: own.jinja}",
+        "eval.suites=[{name: mt_bench, path: q.jsonl}]",
+        "+drafter.start_from=x/y/z",
+    ]
+    options = ["target.name_or_path", "data.chat_template", "data.path", r"eval.suites\[0\].path", "drafter.start_from"]
+    with raises("5 paths don't exist.*" + ".*".join(f" - {option} is" for option in options)):
+        run_config("conf=demo", *overrides)
+    with raises("2 paths don't exist"):
+        run_config("conf=demo", *overrides, "stages=[eval]", "data.chat_template=null")

@@ -17,6 +17,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import httpx  # the client that it uses, which isn't always the package of this name
 
 from ....data.files import finish_replacing
+from ....data.hub import use_hub
 from .folder import CONFIG_FILE, TRAINING_FILE, WEIGHTS_FILE
 
 READ_FILES = (CONFIG_FILE, WEIGHTS_FILE, TRAINING_FILE)
@@ -47,8 +48,9 @@ def resolve_folder(name_or_path: str | Path, patterns: Sequence[str], revision: 
     """A directory as it is, or a download of those files of a repository whose names match: as `resolve_drafter`."""
     path = Path(name_or_path)
     finish_replacing(path)
-    if path.is_dir() or HUB_ID.fullmatch(str(name_or_path)) is None:
-        return path  # what isn't there is told by whoever reads it
+    if path.is_dir() or HUB_ID.fullmatch(str(name_or_path)) is None or str(name_or_path).startswith("."):
+        return path  # the reader of a missing folder raises the error
+    use_hub()
     repo, _, at = str(name_or_path).partition("@")
     revision = at or revision  # in the name it is the drafter's for certain
     try:
