@@ -7,12 +7,14 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["MPLBACKEND"] = "Agg"
 os.environ["WANDB_MODE"] = "disabled"
-# The models of the tests are so small that a second thread only gets in the way, in the processes that tests start too.
+# The models of the tests are so small that a second thread only gets in the way, in the processes
+# that tests start too.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 from jaxtyping import install_import_hook
 
-# Checks every annotation of the library at run time, so that a wrong shape in a signature fails a test.
+# Checks every annotation of the library at run time, so that a wrong shape in a signature fails a
+# test.
 install_import_hook("outrider", "beartype.beartype")
 
 from pathlib import Path
@@ -60,7 +62,9 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE of 300 tokens (all bytes, special tokens, a few merges); a chat template with generation markers."""
+    """Byte-level BPE of 300 tokens (all bytes, special tokens, a few merges); a chat template with
+    generation markers.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -82,7 +86,10 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="session")
 def tiny_target_dir(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A saved random Llama of two layers in float32, with `tiny_tokenizer`. Read only: it is shared by the whole session."""
+    """A saved random Llama of two layers in float32, with `tiny_tokenizer`.
+
+    Read only: it is shared by the whole session.
+    """
     config = LlamaConfig(
         vocab_size=len(tiny_tokenizer),
         hidden_size=32,

@@ -24,7 +24,9 @@ def absolute_imports(path: Path) -> list[str]:
 
 
 def test_nothing_imports_our_folders_by_their_bare_names() -> None:
-    """`import data` works in a checkout and makes a second copy of every class; in a wheel it fails."""
+    """`import data` works in a checkout and makes a second copy of every class; in a wheel it
+    fails.
+    """
     visited = 0
     for folder in sorted(PACKAGES | {"scripts", "tests"}):
         for path in (REPOSITORY / folder).rglob("*.py"):
@@ -50,7 +52,9 @@ def test_the_walk_sees_a_bare_import(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_each_module_can_be_imported_first() -> None:
-    """Which one is, is up to the user: a module that is only found once others have been loaded hides a circle."""
+    """Which one is, is up to the user: a module that is only found once others have been loaded
+    hides a circle.
+    """
     script = """
 import sys
 from importlib import import_module

@@ -1,4 +1,6 @@
-"""The files of conf/launch/, read and checked as `accelerate launch` does, and launches that can't be."""
+"""The files of conf/launch/, read and checked as `accelerate launch` does, and launches that can't
+be.
+"""
 
 from argparse import Namespace
 from pathlib import Path

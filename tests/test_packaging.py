@@ -23,7 +23,8 @@ def packages() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ZipFile]:
-    # From a copy: setuptools keeps what it built in the source folder, and packs stale files the next time.
+    # From a copy: setuptools keeps what it built in the source folder, and packs stale files the
+    # next time.
     folder = tmp_path_factory.mktemp("wheel")
     shutil.copytree(REPOSITORY, folder / "source", ignore=NOT_BUILT_FROM)
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "--quiet"]

@@ -1,4 +1,6 @@
-"""The whole way from a recipe to the table, on a tiny target: the first run as a user starts it, the rest in this process."""
+"""The whole way from a recipe to the table, on a tiny target: the first run as a user starts it,
+the rest in this process.
+"""
 
 import json
 import os
@@ -189,7 +191,8 @@ def test_a_card_of_ones_own_stays_and_is_made_anew_only_where_that_is_said(
     assert not list(folder.glob(".package*"))
 
 
-@pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")  # huggingface_hub's own way
+# huggingface_hub's own way
+@pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")
 def test_a_finished_drafter_is_pushed_where_that_is_wanted(
     finished: tuple[Path, str], overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,6 @@
-"""Recipes for real targets and the demos of every kind, through all stages on tiny stand-ins for target, data and prompts."""
+"""Recipes for real targets and the demos of every kind, through all stages on tiny stand-ins for
+target, data and prompts.
+"""
 
 import json
 import shutil
@@ -41,7 +43,8 @@ EXPORTED = {"eagle": {"eagle1-vllm", "eagle1-sglang"}, "medusa": {"medusa", "ten
 """Formats of engines that a recipe leaves."""
 SMALL_DEMOS = {
     "redrafter_demo": ["drafter={exit_width: 16, head_init: random}"],
-    "eagle3_demo": ["drafter.feature_layers=[0, 1]", "distill.feature_layers=[0, 1]"],  # the stand-in has no more
+    # the stand-in has no more
+    "eagle3_demo": ["drafter.feature_layers=[0, 1]", "distill.feature_layers=[0, 1]"],
 }
 
 
@@ -62,7 +65,10 @@ def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_here(tmp_path: Path, target: Path, questions: Path, *overrides: str) -> list[str]:
-    """The methods of the table, plain decoding first. That each is lossless is checked by the run itself."""
+    """The methods of the table, plain decoding first.
+
+    That each is lossless is checked by the run itself.
+    """
     register()
     small = [f"output_dir={tmp_path}", f"target.name_or_path={target}", f"eval.suites=[{{name: mt_bench, path: {questions}}}]"]
     with initialize_config_module("outrider.conf", version_base="1.3"):
@@ -104,7 +110,9 @@ def test_the_demo_runs_with_every_kind(tiny_target_dir: Path, questions: Path, t
 def test_a_drafter_is_adapted_to_a_target_that_has_changed(
     tiny_target_dir: Path, conversations: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where it starts from is looked up once for the whole run: on the Hub each look-up is a request."""
+    """Where it starts from is looked up once for the whole run: on the Hub each look-up is a
+    request.
+    """
     looked_up: list[str] = []
     monkeypatch.setattr(build, "resolve_drafter", lambda name: looked_up.append(name) or Path(name))
     data = [f"data.path={conversations}", "data.file=null", "target.dtype=float32"]

@@ -1,4 +1,7 @@
-"""What the quick tests cover. A test that becomes slow must not take the last quick one of a kind, rule or command along."""
+"""What the quick tests cover.
+
+A test that becomes slow must not take the last quick one of a kind, rule or command along.
+"""
 
 from collections.abc import Iterable
 from typing import Any

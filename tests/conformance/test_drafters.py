@@ -1,4 +1,6 @@
-"""What every registered drafter promises, trained as `train` does on a handful of texts, saved and loaded."""
+"""What every registered drafter promises, trained as `train` does on a handful of texts, saved and
+loaded.
+"""
 
 import itertools
 from dataclasses import dataclass, replace
@@ -29,8 +31,8 @@ from outrider.models.target.loading import load_target
 
 from ..host_reads import HostReads, ScalarReads
 
-# Small options of each kind, with drafts of up to HORIZON - 1 tokens. A new kind is a row here; a row of another name than its
-# kind's says its kind.
+# Small options of each kind, with drafts of up to HORIZON - 1 tokens. A new kind is a row here; a
+# row of another name than its kind's says its kind.
 OPTIONS: dict[str, dict[str, Any]] = {
     "blockwise": {"kind": "medusa", "heads": "ffn", "share_head": True, "head_decay": 1.0},
     "draft_drawn": {"kind": "draft_model", "num_layers": 1, "temperature": 1.0},
@@ -338,7 +340,9 @@ def test_every_objective_has_a_finite_gradient(kind, target, batch, loss, weight
 @pytest.mark.parametrize("with_labels", [True, False])
 @pytest.mark.parametrize("horizon", [2, 3, HORIZON])
 def test_a_drafter_announces_parameters_without_a_gradient(kind, target, batch, horizon, with_labels):
-    """DDP, which looks for them only then, would wait for ever for one that is missing in some processes."""
+    """DDP, which looks for them only then, would wait for ever for one that is missing in some
+    processes.
+    """
     drafter, batch = make(kind, target, batch)
     try:
         drafter.require_horizon(drafter.config, horizon)

@@ -1,4 +1,6 @@
-"""CUDA graphs played on a CPU: the operators of a first run, executed again on the same memory without any Python of ours."""
+"""CUDA graphs played on a CPU: the operators of a first run, executed again on the same memory
+without any Python of ours.
+"""
 
 import weakref
 from collections.abc import Callable
@@ -11,7 +13,10 @@ from torch.utils._pytree import tree_leaves
 
 
 class ReplayingRecorder(TorchDispatchMode):
-    """Stands in for `CudaGraphRecorder`. Like a capture it fails where the host reads from the device."""
+    """Stands in for `CudaGraphRecorder`.
+
+    Like a capture it fails where the host reads from the device.
+    """
 
     READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero")
 

@@ -1,4 +1,6 @@
-"""Waiting for a device, and running out of its memory: the same on every kind of accelerator, and free on a CPU."""
+"""Waiting for a device, and running out of its memory: the same on every kind of accelerator, and
+free on a CPU.
+"""
 
 from itertools import pairwise
 from pathlib import Path

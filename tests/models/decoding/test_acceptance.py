@@ -1,4 +1,6 @@
-"""Greedy acceptance on trees, against cases that can be followed by hand and a walk written in plain Python."""
+"""Greedy acceptance on trees, against cases that can be followed by hand and a walk written in
+plain Python.
+"""
 
 import pytest
 import torch
@@ -25,7 +27,8 @@ def test_nothing_matches_and_the_bonus_follows_the_last_committed_token():
 
 
 def test_the_first_branch_is_followed_to_its_leaf():
-    # After the last token the target says 5 (node 0), after node 0 it says 8 (node 3), after node 3 it says 4.
+    # After the last token the target says 5 (node 0), after node 0 it says 8 (node 3), after node 3
+    # it says 4.
     assert decide([5, 8, 2, 3, 4]) == ([0, 3], 2, 4, 4)
 
 
@@ -34,7 +37,8 @@ def test_a_path_ends_where_no_child_matches():
 
 
 def test_a_leaf_whose_parent_was_refused_is_not_accepted():
-    # Node 2 holds 7, which is what the target would say after node 0; but the target went to node 1.
+    # Node 2 holds 7, which is what the target would say after node 0; but the target went to node
+    # 1.
     assert decide([6, 7, 1, 3, 4]) == ([1, NO_NODE], 1, 1, 2)
 
 

@@ -1,4 +1,6 @@
-"""Batches: rows don't know of each other, finish apart, leave the batch, and cost one host read a step together."""
+"""Batches: rows don't know of each other, finish apart, leave the batch, and cost one host read a
+step together.
+"""
 
 import pytest
 import torch
@@ -129,7 +131,9 @@ def test_a_seed_fixes_what_is_sampled(target, redrafter):
 
 
 class RandomDrafter:
-    """Draws trees at random, after every token from the distribution that `logits` has in that token's row."""
+    """Draws trees at random, after every token from the distribution that `logits` has in that
+    token's row.
+    """
 
     PARENTS = (-1, -1, 0, 0)
     max_nodes = len(PARENTS)
@@ -167,7 +171,8 @@ class RandomDrafter:
 @pytest.mark.parametrize("kind", ["nothing", "survivors", "likeliest", "distinct", "independent"])
 def test_a_row_samples_in_a_batch_what_it_samples_alone(target, redrafter, kind):
     redrafter.config.tree_nodes = 5 if kind == "likeliest" else None
-    with torch.no_grad():  # a drafter that is accepted now and then: it says after each token what the target would, alone
+    # a drafter that is accepted now and then: it says after each token what the target would, alone
+    with torch.no_grad():
         logits = target.model(torch.arange(target.vocab_size)[:, None]).logits[:, -1]
     drafter = {
         "nothing": NullDrafter(),
@@ -177,7 +182,8 @@ def test_a_row_samples_in_a_batch_what_it_samples_alone(target, redrafter, kind)
     rule = SpeculativeSampling(sampling=Sampling())
 
     def sampled(rows: list[int], seeds: list[int]) -> tuple[list[list[int]], list]:
-        prompts, stop_ids = vectors([PROMPTS[row] for row in rows]), set(range(60, 70))  # rows leave one by one
+        # rows leave one by one
+        prompts, stop_ids = vectors([PROMPTS[row] for row in rows]), set(range(60, 70))
         tokens, _, steps = answers(target, drafter, prompts, rule, stop_ids=stop_ids, generator=RowSeeds(seeds))
         return tokens, steps
 
@@ -358,7 +364,8 @@ def test_a_step_reads_from_the_device_once_whatever_the_batch(target, redrafter,
     for _ in range(5):
         with HostReads() as reads, ScalarReads() as scalars:
             next(steps)
-        # On a CPU the paper's tree is as large as its beams make it, which is one read more; elsewhere it has its full size.
+        # On a CPU the paper's tree is as large as its beams make it, which is one read more;
+        # elsewhere it has its full size.
         allowed = ["tolist"] if tree_nodes else ["__int__", "tolist"]
         assert [name for name in reads.names if name != "item"] == allowed
         assert scalars.count <= len(allowed) - 1

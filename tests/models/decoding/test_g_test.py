@@ -34,8 +34,9 @@ def test_false_alarms_are_as_rare_as_stated(name):
 
 
 def test_small_shifts_are_detected():
-    """Of 100,000 samples of 27 even cells, at a false-alarm rate of 1e-6: 1.5% of all probability in the wrong cells is
-    always found, and 0.5% isn't."""
+    """Of 100,000 samples of 27 even cells, at a false-alarm rate of 1e-6: 1.5% of all probability
+    in the wrong cells is always found, and 0.5% isn't.
+    """
     found = {}
     for shift in (0.005, 0.015):
         shifted = DISTRIBUTIONS["even"].clone()

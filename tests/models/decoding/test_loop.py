@@ -1,4 +1,6 @@
-"""The decode loop: its output is plain greedy decoding's, whatever is drafted, and it stops where plain decoding stops."""
+"""The decode loop: its output is plain greedy decoding's, whatever is drafted, and it stops where
+plain decoding stops.
+"""
 
 from collections.abc import Iterator
 
@@ -15,7 +17,9 @@ MAX_NEW_TOKENS = 40
 
 
 class ScriptedDrafter:
-    """Drafts from a known text: right on one branch up to a given depth, confidently wrong on the others."""
+    """Drafts from a known text: right on one branch up to a given depth, confidently wrong on the
+    others.
+    """
 
     def __init__(self, text: list[int], *, right: int, depth: int, decoys: int, vocab_size: int) -> None:
         self.text, self.right, self.depth, self.decoys, self.vocab_size = text, right, depth, decoys, vocab_size

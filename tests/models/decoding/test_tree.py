@@ -11,7 +11,9 @@ from outrider.models.target.tree_attention import tree_attention_mask
 
 
 def ancestors(tree: DraftTree) -> torch.Tensor:
-    """Which nodes each node sees of its tree: what is left of the mask without the last committed token, after no text."""
+    """Which nodes each node sees of its tree: what is left of the mask without the last committed
+    token, after no text.
+    """
     nothing = torch.zeros(len(tree.tokens), dtype=torch.long)
     return (tree_attention_mask(tree.lineage, nothing, 1 + tree.num_nodes, torch.float32)[:, 0, 1:, 1:] == 0).int()
 

@@ -1,4 +1,6 @@
-"""The beam search and both ways to make a tree of it, against a search that grows one beam at a time."""
+"""The beam search and both ways to make a tree of it, against a search that grows one beam at a
+time.
+"""
 
 import itertools
 
@@ -14,7 +16,9 @@ VOCAB = 7
 
 
 class FadingDrafter:
-    """Scores a token by those before it, the further back the less: its state is their fading sum, one-hot."""
+    """Scores a token by those before it, the further back the less: its state is their fading sum,
+    one-hot.
+    """
 
     def __init__(self, seed: int = 0, vocab: int = VOCAB) -> None:
         self.table = torch.randn(vocab, vocab, generator=torch.Generator().manual_seed(seed))
@@ -127,7 +131,8 @@ def test_an_empty_tree_has_nothing_to_trim():
 
 
 def test_shared_prefixes_are_packed_once():
-    # A B C / A B D / A E F, the example of the docstring, with letters as numbers, and a beam A G that was dropped.
+    # A B C / A B D / A E F, the example of the docstring, with letters as numbers, and a beam A G
+    # that was dropped.
     found = SearchTree(
         tokens=torch.tensor([[1, 2, 5, 7, 3, 4, 6]]),
         parents=torch.tensor([[-1, 0, 0, 0, 1, 1, 2]]),

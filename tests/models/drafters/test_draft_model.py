@@ -1,4 +1,6 @@
-"""A draft model drafts exactly its own greedy text, whatever was accepted before, and changes nothing."""
+"""A draft model drafts exactly its own greedy text, whatever was accepted before, and changes
+nothing.
+"""
 
 import json
 import shutil
@@ -116,7 +118,9 @@ def test_drafts_may_reach_beyond_a_table_of_positions(target, length):
 
 
 def slow_tree(model, text: list[int], length: int, top_k: int, num_nodes: int) -> list[tuple[int, ...]]:
-    """The paths of the likeliest nodes that a level-by-level search meets, by a plain forward pass of each path."""
+    """The paths of the likeliest nodes that a level-by-level search meets, by a plain forward pass
+    of each path.
+    """
     beams, met = [((), 0.0)], []
     for _ in range(length):
         successors = []
@@ -213,7 +217,8 @@ def test_every_outcome_of_a_drawn_chain_together_is_the_targets_distribution(tin
         script = chance.next_script()
     assert num_outcomes == VOCAB**length * 2**length * VOCAB
     assert total_variation(found, expected) < EXACT
-    # The first token is accepted with probability sum min(p, q), which no other rule exceeds (arXiv 2211.17192, section 3.3).
+    # The first token is accepted with probability sum min(p, q), which no other rule exceeds (arXiv
+    # 2211.17192, section 3.3).
     p, q = joint(target.model, 1), joint(small.model, 1)
     assert float(torch.minimum(p, q).sum()) <= accepted <= 2
 
@@ -375,7 +380,9 @@ def test_an_impossible_option_is_named(target, options, message):
 
 @pytest.fixture
 def smaller_dir(target, tmp_path) -> Path:
-    """A model directory: half as wide as the target, with its tokenizer, and its head tied to its embeddings."""
+    """A model directory: half as wide as the target, with its tokenizer, and its head tied to its
+    embeddings.
+    """
     config = LlamaConfig(
         **{**target.model.config.to_dict(), "hidden_size": 16, "head_dim": 4, "tie_word_embeddings": True, "dtype": "float32"}
     )

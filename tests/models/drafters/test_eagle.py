@@ -1,4 +1,6 @@
-"""EAGLE-1, -2 and -3 against a slow and plain version: full attention over one branch at a time, no cache, no masks."""
+"""EAGLE-1, -2 and -3 against a slow and plain version: full attention over one branch at a time, no
+cache, no masks.
+"""
 
 import itertools
 import math
@@ -45,7 +47,8 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-# Biases in attention, norms of queries and keys, other rotary frequencies, all heads with keys of their own.
+# Biases in attention, norms of queries and keys, other rotary frequencies, all heads with keys of
+# their own.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"rope_parameters": LLAMA3_ROPE, "num_key_value_heads": 4}),
     "qwen2": ("Qwen2", {}),
@@ -125,7 +128,9 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def slow_layer(drafter: FeatureDrafter, target: HFTarget, embeddings: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """The layer's outputs over one text, written out as in the papers: [entry, hidden] twice to [entry, hidden]."""
+    """The layer's outputs over one text, written out as in the papers: [entry, hidden] twice to
+    [entry, hidden].
+    """
     layer, attention = drafter.layer, drafter.layer.self_attn
     if isinstance(drafter, Eagle):
         x = residual = drafter.fc(torch.cat([embeddings, hidden], dim=-1))
@@ -146,7 +151,9 @@ def slow_layer(drafter: FeatureDrafter, target: HFTarget, embeddings: torch.Tens
 
 
 def slow_log_probs(drafter: Any, target: HFTarget, text: Sequence[int], branch: Sequence[int]) -> torch.Tensor:
-    """After each token of `branch` behind `text`, the drafter's: the first was chosen by the target. [depth, output]"""
+    """After each token of `branch` behind `text`, the drafter's: the first was chosen by the
+    target. [depth, output]
+    """
     ids = torch.tensor([text])
     hidden, features = target.hidden_states(ids, drafter.feature_layers)
     own = hidden[0] if features is None else drafter.fc(features[0])
@@ -339,7 +346,9 @@ def test_decoding_drafts_the_tree_of_a_slow_search_whatever_was_accepted_before(
         return with_right_tokens(tree), drafted
 
     def with_right_tokens(tree):
-        """The tree with the target's own next tokens on one path, so that something is accepted, in each row another number."""
+        """The tree with the target's own next tokens on one path, so that something is accepted, in
+        each row another number.
+        """
         tokens = tree.tokens.clone()
         deepest = tree.depths.argmax(1)
         for row, text in enumerate(watched.texts):
@@ -480,15 +489,18 @@ def test_a_drafter_begins_by_letting_the_feature_through(kind, family):
 def test_a_drafter_begins_as_the_targets_last_layer(family):
     drafter = build_drafter(parse_drafter({"kind": "eagle3", "feature_layers": [2, 6]}), family).double()
     last = decoder_layers(family.model)[-1]
-    drafter.layer.self_attn.o_proj.load_state_dict(last.self_attn.o_proj.state_dict())  # which add nothing yet
+    # which add nothing yet
+    drafter.layer.self_attn.o_proj.load_state_dict(last.self_attn.o_proj.state_dict())
     drafter.layer.mlp.down_proj.load_state_dict(last.mlp.down_proj.state_dict())
-    drafter.layer.self_attn.q_proj.weight[:, :HIDDEN] = 0  # of the pairs, let the attention read the features only
+    # of the pairs, let the attention read the features only
+    drafter.layer.self_attn.q_proj.weight[:, :HIDDEN] = 0
     drafter.layer.self_attn.k_proj.weight[:, :HIDDEN] = 0
     drafter.layer.self_attn.v_proj.weight[:, :HIDDEN] = 0
     ids = torch.tensor([PROMPTS[2]])
     _, features = family.hidden_states(ids, drafter.feature_layers)
     outputs = slow_layer(drafter, family, family.embed_tokens(ids[0]), drafter.fuse(features)[0])
-    assert torch.allclose(drafter.logits(outputs), family.model(ids).logits[0], atol=1e-5)  # fresh weights are float32
+    # fresh weights are float32
+    assert torch.allclose(drafter.logits(outputs), family.model(ids).logits[0], atol=1e-5)
     random = build_drafter(parse_drafter({"kind": "eagle3", "init": "random"}), family)
     assert not torch.allclose(random.lm_head.weight.double(), family.head.weight, atol=0.01)
 

@@ -1,4 +1,6 @@
-"""Medusa: its heads, its weighted loss, and its static trees, each against a slow and plain version."""
+"""Medusa: its heads, its weighted loss, and its static trees, each against a slow and plain
+version.
+"""
 
 import itertools
 import random
@@ -36,7 +38,8 @@ SHAPES = [
 def make(target, *, noise: float = 0.3, **options) -> Medusa:
     torch.manual_seed(0)
     drafter = build_drafter(parse_drafter({"kind": "medusa", "num_heads": 3, **options}), target).double()
-    for parameter in drafter.blocks.parameters():  # the blocks start as the identity, which would hide mistakes in them
+    # the blocks start as the identity, which would hide mistakes in them
+    for parameter in drafter.blocks.parameters():
         torch.nn.init.normal_(parameter, std=noise)
     return drafter
 

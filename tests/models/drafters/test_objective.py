@@ -17,7 +17,8 @@ from ..largest import Largest
 
 VOCAB, WIDTH = 11, 6
 TEXT = [[3, 4, 5, 6, 7, 8], [9, 1, 2, 0, 0, 0]]
-# After position 1 of the first text the target goes on as the text does; elsewhere it leaves the text, at once or later.
+# After position 1 of the first text the target goes on as the text does; elsewhere it leaves the
+# text, at once or later.
 CONTINUATIONS = {(0, 1): [5, 6, 7, 8], (0, 2): [6, 1, 2, UNKNOWN], (1, 0): [5, 5, UNKNOWN, UNKNOWN], (1, 1): [2, 4, 4, 4]}
 HIDDEN = torch.randn(2, 6, WIDTH, generator=torch.Generator().manual_seed(0))
 
@@ -178,7 +179,9 @@ def test_a_label_that_cannot_be_drafted_adds_nothing_where_it_is_the_teacher(kin
 
 
 def test_of_equal_logits_the_first_is_the_likeliest(heads):
-    """In 16 bits many are equal: were all of them hits, training would promise what decoding doesn't keep."""
+    """In 16 bits many are equal: were all of them hits, training would promise what decoding
+    doesn't keep.
+    """
     batch = make_batch()
     labels = Labels.of(batch)
     tied = torch.zeros(int(labels.known.sum()), VOCAB, dtype=torch.bfloat16)
@@ -203,7 +206,9 @@ def test_no_tensor_of_all_labels_and_the_whole_vocabulary_is_made(reduced, monke
 
 
 def test_the_target_is_asked_only_about_tokens_of_the_text_and_once_about_each(heads):
-    """Its head is as large as the drafter's, and continuations of neighbouring positions meet the same tokens."""
+    """Its head is as large as the drafter's, and continuations of neighbouring positions meet the
+    same tokens.
+    """
     target_head, head = heads
     batch = make_batch()
     labels = Labels.of(batch)
@@ -234,7 +239,9 @@ def test_depths_that_are_not_trained_are_counted_but_have_no_loss(heads):
 
 
 def with_top(batch: DrafterBatch, target_head: nn.Linear, k: int) -> DrafterBatch:
-    """The batch with the target's likeliest tokens in place of its hidden states, in any order, as shards have them."""
+    """The batch with the target's likeliest tokens in place of its hidden states, in any order, as
+    shards have them.
+    """
     log_probs = target_head(batch.hidden_states).log_softmax(-1)
     values, tokens = log_probs.topk(k)
     padding = ~batch.attention_mask[:, :, None]
@@ -266,7 +273,9 @@ def test_likeliest_tokens_that_are_all_tokens_teach_what_hidden_states_do(kind, 
 
 @pytest.mark.parametrize("kind", [kind for kind in LossKind if kind.needs_teacher])
 def test_the_rest_is_one_more_outcome(kind, heads):
-    """By a loop over k + 1 outcomes; and never more than the loss against all tokens, of which it is a bound."""
+    """By a loop over k + 1 outcomes; and never more than the loss against all tokens, of which it
+    is a bound.
+    """
     target_head, head = heads
     batch, k = make_batch(), 3
     labels = Labels.of(batch)

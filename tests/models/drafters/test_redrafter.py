@@ -1,4 +1,6 @@
-"""ReDrafter: its recurrence, its loss, its beam search and its reduced vocabulary, each against a slow and plain version."""
+"""ReDrafter: its recurrence, its loss, its beam search and its reduced vocabulary, each against a
+slow and plain version.
+"""
 
 import math
 
@@ -19,7 +21,8 @@ from .tiny_texts import VOCAB, joint, make_tiny, sampled_counts
 def make(target, **options) -> Redrafter:
     torch.manual_seed(0)
     drafter = build_drafter(parse_drafter({"kind": "redrafter", **options}), target).double()
-    for parameter in drafter.parameters():  # the blocks start as the identity, which would hide mistakes in them
+    # the blocks start as the identity, which would hide mistakes in them
+    for parameter in drafter.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return drafter
 
@@ -42,7 +45,9 @@ def make_batch(target, tokens: list[list[int]]) -> DrafterBatch:
 
 
 def slow_log_probs(drafter: Redrafter, hidden: torch.Tensor, tokens: list[int]) -> torch.Tensor:
-    """Log-probabilities after `tokens` (the first is the target's own), written out as in the paper."""
+    """Log-probabilities after `tokens` (the first is the target's own), written out as in the
+    paper.
+    """
     config = drafter.config
     embeddings = [drafter.embed(torch.tensor(token)) for token in tokens]
     if config.rnn:
@@ -98,7 +103,8 @@ def test_hits_and_joint_hits_count_what_a_chain_would_accept(target):
     batch = make_batch(target, [[7, 1, 1, 1]] * 2)
     hidden = batch.hidden_states[0, 0]
     text = [7]
-    for _ in range(3):  # row 0: exactly what the drafter says; row 1: wrong at the second depth only
+    # row 0: exactly what the drafter says; row 1: wrong at the second depth only
+    for _ in range(3):
         text.append(int(slow_log_probs(drafter, hidden, text).argmax()))
     wrong = list(text)
     wrong[2] = (text[2] + 1) % target.vocab_size
@@ -213,7 +219,8 @@ def test_started_from_the_targets_head_it_first_says_what_the_target_said(target
         parse_drafter({"kind": "redrafter", "exit_width": target.hidden_size, "head_init": "target"}), target
     ).double()
     hidden = torch.randn(4, target.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
-    drafter.projection.weight.data[:, target.hidden_size :] = 0  # the state's part is random, as ever
+    # the state's part is random, as ever
+    drafter.projection.weight.data[:, target.hidden_size :] = 0
     assert torch.allclose(drafter.logits(hidden, torch.zeros_like(hidden)), target.head(hidden))
     drafter.head.weight.data.zero_()
     assert target.head.weight.abs().sum() > 0, "the drafter's head is a copy"

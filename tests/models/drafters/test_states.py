@@ -1,4 +1,6 @@
-"""A drafter's state is a value: it proposes the same again and again, and forks continue as if they were alone."""
+"""A drafter's state is a value: it proposes the same again and again, and forks continue as if they
+were alone.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +25,8 @@ PROMPTS = [[1, 70, 71, 72, 2], [9, 8], [40, 41, 42, 43, 44, 45, 46, 47]]
 STEPS = 3
 ROOM = 60
 
-# Small options of each registered kind (none: its defaults), and of variants that draft in another way.
+# Small options of each registered kind (none: its defaults), and of variants that draft in another
+# way.
 SMALL: dict[str, dict[str, Any]] = {
     "draft_model": {"num_layers": 1, "length": 3},
     "eagle": {"depth": 3, "top_k": 3, "tree_nodes": 8},
@@ -54,7 +57,9 @@ def drafter(request, target) -> Any:
 
 @dataclass(frozen=True)
 class Point:
-    """Texts up to the bonus token, the drafter's state behind them, and the trees that it proposed on the way."""
+    """Texts up to the bonus token, the drafter's state behind them, and the trees that it proposed
+    on the way.
+    """
 
     texts: tuple[tuple[int, ...], ...]
     state: Any
@@ -66,7 +71,10 @@ def shape(tree: DraftTree) -> tuple[list[list[int]], list[list[int]]]:
 
 
 def read(target: HFTarget, drafter: Any, texts: Sequence[Sequence[int]], tree: DraftTree | None = None) -> TargetOutput:
-    """The target's output for texts, or for a tree behind them. The target is read anew: it can't be forked itself."""
+    """The target's output for texts, or for a tree behind them.
+
+    The target is read anew: it can't be forked itself.
+    """
     prompts = Prompts.of([torch.tensor(text if tree is None else text[:-1]) for text in texts])
     options = {"max_new_tokens": ROOM, "max_nodes": drafter.max_nodes, "feature_layers": drafter.feature_layers}
     output = target.prefill(prompts, **options)
@@ -87,7 +95,9 @@ def propose(drafter: Any, point: Point) -> tuple[DraftTree, Any]:
 
 
 def accept(target: HFTarget, drafter: Any, point: Point, tree: DraftTree, drafted: Any, choice: int) -> Point:
-    """Accept the path to some node of each row (or none), which one is up to `choice`, and go on behind it."""
+    """Accept the path to some node of each row (or none), which one is up to `choice`, and go on
+    behind it.
+    """
     nodes, texts = torch.full((len(point.texts), tree.max_depth), NO_NODE), []
     counts = []
     for row, text in enumerate(point.texts):
@@ -138,7 +148,8 @@ def test_forks_along_two_acceptances_continue_as_unforked_runs_do(drafter, targe
     expected = {branch: run(target, drafter, [1, *[branch] * STEPS]) for branch in (2, 3)}
     point = step(target, drafter, start(target, drafter), 1)
     tree, drafted = propose(drafter, point)
-    tree = replace(tree, tokens=tree.tokens.clone(), parents=tree.parents.clone())  # a recorded drafter overwrites its trees
+    # a recorded drafter overwrites its trees
+    tree = replace(tree, tokens=tree.tokens.clone(), parents=tree.parents.clone())
     forks = {branch: accept(target, drafter, point, tree, drafted, branch) for branch in (2, 3)}
     for _ in range(STEPS - 1):
         forks = {branch: step(target, drafter, fork, branch) for branch, fork in forks.items()}

@@ -1,4 +1,6 @@
-"""What training any drafter holds: no tensor of all labels times the vocabulary, and no more activations than wanted."""
+"""What training any drafter holds: no tensor of all labels times the vocabulary, and no more
+activations than wanted.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -19,7 +21,8 @@ from outrider.models.target.text_states import states_of_texts
 
 from ..largest import Largest
 
-# Far more tokens than anything else is large, so that a tensor of all labels or positions and them would stand out.
+# Far more tokens than anything else is large, so that a tensor of all labels or positions and them
+# would stand out.
 VOCAB, REDUCED, HIDDEN, HORIZON, SEQ = 2048, 1024, 16, 4, 32
 CHUNK = 8 * VOCAB
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -76,7 +79,9 @@ def make(name: str, target: HFTarget) -> TrainableDrafter:
 
 
 def make_batch(target: HFTarget, drafter: TrainableDrafter) -> DrafterBatch:
-    """Two texts with a label at nearly every position, of which half keep to the text; with all that can be read of them."""
+    """Two texts with a label at nearly every position, of which half keep to the text; with all
+    that can be read of them.
+    """
     generator = torch.Generator().manual_seed(1)
     input_ids = torch.randint(VOCAB, (2, SEQ), generator=generator)
     ahead = torch.stack([input_ids.roll(-1 - depth, 1) for depth in range(HORIZON)], dim=2)
@@ -125,7 +130,9 @@ def test_no_tensor_holds_all_labels_times_the_vocabulary(
 
 
 def saved_bytes(drafter: TrainableDrafter, batch: DrafterBatch) -> tuple[int, torch.Tensor, list[torch.Tensor]]:
-    """What autograd keeps from forward to backward, weights aside; the loss by depth, and the gradients."""
+    """What autograd keeps from forward to backward, weights aside; the loss by depth, and the
+    gradients.
+    """
     torch.manual_seed(5)  # for EAGLE's noise
     own = {parameter.untyped_storage().data_ptr() for parameter in drafter.parameters()}
     kept: dict[int, int] = {}
@@ -148,7 +155,8 @@ def saved_bytes(drafter: TrainableDrafter, batch: DrafterBatch) -> tuple[int, to
 def test_activations_computed_anew_give_the_same_bits_in_less_memory(
     name: str, wide_target: HFTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(objective_module, "MAX_CHUNK", CHUNK)  # so that the logits don't hide the layers
+    # so that the logits don't hide the layers
+    monkeypatch.setattr(objective_module, "MAX_CHUNK", CHUNK)
     drafter = make(name, wide_target)
     batch = make_batch(wide_target, drafter)
     kept, sums, gradients = saved_bytes(drafter, batch)

@@ -44,7 +44,9 @@ def code(tokens: torch.Tensor) -> torch.Tensor:
 
 
 def sampled_counts(target, drafter, *, num_texts: int, length: int) -> tuple[torch.Tensor, set[int]]:
-    """How often each text was sampled, each row with a seed of its own, and the numbers of draft tokens that were accepted."""
+    """How often each text was sampled, each row with a seed of its own, and the numbers of draft
+    tokens that were accepted.
+    """
     texts, filled, accepted = torch.zeros(num_texts, length, dtype=torch.long), [0] * num_texts, set()
     rule = SpeculativeSampling(sampling=Sampling(temperature=TEMPERATURE))
     prompts = torch.tensor(PROMPT).expand(num_texts, -1)

@@ -9,7 +9,9 @@ BATCH, HEADS, SEQ, BRANCHES, WIDTH = 2, 4, 9, 5, 8
 
 
 def make(num_own: int, kv_heads: int) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Query, keys and values of the text and of `num_own` depths; and what is seen of the text: by one branch, nothing."""
+    """Query, keys and values of the text and of `num_own` depths; and what is seen of the text: by
+    one branch, nothing.
+    """
     generator = torch.Generator().manual_seed(num_own)
     shapes = [(HEADS, BRANCHES), *[(kv_heads, SEQ)] * 2, *[(kv_heads, BRANCHES)] * 2 * num_own]
     tensors = [torch.randn(BATCH, *shape, WIDTH, generator=generator, dtype=torch.float64) for shape in shapes]

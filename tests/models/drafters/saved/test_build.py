@@ -1,4 +1,6 @@
-"""Weights that a training starts from: of any kind, for a target that may have changed, and of no other shape."""
+"""Weights that a training starts from: of any kind, for a target that may have changed, and of no
+other shape.
+"""
 
 from dataclasses import replace
 from pathlib import Path
