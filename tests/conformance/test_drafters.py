@@ -231,7 +231,7 @@ def test_sampling_at_temperature_zero_is_greedy_decoding(drafter, target, plain)
     assert answer(target, drafter, PROMPTS, rule).tokens == plain
 
 
-def test_a_seed_fixes_what_is_sampled(drafter, target):
+def test_equal_seeds_sample_equal_tokens(drafter, target):
     rule = SpeculativeSampling(sampling=Sampling(temperature=1.5))
     first, second, other = (
         answer(target, drafter, PROMPTS, rule, generator=torch.Generator().manual_seed(seed)).tokens for seed in (0, 0, 1)
@@ -239,7 +239,7 @@ def test_a_seed_fixes_what_is_sampled(drafter, target):
     assert first == second != other
 
 
-def test_a_row_samples_in_a_batch_what_it_samples_alone(drafter, target):
+def test_a_row_in_a_batch_samples_the_tokens_that_it_samples_alone(drafter, target):
     rule = SpeculativeSampling(sampling=Sampling())
     stop_ids = set(range(60, 70))  # rows leave one by one
 
