@@ -81,7 +81,7 @@ def run(config: RunConfig) -> None:
 def _run_stages(config: RunConfig, folder: Path, as_run: dict[str, Any], accelerator: Accelerator) -> None:
     target = load_target(config.target, accelerator.device)
     if "train" in config.stages:
-        for warning in _require_trainable(config, target):
+        for warning in require_trainable(config, target):
             if accelerator.is_main_process:
                 log.warning("%s", warning)
     tokenizer = target.tokenizer
@@ -114,7 +114,7 @@ def _run_stages(config: RunConfig, folder: Path, as_run: dict[str, Any], acceler
         raise SystemExit(NOT_LOSSLESS)
 
 
-def _require_trainable(config: RunConfig, target: HFTarget) -> list[str]:
+def require_trainable(config: RunConfig, target: HFTarget) -> list[str]:
     """Check before the distillation that each drafter can be trained, and exported as the recipe says.
 
     Returns warnings, each once: of drafters that no format can hold, and of searches that go deeper

@@ -11,9 +11,10 @@ from hydra import compose, initialize_config_module
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from outrider.cli.config import RunConfig, register, to_run_config
-from outrider.cli.run import run
+from outrider.cli.run import require_trainable, run
 from outrider.models.drafters.saved import build
 from outrider.models.drafters.saved.build import describe_untrained_depths
+from outrider.models.target.loading import load_target
 
 CONF = Path(__file__).parents[1] / "conf"
 RECIPES = sorted(
@@ -144,6 +145,21 @@ def test_a_recipe_drafts_as_deep_as_it_trains(recipe: str) -> None:
     config = composed_of(*f"conf={recipe}".split())
     untrained = {describe_untrained_depths(run.drafter, config.distill.horizon) for run in config.drafter_runs()} - {None}
     assert bool(untrained) == (recipe in DEEPER_THAN_TRAINED), untrained
+
+
+def test_a_run_warns_once_of_what_the_recipe_doesnt_want(tiny_target_dir: Path, tmp_path: Path) -> None:
+    target = load_target(str(tiny_target_dir), torch.device("cpu"))
+    drafter = [f"output_dir={tmp_path}", "drafter.initial_state=embedding", "drafter.exit_width=16", "drafter.beam_length=6"]
+    two = "++variants={a: {train: {seed: 1}}, b: {train: {seed: 2}}}"
+    overrides = ["conf=redrafter_vicuna7b", "export.formats=[]", two, *drafter]
+    unexportable, deep = require_trainable(composed_of(*overrides), target)
+    assert "its initial_state is embedding" in unexportable
+    assert "drafter.beam_length is 6" in deep
+    assert "set drafter.beam_length=4, or distill.horizon=7" in deep
+    assert require_trainable(composed_of(*overrides, "export.allow_no_format=true", "distill.horizon=7"), target) == []
+    with pytest.raises(ValueError, match=r"export.formats has apple, and .*initial_state is embedding"):
+        require_trainable(composed_of(*overrides, "export.formats=[apple]"), target)
+    assert require_trainable(composed_of("conf=demo", f"output_dir={tmp_path}", *SMALL_DEMOS["redrafter_demo"]), target) == []
 
 
 @pytest.mark.parametrize("target", ["vicuna_13b", "vicuna_33b"])
