@@ -29,8 +29,9 @@ from ..eval.results.rows import Row, is_broken
 from ..eval.results.tables import print_table
 from ..eval.run import check_inputs, evaluate, load_suites
 from ..models.drafters import build_drafter
-from ..models.drafters.saved.build import require_horizon
+from ..models.drafters.saved.build import describe_untrained_depths, require_horizon
 from ..models.drafters.saved.folder import read_drafter_config
+from ..models.export.registry import refusals_after_training
 from ..models.target.hf_target import HFTarget
 from ..models.target.loading import load_target
 from ..models.target.tensor_parallel import Worker
@@ -40,7 +41,7 @@ from ..train.processes import require_supported_launch
 from ..train.run import train
 from ..train.tracking import require_tracker
 from .config import RunConfig
-from .export_stage import export, require_exportable, require_fitting_certificate
+from .export_stage import describe_unexportable, export, require_exportable, require_fitting_certificate
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +81,9 @@ def run(config: RunConfig) -> None:
 def _run_stages(config: RunConfig, folder: Path, as_run: dict[str, Any], accelerator: Accelerator) -> None:
     target = load_target(config.target, accelerator.device)
     if "train" in config.stages:
-        _require_trainable(config, target)
+        for warning in require_trainable(config, target):
+            if accelerator.is_main_process:
+                log.warning("%s", warning)
     tokenizer = target.tokenizer
     use_chat_template(tokenizer, config.data.chat_template)
     if config.plan:
@@ -111,15 +114,25 @@ def _run_stages(config: RunConfig, folder: Path, as_run: dict[str, Any], acceler
         raise SystemExit(NOT_LOSSLESS)
 
 
-def _require_trainable(config: RunConfig, target: HFTarget) -> None:
-    """Raise ValueError before the distillation for sizes that don't fit the target, and for what could be neither trained nor
-    exported."""
+def require_trainable(config: RunConfig, target: HFTarget) -> list[str]:
+    """Check before the distillation that each drafter can be trained, and exported as the recipe says.
+
+    Returns warnings, each once: of drafters that no format can hold, and of searches that go deeper
+    than the labels train. Raises ValueError for sizes that don't fit the target.
+    """
+    warnings: list[str | None] = []
+    is_distilled = "distill" not in config.stages
+    horizon = label_store(Path(config.output_dir) / "distill").load().horizon if is_distilled else config.distill.horizon
     for drafter in config.drafter_runs():
         fresh = build_drafter(drafter.drafter, target)
         if drafter.train.loss.needs_teacher:
             target.require_plain_head()
+        refusals = refusals_after_training(fresh, target)
         if "export" in config.stages:
-            require_exportable(config.export, fresh, target)
+            require_exportable(config.export, refusals)
+        warnings.append(None if config.export.allow_no_format else describe_unexportable(refusals))
+        warnings.append(describe_untrained_depths(drafter.drafter, horizon))
+    return [warning for warning in dict.fromkeys(warnings) if warning is not None]
 
 
 def _distill(config: RunConfig, target: HFTarget, folder: Path, accelerator: Accelerator) -> None:

@@ -22,6 +22,8 @@ class TrainableDrafter(nn.Module, Drafter[Any, Any], ABC):
 
     Config: ClassVar[type[Any]]
     """Dataclass of this kind's options; its RUNTIME_FIELDS may be changed when trained weights are loaded."""
+    DEPTH_OPTION: ClassVar[str | None] = None
+    """The option with the depth of the search, of a drafter that learns as many depths as the labels have."""
     config: Any
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "TrainableDrafter":

@@ -52,6 +52,7 @@ class Eagle3(ReducedVocabulary, FeatureDrafter):
     """The drafter with fused features. What it feeds back is its output before the final norm."""
 
     Config = Eagle3Config
+    DEPTH_OPTION = "depth"
     config: Eagle3Config
 
     def __init__(self, config: Eagle3Config, target: HFTarget) -> None:

@@ -112,6 +112,7 @@ class Redrafter(ReducedVocabulary, LastStateDrafter):
     """The recurrent drafter. Its state is the target's hidden state at the last accepted token, [batch, hidden]."""
 
     Config = RedrafterConfig
+    DEPTH_OPTION = "beam_length"
 
     def __init__(self, config: RedrafterConfig, embed_tokens: nn.Module, *, hidden_size: int, vocab_size: int) -> None:
         super().__init__()
