@@ -176,7 +176,7 @@ def test_two_answers_at_once_from_one_target_are_refused(target, prompt):
 
 
 def test_a_target_that_drafts_for_itself_is_refused(target, prompt):
-    with pytest.raises(RuntimeError, match="let a draft model be a target of its own"):
+    with pytest.raises(RuntimeError, match="load a draft model as a separate target"):
         decode(target, DraftModel(DraftModelConfig(length=2), target), prompt)
 
 
