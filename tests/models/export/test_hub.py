@@ -184,7 +184,7 @@ def test_a_commit_in_between_is_not_overwritten(hub: Hub, folder: Path) -> None:
             repository.commit("main", {"theirs.txt": b"new"})
 
     hub.objects = Racing()
-    with pytest.raises(ValueError, match="HTTP 412: the branch has changed since it was looked at"):
+    with pytest.raises(ValueError, match="HTTP 412: the branch has changed since the command read it"):
         push(folder, REPO)
     assert repository.commits[repository.branches["main"]] == {"theirs.txt": b"new"}
 
@@ -212,7 +212,7 @@ def test_a_token_that_wont_do_is_told_and_never_shown(hub, folder, monkeypatch, 
     ("part", "status", "message"),
     [
         ("/commit/", 403, "HTTP 403: your token may not do this"),
-        ("/preupload/", 409, "HTTP 409: the repository is there already"),
+        ("/preupload/", 409, "HTTP 409: the repository exists already"),
         ("/objects/", 403, "HTTP 403"),
         ("/api/repos/create", 400, "HTTP 400: the Hub answers"),
     ],
@@ -257,7 +257,7 @@ def test_a_hub_that_isnt_there_is_told(hub, folder, tmp_path, monkeypatch):
         push(folder, REPO)
     with pytest.raises(ValueError, match="can't be reached|connection to the Hub broke"):
         pull(REPO, tmp_path / "pulled")
-    with pytest.raises(ValueError, match="there is no folder user/drafter here, .* isn't in the cache"):
+    with pytest.raises(ValueError, match="there is no local folder user/drafter, .* isn't in the cache"):
         resolve_drafter(REPO)
 
 
@@ -338,7 +338,7 @@ def test_a_folder_is_a_folder_even_where_it_looks_like_a_name(hub, tmp_path, mon
     assert resolve_drafter("user/drafter") == Path("user/drafter")
     assert resolve_drafter("/no/such/folder") == Path("/no/such/folder")
     assert not hub.requests
-    with pytest.raises(ValueError, match="there is no folder outputs/drafter here, .* HTTP 404"):
+    with pytest.raises(ValueError, match="there is no local folder outputs/drafter, .* HTTP 404"):
         resolve_drafter("outputs/drafter")
 
 
