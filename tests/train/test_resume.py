@@ -134,10 +134,7 @@ def test_sigterm_waits_for_the_write_and_one_process_goes_on_with_the_texts_of_t
     tiny_target_dir: Path, shards_dir: Path, tmp_path: Path, run_train: Callable[..., Run]
 ) -> None:
     base = {**TRAIN, "steps": 8, "num_threads": 1}
-    for_two, for_one = (
-        {**base, "batch_size": 2, "gradient_accumulation": 2},
-        {**base, "batch_size": 4, "gradient_accumulation": 2},
-    )
+    for_two, for_one = ({**base, "batch_size": size, "global_batch_size": 8} for size in (2, 4))
     folders = [str(tiny_target_dir), str(shards_dir), str(tmp_path / "both")]
     script = str(SCRIPTS / "other_processes.py")
     report = report_of([script, *folders, *map(json.dumps, (for_two, for_one, DRAFTER))])
