@@ -13,6 +13,7 @@ import reference
 
 MARKER = re.compile(r"^<!-- from code: (\S+)(?: (.*))? -->$", re.MULTILINE)
 GENERATORS: dict[str, Callable[..., str]] = {
+    "benchmarks": reference.benchmarks,
     "commands": reference.commands,
     "recipes": reference.recipes,
     "launch-files": reference.launch_files,

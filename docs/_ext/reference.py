@@ -12,10 +12,9 @@ from typing import Any, get_type_hints
 import typer
 from sphinx.pycode import ModuleAnalyzer
 
-import outrider.conf
 from outrider.cli.main import app
 
-CONF = Path(outrider.conf.__file__).parent
+CONF = Path(__file__).parents[2] / "conf"
 
 
 def commands() -> str:
@@ -72,6 +71,12 @@ def _default(parameter: Any) -> str:
 def recipes() -> str:
     """Return a section for each recipe: its opening comment and its YAML."""
     return "\n\n".join(_yaml_section(path) for path in sorted((CONF / "conf").glob("*.yaml")))
+
+
+def benchmarks() -> str:
+    """Return benchmarks/README.md with its links as seen from a page of the reference."""
+    text = (CONF.parent / "benchmarks" / "README.md").read_text()
+    return re.sub(r"\]\((?!https?:|#)", "](../../benchmarks/", text)
 
 
 def launch_files() -> str:
