@@ -19,7 +19,7 @@ nitpicky = True
 # Types in signatures: those of other packages have no page here, and nothing is fetched while the site is built.
 nitpick_ignore_regex = [("py:.*", r".*")]
 
-myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
+myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 4
 
 autodoc_member_order = "bysource"

@@ -16,6 +16,9 @@ GENERATORS: dict[str, Callable[..., str]] = {
     "benchmarks": reference.benchmarks,
     "commands": reference.commands,
     "recipes": reference.recipes,
+    "drafter-options": reference.drafter_options,
+    "groups": reference.groups,
+    "options": reference.options,
     "launch-files": reference.launch_files,
     "record": reference.record,
 }

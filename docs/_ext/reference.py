@@ -2,7 +2,7 @@
 
 import importlib
 import inspect
-import itertools
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
@@ -12,6 +12,7 @@ from typing import Any, get_type_hints
 import typer
 from sphinx.pycode import ModuleAnalyzer
 
+from outrider.cli import describe
 from outrider.cli.main import app
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -68,29 +69,59 @@ def _default(parameter: Any) -> str:
     return "" if default in (None, [], ()) else f"`{default}`"
 
 
+def options() -> str:
+    """Return a section for each part of the configuration, with its options."""
+    return "\n\n".join(_section(section, section.name or "The run") for section in describe.sections().values())
+
+
+def drafter_options() -> str:
+    """Return a section for each kind of drafter, with its options."""
+    return "\n\n".join(_section(section, f"drafter, kind {kind}") for kind, section in describe.drafter_sections().items())
+
+
+def _section(section: describe.Section, title: str) -> str:
+    return "\n\n".join([f"## {title}", section.meaning, *map(_option, section.options)])
+
+
+def _option(option: describe.Option) -> str:
+    """An entry of a definition list: name, then type, default, choices and meaning."""
+    value = option.default if isinstance(option.default, str) else json.dumps(None if option.required else option.default)
+    default = "required" if option.required else f"default `{value}`"
+    choices = f", one of {', '.join(f'`{choice}`' for choice in option.choices)}" if option.choices else ""
+    at_run_time = " May be changed when a trained drafter is loaded." if option.at_run_time else ""
+    return f"`{option.name}`\n: *{option.type}{choices}; {default}.* {option.meaning}{at_run_time}"
+
+
 def recipes() -> str:
-    """Return a section for each recipe: its opening comment and its YAML."""
-    return "\n\n".join(_yaml_section(path) for path in sorted((CONF / "conf").glob("*.yaml")))
+    """Return a table of the recipes, and a section for each: its opening comment and its YAML."""
+    rows = [(f"[{name}](#{name})", recipe.target, recipe.data, recipe.drafter) for name, recipe in describe.recipes().items()]
+    sections = [_yaml_section(recipe.path, recipe.comment) for recipe in describe.recipes().values()]
+    return "\n\n".join(["\n".join(table(("recipe", "target", "data", "drafter"), rows)), *sections])
+
+
+def groups() -> str:
+    """Return a section for each group of the configuration but the recipes, with the choices that it has."""
+    parts = []
+    for group in describe.GROUPS:
+        if group != "conf":
+            rows = [(f"`{group}={name}`", choice.summary) for name, choice in describe.choices(group).items()]
+            parts.append("\n".join([f"## {group}", "", *table(("choice", "meaning"), rows)]))
+    return "\n\n".join(parts)
+
+
+def launch_files() -> str:
+    """Return a section for each configuration of accelerate."""
+    return "\n\n".join(_yaml_section(choice.path, choice.meaning) for choice in describe.choices("launch").values())
+
+
+def _yaml_section(path: Path, comment: str) -> str:
+    return f"## {path.stem}\n\n{comment}\n\n```yaml\n{path.read_text().rstrip()}\n```"
 
 
 def benchmarks() -> str:
     """Return benchmarks/README.md with its links as seen from a page of the reference."""
     text = (CONF.parent / "benchmarks" / "README.md").read_text()
     return re.sub(r"\]\((?!https?:|#)", "](../../benchmarks/", text)
-
-
-def launch_files() -> str:
-    """Return a section for each configuration of accelerate."""
-    return "\n\n".join(_yaml_section(path) for path in sorted((CONF / "launch").glob("*.yaml")))
-
-
-def _yaml_section(path: Path) -> str:
-    text = path.read_text()
-    comment = [
-        line.removeprefix("#").strip() for line in itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
-    ]
-    purpose = " ".join(line for line in comment if not line.startswith("@package"))
-    return f"## {path.stem}\n\n{purpose}\n\n```yaml\n{text.rstrip()}\n```"
 
 
 def record(name: str) -> str:
