@@ -12,9 +12,7 @@ REPOSITORY = Path(__file__).parents[2]
 SCRIPT = REPOSITORY / "scripts" / "features_study.py"
 
 
-def test_the_docs_list_the_bytes_of_a_token(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_docs_list_the_bytes_of_a_token(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--bytes"])
     runpy.run_path(str(SCRIPT), run_name="__main__")
     rows = capsys.readouterr().out.splitlines()[2:]
