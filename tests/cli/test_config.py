@@ -26,7 +26,7 @@ from outrider.models.drafters.saved.folder import DrafterFile
 from outrider.train.config import TrainConfig
 
 CONF = Path(__file__).parents[2] / "conf"
-README = CONF.parent / "README.md"
+DOCS = CONF.parent / "docs"
 RECIPES = sorted(path.stem for path in (CONF / "conf").glob("*.yaml"))
 TRAINED = "trained"
 DRAFTERS = sorted(path.stem for path in (CONF / "drafter").glob("*.yaml") if path.stem != TRAINED)
@@ -250,17 +250,18 @@ def test_a_start_that_cannot_be_is_told_before_anything_is_loaded(trained: Path,
         run_config("conf=adapt", *(override.format(trained=trained) for override in overrides))
 
 
-QUANTISED = re.findall(r"accelerate launch .*?train\.py (.*'target\.quantization=.*)", README.read_text())
+PAGE = DOCS / "how-to" / "several-gpus.md"
+QUANTISED = re.findall(r"(?:train\.py|outrider run) (.*'target\.quantization=.*)", PAGE.read_text())
 
 
 @pytest.mark.parametrize("command", QUANTISED)
-def test_a_quantised_target_can_be_asked_for_as_the_readme_does(command: str) -> None:
+def test_a_quantised_target_is_configured_as_the_docs_have_it(command: str) -> None:
     target = run_config(*shlex.split(command)).target
     assert target.quantization["method"] in command
     assert len(target.quantization) == 2
 
 
-def test_the_readme_quantises_targets() -> None:
+def test_the_docs_quantise_targets() -> None:
     assert len(QUANTISED) >= 2
 
 
