@@ -1,4 +1,4 @@
-"""The target, the drafters, and the decode loop that joins them."""
+"""The target, the drafters, and the decode loop that uses both."""
 
 from ..data.entry import require_entry
 
