@@ -168,15 +168,14 @@ def test_help_is_of_the_command_and_not_of_hydra(monkeypatch: pytest.MonkeyPatch
 
 MINE = """# @package _global_
 defaults:
-  - override /drafter: medusa
-  - redrafter_vicuna7b
+  - override /eval: stdlib
+  - medusa_vicuna7b
 
 train: {steps: 200}
-eval: {settings: [{}]}
 """
 
 
-@pytest.mark.parametrize("form", ["{path}", "conf={path}", "conf=[redrafter_vicuna7b,{path}]"])
+@pytest.mark.parametrize("form", ["{path}", "conf={path}", "conf=[eagle_vicuna7b,{path}]"])
 @pytest.mark.parametrize("ending", [".yaml", ""])
 def test_a_file_is_a_recipe_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, ending: str) -> None:
     (tmp_path / "sub").mkdir()
@@ -186,7 +185,7 @@ def test_a_file_is_a_recipe_from_any_folder(tmp_path: Path, monkeypatch: pytest.
         config = composed(form.format(path=path), "train.batch_size=3")
         assert (config.name, config.train.steps, config.train.batch_size) == ("mine", 200, 3)
         assert config.target.name_or_path == "lmsys/vicuna-7b-v1.3"
-        assert config.drafter.kind == "medusa"
+        assert (config.drafter.kind, config.eval.suites[0].name) == ("medusa", "stdlib")
         assert to_run_config(config).output_dir == "outputs/mine"
 
 
