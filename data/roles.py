@@ -1,6 +1,8 @@
 """Who speaks, under the names that data sets have for it."""
 
-from .types import Role
+from typing import Literal
+
+Role = Literal["system", "user", "assistant"]
 
 ROLES: dict[str, Role] = {
     "system": "system",

@@ -6,14 +6,12 @@ Dimension names, here and everywhere: `batch`, `seq` (tokens of a text), `horizo
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
 
+from .roles import Role as Role
 from .states import StoredStates
-
-Role = Literal["system", "user", "assistant"]
 
 UNKNOWN = -1
 """Label of a continuation token that is not known: beyond the end of the text, after a stop token, or not asked for."""

@@ -194,6 +194,17 @@ def test_a_plain_file_without_header_and_defaults_is_a_recipe(tmp_path: Path) ->
     config = composed(str(tmp_path / "plain.yaml"))
     assert (config.train.steps, config.train.learning_rate, config.target.name_or_path) == (20, 1e-3, "here")
     assert config.drafter.kind == "redrafter"
+    assert config.target.dtype == "auto", "the demo's type isn't this target's"
+
+
+def test_a_section_on_top_of_a_recipe_changes_it(tmp_path: Path) -> None:
+    text = "defaults: [medusa_vicuna7b]\ntarget: {name_or_path: here}\ndrafter: {kind: medusa, num_heads: 3}\n"
+    (tmp_path / "mine.yaml").write_text(text)
+    (tmp_path / "top.yaml").write_text(text.partition("\n")[2])
+    for arguments in ([str(tmp_path / "mine.yaml")], [f"conf=[medusa_vicuna7b,{tmp_path / 'top.yaml'}]"]):
+        config = composed(*arguments)
+        assert (config.target.name_or_path, config.target.dtype) == ("here", "bfloat16")
+        assert (config.drafter.num_heads, config.drafter.head_decay) == (3, 0.8)
 
 
 def test_a_drafter_described_by_its_kind_needs_no_group(tmp_path: Path) -> None:
