@@ -1,5 +1,6 @@
 """The pipeline: the stages of a recipe, one after the other."""
 
+import dataclasses
 import logging
 from collections import Counter
 from contextlib import ExitStack
@@ -17,8 +18,7 @@ from ..data.chat import use_chat_template
 from ..data.decontamination import PromptOverlap
 from ..data.files import atomic_write_text, locked
 from ..data.shards import label_store
-from ..data.sources import load_conversations
-from ..data.suites import load_suite
+from ..data.sources import load_conversations, require_data
 from ..data.types import Example
 from ..distill.estimate import estimate, estimate_regeneration, estimate_table, regeneration_table
 from ..distill.label.continuations import require_branch_attention
@@ -27,7 +27,7 @@ from ..distill.regenerate.engines.openai import require_client
 from ..distill.regenerate.run import missing_conversations, regenerate
 from ..eval.results.rows import Row, is_broken
 from ..eval.results.tables import print_table
-from ..eval.run import check_inputs, evaluate
+from ..eval.run import check_inputs, evaluate, load_suites
 from ..models.drafters import build_drafter
 from ..models.drafters.saved.build import describe_untrained_depths, require_horizon
 from ..models.drafters.saved.folder import read_drafter_config
@@ -178,12 +178,13 @@ def prompt_overlap(config: RunConfig) -> PromptOverlap | None:
     num_words = config.data.overlap_words
     if num_words is None:
         return None
+    whole = [dataclasses.replace(suite, limit=None) for suite in config.eval.suites]
     try:
-        suites = [load_suite(suite.name, suite.path, revision=suite.revision) for suite in config.eval.suites]
-    except (ValueError, OSError) as error:
+        suites = load_suites(dataclasses.replace(config.eval, suites=whole, batch_sizes=[1]))
+    except ValueError as error:
         raise ValueError(
-            f"the evaluation's prompts are kept out of the data, and can't be read: {error}. Give local files "
-            "(eval.suites=[{name: mt_bench, path: FILE}]), or keep every prompt (data.overlap_words=null)"
+            f"the evaluation's prompts are kept out of the data, and can't be read: {error}; or train on every prompt "
+            "(data.overlap_words=null)"
         ) from error
     return PromptOverlap(suites, num_words)
 
@@ -205,7 +206,9 @@ def _as_run(config: RunConfig, path: Path) -> dict[str, Any]:
 
 
 def _check_inputs(config: RunConfig) -> None:
-    """The evaluation's prompts, and what earlier stages left: a mistake shows before the target is loaded."""
+    """Check the data, the evaluation's prompts, and what earlier stages left, before the target is loaded."""
+    if "distill" in config.stages:
+        require_data(config.data)
     if "distill" in config.stages and config.distill.engine == "openai" and not config.plan:
         require_client()
     for drafter in config.drafter_runs() if "train" in config.stages else ():

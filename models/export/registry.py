@@ -1,4 +1,4 @@
-"""Which formats there are. A new one is a module, a row here, and a page in `docs/engines`."""
+"""Which formats there are. A new one is a module, a row here, and a page in `docs/how-to/engines`."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -38,7 +38,9 @@ def make_batch(shards_dir: Path, *, packing: bool, **options: Any) -> DrafterBat
 
 
 def leave_the_text(batch: DrafterBatch) -> DrafterBatch:
-    """Continuations that say what the next text in the row begins with: its tokens must not pass for the own text's."""
+    """Continuations that say what the next text in the row begins with: its tokens must not pass
+    for the own text's.
+    """
     continuations = batch.continuations.clone()
     beyond = batch.input_ids.roll(-1, 1)
     ends = batch.positions & (batch.starts.roll(-2, 1) != batch.starts)
@@ -141,5 +143,5 @@ def test_a_target_that_would_read_across_texts_is_refused(target: HFTarget, monk
         return read_texts(layers, **inputs)
 
     monkeypatch.setattr(target, "read_texts", blind)
-    with pytest.raises(ValueError, match=r"Llama.* reads texts differently when they stand in one row.*train\.packing=false"):
+    with pytest.raises(ValueError, match=r"Llama.* reads texts differently.*packed into one row.*train\.packing=false"):
         require_packing(target)

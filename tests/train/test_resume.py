@@ -64,7 +64,8 @@ def test_a_run_killed_at_any_moment_ends_with_the_bits_of_an_unbroken_one(
         left = sorted(path.name for path in (tmp_path / moment / "train" / "checkpoints").iterdir())
         assert left == ["step-00000004", "step-00000005"], moment
         assert sorted(path.name for path in (tmp_path / moment).iterdir()) == ["drafter", "train"], moment
-    # What a kill may cost is the step in flight, and the checkpoint that is being written beside it.
+    # What a kill may cost is the step in flight, and the checkpoint that is being written beside
+    # it.
     lost = {"in the middle of a step", "between a record and its checkpoint"}
     checkpoints = {moment: outcome["checkpoint"] for moment, outcome in report.items()}
     assert all(checkpoints[moment] in (1, 2) for moment in lost)
