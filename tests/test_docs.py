@@ -1,7 +1,10 @@
 """The commands and the code of README and docs/ are composed, parsed or run, so that no page shows what doesn't work."""
 
+import re
 from collections import Counter
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -11,11 +14,12 @@ from outrider.cli.config import RunConfig
 
 from . import doc_commands
 from .doc_blocks import REPOSITORY, Block, all_blocks, blocks, commands, pages
+from .doc_files import write_demo_drafter
 
 LANGUAGES = {"sh", "bash", "python", "yaml", "text", "json"}
 """What a block may be; a directive of MyST has braces."""
 BLOCKS = all_blocks()
-LEAST = {"sh": 10, "python": 1}
+LEAST = {"sh": 50, "bash": 2, "python": 10}
 """So many blocks of each language are visited at least."""
 
 
@@ -53,6 +57,32 @@ def test_shell_commands_would_start(block: Block, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("block", of_language("python"), ids=lambda block: block.name)
 def test_python_compiles(block: Block) -> None:
     compile(block.text, block.name, "exec")
+
+
+@pytest.mark.parametrize("page", sorted({block.page for block in of_language("python") if block.is_run}))
+def test_python_that_is_marked_runs_on_the_demos_target(page: str, clone: Path) -> None:
+    write_demo_drafter(clone / "outputs" / "demo" / "drafter")
+    names: dict[str, Any] = {}
+    for block in of_language("python"):
+        if block.page == page and block.is_run:
+            exec(compile(block.text, block.name, "exec"), names)
+            assert list(names["steps"]) is not None
+
+
+def test_file_formats_name_classes_that_exist() -> None:
+    text = (REPOSITORY / "docs" / "reference" / "file-formats.md").read_text()
+    names = re.findall(r"^<!-- from code: record (\S+):(\S+) -->$", text, re.MULTILINE)
+    assert len(names) > 10
+    for module, name in names:
+        assert hasattr(import_module(f"outrider.{module}"), name), f"{module} has no {name}"
+
+
+def test_the_api_page_names_what_exists() -> None:
+    text = (REPOSITORY / "docs" / "reference" / "api.md").read_text()
+    names = re.findall(r"^\.\. auto\w+:: (outrider\S+)\.(\w+)$", text, re.MULTILINE)
+    assert len(names) > 30
+    for module, name in names:
+        assert hasattr(import_module(module), name), f"{module} has no {name}"
 
 
 @pytest.mark.parametrize("block", of_language("yaml"), ids=lambda block: block.name)
