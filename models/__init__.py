@@ -1,1 +1,1 @@
-"""The target, the drafters, and the decode loop that joins them."""
+"""The target, the drafters, and the decode loop that uses both."""

@@ -318,7 +318,7 @@ def test_a_replayed_drafter_proposes_what_a_plain_one_does(target, rule):
         ({"num_heads": 0, "num_layers": 0}, "drafter.num_heads=0: must be above 0\ndrafter.num_layers=0"),
         ({"tree_nodes": 0}, "drafter.tree_nodes=0: must be at least 1"),
         ({"tree_nodes": 10**9}, "must be at most 4096"),
-        ({"head_rank": 4, "share_head": True}, "drop one of them"),
+        ({"head_rank": 4, "share_head": True}, "leave one of them out"),
         ({"head_rank": 33}, "more than the target's width of 32"),
         ({"head_decay": 0.0}, "head_decay=0.0: must be above 0"),
         ({"tree_paths": []}, r"tree_paths=\[\]: must not be empty"),
