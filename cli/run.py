@@ -34,6 +34,7 @@ from ..models.drafters.saved.folder import read_drafter_config
 from ..models.target.hf_target import HFTarget
 from ..models.target.loading import load_target
 from ..models.target.tensor_parallel import Worker
+from ..train.division import with_accumulation
 from ..train.launch import make_accelerator
 from ..train.processes import require_supported_launch
 from ..train.run import train
@@ -62,6 +63,8 @@ def run(config: RunConfig) -> None:
     """Run the stages. Each skips what is complete and resumes what was interrupted."""
     accelerator = make_accelerator(config.mixed_precision)
     require_supported_launch(accelerator)
+    for drafter in config.drafter_runs() if "train" in config.stages else ():
+        with_accumulation(drafter.train, accelerator.num_processes)  # an error shows before the long work
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     _configure_logging(accelerator.is_main_process)

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Container
+from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError
@@ -51,15 +52,21 @@ RULES = {
 """Rules by pydantic's types of errors; the words of other errors are pydantic's."""
 
 
-def one_of(*choices: str) -> AfterValidator:
-    """Allow these texts only. (OmegaConf knows no `Literal`.)"""
+@dataclass(frozen=True)
+class OneOf:
+    """A rule that allows these texts only."""
 
-    def check(value: str) -> str:
-        if value not in choices:
-            raise PydanticCustomError("one_of", "must be one of {choices}", {"choices": ", ".join(choices)})
+    choices: tuple[str, ...]
+
+    def __call__(self, value: str) -> str:
+        if value not in self.choices:
+            raise PydanticCustomError("one_of", "must be one of {choices}", {"choices": ", ".join(self.choices)})
         return value
 
-    return AfterValidator(check)
+
+def one_of(*choices: str) -> AfterValidator:
+    """Allow these texts only. (OmegaConf knows no `Literal`.)"""
+    return AfterValidator(OneOf(choices))
 
 
 def raise_problems(problems: list[str]) -> None:

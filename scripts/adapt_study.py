@@ -1,13 +1,17 @@
-"""What is a trained drafter worth after its target has been fine-tuned? Steps to get back, from a warm and from a cold start.
+"""What is a trained drafter worth after its target has been fine-tuned?
+
+Steps to get back, from a warm and from a cold start.
 
     python scripts/adapt_study.py --output benchmarks/adapt_study.json --plot benchmarks/adapt_study.png
 
-The demo's target, which writes Python, is fine-tuned on C++: the headers that come with PyTorch, which lie wherever this runs.
-A ReDrafter of the original target is then adapted to the fine-tuned one as `conf=adapt_demo` says, and others are trained for
-it from fresh weights: for many steps, whose end is the level to reach, and for as few as the adapted one has. One more is
-adapted at the peak learning rate of those, to see whether the recipe's lower one is the better. For each seed all of them learn
-from the same labels in the same order, and decode the same held-out prompts every few steps: what counts is the tokens per step
-that decoding really has. The unadapted drafter is measured on those prompts too.
+The demo's target, which writes Python, is fine-tuned on C++: the headers that come with PyTorch,
+which lie wherever this runs. A ReDrafter of the original target is then adapted to the fine-tuned
+one as `conf=adapt_demo` says, and others are trained for it from fresh weights: for many steps,
+whose end is the level to reach, and for as few as the adapted one has. One more is adapted at the
+peak learning rate of those, to see whether the recipe's lower one is the better. For each seed all
+of them learn from the same labels in the same order, and decode the same held-out prompts every few
+steps: what counts is the tokens per step that decoding really has. The unadapted drafter is
+measured on those prompts too.
 
 Killed and started again it goes on: what is finished is skipped.
 """
@@ -107,7 +111,10 @@ def parse_args() -> argparse.Namespace:
 
 
 def split_headers(folder: Path) -> dict[str, Path]:
-    """C++ headers in two folders: what the target learns, and what the drafters do. A file's name decides which."""
+    """C++ headers in two folders: what the target learns, and what the drafters do.
+
+    A file's name decides which.
+    """
     folders = {name: folder / name for name in ("fine_tuning", "drafting")}
     root = Path(torch.__file__).parent / "include"
     for part in HEADERS:
@@ -128,7 +135,9 @@ def split_headers(folder: Path) -> dict[str, Path]:
 
 
 def fine_tune(directory: Path, texts: Path, others: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Go on training the demo's target on other texts, and tell its loss on `others` before and after, in nats per token."""
+    """Go on training the demo's target on other texts, and tell its loss on `others` before and
+    after, in nats per token.
+    """
     report = directory / "fine_tuning.json"
     if report.exists():
         return dict(read_json(report))
@@ -264,7 +273,9 @@ def as_override(value: Any) -> str:
 
 
 def figures_of(run: Path, seed: int, arms: Sequence[str]) -> dict[str, Any]:
-    """The curve of each way, and the steps and tokens that it took to the level of the full training."""
+    """The curve of each way, and the steps and tokens that it took to the level of the full
+    training.
+    """
     curves = {arm: curve(run / "variants" / folder_name(arm, seed) / "train" / METRICS_FILE) for arm in arms}
     level = curves["cold"][-1]["tokens_per_step"]
     reached = {
@@ -278,7 +289,9 @@ def figures_of(run: Path, seed: int, arms: Sequence[str]) -> dict[str, Any]:
 
 
 def curve(path: Path) -> list[dict[str, Any]]:
-    """Tokens per step of decoding at each measurement, and how many tokens of text had been read and positions trained on."""
+    """Tokens per step of decoding at each measurement, and how many tokens of text had been read
+    and positions trained on.
+    """
     records = read_records(path)
     seen = {record["step"]: record for record in records if "tokens_seen" in record}
     return [
@@ -294,7 +307,9 @@ def curve(path: Path) -> list[dict[str, Any]]:
 
 
 def unadapted(run: Path, drafter: Path, target_dir: Path, seed: int, args: argparse.Namespace) -> float:
-    """Tokens per step of the original drafter with the fine-tuned target, on the prompts of the trainings with this seed."""
+    """Tokens per step of the original drafter with the fine-tuned target, on the prompts of the
+    trainings with this seed.
+    """
     target = load_target(TargetConfig(name_or_path=str(target_dir), dtype="float32"), torch.device("cpu"))
     manifest = label_store(run / "distill").load()
     room = target.context_length - args.validation_tokens
@@ -314,7 +329,9 @@ def unadapted(run: Path, drafter: Path, target_dir: Path, seed: int, args: argpa
 
 
 def table(figures: Sequence[dict[str, Any]]) -> str:
-    """Steps, and tokens of text read in them, to reach shares of the full training's level, in Markdown."""
+    """Steps, and tokens of text read in them, to reach shares of the full training's level, in
+    Markdown.
+    """
     lines = [
         "| start | seed | at once | steps (tokens) to 90 % | to 95 % | to 100 % | at the end, tokens per step |",
         "|---|---:|---:|---:|---:|---:|---:|",
@@ -341,7 +358,9 @@ LABELS = {
 
 
 def plot(record: dict[str, Any], path: Path) -> None:
-    """Tokens per step over steps: a thin line for each seed, a thick one for their mean; the levels as lines across."""
+    """Tokens per step over steps: a thin line for each seed, a thick one for their mean; the levels
+    as lines across.
+    """
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -1,12 +1,15 @@
-"""How long does a checkpoint hold up training? A model of 100 million parameters with AdamW's state, by default.
+"""How long does a checkpoint hold up training?
+
+A model of 100 million parameters with AdamW's state, by default.
 
     python scripts/bench_checkpoints.py --output benchmarks/checkpoints.json
 
-Three ways take turns, over and over: `save_state` is accelerate's own call, which returns when all is written; `at_once`
-and `background` are `outrider.train.checkpoint` without and with its thread. A cycle is some training steps with one
-checkpoint after the first of them. Recorded are the seconds for which the checkpoint holds up training (until `save`
-returns, and at the end of the cycle until it is complete, as the next one would wait), and, as a thread that writes takes
-time from the steps beside it, how much longer the whole cycle takes than one without a checkpoint (`none`). All are the
+Three ways take turns, over and over: `save_state` is accelerate's own call, which returns when all
+is written; `at_once` and `background` are `outrider.train.checkpoint` without and with its thread.
+A cycle is some training steps with one checkpoint after the first of them. Recorded are the seconds
+for which the checkpoint holds up training (until `save` returns, and at the end of the cycle until
+it is complete, as the next one would wait), and, as a thread that writes takes time from the steps
+beside it, how much longer the whole cycle takes than one without a checkpoint (`none`). All are the
 clock's; medians over the cycles.
 """
 
@@ -87,7 +90,8 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             for method in METHODS:
                 figures[method].append(cycle(args.steps, step, saver_of(method, savers[method], accelerator, folder, number)))
     medians = {
-        method: {figure: median(each[figure] for each in cycles[1:]) for figure in FIGURES}  # the first one warms up
+        # the first one warms up
+        method: {figure: median(each[figure] for each in cycles[1:]) for figure in FIGURES}
         for method, cycles in figures.items()
     }
     plain = medians["none"]["cycle_seconds"]

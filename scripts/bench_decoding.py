@@ -1,4 +1,5 @@
-"""What the decode loop costs beside the target's own passes, and its speed beside transformers' assisted generation.
+"""What the decode loop costs beside the target's own passes, and its speed beside transformers'
+assisted generation.
 
     python scripts/bench_decoding.py --target models/demo_target --threads 2
 
@@ -209,7 +210,10 @@ def decode_theirs(target: HFTarget, rows: list[torch.Tensor], num_tokens: int, *
 
 
 def take_turns(target: HFTarget, ways: dict[str, Way], num_rounds: int) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Seconds of each way by round, and how many of its answers differ from plain decoding's. The first round warms up."""
+    """Seconds of each way by round, and how many of its answers differ from plain decoding's.
+
+    The first round warms up.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     differing: dict[str, int] = {}
     for round_number in range(num_rounds + 1):

@@ -1,4 +1,5 @@
-"""Measure distillation: against decoding the same labels with transformers' `generate`, and in units of plain prefills.
+"""Measure distillation: against decoding the same labels with transformers' `generate`, and in
+units of plain prefills.
 
     python scripts/bench_distill.py --target models/demo_target
 
@@ -87,7 +88,9 @@ def parse_args() -> argparse.Namespace:
 
 
 def read_texts(target: HFTarget, args: argparse.Namespace) -> torch.Tensor:
-    """Conversations of the standard library's split for distillation, packed end to end into rows [text, seq]."""
+    """Conversations of the standard library's split for distillation, packed end to end into rows
+    [text, seq].
+    """
     ids: list[int] = []
     for conversation in code_conversations("distill", Cuts(seed=args.seed)):
         messages = [{"role": turn.role, "content": turn.content} for turn in conversation.turns]
@@ -121,7 +124,9 @@ def prefill(target: HFTarget, batches: tuple[torch.Tensor, ...]) -> list[torch.T
 
 
 def label(target: HFTarget, batches: tuple[torch.Tensor, ...], horizon: int) -> tuple[torch.Tensor, float]:
-    """The labels [text, seq, horizon] of every position but the last of each text, and the agreement rate."""
+    """The labels [text, seq, horizon] of every position but the last of each text, and the
+    agreement rate.
+    """
     labels, num_agreeing, num_positions = [], 0, 0
     for batch in batches:
         everywhere = torch.ones_like(batch, dtype=torch.bool)
@@ -144,7 +149,9 @@ def sample_positions(labels: torch.Tensor, count: int, generator: torch.Generato
 
 @torch.inference_mode()
 def decode(target: HFTarget, prefixes: list[torch.Tensor], args: argparse.Namespace) -> torch.Tensor:
-    """The greedy continuations [position, horizon] of `prefixes` by transformers' generate; UNKNOWN after a stop token."""
+    """The greedy continuations [position, horizon] of `prefixes` by transformers' generate; UNKNOWN
+    after a stop token.
+    """
     continuations = torch.full((len(prefixes), args.horizon), UNKNOWN, device=target.device)
     stop_ids = torch.tensor(target.stop_ids, dtype=torch.long, device=target.device)
     for start in range(0, len(prefixes), args.generate_batch):
@@ -169,7 +176,9 @@ def decode(target: HFTarget, prefixes: list[torch.Tensor], args: argparse.Namesp
 def compare(
     target: HFTarget, prefixes: list[torch.Tensor], labels: torch.Tensor, decoded: torch.Tensor
 ) -> list[dict[str, Any]]:
-    """Where the two disagree: the first differing tokens, and how far apart the plain logits put them."""
+    """Where the two disagree: the first differing tokens, and how far apart the plain logits put
+    them.
+    """
     mismatches = []
     for index in (labels != decoded).any(1).nonzero()[:, 0].tolist():
         depth = int((labels[index] != decoded[index]).nonzero()[0])

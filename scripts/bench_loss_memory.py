@@ -1,15 +1,20 @@
-"""Does the memory of the training loss grow with labels x vocabulary? Peak of `objective.score`, forward and backward.
+"""Does the memory of the training loss grow with labels x vocabulary?
+
+Peak of `objective.score`, forward and backward.
 
     python scripts/bench_loss_memory.py
 
-Beside it the same loss of all logits at once, as it is mostly written: `whole`. A trainable head reads the drafter's states,
-and for `kl` a frozen one the target's. Counted is what the loss takes on top of weights, states and their gradients, which are
-there before; the new gradient of a head that is added to the old one counts. On CUDA that is the allocator's own peak.
-Elsewhere it is the resident memory of a process of its own for every case, in which ballast is laid in first until the counter
-of its highest point begins to rise: what it rises from there on is the loss. Seconds are the processor's on a CPU.
+Beside it the same loss of all logits at once, as it is mostly written: `whole`. A trainable head
+reads the drafter's states, and for `kl` a frozen one the target's. Counted is what the loss takes
+on top of weights, states and their gradients, which are there before; the new gradient of a head
+that is added to the old one counts. On CUDA that is the allocator's own peak. Elsewhere it is the
+resident memory of a process of its own for every case, in which ballast is laid in first until the
+counter of its highest point begins to rise: what it rises from there on is the loss. Seconds are
+the processor's on a CPU.
 
-Last come whole steps of an EAGLE drafter at four depths (`step`): with the loss in chunks or of all logits at once, and with
-the activations of its layer kept or computed anew (train.activation_checkpointing).
+Last come whole steps of an EAGLE drafter at four depths (`step`): with the loss in chunks or of all
+logits at once, and with the activations of its layer kept or computed anew
+(train.activation_checkpointing).
 """
 
 import argparse
@@ -134,7 +139,10 @@ def measure(case: dict[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def make_loss(case: dict[str, Any], device: torch.device) -> Callable[[int], None]:
-    """Forward and backward of a loss of so many labels. All is made before that they read, for as many as the case has."""
+    """Forward and backward of a loss of so many labels.
+
+    All is made before that they read, for as many as the case has.
+    """
     vocab, hidden, method = case["vocab"], case["hidden"], one_step if case["method"] == "chunks" else whole_step
     head = nn.Linear(hidden, vocab, bias=False, device=device)
     target_head = nn.Linear(hidden, vocab, bias=False, device=device).requires_grad_(False)
@@ -143,13 +151,15 @@ def make_loss(case: dict[str, Any], device: torch.device) -> Callable[[int], Non
         states = torch.randn(labels, hidden, device=device, requires_grad=True)
         inputs[labels] = states, make_batch(labels, vocab, hidden, device)
         for tensor in (head.weight, states):
-            tensor.grad = torch.ones_like(tensor)  # not zeros: those take no memory before they are written
+            # not zeros: those take no memory before they are written
+            tensor.grad = torch.ones_like(tensor)
     return lambda labels: method(head, target_head, *inputs[labels], case["loss"])
 
 
 def make_step(case: dict[str, Any], device: torch.device) -> Callable[[int], None]:
-    """Forward and backward of an EAGLE drafter with so many labels, at STEP_DEPTHS depths, for a target without layers to
-    speak of."""
+    """Forward and backward of an EAGLE drafter with so many labels, at STEP_DEPTHS depths, for a
+    target without layers to speak of.
+    """
     vocab, hidden = case["vocab"], case["hidden"]
     sizes = {"hidden_size": hidden, "intermediate_size": 11 * hidden // 4, "num_attention_heads": hidden // 64}
     config = LlamaConfig(vocab_size=vocab, num_hidden_layers=1, num_key_value_heads=hidden // 64, **sizes)
@@ -210,7 +220,9 @@ def whole_step(head: nn.Linear, target_head: nn.Linear, states: torch.Tensor, ba
 
 
 def start_counting(device: torch.device) -> list[bytes]:
-    """Begin with a counter that stands at what is in use now; the ballast that it takes to be kept meanwhile."""
+    """Begin with a counter that stands at what is in use now; the ballast that it takes to be kept
+    meanwhile.
+    """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return []

@@ -1,9 +1,12 @@
-"""Is our baseline an honest one? Plain decoding by our loop against transformers' `generate` with its KV cache.
+"""Is our baseline an honest one?
+
+Plain decoding by our loop against transformers' `generate` with its KV cache.
 
     python scripts/bench_plain_decoding.py --target models/demo_target --threads 2
 
-Same target, prompts and number of new tokens, greedy, one prompt at a time, in turns (ours, theirs, ours, theirs, ...); stop
-tokens are switched off on both sides. Ends with an error where the tokens differ. Writes medians and their ratio as JSON.
+Same target, prompts and number of new tokens, greedy, one prompt at a time, in turns (ours, theirs,
+ours, theirs, ...); stop tokens are switched off on both sides. Ends with an error where the tokens
+differ. Writes medians and their ratio as JSON.
 """
 
 import argparse
@@ -79,7 +82,10 @@ def parse_args() -> argparse.Namespace:
 
 
 def measure(target: HFTarget, prompts: list[torch.Tensor], new_tokens: int, repeats: int) -> tuple[list[float], list[float]]:
-    """Seconds of every generation, ours and theirs, in the same order. The first round warms up and isn't counted."""
+    """Seconds of every generation, ours and theirs, in the same order.
+
+    The first round warms up and isn't counted.
+    """
     ours: list[float] = []
     theirs: list[float] = []
     for repeat in range(repeats + 1):

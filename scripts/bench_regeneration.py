@@ -2,10 +2,11 @@
 
     python scripts/bench_regeneration.py --drafter outputs/demo/drafter
 
-All engines answer the same prompts of the standard library, taking turns (A B C A B C ...) after a warm-up on a few of them.
-Medians over the rounds are reported, and for each engine the median of its ratio to the plain decoder in the same round, by the
-clock and by the processor's time, which other work on the machine touches less. Opening an engine is not counted. Answers that
-differ from the plain decoder's are counted: greedily, rounding alone makes any.
+All engines answer the same prompts of the standard library, taking turns (A B C A B C ...) after a
+warm-up on a few of them. Medians over the rounds are reported, and for each engine the median of
+its ratio to the plain decoder in the same round, by the clock and by the processor's time, which
+other work on the machine touches less. Opening an engine is not counted. Answers that differ from
+the plain decoder's are counted: greedily, rounding alone makes any.
 """
 
 import argparse

@@ -1,19 +1,22 @@
-"""Measure length-aware scheduling in the padded engine, after S3 (arXiv 2306.06000), on a real distribution of lengths.
+"""Measure length-aware scheduling in the padded engine, after S3 (arXiv 2306.06000), on a real
+distribution of lengths.
 
     python scripts/bench_scheduling.py --data ../shared/data/chat/alpaca_eval_outputs.jsonl.gz
 
-The requests are real prompts, and each answer is as long as the one that a chat model really gave, in the target's tokens: the
-target decodes real steps, and a row ends where the recorded answer does. All lengths, prompts' too, are divided by --scale so
-that a run takes minutes on a CPU; predictors read the whole prompt. Like the engine's own they begin with nothing
-seen (--seen gives them answers to begin with, to prompts whose number is below HELD_OUT).
+The requests are real prompts, and each answer is as long as the one that a chat model really gave,
+in the target's tokens: the target decodes real steps, and a row ends where the recorded answer
+does. All lengths, prompts' too, are divided by --scale so that a run takes minutes on a CPU;
+predictors read the whole prompt. Like the engine's own they begin with nothing seen (--seen gives
+them answers to begin with, to prompts whose number is below HELD_OUT).
 
-Two kinds of batches: in `classic` ones, S3's, a row that has ended idles until its batch ends; in `leaving` ones, the
-engine's own, it leaves. How the engine makes batches is compared with first come, first served, with S3's decreasing first
-fit and with an oracle. Policies take turns in every round; medians over the rounds are reported, and ratios are of rounds.
-Seconds are the processor's, learning and predicting included, so that other work on the machine counts less; the clock's are
-in the record too.
-Then steps and batches are counted, without decoding, for several budgets and maxima at the full lengths, and predictors are
-compared by what they say of held-out prompts after some lessons.
+Two kinds of batches: in `classic` ones, S3's, a row that has ended idles until its batch ends; in
+`leaving` ones, the engine's own, it leaves. How the engine makes batches is compared with first
+come, first served, with S3's decreasing first fit and with an oracle. Policies take turns in every
+round; medians over the rounds are reported, and ratios are of rounds. Seconds are the processor's,
+learning and predicting included, so that other work on the machine counts less; the clock's are in
+the record too. Then steps and batches are counted, without decoding, for several budgets and maxima
+at the full lengths, and predictors are compared by what they say of held-out prompts after some
+lessons.
 """
 
 import argparse
@@ -85,7 +88,8 @@ SHOWN = (
 )
 
 
-Measured = tuple[ScheduleStatistics, float]  # its seconds are the processor's; beside it, the clock's
+# its seconds are the processor's; beside it, the clock's
+Measured = tuple[ScheduleStatistics, float]
 Rounds = dict[tuple[str, int, str], list[Measured]]  # by mode, maximum before scaling, and policy
 
 
@@ -103,7 +107,9 @@ class LeavingDecoder(BatchDecoder):
 
 
 class ClassicDecoder(LeavingDecoder):
-    """A row that has ended idles in its place until the batch ends: it is computed, and nothing of it is kept."""
+    """A row that has ended idles in its place until the batch ends: it is computed, and nothing of
+    it is kept.
+    """
 
     def _leave(self, rows: list[int], going: list[int]) -> list[int]:
         return rows
@@ -129,7 +135,8 @@ def main() -> None:
     rounds: Rounds = {}
     modes: dict[str, type[LeavingDecoder]] = {"classic": ClassicDecoder, "leaving": LeavingDecoder}
     if args.rounds:
-        run(target, work, policies(work, {}, budget)[ORACLE], LeavingDecoder(target, work).decode, budget)  # warm-up
+        # warm-up
+        run(target, work, policies(work, {}, budget)[ORACLE], LeavingDecoder(target, work).decode, budget)
     for _ in tqdm(range(args.rounds), unit="round"):
         for mode, decoder in modes.items():
             for factor in (1, *args.maximum_factors):
@@ -182,7 +189,10 @@ def parse_args() -> argparse.Namespace:
 
 
 def run(target: HFTarget, work: Workload, policy: Policy, decode: Decode, budget: int) -> Measured:
-    """Answer all requests under a budget in tokens. The seconds are those of learning and predicting lengths too."""
+    """Answer all requests under a budget in tokens.
+
+    The seconds are those of learning and predicting lengths too.
+    """
     target.release_cache()
     return measure(work, policy, decode, budget)
 
@@ -224,7 +234,9 @@ def describe(mode: str, maximum: int, name: str, rounds: Rounds) -> dict[str, An
 
 
 def study(records: dict[int, Record], args: argparse.Namespace, target: HFTarget) -> list[dict[str, Any]]:
-    """How well held-out prompts' buckets are told, by what is learnt from and how much: means over draws of the lessons."""
+    """How well held-out prompts' buckets are told, by what is learnt from and how much: means over
+    draws of the lessons.
+    """
     held_out = [number for number in records if number >= HELD_OUT]
     early = [number for number in records if number < HELD_OUT]
     rows = []
@@ -261,8 +273,10 @@ def study(records: dict[int, Record], args: argparse.Namespace, target: HFTarget
 def count(
     predictors: dict[str, tuple[LengthPredictor, bool]], records: dict[int, Record], args: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Batches and their steps at full lengths, nothing decoded: where steps cost the same for few rows as for many, as on an
-    accelerator whose time is the reading of weights, that is the time."""
+    """Batches and their steps at full lengths, nothing decoded: where steps cost the same for few
+    rows as for many, as on an accelerator whose time is the reading of weights, that is the
+    time.
+    """
     rows = []
     for maximum in (
         args.max_new_tokens // 4,

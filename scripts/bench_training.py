@@ -1,14 +1,16 @@
-"""Training against a straightforward loop at equal loss, step by step on the same texts, labels and positions.
+"""Training against a straightforward loop at equal loss, step by step on the same texts, labels and
+positions.
 
     python scripts/bench_training.py                                  # on the demo's own texts
     python scripts/bench_training.py --data CHAT.jsonl.gz --output benchmarks/training_chat.json    # on chats of mixed lengths
 
-The straightforward loop is what is mostly written: texts padded to the maximum length, the target run in every step with its
-logits and with gradients on, the drafter's logits at all positions, and a mask over the loss at the end. Beside it ours, with
-the target's states as the shards hold them (`stored`), made anew in every step (`made anew`), and made anew on packed rows
-(`packed`). All of them begin with the same weights and take turns on every step; their losses are compared. Labels are made
-once, in --folder. A step is forward, backward, clipping and AdamW. It is measured twice: by the clock, and in seconds of the
-processor, which other work on the machine disturbs less.
+The straightforward loop is what is mostly written: texts padded to the maximum length, the target
+run in every step with its logits and with gradients on, the drafter's logits at all positions, and
+a mask over the loss at the end. Beside it ours, with the target's states as the shards hold them
+(`stored`), made anew in every step (`made anew`), and made anew on packed rows (`packed`). All of
+them begin with the same weights and take turns on every step; their losses are compared. Labels are
+made once, in --folder. A step is forward, backward, clipping and AdamW. It is measured twice: by
+the clock, and in seconds of the processor, which other work on the machine disturbs less.
 """
 
 import argparse
@@ -108,7 +110,9 @@ def plain_medusa(drafter: Any, hidden: torch.Tensor) -> Logits:
 def plain_unroll(
     drafter: Any, features: torch.Tensor, batch: DrafterBatch, given: torch.Tensor, num_depths: int
 ) -> list[Float[torch.Tensor, "batch seq hidden"]]:
-    """EAGLE's layer at all positions and depths, its attention written out: the text before a position, and its own branch."""
+    """EAGLE's layer at all positions and depths, its attention written out: the text before a
+    position, and its own branch.
+    """
     attention = drafter.layer.self_attn
     hidden, seq = drafter.fuse(features), given.shape[1]
     columns = torch.arange(seq)
@@ -230,7 +234,8 @@ def run_case(
     differences = [abs(found - loss) / loss for other in others for found, loss in zip(other, expected, strict=True)]
     if max(differences, default=0) > TOLERANCE:
         raise RuntimeError(f"{kind}: the losses differ by up to {max(differences):.2g} of them: {losses}")
-    rates = {name: rates_of(sizes[1:], each[1:]) for name, each in seconds.items()}  # the first step warms up
+    # the first step warms up
+    rates = {name: rates_of(sizes[1:], each[1:]) for name, each in seconds.items()}
     return {"kind": kind, "max_positions": positions, "losses": losses, "rates": rates}
 
 
@@ -252,7 +257,9 @@ def folder(args: argparse.Namespace) -> Path:
 
 
 def recipe(args: argparse.Namespace, kind: str, positions: int | None, *, own_length: bool = False) -> RunConfig:
-    """The demo's, with this kind of drafter, and texts of --max-length or of the `own_length` of their recipe."""
+    """The demo's, with this kind of drafter, and texts of --max-length or of the `own_length` of
+    their recipe.
+    """
     overrides = [
         f"drafter={kind}_demo",
         "num_threads=1",
@@ -270,7 +277,9 @@ def recipe(args: argparse.Namespace, kind: str, positions: int | None, *, own_le
 
 
 def padding_shares(args: argparse.Namespace, target: HFTarget) -> dict[str, dict[str, float]]:
-    """Share of a batch's tokens that is padding, of --padding-texts texts of the recipe's own maximum length, by batch size."""
+    """Share of a batch's tokens that is padding, of --padding-texts texts of the recipe's own
+    maximum length, by batch size.
+    """
     config = recipe(args, KINDS[0], None, own_length=True)
     examples, _ = load_examples(replace(config.data, limit=args.padding_texts), target.tokenizer)
     lengths = [len(example.input_ids) for example in examples]

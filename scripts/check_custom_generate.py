@@ -1,13 +1,15 @@
-"""Does a packaged drafter decode in plain transformers, with the same tokens as `model.generate`, and how fast?
+"""Does a packaged drafter decode in plain transformers, with the same tokens as `model.generate`,
+and how fast?
 
 Needs torch and transformers, and nothing of outrider. An environment with no more than that:
 
     python -m venv plain && plain/bin/pip install torch transformers
     plain/bin/python scripts/check_custom_generate.py --target models/demo_target FOLDER...
 
-Prints a JSON line for each folder and batch size; exits with 1 where a token differs. Of all passes of the target, the first
-reads the prompts; the others are the steps that `tokens_per_step` counts (of rows that go on). `one_token_seconds` are those of
-a call for one new token, in which there is nothing to draft: what a call costs beside its decoding.
+Prints a JSON line for each folder and batch size; exits with 1 where a token differs. Of all passes
+of the target, the first reads the prompts; the others are the steps that `tokens_per_step` counts
+(of rows that go on). `one_token_seconds` are those of a call for one new token, in which there is
+nothing to draft: what a call costs beside its decoding.
 """
 
 import argparse
@@ -85,7 +87,9 @@ def compare(model: Any, inputs: Any, folder: str, options: argparse.Namespace, c
 
 
 def take_turns(ways: dict[str, Callable[[], torch.Tensor]], repeats: int, calls: list[int]) -> tuple[dict[str, Any], ...]:
-    """Of each way its tokens, the model's passes, and the median of its seconds, None where no repeat is timed."""
+    """Of each way its tokens, the model's passes, and the median of its seconds, None where no
+    repeat is timed.
+    """
     tokens, passes = {}, {}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for name, way in [*ways.items()] * (1 + repeats):

@@ -1,9 +1,12 @@
-"""Does decoding accept what training measured? The drafters of a run on prompts that neither saw.
+"""Does decoding accept what training measured?
+
+The drafters of a run on prompts that neither saw.
 
     python scripts/check_estimates.py outputs/compare_demo --output benchmarks/compare_demo/estimates.json
 
-The prompts are of the run's own data: conversations that its `data.limit` left out. Training measured its figure on the texts
-that `train.validation_texts` held out, so the two differ by the draw of the prompts alone, for which the interval stands.
+The prompts are of the run's own data: conversations that its `data.limit` left out. Training
+measured its figure on the texts that `train.validation_texts` held out, so the two differ by the
+draw of the prompts alone, for which the interval stands.
 """
 
 import argparse
@@ -64,7 +67,10 @@ def main() -> None:
 
 
 def unused_prompts(data: DataConfig, target: HFTarget, shards_dir: Path, count: int) -> list[torch.Tensor]:
-    """Prompts of conversations that were not distilled. Raises ValueError where there are too few."""
+    """Prompts of conversations that were not distilled.
+
+    Raises ValueError where there are too few.
+    """
     used = {id for entry in label_store(shards_dir).load().shards for id in entry.ids}
     examples, _ = load_examples(replace(data, limit=None), target.tokenizer)
     examples = [example for example in examples if example.id not in used]

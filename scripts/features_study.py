@@ -1,11 +1,12 @@
-"""What storing the target's states costs and saves: bytes, errors, tokens per step, and the time of a step.
+"""What storing the target's states costs and saves: bytes, errors, tokens per step, and the time of
+a step.
 
     python scripts/features_study.py --folder outputs/features_study --output benchmarks/features_study.json
 
-Labels once, stores the states of the same texts in every type, and trains the demo's ReDrafter and EAGLE-3 on each of them,
-and on none, for the same steps; likewise a ReDrafter by KL, on the target's whole distribution and on its likeliest tokens. How
-many tokens decoding then accepts is measured on held-out prompts. About twenty minutes of one core; what is there isn't made
-again.
+Labels once, stores the states of the same texts in every type, and trains the demo's ReDrafter and
+EAGLE-3 on each of them, and on none, for the same steps; likewise a ReDrafter by KL, on the
+target's whole distribution and on its likeliest tokens. How many tokens decoding then accepts is
+measured on held-out prompts. About twenty minutes of one core; what is there isn't made again.
 """
 
 import argparse
@@ -112,7 +113,8 @@ def recipe(args: argparse.Namespace, trial: Trial, seed: int = 0) -> RunConfig:
         f"train={{steps: {args.steps}, batch_size: 2, max_positions: {args.positions}, warmup_steps: {args.steps // 10}}}",
         f"train={{loss: {trial.loss}, teacher: {trial.teacher}, num_threads: 1, checkpoint_every: 1000}}",
         "train={validation_texts: 64, validation_tokens: 48}",
-        f"distill={{features: none, horizon: {HORIZON}, top_logprobs: {TOPS[0]}}}",  # so that every teacher passes as possible
+        # so that every teacher passes as possible
+        f"distill={{features: none, horizon: {HORIZON}, top_logprobs: {TOPS[0]}}}",
     ]
     if trial.drafter == "redrafter":
         overrides.append("drafter={beam_width: 16, beam_length: 5, tree_nodes: 40}")
@@ -121,8 +123,10 @@ def recipe(args: argparse.Namespace, trial: Trial, seed: int = 0) -> RunConfig:
 
 
 def store(args: argparse.Namespace, target: HFTarget) -> dict[str, dict[str, float]]:
-    """Label the texts, unless it was done, and write the same shards with every choice of states. Returns the states' mean
-    relative errors by type and kind, over the first shard."""
+    """Label the texts, unless it was done, and write the same shards with every choice of states.
+
+    Returns the states' mean relative errors by type and kind, over the first shard.
+    """
     config = recipe(args, Trial(drafter="redrafter", shards="none"))
     plain = replace(config.distill, top_logprobs=None)
     manifest = distill(plain, config.data, target, args.folder / "none", Accelerator(cpu=True))
@@ -162,7 +166,8 @@ def read_states(target: HFTarget, example: DistilledExample) -> TextFeatures:
     """All that any of the shards hold of one text."""
     text = example.example.input_ids[None]
     everywhere = torch.ones_like(text, dtype=torch.bool)
-    answer = example.example.wanted[None].cummax(1).values  # and what follows it, where a label may get to
+    # and what follows it, where a label may get to
+    answer = example.example.wanted[None].cummax(1).values
     # A horizon of 1 branches nowhere: one pass.
     _, features, _ = label_continuations(
         target, text, everywhere, answer, horizon=1, feature_layers=tuple(LAYERS), top_k=max(TOPS)
@@ -209,7 +214,9 @@ def run_trial(args: argparse.Namespace, target: HFTarget, trial: Trial, seed: in
 
 
 def time_steps(args: argparse.Namespace, target: HFTarget) -> dict[str, float]:
-    """Median seconds of an EAGLE-3 step on stored states and on recomputed ones, in turns on the same texts."""
+    """Median seconds of an EAGLE-3 step on stored states and on recomputed ones, in turns on the
+    same texts.
+    """
     config = recipe(args, Trial(drafter="eagle3", shards="none"))
     torch.manual_seed(0)
     drafter = build_drafter(parse_drafter(config.drafter), target).train()
@@ -231,7 +238,9 @@ def time_steps(args: argparse.Namespace, target: HFTarget) -> dict[str, float]:
 
 
 def bytes_table() -> str:
-    """Markdown: bytes per token of text for each choice, with labels of HORIZON tokens, at two widths and in 16 and 8 bits."""
+    """Markdown: bytes per token of text for each choice, with labels of HORIZON tokens, at two
+    widths and in 16 and 8 bits.
+    """
     widths = {"256 wide (the demo's)": 256, "4,096 wide": 4096}
     dtypes = {"bfloat16": "bfloat16", "8 bits": "int8"}
     choices: dict[str, dict[str, Any]] = {

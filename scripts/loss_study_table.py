@@ -1,4 +1,5 @@
-"""Tokens per step by loss, over the seeds: what `accelerate launch train.py conf=loss_study_demo` is made for.
+"""Tokens per step by loss, over the seeds: what `accelerate launch train.py conf=loss_study_demo`
+is made for.
 
     python scripts/loss_study_table.py outputs/loss_study_demo --output benchmarks/loss_study.json
 
@@ -33,7 +34,10 @@ def main() -> None:
 
 
 def read_figures(folder: Path) -> list[dict[str, Any]]:
-    """Loss, weights, seed and tokens per step of each finished variant. Raises ValueError where there is none."""
+    """Loss, weights, seed and tokens per step of each finished variant.
+
+    Raises ValueError where there is none.
+    """
     figures = []
     for path in sorted(folder.glob("variants/*/train/summary.json")):
         summary = read_json(path)
@@ -54,7 +58,10 @@ def read_figures(folder: Path) -> list[dict[str, Any]]:
 
 
 def table(figures: Iterable[dict[str, Any]]) -> str:
-    """A Markdown table, the best mean first. Differences are seed by seed: a seed's prompts are the same for all."""
+    """A Markdown table, the best mean first.
+
+    Differences are seed by seed: a seed's prompts are the same for all.
+    """
     by_loss: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
     for figure in figures:
         by_loss[figure["loss"], figure["label_weights"]][figure["seed"]] = figure["tokens_per_step"]

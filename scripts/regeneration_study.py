@@ -1,10 +1,13 @@
-"""Does a drafter draft better when it has learned from the target's own answers? The demo's ReDrafter, at equal labels.
+"""Does a drafter draft better when it has learned from the target's own answers?
+
+The demo's ReDrafter, at equal labels.
 
     python scripts/regeneration_study.py --output benchmarks/regeneration_study.json
 
-The target answers many short prompts, greedily and sampled. The same drafter is trained for the same steps on those answers and
-on as many labelled positions of the data's own texts (whole texts, so that the number is met within one), then both are decoded
-on the same prompts of modules that none has seen. All runs go on where they were killed.
+The target answers many short prompts, greedily and sampled. The same drafter is trained for the
+same steps on those answers and on as many labelled positions of the data's own texts (whole texts,
+so that the number is met within one), then both are decoded on the same prompts of modules that
+none has seen. All runs go on where they were killed.
 """
 
 import argparse
@@ -117,7 +120,9 @@ def measured(folder: Path) -> dict[str, Any]:
 
 
 def paired_ratio(reference: Path, folder: Path) -> dict[str, Any]:
-    """Tokens per step over those of the reference, with a bootstrap interval over the prompts, which are the same."""
+    """Tokens per step over those of the reference, with a bootstrap interval over the prompts,
+    which are the same.
+    """
     theirs, ours = steps_by_prompt(reference), steps_by_prompt(folder)
     assert theirs.keys() == ours.keys()
     sums = np.array([[steps[prompt] for prompt in sorted(theirs)] for steps in (ours, theirs)])

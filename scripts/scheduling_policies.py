@@ -32,7 +32,8 @@ S3 = "S3: light, decreasing first fit"
 NOTHING = "by length, nothing predicted"
 KNOWN = "by length, light and known length"
 
-Record = tuple[torch.Tensor, int, int]  # a prompt's tokens, the lengths of the model's and of the known model's answer
+# a prompt's tokens, the lengths of the model's and of the known model's answer
+Record = tuple[torch.Tensor, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +86,9 @@ def make_workload(
     count: int | None,
     max_new_tokens: int,
 ) -> Workload:
-    """`count` requests in an order of chance, the held-out prompts first chosen; all where it is None."""
+    """`count` requests in an order of chance, the held-out prompts first chosen; all where it is
+    None.
+    """
     draw = random.Random(args.seed)
     early = [number for number in records if number < HELD_OUT]
     draw.shuffle(early)
@@ -148,8 +151,11 @@ def longest_prompt_first(waiting: Sequence[Waiting]) -> list[Waiting]:
 
 
 def longest_answer_first(waiting: Sequence[Waiting]) -> list[Waiting]:
-    """By decreasing reservation, and so by what is left of the answers: rows of one batch end together. With first fit it is
-    S3's decreasing first fit."""
+    """By decreasing reservation, and so by what is left of the answers: rows of one batch end
+    together.
+
+    With first fit it is S3's decreasing first fit.
+    """
     return sorted(waiting, key=lambda row: (-row.num_reserved, row.index))
 
 
@@ -163,8 +169,11 @@ def make_predictors(target: HFTarget) -> dict[str, tuple[LengthPredictor, bool]]
 
 
 def policies(work: Workload, predictors: dict[str, tuple[LengthPredictor, bool]], budget: int) -> dict[str, Policy]:
-    """Everything that is compared. What is known is known exactly; (b) to (d) reserve just that. S3's batches, decreasing first
-    fit with the whole of what is predicted reserved, end with their last row."""
+    """Everything that is compared.
+
+    What is known is known exactly; (b) to (d) reserve just that. S3's batches, decreasing first fit
+    with the whole of what is predicted reserved, end with their last row.
+    """
     maximum, actual = Known([work.max_new_tokens] * len(work.lengths)), Known(work.lengths)
     memory = Rectangle()
     fixed = {
@@ -206,7 +215,9 @@ def predict(predictor: LengthPredictor, work: Workload, *, knows_lengths: bool, 
 
 
 class Experienced:
-    """Predicted reservations that start from answers seen before: those to the first requests of `predicted`."""
+    """Predicted reservations that start from answers seen before: those to the first requests of
+    `predicted`.
+    """
 
     def __init__(self, predicted: Predicted, seen: list[int]) -> None:
         self.predicted = predicted

@@ -2,11 +2,12 @@
 
     python scripts/train_demo_target.py --output models/demo_target --work-dir outputs/demo_target
 
-Seeded and resumable: interrupted, the same command goes on from its last checkpoint. The learning rate is constant, then falls
-linearly to zero over the last part (warmup-stable-decay), so a run may be resumed with another --steps. That last part reads
-the library without its tests, which are two thirds of the text and repeat themselves, and teaches the model not to fall into
-loops (unlikelihood training). Runs on a GPU where there is one. Ends by measuring the model on files that it has not seen, and
-writes what it measured beside the weights.
+Seeded and resumable: interrupted, the same command goes on from its last checkpoint. The learning
+rate is constant, then falls linearly to zero over the last part (warmup-stable-decay), so a run may
+be resumed with another --steps. That last part reads the library without its tests, which are two
+thirds of the text and repeat themselves, and teaches the model not to fall into loops (unlikelihood
+training). Runs on a GPU where there is one. Ends by measuring the model on files that it has not
+seen, and writes what it measured beside the weights.
 """
 
 import argparse
@@ -87,7 +88,9 @@ def parse_args() -> argparse.Namespace:
 
 
 def load_or_train_tokenizer(directory: Path, vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer trained on the target's own files (never on a file of another purpose)."""
+    """A byte-level BPE tokenizer trained on the target's own files (never on a file of another
+    purpose).
+    """
     if not (directory / "tokenizer.json").exists():
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -128,7 +131,9 @@ def model_config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
 
 
 def token_stream(tokenizer: PreTrainedTokenizerFast, split: Split, seed: int, with_tests: bool = True) -> torch.Tensor:
-    """All conversations of a split, rendered by the chat template and packed end to end in a random order."""
+    """All conversations of a split, rendered by the chat template and packed end to end in a random
+    order.
+    """
     conversations = list(code_conversations(split, Cuts(seed=seed)))
     if not with_tests:
         conversations = [conversation for conversation in conversations if "test" not in conversation.id.split("/")]
@@ -142,7 +147,10 @@ def token_stream(tokenizer: PreTrainedTokenizerFast, split: Split, seed: int, wi
 
 
 def batches(tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace, first_step: int) -> Iterator[torch.Tensor]:
-    """Batches [batch, seq + 1] from `first_step` to the last. Every epoch cuts and shuffles the files anew."""
+    """Batches [batch, seq + 1] from `first_step` to the last.
+
+    Every epoch cuts and shuffles the files anew.
+    """
     tokens_per_step, step, epoch = args.batch_size * args.seq_len, 0, 0
     while step < args.steps:
         decaying = step >= decay_start(args.steps)
@@ -156,7 +164,9 @@ def batches(tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace, first_
 
 
 def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace, device: torch.device) -> float:
-    """Train `model` in place, from the last checkpoint where there is one; the seconds spent in all runs together."""
+    """Train `model` in place, from the last checkpoint where there is one; the seconds spent in all
+    runs together.
+    """
     # Muon is for the matrices between hidden layers; embeddings and norms keep AdamW.
     matrices = [p for name, p in model.model.layers.named_parameters() if p.ndim == 2]
     rest = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
@@ -211,7 +221,9 @@ def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, args: arg
 
 
 def average(model: LlamaForCausalLM, checkpoint: Path, share: float) -> None:
-    """Mix the weights with an earlier checkpoint's: of two that lie close, the mean predicts better than either."""
+    """Mix the weights with an earlier checkpoint's: of two that lie close, the mean predicts better
+    than either.
+    """
     earlier = torch.load(checkpoint, map_location=model.device, weights_only=True)["model"]
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -224,7 +236,9 @@ def decay_start(steps: int) -> int:
 
 
 def schedule(step: int, steps: int) -> float:
-    """Share of the peak learning rate: linear warm-up, constant, linear decay over the last DECAY_SHARE of the steps."""
+    """Share of the peak learning rate: linear warm-up, constant, linear decay over the last
+    DECAY_SHARE of the steps.
+    """
     return min(1.0, (step + 1) / WARMUP_STEPS, (steps - step) / max(1.0, DECAY_SHARE * steps))
 
 
@@ -236,10 +250,11 @@ def token_loss(forward, batch: torch.Tensor) -> torch.Tensor:
 
 
 def loop_loss(model: LlamaForCausalLM, batch: torch.Tensor) -> torch.Tensor:
-    """Sequence-level unlikelihood (Neural Text Generation with Unlikelihood Training, arXiv 1908.04319, section 5.2).
+    """Sequence-level unlikelihood (Neural Text Generation with Unlikelihood Training, arXiv
+    1908.04319, section 5.2).
 
-    The model greedily continues the beginnings of the batch's texts; each token that completes a 4-gram which it has already
-    written is made less likely.
+    The model greedily continues the beginnings of the batch's texts; each token that completes a
+    4-gram which it has already written is made less likely.
     """
     prompts = batch[:, :LOOP_PROMPT_TOKENS]
     texts = greedy(model, prompts, LOOP_NEW_TOKENS)
@@ -285,7 +300,9 @@ def heldout_loss(model, tokenizer, seq_len: int, device: torch.device, max_batch
 
 @torch.no_grad()
 def greedy_quality(model, tokenizer, device: torch.device, num_prompts: int = 50, new_tokens: int = 128) -> dict[str, float]:
-    """Mean share of distinct 4-grams among `new_tokens` greedy tokens: a loop repeats itself and scores near zero."""
+    """Mean share of distinct 4-grams among `new_tokens` greedy tokens: a loop repeats itself and
+    scores near zero.
+    """
     conversations = list(code_conversations("target_heldout", Cuts(seed=1)))
     shares = []
     for conversation in Random(0).sample(conversations, num_prompts):

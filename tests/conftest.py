@@ -1,18 +1,19 @@
-"""Fixtures of all tests: tiny random models, made here, so that every test runs offline on a CPU."""
+"""Fixtures of all tests: tiny random models, so that every test runs offline on a CPU."""
 
 import gc
 import os
 
-# Before any import of ours: the libraries read these when they are imported.
+# Set these before the imports below: the libraries read them at import time.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["MPLBACKEND"] = "Agg"
 os.environ["WANDB_MODE"] = "disabled"
-# The models of the tests are so small that a second thread only gets in the way, in the processes that tests start too.
+# One thread, also in processes that tests start: the models are so small that a second thread slows
+# them down.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 from jaxtyping import install_import_hook
 
-# Checks every annotation of the library at run time, so that a wrong shape in a signature fails a test.
+# Check every annotation of the library at run time: a wrong shape in a signature fails a test.
 install_import_hook("outrider", "beartype.beartype")
 
 from pathlib import Path
@@ -45,14 +46,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def collected(request: pytest.FixtureRequest) -> list[pytest.Item]:
-    """Every test that was collected, also those that `-m` leaves out."""
+    """Return every test that was collected, including those that `-m` deselects."""
     return request.config.stash[COLLECTED]
 
 
 def pytest_collection_finish() -> None:
-    """Freeze what imports and collection left, so that garbage collections don't walk over it.
+    """Freeze the objects of imports and collection, so that garbage collection skips them.
 
-    A training collects garbage several times, and each walk took longer than all its steps.
+    A training run collects garbage several times. Without this, each collection took longer than
+    all training steps.
     """
     gc.collect()
     gc.freeze()
@@ -60,7 +62,10 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE of 300 tokens (all bytes, special tokens, a few merges); a chat template with generation markers."""
+    """Build a byte-level BPE tokenizer with a chat template that has generation markers.
+
+    Its 300 tokens are all bytes, the special tokens and a few merges.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -82,7 +87,10 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="session")
 def tiny_target_dir(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A saved random Llama of two layers in float32, with `tiny_tokenizer`. Read only: it is shared by the whole session."""
+    """Save a random Llama of two layers in float32, with `tiny_tokenizer`.
+
+    The whole session shares it, so tests must not change it.
+    """
     config = LlamaConfig(
         vocab_size=len(tiny_tokenizer),
         hidden_size=32,
@@ -109,7 +117,7 @@ def tiny_target_dir(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: p
 
 @pytest.fixture(scope="session")
 def demo_target_dir() -> Path:
-    """The target that ships with the project."""
+    """Return the folder of the target that ships with the project."""
     directory = REPOSITORY / "models" / "demo_target"
     if not (directory / "model.safetensors").exists():
         pytest.skip(f"no demo target in {directory}; make one with scripts/train_demo_target.py")
@@ -118,7 +126,10 @@ def demo_target_dir() -> Path:
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """Real data sets that lie beside a developer's checkout; users get them from the Hub."""
+    """Return the folder of real data sets beside a developer's checkout.
+
+    Users get these from the Hub.
+    """
     directory = REPOSITORY.parent / "shared" / "data"
     if not directory.is_dir():
         pytest.skip(f"no shared data in {directory}")

@@ -1,4 +1,4 @@
-"""What makes the host wait for an accelerator, counted on a CPU: the scripts' own counters."""
+"""Counters of operations that make the host wait for an accelerator, also on a CPU."""
 
 import runpy
 

@@ -1,4 +1,4 @@
-"""How the library may import itself. The layers are kept by import-linter (`make lint`)."""
+"""Rules for how the library imports itself; import-linter checks the layers (`make lint`)."""
 
 import ast
 import subprocess
@@ -13,7 +13,7 @@ LIBRARY = sorted(path for folder in PACKAGES for path in (REPOSITORY / folder).r
 
 
 def absolute_imports(path: Path) -> list[str]:
-    """The top-level names that a file imports absolutely."""
+    """List the top-level names that a file imports absolutely."""
     names = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -24,7 +24,7 @@ def absolute_imports(path: Path) -> list[str]:
 
 
 def test_nothing_imports_our_folders_by_their_bare_names() -> None:
-    """`import data` works in a checkout and makes a second copy of every class; in a wheel it fails."""
+    """`import data` makes a second copy of every class in a checkout, and fails in a wheel."""
     visited = 0
     for folder in sorted(PACKAGES | {"scripts", "tests"}):
         for path in (REPOSITORY / folder).rglob("*.py"):
@@ -42,15 +42,15 @@ def test_the_library_imports_itself_relatively() -> None:
     assert visited > 30
 
 
-def test_the_walk_sees_a_bare_import(tmp_path: Path) -> None:
+def test_absolute_imports_finds_bare_imports_inside_functions(tmp_path: Path) -> None:
     path = tmp_path / "bad.py"
     path.write_text("def late():\n    from data.types import Turn\n    import models.decoding\n")
     assert absolute_imports(path) == ["data", "models"]
 
 
 @pytest.mark.slow
-def test_each_module_can_be_imported_first() -> None:
-    """Which one is, is up to the user: a module that is only found once others have been loaded hides a circle."""
+def test_every_module_can_be_imported_before_all_others() -> None:
+    """A module that can only be imported after others hides a circular import."""
     script = """
 import sys
 from importlib import import_module

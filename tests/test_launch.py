@@ -1,4 +1,4 @@
-"""The files of conf/launch/, read and checked as `accelerate launch` does, and launches that can't be."""
+"""Launch files of conf/launch/, parsed as by `accelerate launch`, and launch errors."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -25,7 +25,7 @@ NAMES = {
 
 
 def parsed(file: Path, *options: str) -> Namespace:
-    """The launcher's arguments, with what the file says filled in."""
+    """Parse the launcher's arguments, completed with the values of `file`."""
     arguments = launch_command_parser().parse_args(["--config_file", str(file), *options, "train.py"])
     arguments, _, _ = _validate_launch_command(arguments)
     arguments.deepspeed_fields_from_accelerate_config = ""
@@ -39,12 +39,12 @@ def config_of(file: Path) -> ClusterConfig:
     return config
 
 
-def test_every_file_is_known_here() -> None:
+def test_the_list_of_launch_files_is_complete() -> None:
     assert {file.stem for file in FILES} == NAMES
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_a_file_launches_as_many_processes_as_its_name_says_and_sets_nothing_that_a_training_sets(file: Path) -> None:
+def test_a_launch_file_has_the_processes_of_its_name_and_no_training_option(file: Path) -> None:
     config = config_of(file)
     assert config.mixed_precision == ("no" if file.stem == "cpu" else "bf16")
     machines, processes_each = {"one": (1, 8), "several": (2, 8), "cpu": (1, 2)}[file.stem.split("_")[0]]
@@ -96,14 +96,14 @@ def test_fsdp_gets_version_2_and_loads_the_target_in_every_process(monkeypatch: 
 
 
 @pytest.mark.parametrize("feature", ["DEEPSPEED", "FSDP"])
-def test_sharding_that_accelerate_would_leave_out_in_silence_is_refused(feature: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sharding_that_accelerate_would_silently_skip_is_an_error(feature: str, monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator = Accelerator(cpu=True)
     monkeypatch.setenv(f"ACCELERATE_USE_{feature}", "true")
     with pytest.raises(ValueError, match=f"asks for {feature}, and accelerate runs NO instead"):
         require_supported_launch(accelerator)
 
 
-def test_clipping_by_the_launcher_is_refused_since_it_would_hide_that_of_the_training() -> None:
+def test_gradient_clipping_in_the_launch_file_is_an_error() -> None:
     accelerator = Mock(
         spec=Accelerator,
         num_processes=1,
@@ -116,7 +116,7 @@ def test_clipping_by_the_launcher_is_refused_since_it_would_hide_that_of_the_tra
         require_supported_launch(accelerator)
 
 
-def test_deepspeed_that_is_not_installed_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_deepspeed_is_an_error_with_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setattr(launch, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install 'outrider\[deepspeed\]'"):

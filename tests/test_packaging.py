@@ -1,4 +1,4 @@
-"""What a wheel holds: all of the library under one name, and nothing else."""
+"""Contents of the wheel: the whole library under one name, and nothing else."""
 
 import os
 import shutil
@@ -16,14 +16,15 @@ NOT_BUILT_FROM = shutil.ignore_patterns(".*", "*.egg-info", "__pycache__", "buil
 
 
 def packages() -> dict[str, str]:
-    """The folder of each top-level package, by its import name."""
+    """Map the import name of each top-level package to its folder."""
     table: dict[str, str] = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"]
     return table
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ZipFile]:
-    # From a copy: setuptools keeps what it built in the source folder, and packs stale files the next time.
+    # Build from a copy: setuptools leaves built files in the source folder and packs them the next
+    # time, even when they are stale.
     folder = tmp_path_factory.mktemp("wheel")
     shutil.copytree(REPOSITORY, folder / "source", ignore=NOT_BUILT_FROM)
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "--quiet"]
@@ -57,7 +58,7 @@ def test_recipes_templates_and_the_demo_target_are_in_the_wheel(wheel: ZipFile) 
     assert len(data) > 10
 
 
-def test_outrider_is_the_only_name_that_lands_in_site_packages(wheel: ZipFile) -> None:
+def test_outrider_is_the_only_top_level_name_in_the_wheel(wheel: ZipFile) -> None:
     tops = {name.split("/")[0] for name in wheel.namelist()}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"outrider"}
     assert "outrider/__init__.py" not in wheel.namelist()
@@ -89,7 +90,7 @@ def test_a_recipe_composes_from_the_wheel_alone(wheel: ZipFile, tmp_path: Path) 
     assert f"name_or_path: {tmp_path / 'site/outrider/models/demo_target'}" in result.stdout, result.stderr
 
 
-def test_lint_looks_at_every_package() -> None:
+def test_lint_checks_every_package() -> None:
     (line,) = [line for line in (REPOSITORY / "Makefile").read_text().splitlines() if line.startswith("PACKAGES := ")]
     assert sorted(line.removeprefix("PACKAGES := ").split()) == sorted(packages().values())
     assert {package.removeprefix("outrider.") for package in packages()} == set(packages().values())

@@ -1,4 +1,7 @@
-"""The whole way from a recipe to the table, on a tiny target: the first run as a user starts it, the rest in this process."""
+"""Runs of all stages, from a recipe to the table, on a tiny target.
+
+The first run starts a process as a user does. The others run in this process.
+"""
 
 import json
 import os
@@ -42,7 +45,7 @@ QUESTIONS = [
 
 @pytest.fixture(scope="module")
 def overrides(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """A tiny run in a folder that the tests of this file share."""
+    """Return the options of a tiny run in a folder that the tests of this file share."""
     folder = tmp_path_factory.mktemp("pipeline")
     questions = folder / "question.jsonl"
     questions.write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
@@ -62,7 +65,7 @@ def overrides(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="module")
 def finished(overrides: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The folder of a run started as a user starts it, and what it printed."""
+    """Run `train.py` in a process of its own; return the run's folder and its output."""
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     result = subprocess.run(
         [sys.executable, REPOSITORY / "train.py", "conf=demo", *overrides],
@@ -128,7 +131,7 @@ def test_one_command_distils_trains_and_evaluates(finished: tuple[Path, str]) ->
     assert "redrafter" in printed
 
 
-def test_the_target_answers_anew_and_the_drafter_it_has_speeds_that_up_without_a_say(
+def test_regeneration_with_a_drafter_gives_the_same_answers_as_without(
     finished: tuple[Path, str], overrides: list[str], tmp_path: Path
 ) -> None:
     regenerate = ["stages=[distill]", "distill={mode: regenerate, temperature: 1.0, max_new_tokens: 16}"]
@@ -144,7 +147,7 @@ def test_the_target_answers_anew_and_the_drafter_it_has_speeds_that_up_without_a
     assert manifests[0]["data_sha256"] != manifests[1]["data_sha256"]
 
 
-def test_what_training_measured_can_be_checked_on_other_prompts(
+def test_training_estimates_are_checked_on_other_prompts(
     finished: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, _ = finished
@@ -168,7 +171,7 @@ def test_a_second_run_repeats_nothing(finished: tuple[Path, str], overrides: lis
     assert [name for name in before if not name.endswith(".png") and before[name] != after[name]] == []
 
 
-def test_a_card_of_ones_own_stays_and_is_made_anew_only_where_that_is_said(
+def test_an_edited_model_card_is_replaced_only_with_overwrite(
     finished: tuple[Path, str], overrides: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     folder, _ = finished
@@ -189,8 +192,9 @@ def test_a_card_of_ones_own_stays_and_is_made_anew_only_where_that_is_said(
     assert not list(folder.glob(".package*"))
 
 
-@pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")  # huggingface_hub's own way
-def test_a_finished_drafter_is_pushed_where_that_is_wanted(
+# huggingface_hub itself uploads this way
+@pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")
+def test_a_finished_drafter_is_pushed_with_export_push(
     finished: tuple[Path, str], overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, _ = finished
@@ -227,7 +231,7 @@ def test_a_finished_drafter_is_pushed_where_that_is_wanted(
         ({}, "stages=[export]", "isn't pushed: its drafter isn't lossless"),
     ],
 )
-def test_a_certificate_of_other_weights_or_a_failed_one_is_told(finished, overrides, tmp_path, drafters, stages, message):
+def test_a_certificate_that_failed_or_is_of_other_weights_is_an_error(finished, overrides, tmp_path, drafters, stages, message):
     copy = Path(shutil.copytree(finished[0], tmp_path / "run", ignore=shutil.ignore_patterns("package")))
     failed = {"subject": "x", "method": "tokens", "num_cases": 1, "result": "1 differs", "passed": False}
     certificate = {"passed": False, "false_alarm_rate": 0.0, "environment": {}, "lines": [failed], "drafters": drafters}
@@ -253,16 +257,18 @@ def test_a_certificate_of_other_weights_or_a_failed_one_is_told(finished, overri
         ("export.licence='MIT License'", "export.licence is 'MIT License'; give the Hub's name of it"),
     ],
 )
-def test_what_cant_be_exported_is_told_before_any_work(overrides: list[str], tmp_path: Path, change: str, message: str) -> None:
+def test_a_drafter_that_cannot_be_exported_is_an_error_before_any_work(
+    overrides: list[str], tmp_path: Path, change: str, message: str
+) -> None:
     with pytest.raises((ValueError, OSError)) as error:
         run_here("conf=demo", *overrides[1:], f"output_dir={tmp_path / 'new'}", "drafter.initial_state=embedding", change)
     assert re.search(message, " ".join(str(error.value).split()))
     assert not (tmp_path / "new" / "distill").exists()
 
 
-def test_what_training_alone_would_bring_to_light_is_told_before_it(overrides: list[str], tmp_path: Path) -> None:
-    """A fresh bias is zero, which the format could leave out."""
-    others = [each for each in overrides[1:] if not each.startswith(("drafter=", "eval.settings="))]
+def test_an_export_that_trained_weights_would_break_is_an_error_before_training(overrides: list[str], tmp_path: Path) -> None:
+    """A fresh bias is zero and could be left out of the format; a trained bias could not."""
+    others = [option for option in overrides[1:] if not option.startswith(("drafter=", "eval.settings="))]
     eagle = ["drafter=eagle", "drafter.bias=true", "export.formats=[eagle1-vllm]"]
     with pytest.raises(ValueError, match="export.formats has eagle1-vllm, and .* its fc has a bias"):
         run_here("conf=demo", *others, *eagle, f"output_dir={tmp_path / 'new'}")
@@ -270,7 +276,9 @@ def test_what_training_alone_would_bring_to_light_is_told_before_it(overrides: l
 
 
 @pytest.mark.parametrize("change", ["train.learning_rate=0.5", "eval.max_new_tokens=5"])
-def test_a_refused_run_changes_nothing_in_the_folder(finished: tuple[Path, str], overrides: list[str], change: str) -> None:
+def test_a_run_that_ends_with_an_error_changes_nothing_in_the_folder(
+    finished: tuple[Path, str], overrides: list[str], change: str
+) -> None:
     folder, _ = finished
     before = digests(folder)
     with pytest.raises(ValueError, match="differ|changed|another"):
@@ -278,7 +286,7 @@ def test_a_refused_run_changes_nothing_in_the_folder(finished: tuple[Path, str],
     assert digests(folder) == before
 
 
-def test_a_stage_runs_alone_on_what_earlier_ones_left(finished: tuple[Path, str], overrides: list[str]) -> None:
+def test_a_stage_runs_alone_on_the_files_of_earlier_stages(finished: tuple[Path, str], overrides: list[str]) -> None:
     folder, _ = finished
     before = summary(folder)
     untouched = {
@@ -293,10 +301,10 @@ def test_a_stage_runs_alone_on_what_earlier_ones_left(finished: tuple[Path, str]
     assert untouched == {name: digest for name, digest in digests(folder).items() if name in untouched}
 
 
-def test_the_written_configuration_is_what_each_stage_was_made_with(finished: tuple[Path, str], overrides: list[str]) -> None:
+def test_config_yaml_records_the_options_that_each_stage_ran_with(finished: tuple[Path, str], overrides: list[str]) -> None:
     folder, _ = finished
     before = OmegaConf.load(folder / "config.yaml")
-    # Of the stages that aren't run nothing is true but what they were run with.
+    # Changed options of stages that don't run now must not reach the file.
     run_here("conf=demo", *overrides, "stages=[eval]", "train.learning_rate=0.5", "distill.horizon=4")
     after = OmegaConf.load(folder / "config.yaml")
     assert {**after, "stages": None} == {**before, "stages": None}
@@ -304,7 +312,7 @@ def test_the_written_configuration_is_what_each_stage_was_made_with(finished: tu
 
 
 @pytest.mark.parametrize("text", ["- a\n- list\n", "a: [", "\x00"])
-def test_a_damaged_configuration_is_told_before_any_work(overrides: list[str], tmp_path: Path, text: str) -> None:
+def test_a_damaged_configuration_is_an_error_before_any_work(overrides: list[str], tmp_path: Path, text: str) -> None:
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(ValueError, match=r"config\.yaml is not a configuration"):
         run_here("conf=demo", *overrides[1:], f"output_dir={tmp_path}")
@@ -312,15 +320,15 @@ def test_a_damaged_configuration_is_told_before_any_work(overrides: list[str], t
 
 
 @pytest.mark.parametrize(("stage", "missing"), [("train", "manifest.json"), ("eval", "holds no drafter")])
-def test_a_stage_without_its_input_says_what_is_missing(overrides: list[str], tmp_path: Path, stage: str, missing: str) -> None:
+def test_a_stage_without_its_input_is_an_error_that_names_the_file(
+    overrides: list[str], tmp_path: Path, stage: str, missing: str
+) -> None:
     with pytest.raises(ValueError, match=missing):
         run_here("conf=demo", *overrides[1:], f"output_dir={tmp_path / 'empty'}", f"stages=[{stage}]")
     assert not (tmp_path / "empty").exists()
 
 
-def test_more_medusa_heads_than_the_distilled_labels_train_are_told_at_once(
-    finished: tuple[Path, str], overrides: list[str]
-) -> None:
+def test_more_medusa_heads_than_the_horizon_trains_are_an_error(finished: tuple[Path, str], overrides: list[str]) -> None:
     folder, _ = finished
     before = digests(folder)
     medusa = "+variants.heads.drafter={kind: medusa, num_heads: 4}"

@@ -1,4 +1,7 @@
-"""Recipes for real targets and the demos of every kind, through all stages on tiny stand-ins for target, data and prompts."""
+"""Recipes and demos of every kind, run through all stages.
+
+Target, data and prompts are tiny replacements.
+"""
 
 import json
 import shutil
@@ -18,7 +21,7 @@ RECIPES = sorted(
 )
 DEMOS = sorted(path.stem for path in (CONF / "drafter").glob("*_demo.yaml"))
 
-# Sizes alone: what a recipe says of objectives, labels and trees stays as it is.
+# Only sizes change: the recipes' objectives, labels and trees stay.
 SMALL_RUN = [
     "num_threads=1",
     "mixed_precision=null",
@@ -33,15 +36,17 @@ SMALL_RUN = [
 ]
 SMALL_DRAFTERS = {
     "redrafter": ["drafter.exit_width=16", "drafter.num_blocks=1"],
-    "eagle3": ["drafter.draft_vocab_size=128", "export.formats=[]"],  # which need deeper targets
+    # these formats need deeper targets
+    "eagle3": ["drafter.draft_vocab_size=128", "export.formats=[]"],
 }
 
 
 EXPORTED = {"eagle": {"eagle1-vllm", "eagle1-sglang"}, "medusa": {"medusa", "tensorrt-llm"}}
-"""Formats of engines that a recipe leaves."""
+"""Formats that the recipes of a kind export."""
 SMALL_DEMOS = {
+    # the tiny target has two layers
     "redrafter_demo": ["drafter={exit_width: 16, head_init: random}"],
-    "eagle3_demo": ["drafter.feature_layers=[0, 1]", "distill.feature_layers=[0, 1]"],  # the stand-in has no more
+    "eagle3_demo": ["drafter.feature_layers=[0, 1]", "distill.feature_layers=[0, 1]"],
 }
 
 
@@ -54,7 +59,7 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four conversations in the form of ShareGPT."""
+    """Write four conversations in ShareGPT's form."""
     path = tmp_path_factory.mktemp("sharegpt") / "sharegpt.json"
     turns = [{"from": "human", "value": "Count, please."}, {"from": "gpt", "value": "1 2 3 4 5 6 7 8"}]
     path.write_text(json.dumps([{"id": f"c{index}", "conversations": turns} for index in range(4)]))
@@ -62,7 +67,10 @@ def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_here(tmp_path: Path, target: Path, questions: Path, *overrides: str) -> list[str]:
-    """The methods of the table, plain decoding first. That each is lossless is checked by the run itself."""
+    """Run a recipe; return the methods of its table, plain decoding first.
+
+    The run itself checks that each method is lossless.
+    """
     register()
     small = [f"output_dir={tmp_path}", f"target.name_or_path={target}", f"eval.suites=[{{name: mt_bench, path: {questions}}}]"]
     with initialize_config_module("outrider.conf", version_base="1.3"):
@@ -101,10 +109,10 @@ def test_the_demo_runs_with_every_kind(tiny_target_dir: Path, questions: Path, t
 
 
 @pytest.mark.slow
-def test_a_drafter_is_adapted_to_a_target_that_has_changed(
+def test_a_drafter_is_adapted_to_a_changed_target(
     tiny_target_dir: Path, conversations: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where it starts from is looked up once for the whole run: on the Hub each look-up is a request."""
+    """The run resolves `start_from` once: on the Hub each look-up is a request."""
     looked_up: list[str] = []
     monkeypatch.setattr(build, "resolve_drafter", lambda name: looked_up.append(name) or Path(name))
     data = [f"data.path={conversations}", "data.file=null", "target.dtype=float32"]
@@ -126,6 +134,6 @@ def test_a_drafter_is_adapted_to_a_target_that_has_changed(
     assert before["target"]["weights_sha256"] != after["target"]["weights_sha256"]
 
 
-def test_recipes_and_demos_are_there() -> None:
+def test_the_globs_find_recipes_and_demos() -> None:
     assert len(RECIPES) >= 5
     assert len(DEMOS) >= 6

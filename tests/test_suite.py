@@ -1,4 +1,7 @@
-"""What the quick tests cover. A test that becomes slow must not take the last quick one of a kind, rule or command along."""
+"""Coverage of the quick tests.
+
+When a test becomes slow, every kind, rule and command must still have a quick test.
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -39,11 +42,11 @@ OTHERS = [
     "tests/train/test_resume.py::test_a_run_killed_at_any_moment_ends_with_the_bits_of_an_unbroken_one",
     "tests/train/test_processes.py::test_two_processes_learn_what_one_does_of_the_same_texts_per_step",
 ]
-"""Mutants, a kill with a resume, a launch of two processes."""
+"""Quick tests of mutants, of a kill with a resume, and of a launch of two processes."""
 
 
 def quick_cases(collected: Iterable[pytest.Item], test: str) -> list[dict[str, Any]]:
-    """The parameters of each quick case of a test."""
+    """Return the parameters of each quick case of a test."""
     items = list(collected)
     if not any(item.nodeid.startswith(test.split("::")[0]) for item in items):
         pytest.skip("only a part of the tests was collected")
@@ -73,7 +76,7 @@ def test_every_kind_is_trained_with_every_loss(collected: list[pytest.Item]) -> 
 @pytest.mark.parametrize(
     "name", ["test_batches_of_trees_give_the_tokens_of_full_forwards", "test_training_reads_padded_rows_as_each_text_alone"]
 )
-def test_every_architecture_is_read(collected: list[pytest.Item], name: str) -> None:
+def test_every_architecture_has_quick_cases(collected: list[pytest.Item], name: str) -> None:
     cases = quick_cases(collected, f"{ARCHITECTURES}::{name}")
     assert {case["case"] for case in cases} == CASES.keys()
     assert {case["attention"] for case in cases} == {"sdpa", "eager"}
@@ -89,7 +92,7 @@ def test_every_command_is_called(collected: list[pytest.Item]) -> None:
 
 
 @pytest.mark.parametrize("test", OTHERS)
-def test_mutants_kills_and_launches_stay(collected: list[pytest.Item], test: str) -> None:
+def test_mutants_kills_and_launches_have_quick_cases(collected: list[pytest.Item], test: str) -> None:
     assert quick_cases(collected, test)
 
 

@@ -1,4 +1,4 @@
-"""What is wrong with the values of a configuration."""
+"""The problems of a configuration's values, for tests of config classes."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from outrider.data.fields import problems_of
 
 
 def problems(config_class: Any, **values: Any) -> list[str]:
-    """A line for each problem, as users see them."""
+    """Build the config class, and return one line for each problem, as users see them."""
     with pytest.raises(ValidationError) as caught:
         config_class(**values)
     return problems_of(caught.value)

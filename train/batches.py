@@ -55,6 +55,7 @@ class BatchStream:
                 f"the shards in {shards_dir} hold no labelled position, so there is nothing to train on; check the data of the "
                 "distillation (are the assistant's answers empty, or cut off by max_length?)"
             )
+        assert config.global_batch_size is None, "`with_accumulation` has replaced it"
         self.entries = manifest.shards
         self.config = config
         self.rank = rank

@@ -18,6 +18,7 @@ ON_SPIKE = ("warn", "stop")
 
 MAY_CHANGE_ON_RESUME = frozenset(
     {
+        "global_batch_size",  # it only decides gradient_accumulation
         "patience",
         "export",
         "num_threads",
@@ -45,7 +46,10 @@ class TrainConfig:
     batch_size: PositiveInt = 8
     """Texts per micro batch and process. One step reads batch_size x gradient_accumulation x processes texts."""
     gradient_accumulation: PositiveInt = 1
-    """Micro batches per optimizer step."""
+    """Micro batches per process and optimizer step."""
+    global_batch_size: PositiveInt | None = None
+    """Texts per optimizer step over all processes; `gradient_accumulation` follows from it, for any number of GPUs. It must
+    be a multiple of `batch_size` x processes. null: `batch_size` x `gradient_accumulation` x processes."""
     max_positions: PositiveInt | None = None
     """Positions trained on per micro batch, drawn at random from its labelled ones; None trains on all of them."""
     packing: bool = False
@@ -123,6 +127,11 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         problems = []
+        if self.global_batch_size is not None and self.gradient_accumulation != 1:
+            problems.append(
+                f"global_batch_size is {self.global_batch_size} and gradient_accumulation {self.gradient_accumulation}; the "
+                "first decides the second: set gradient_accumulation to 1, or global_batch_size to null"
+            )
         if self.warmup_steps >= self.steps:
             problems.append(f"warmup_steps is {self.warmup_steps}, not less than steps, which is {self.steps}")
         if self.validate_every is not None and not self.validation_texts:

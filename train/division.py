@@ -1,8 +1,10 @@
 """The division of a step's texts among processes and micro-batches, and resuming with another one."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+from .config import TrainConfig
 
 DIVISION_KEYS = frozenset({"train.batch_size", "train.gradient_accumulation", "num_processes"})
 """The keys of a division in the description of a run."""
@@ -38,8 +40,37 @@ class Division:
         return self.texts_per_step == before.texts_per_step or self.num_processes != before.num_processes
 
     def __str__(self) -> str:
-        processes = "1 process" if self.num_processes == 1 else f"{self.num_processes} processes"
-        return f"{processes} x gradient_accumulation {self.gradient_accumulation} x batch_size {self.batch_size}"
+        """Return the factors of the texts per step, by their options."""
+        return (
+            f"{_processes(self.num_processes)} x gradient_accumulation {self.gradient_accumulation} x batch_size "
+            f"{self.batch_size}"
+        )
+
+
+def with_accumulation(config: TrainConfig, num_processes: int) -> TrainConfig:
+    """Return the options with the `gradient_accumulation` that `global_batch_size` asks for.
+
+    Without a `global_batch_size` the options stay as they are. Raises ValueError where the texts of a
+    step can't be divided evenly.
+    """
+    texts = config.global_batch_size
+    if texts is None:
+        return config
+    texts_at_once = config.batch_size * num_processes
+    if texts % texts_at_once:
+        smaller = texts // texts_at_once * texts_at_once
+        nearest = " or ".join(str(size) for size in (smaller, smaller + texts_at_once) if size)
+        sizes = [size for size in range(1, config.batch_size) if texts % (size * num_processes) == 0]
+        remedy = f", or train.batch_size={sizes[-1]}" if sizes else ""
+        raise ValueError(
+            f"train.global_batch_size is {texts}, which is not a multiple of {texts_at_once} (train.batch_size "
+            f"{config.batch_size} x {_processes(num_processes)}); set train.global_batch_size={nearest}{remedy}"
+        )
+    return replace(config, global_batch_size=None, gradient_accumulation=texts // texts_at_once)
+
+
+def _processes(count: int) -> str:
+    return "1 process" if count == 1 else f"{count} processes"
 
 
 def describe_change(before: Division, now: Division, *, step: int, position: int, num_texts: int, steps_left: int) -> str:

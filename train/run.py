@@ -10,6 +10,7 @@ from ..models.drafters.saved.build import DrafterSpec
 from ..models.machine import hardware
 from ..models.target.hf_target import HFTarget
 from .config import TrainConfig
+from .division import with_accumulation
 from .loop import fit
 from .processes import require_supported_launch
 from .results import describe_run, is_trained, save_results, take_over_options
@@ -39,6 +40,7 @@ def train(
     """
     require_supported_launch(accelerator)
     require_tracker(config)
+    config = with_accumulation(config, accelerator.num_processes)
     manifest = label_store(shards_dir).load()
     manifest.require_target(target.identity)
     run = describe_run(config, spec, manifest, accelerator)

@@ -146,9 +146,30 @@ def open_stream(
         held_out=[text.place for text in held_out],
         reads=reads,
     )
+    logger.info("%s", describe_batch(config, stream, manifest))
     if stream.step_size > stream.num_texts:
-        logger.warning("a step reads %d texts, of %d that there are: some of them twice", stream.step_size, stream.num_texts)
+        logger.warning(
+            "a step reads %d texts, and there are only %d: it reads some of them twice; lower train.batch_size",
+            *(stream.step_size, stream.num_texts),
+        )
     return stream
+
+
+def describe_batch(config: TrainConfig, stream: BatchStream, manifest: Manifest) -> str:
+    """Describe one optimizer step: its texts, tokens and positions, and how many epochs all steps are."""
+    num_texts = sum(len(entry.ids) for entry in manifest.shards)
+    tokens, positions = (stream.step_size * total / num_texts for total in (manifest.num_tokens, manifest.num_labels))
+    limit = ""
+    if config.max_positions is not None:
+        at_most = config.max_positions * config.gradient_accumulation * stream.num_processes
+        positions = min(positions, at_most)
+        limit = f" (at most {at_most:,}, by train.max_positions {config.max_positions})"
+    return (
+        f"a step reads {stream.step_size} texts = {stream.num_processes} process{'es' * (stream.num_processes > 1)} x "
+        f"train.batch_size {config.batch_size} x gradient_accumulation {config.gradient_accumulation}: about {tokens:,.0f} "
+        f"tokens, and it trains on about {positions:,.0f} positions{limit}; {config.steps} steps are "
+        f"{config.steps * stream.step_size / stream.num_texts:.3g} epochs of {stream.num_texts} texts"
+    )
 
 
 def make_validator(

@@ -1,9 +1,10 @@
 """Does Apple's own code say of a ReDrafter what outrider says, whichever of the two wrote it?
 
-Apple's code (github.com/apple/ml-recurrent-drafter) is in no package index, and wants older versions of other packages, so this
-runs in turns: outrider's Python makes a target, drafters, their exports and what they say along the beams that Apple's search
-will be asked to take; a Python that has Apple's code loads the exports, compares, and then writes drafters of its own;
-outrider's Python imports those and compares.
+Apple's code (github.com/apple/ml-recurrent-drafter) is in no package index, and wants older
+versions of other packages, so this runs in turns: outrider's Python makes a target, drafters, their
+exports and what they say along the beams that Apple's search will be asked to take; a Python that
+has Apple's code loads the exports, compares, and then writes drafters of its own; outrider's Python
+imports those and compares.
 
     python3 -m venv apple-env                                               # torch's CPU build
     apple-env/bin/pip install torch==2.13.0 'transformers==4.36.2' 'numpy<2' safetensors
@@ -12,7 +13,8 @@ outrider's Python imports those and compares.
     PYTHONPATH=ml-recurrent-drafter apple-env/bin/python scripts/engines/check_apple.py compare /tmp/apple
     .venv/bin/python scripts/engines/check_apple.py import /tmp/apple
 
-Prints the largest difference of the log-probabilities at each depth, and exits with 1 where one is above rounding.
+Prints the largest difference of the log-probabilities at each depth, and exits with 1 where one is
+above rounding.
 """
 
 import importlib.util
@@ -57,15 +59,19 @@ def make(directory: Path) -> bool:
 
 
 def make_prompts() -> tuple[torch.Tensor, torch.Tensor]:
-    """The target's last hidden states after prompts, [prompt, hidden], and the tokens that it has chosen, [prompt]."""
+    """The target's last hidden states after prompts, [prompt, hidden], and the tokens that it has
+    chosen, [prompt].
+    """
     states = torch.randn(NUM_PROMPTS, HIDDEN, generator=torch.Generator().manual_seed(6))
     return states, make_tokens()[0, :NUM_PROMPTS]
 
 
 @torch.no_grad()
 def our_search(drafter: Any) -> dict[str, torch.Tensor]:
-    """Beams of a plain search with outrider's drafter, [prompt, beam, token], and the log-probabilities on their way, of the
-    KEPT likeliest tokens alone, [prompt, beam, depth, vocab]."""
+    """Beams of a plain search with outrider's drafter, [prompt, beam, token], and the
+    log-probabilities on their way, of the KEPT likeliest tokens alone, [prompt, beam, depth,
+    vocab].
+    """
     contexts, first = make_prompts()
     beams, scores = [first[:, None, None]], torch.zeros(NUM_PROMPTS, 1)
     beam, state = beams[0], drafter.first_state(drafter.embed(first))[:, None]
@@ -86,7 +92,9 @@ def our_search(drafter: Any) -> dict[str, torch.Tensor]:
 
 
 def skip_package_file() -> None:
-    """Let Apple's modules be imported without the package's `__init__`, which wants much that the drafter doesn't."""
+    """Let Apple's modules be imported without the package's `__init__`, which wants much that the
+    drafter doesn't.
+    """
     found = importlib.util.find_spec("recurrent_drafting")
     if found is None or found.submodule_search_locations is None:
         sys.exit("there is no recurrent_drafting: name the clone of Apple's repository in PYTHONPATH")
@@ -108,7 +116,9 @@ def their_search(model: Any, directory: Path) -> dict[str, torch.Tensor]:
 
 
 def compare_searches(name: str, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
-    """Whether both took the same beams, kept the same tokens, and gave them the same log-probabilities."""
+    """Whether both took the same beams, kept the same tokens, and gave them the same
+    log-probabilities.
+    """
     kept = expected["log_probs"] > LEAST
     assert int(kept.sum()) == KEPT * NUM_PROMPTS * WIDTH * DEPTHS
     same = torch.equal(found["beams"], expected["beams"]) and torch.equal(found["log_probs"] > LEAST, kept)
@@ -117,7 +127,9 @@ def compare_searches(name: str, found: dict[str, torch.Tensor], expected: dict[s
 
 
 def compare_and_write(directory: Path) -> bool:
-    """The Python with Apple's code: load each export and compare; then write drafters as Apple's training does."""
+    """The Python with Apple's code: load each export and compare; then write drafters as Apple's
+    training does.
+    """
     skip_package_file()
     from recurrent_drafting.configuration_drafter import DrafterConfig
     from recurrent_drafting.modeling_drafter import Drafter

@@ -1,4 +1,5 @@
-"""Does EAGLE's own code say of an EAGLE-1 drafter what outrider says, whichever of the two wrote it?
+"""Does EAGLE's own code say of an EAGLE-1 drafter what outrider says, whichever of the two wrote
+it?
 
 Its package on PyPI, eagle-llm 1.2.1 (github.com/SafeAILab/EAGLE), wants older versions of other packages, so this runs in
 turns: outrider's Python makes a target, drafters, their exports and what they say; a Python that has EAGLE loads the
@@ -12,7 +13,8 @@ Python imports those and compares.
     eagle-env/bin/python scripts/engines/check_eagle.py compare /tmp/eagle
     .venv/bin/python scripts/engines/check_eagle.py import /tmp/eagle
 
-Prints the largest difference of the logits at each depth, and exits with 1 where one is above rounding.
+Prints the largest difference of the logits at each depth, and exits with 1 where one is above
+rounding.
 """
 
 import json
@@ -62,8 +64,10 @@ def make(directory: Path) -> bool:
 
 
 def as_released(export: Path, target: Path) -> Path:
-    """A copy of an export as this version of EAGLE reads one: it wants pickled weights, the target's embeddings among them, and
-    the key `bias` where there is none. (Later versions read safetensors, and take the embeddings from the target.)"""
+    """A copy of an export as this version of EAGLE reads one: it wants pickled weights, the
+    target's embeddings among them, and the key `bias` where there is none. (Later versions read
+    safetensors, and take the embeddings from the target.)
+    """
     from safetensors.torch import load_file
 
     released = export.with_name(f"{export.name}-released")
@@ -110,8 +114,9 @@ def compare_and_write(directory: Path) -> bool:
 
 
 def write(path: Path, options: dict[str, Any], target: Path) -> None:
-    """A checkpoint as EAGLE's training (eagle/train/main.py) writes one, beside a configuration with the keys of its own for
-    Vicuna (train/vicuna_7B_config.json)."""
+    """A checkpoint as EAGLE's training (eagle/train/main.py) writes one, beside a configuration
+    with the keys of its own for Vicuna (train/vicuna_7B_config.json).
+    """
     from accelerate import Accelerator
     from eagle.model.cnets import Model
     from eagle.model.configs import EConfig

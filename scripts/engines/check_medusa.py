@@ -1,9 +1,10 @@
 """Does Medusa's own code say of its heads what outrider says, whichever of the two wrote them?
 
-Its package on PyPI, medusa-llm 0.1 (github.com/FasterDecoding/Medusa), wants older versions of other packages, so this runs
-in turns: outrider's Python makes a target, a drafter, its export and what it says; a Python that has Medusa loads the
-export with its own `MedusaModel.from_pretrained` and compares, and then writes heads as its training does; outrider's
-Python imports those and compares.
+Its package on PyPI, medusa-llm 0.1 (github.com/FasterDecoding/Medusa), wants older versions of
+other packages, so this runs in turns: outrider's Python makes a target, a drafter, its export and
+what it says; a Python that has Medusa loads the export with its own `MedusaModel.from_pretrained`
+and compares, and then writes heads as its training does; outrider's Python imports those and
+compares.
 
     python3 -m venv medusa-env                                              # torch's CPU build
     medusa-env/bin/pip install torch==2.13.0 'transformers==4.36.2' 'accelerate==0.21.0' 'numpy<2' safetensors
@@ -80,7 +81,10 @@ def compare_and_write(directory: Path) -> bool:
 
 
 def write(path: Path, num_heads: int, num_layers: int, target: Path) -> None:
-    """Heads as Medusa's training (medusa/train/train.py) writes them. All blocks of a head are one module there."""
+    """Heads as Medusa's training (medusa/train/train.py) writes them.
+
+    All blocks of a head are one module there.
+    """
     from medusa.model.medusa_model import MedusaConfig, MedusaModel
     from transformers import LlamaForCausalLM
 

@@ -1,8 +1,9 @@
-"""Does outrider say of an EAGLE-3 drafter of NVIDIA's Model Optimizer what the Model Optimizer says?
+"""Does outrider say of an EAGLE-3 drafter of NVIDIA's Model Optimizer what the Model Optimizer
+says?
 
-Its drafters are published for vLLM, SGLang and TensorRT-LLM. It reads none that others wrote, so this goes one way: outrider's
-Python makes a target; a Python that has the Model Optimizer makes drafters for it and writes them with its own exporter;
-outrider's Python imports those and compares.
+Its drafters are published for vLLM, SGLang and TensorRT-LLM. It reads none that others wrote, so
+this goes one way: outrider's Python makes a target; a Python that has the Model Optimizer makes
+drafters for it and writes them with its own exporter; outrider's Python imports those and compares.
 
     python3 -m venv modelopt-env                                            # torch's CPU build
     modelopt-env/bin/pip install torch==2.13.0 transformers==5.8.1 nvidia-modelopt==0.47.0 accelerate datasets peft requests
@@ -10,7 +11,8 @@ outrider's Python imports those and compares.
     modelopt-env/bin/python scripts/engines/check_modelopt.py write /tmp/modelopt
     .venv/bin/python scripts/engines/check_modelopt.py import /tmp/modelopt
 
-Prints the largest difference of the logits at each depth, and exits with 1 where one is above rounding.
+Prints the largest difference of the logits at each depth, and exits with 1 where one is above
+rounding.
 """
 
 from pathlib import Path
@@ -52,14 +54,15 @@ def write(directory: Path) -> bool:
             "eagle_architecture_config": {**eagle3_default_config, **LAYER, **options},
             "eagle_decoder_type": "llama",
             "eagle_use_torch_compile": False,
-            # Otherwise drafters trained without scaled rotary embeddings are written as if they had them.
+            # Otherwise drafters trained without scaled rotary embeddings are written as if they had
+            # them.
             "eagle_export_rope_scaling": {},
         }
         speculative.convert(model, [("eagle", settings)])
         torch.manual_seed(5)
         randomise(model.eagle_module)
-        # Its layer normalises the features by this norm first, and then by `hidden_norm`; engines, by the second alone. The two
-        # are the same where all numbers of the first are.
+        # Its layer normalises the features by this norm first, and then by `hidden_norm`; engines,
+        # by the second alone. The two are the same where all numbers of the first are.
         model.eagle_module.layers[0].input_layernorm.weight.data.fill_(1.3)
         if (num_outputs := options.get("draft_vocab_size", VOCAB)) < VOCAB:
             drafted = torch.randperm(VOCAB)[:num_outputs].sort().values

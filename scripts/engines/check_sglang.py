@@ -1,8 +1,10 @@
-"""Does SGLang's own model code take our exports whole, and say of an EAGLE-3 drafter what outrider says?
+"""Does SGLang's own model code take our exports whole, and say of an EAGLE-3 drafter what outrider
+says?
 
-SGLang's models of drafters (python/sglang/srt/models) are plain Python over layers that want a GPU. So this imports the models'
-own files alone, with plain layers in place of SGLang's: what a configuration makes, which tensor goes where, and for EAGLE-3
-everything between the layers, is SGLang's. It runs in turns, as SGLang wants other versions than outrider does.
+SGLang's models of drafters (python/sglang/srt/models) are plain Python over layers that want a GPU.
+So this imports the models' own files alone, with plain layers in place of SGLang's: what a
+configuration makes, which tensor goes where, and for EAGLE-3 everything between the layers, is
+SGLang's. It runs in turns, as SGLang wants other versions than outrider does.
 
     python3 -m venv sglang-env                                              # torch's CPU build
     sglang-env/bin/pip install torch==2.13.0 transformers==5.8.1 safetensors
@@ -10,7 +12,8 @@ everything between the layers, is SGLang's. It runs in turns, as SGLang wants ot
     .venv/bin/python scripts/engines/check_sglang.py make /tmp/sglang
     sglang-env/bin/python scripts/engines/check_sglang.py compare /tmp/sglang
 
-Prints the largest difference of the logits at each depth, and exits with 1 where one is above rounding.
+Prints the largest difference of the logits at each depth, and exits with 1 where one is above
+rounding.
 """
 
 from pathlib import Path
@@ -71,9 +74,11 @@ def make(directory: Path) -> bool:
 
 
 def load(path: Path) -> Any:
-    """SGLang's model of an export, of its configuration and by its own loader; embeddings and an EAGLE-1's head are left out.
+    """SGLang's model of an export, of its configuration and by its own loader; embeddings and an
+    EAGLE-1's head are left out.
 
-    SGLang passes over what it doesn't know and leaves what is missing as it was: here either is an error.
+    SGLang passes over what it doesn't know and leaves what is missing as it was: here either is an
+    error.
     """
     from engine_models import fill_with_nan, own_modules, require_taken
     from safetensors.torch import load_file
@@ -91,7 +96,9 @@ def load(path: Path) -> Any:
 
 @torch.no_grad()
 def their_logits(model: Any, features: torch.Tensor, tokens: torch.Tensor) -> list[torch.Tensor]:
-    """As `chained_logits`, by SGLang's model of an EAGLE-3 drafter, which reads texts without a dimension of the batch."""
+    """As `chained_logits`, by SGLang's model of an EAGLE-3 drafter, which reads texts without a
+    dimension of the batch.
+    """
     batch = SimpleNamespace(
         mm_input_embeds=None,
         forward_mode=SimpleNamespace(is_extend=lambda: False, is_decode=lambda: False),

@@ -1,9 +1,10 @@
 """Does SpecForge say of an EAGLE-3 drafter what outrider says, whichever of the two wrote it?
 
-SpecForge (github.com/sgl-project/SpecForge) trains drafters for SGLang, and is of the same project. It wants other versions
-than outrider does, so this runs in turns: outrider's Python makes a target, drafters, their exports and what they say; a
-Python that has SpecForge loads the exports and compares, and then writes drafters with SpecForge's own exporters;
-outrider's Python imports those and compares.
+SpecForge (github.com/sgl-project/SpecForge) trains drafters for SGLang, and is of the same project.
+It wants other versions than outrider does, so this runs in turns: outrider's Python makes a target,
+drafters, their exports and what they say; a Python that has SpecForge loads the exports and
+compares, and then writes drafters with SpecForge's own exporters; outrider's Python imports those
+and compares.
 
     python3 -m venv specforge-env                                           # torch's CPU build
     specforge-env/bin/pip install torch==2.13.0 transformers==5.8.1 numpy safetensors
@@ -12,7 +13,8 @@ outrider's Python imports those and compares.
     specforge-env/bin/python scripts/engines/check_specforge.py compare /tmp/specforge
     .venv/bin/python scripts/engines/check_specforge.py import /tmp/specforge
 
-Prints the largest difference of the logits at each depth, and exits with 1 where one is above rounding.
+Prints the largest difference of the logits at each depth, and exits with 1 where one is above
+rounding.
 """
 
 import json
@@ -74,14 +76,19 @@ def make(directory: Path) -> bool:
 
 
 def load(path: Path, target: Path) -> Any:
-    """A drafter as SpecForge makes one of a configuration and weights, which takes the embeddings from the target. Nothing else
-    may be missing or unknown. (`AutoDraftModel.from_pretrained` leaves the rotary tables without numbers in transformers 5.)"""
+    """A drafter as SpecForge makes one of a configuration and weights, which takes the embeddings
+    from the target.
+
+    Nothing else may be missing or unknown. (`AutoDraftModel.from_pretrained` leaves the rotary
+    tables without numbers in transformers 5.)
+    """
     from safetensors.torch import load_file
     from specforge.modeling.auto import AutoDraftModel, AutoDraftModelConfig
 
     model = AutoDraftModel.from_config(AutoDraftModelConfig.from_file(str(path / "config.json")), torch_dtype=torch.float32)
     missing, unknown = model.load_state_dict(load_file(path / "model.safetensors"), strict=False)
-    assert set(missing) <= {"embed_tokens.weight", "d2t", "t2d"}, missing  # of the whole vocabulary the maps are left out
+    # of the whole vocabulary the maps are left out
+    assert set(missing) <= {"embed_tokens.weight", "d2t", "t2d"}, missing
     assert not unknown, unknown
     model.load_embedding(str(target))
     return model.eval()
@@ -89,7 +96,9 @@ def load(path: Path, target: Path) -> Any:
 
 @torch.no_grad()
 def their_logits(model: Any, features: torch.Tensor, tokens: torch.Tensor) -> list[torch.Tensor]:
-    """As `unrolled_logits`, by SpecForge's model, which takes the text's tokens shifted by the depth."""
+    """As `unrolled_logits`, by SpecForge's model, which takes the text's tokens shifted by the
+    depth.
+    """
     tokens = tokens[:, : NUM_TOKENS + 1]
     hidden, positions = model.project_hidden_states(features), torch.arange(NUM_TOKENS)[None]
     attended = torch.ones(1, NUM_TOKENS, dtype=torch.bool)
@@ -122,7 +131,8 @@ def compare_and_write(directory: Path) -> bool:
 
 def write(path: Path, draft_vocab_size: int, target: Path) -> torch.Tensor:
     """A drafter by SpecForge's own exporters, of a configuration with the keys of its own for Qwen3
-    (configs/qwen3-32b-eagle3.json); the tokens that it drafts."""
+    (configs/qwen3-32b-eagle3.json); the tokens that it drafts.
+    """
     from specforge.export.to_hf import export_to_hf
     from specforge.export.to_sglang import export_to_sglang
     from specforge.modeling.auto import AutoDraftModel, AutoDraftModelConfig

@@ -1,8 +1,8 @@
 """Does the speculators library say of an export what outrider says of the drafter?
 
-The library wants other versions than outrider does, so this runs twice: with outrider's Python, which makes a small target, an
-EAGLE-3 drafter for it, its export, and what the drafter says; and with a Python that has the library, which loads the export
-and compares.
+The library wants other versions than outrider does, so this runs twice: with outrider's Python,
+which makes a small target, an EAGLE-3 drafter for it, its export, and what the drafter says; and
+with a Python that has the library, which loads the export and compares.
 
     python3 -m venv speculators-env                                         # torch's CPU build, and no torchvision
     speculators-env/bin/pip install torch==2.13.0 'transformers<=5.19.0' safetensors pydantic pydantic-settings loguru openai \
@@ -11,7 +11,8 @@ and compares.
     .venv/bin/python scripts/engines/check_speculators.py make /tmp/export
     speculators-env/bin/python scripts/engines/check_speculators.py compare /tmp/export
 
-Prints the largest difference of the logits at each depth, and exits with 1 where one is above TOLERANCE.
+Prints the largest difference of the logits at each depth, and exits with 1 where one is above
+TOLERANCE.
 """
 
 import json

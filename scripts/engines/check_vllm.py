@@ -1,9 +1,10 @@
 """Does vLLM's own model code take our exports whole, and say of drafters what outrider says?
 
-vLLM's models of drafters (vllm/model_executor/models) are plain Python over layers that want a GPU. So this imports the models'
-own files alone, with plain layers in place of vLLM's: what a configuration makes, which tensor goes where, and everything
-between the layers is vLLM's. vLLM's package for TPUs is small; its files of models are the same. It runs in turns, as vLLM
-wants other versions than outrider does.
+vLLM's models of drafters (vllm/model_executor/models) are plain Python over layers that want a GPU.
+So this imports the models' own files alone, with plain layers in place of vLLM's: what a
+configuration makes, which tensor goes where, and everything between the layers is vLLM's. vLLM's
+package for TPUs is small; its files of models are the same. It runs in turns, as vLLM wants other
+versions than outrider does.
 
     python3 -m venv vllm-env                                                # torch's CPU build
     vllm-env/bin/pip install torch==2.13.0 transformers==5.8.1 safetensors regex
@@ -11,7 +12,8 @@ wants other versions than outrider does.
     .venv/bin/python scripts/engines/check_vllm.py make /tmp/vllm
     PYTHONPATH=vllm_tpu-0.32.0 vllm-env/bin/python scripts/engines/check_vllm.py compare /tmp/vllm
 
-Prints the largest difference of the logits at each depth, and exits with 1 where one is above rounding.
+Prints the largest difference of the logits at each depth, and exits with 1 where one is above
+rounding.
 """
 
 import json
@@ -74,7 +76,9 @@ def make(directory: Path) -> bool:
 
 
 def read_config(path: Path) -> Any:
-    """A drafter's configuration; of a folder of speculators, what vLLM makes of it (transformers_utils/configs/speculators)."""
+    """A drafter's configuration; of a folder of speculators, what vLLM makes of it
+    (transformers_utils/configs/speculators).
+    """
     from transformers import LlamaConfig
 
     said = json.loads((path / "config.json").read_text())

@@ -1,4 +1,6 @@
-"""SGLang's and vLLM's models of drafters, from the engines' own files, over plain layers: theirs want a GPU."""
+"""SGLang's and vLLM's models of drafters, from the engines' own files, over plain layers: theirs
+want a GPU.
+"""
 
 import importlib.util
 import logging
@@ -29,7 +31,9 @@ def put(parameter: nn.Parameter, weight: torch.Tensor, rows: slice = slice(None)
 
 
 class Linear(nn.Module):
-    """Several linear layers side by side, whose weights are loaded one by one; gives a pair, as SGLang's do."""
+    """Several linear layers side by side, whose weights are loaded one by one; gives a pair, as
+    SGLang's do.
+    """
 
     def __init__(self, width: int, sizes: dict[Any, int], bias: bool) -> None:
         super().__init__()
@@ -41,7 +45,8 @@ class Linear(nn.Module):
             parameter.weight_loader = self.load  # type: ignore[attr-defined]
 
     def load(self, parameter: nn.Parameter, weight: torch.Tensor, part: Any = None) -> None:
-        put(parameter, weight, self.rows[getattr(weight, "shard_id", part)])  # vLLM's loader writes the part onto the tensor
+        # vLLM's loader writes the part onto the tensor
+        put(parameter, weight, self.rows[getattr(weight, "shard_id", part)])
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
         return F.linear(x, self.weight, self.bias), None
@@ -134,7 +139,9 @@ def get_rope(
     rope_parameters: Any = None,
     **_: Any,
 ) -> Any:
-    """transformers' rotary embeddings, of what an engine's model asks of its own: `rotary(positions, q, k)`."""
+    """transformers' rotary embeddings, of what an engine's model asks of its own:
+    `rotary(positions, q, k)`.
+    """
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
 
@@ -258,7 +265,8 @@ def own_modules(package: str) -> list[Any]:
 
 
 def require_taken(model: nn.Module, given: dict[str, torch.Tensor], *, shared: Sequence[str]) -> None:
-    """Raise AssertionError unless each number of a model filled with NaN before was loaded, and none given was passed over.
+    """Raise AssertionError unless each number of a model filled with NaN before was loaded, and
+    none given was passed over.
 
     `shared` are parameters that the engine takes from the target.
     """

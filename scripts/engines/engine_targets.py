@@ -1,7 +1,8 @@
-"""What the checks against other programs' own code share: a small target, drafters for it, what they say, and the comparison.
+"""What the checks against other programs' own code share: a small target, drafters for it, what
+they say, and the comparison.
 
-The other programs want other versions than outrider does, so each check is run in turns by two Pythons. `compare` and `run`,
-which both need, ask for torch alone.
+The other programs want other versions than outrider does, so each check is run in turns by two
+Pythons. `compare` and `run`, which both need, ask for torch alone.
 """
 
 import argparse
@@ -27,7 +28,9 @@ SCALED_ROPE = {
 
 
 def make_target(directory: Path, rope: dict[str, Any]) -> Any:
-    """A random Llama of eight layers with these rotary embeddings, saved with a tokenizer, as outrider loads it."""
+    """A random Llama of eight layers with these rotary embeddings, saved with a tokenizer, as
+    outrider loads it.
+    """
     from tokenizers import Tokenizer, models
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -46,10 +49,12 @@ def make_target(directory: Path, rope: dict[str, Any]) -> Any:
         eos_token_id=None,
         dtype="float32",
     )
-    LlamaForCausalLM(config).save_pretrained(directory, max_shard_size="50KB")  # several files, as large models have
+    # several files, as large models have
+    LlamaForCausalLM(config).save_pretrained(directory, max_shard_size="50KB")
     words = Tokenizer(models.WordLevel({str(token): token for token in range(VOCAB)}, unk_token="0"))
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(directory)
-    path = directory / "tokenizer_config.json"  # under the class's name that all versions of transformers know
+    # under the class's name that all versions of transformers know
+    path = directory / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}))
     return load_target(directory)
 
@@ -87,7 +92,9 @@ def randomise(model: torch.nn.Module) -> None:
 
 @torch.no_grad()
 def read_features(drafter: Any, target: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """What a drafter of features reads of the target, of the text without its last token: [1, NUM_TOKENS, feature]."""
+    """What a drafter of features reads of the target, of the text without its last token: [1,
+    NUM_TOKENS, feature].
+    """
     text = tokens[:, : NUM_TOKENS + 1]
     last, layers = target.hidden_states(text, drafter.feature_layers)
     return (last if layers is None else layers)[:, :-1]
@@ -95,8 +102,11 @@ def read_features(drafter: Any, target: Any, tokens: torch.Tensor) -> torch.Tens
 
 @torch.no_grad()
 def unrolled_logits(drafter: Any, target: Any, tokens: torch.Tensor) -> list[torch.Tensor]:
-    """A drafter's logits at every position and depth, as in training: each depth is fed the outputs of the one before, and
-    reads the text's tokens one further on, with zeros behind them. Each [1, NUM_TOKENS, output]."""
+    """A drafter's logits at every position and depth, as in training: each depth is fed the outputs
+    of the one before, and reads the text's tokens one further on, with zeros behind them.
+
+    Each [1, NUM_TOKENS, output].
+    """
     from transformers.cache_utils import DynamicCache
 
     tokens = tokens[:, : NUM_TOKENS + 1]
@@ -113,8 +123,10 @@ def unrolled_logits(drafter: Any, target: Any, tokens: torch.Tensor) -> list[tor
 
 @torch.no_grad()
 def chained_logits(drafter: Any, target: Any, tokens: torch.Tensor) -> list[torch.Tensor]:
-    """A drafter's logits as in decoding: at every position of the text, [1, NUM_TOKENS, output], and then after each of the
-    tokens behind it, of which all but the first are read with the drafter's own outputs, [1, 1, output]."""
+    """A drafter's logits as in decoding: at every position of the text, [1, NUM_TOKENS, output],
+    and then after each of the tokens behind it, of which all but the first are read with the
+    drafter's own outputs, [1, 1, output].
+    """
     from transformers.cache_utils import DynamicCache
 
     cache, steps = DynamicCache(), torch.arange(NUM_TOKENS)
@@ -130,7 +142,9 @@ def chained_logits(drafter: Any, target: Any, tokens: torch.Tensor) -> list[torc
 
 
 def compare(name: str, found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
-    """Whether logits are the same up to rounding; prints the largest difference at each depth, or of each head."""
+    """Whether logits are the same up to rounding; prints the largest difference at each depth, or
+    of each head.
+    """
     assert len(found) == len(expected) > 0
     assert all(a.shape == b.shape for a, b in zip(found, expected, strict=True))
     differences = [float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)]
@@ -140,8 +154,10 @@ def compare(name: str, found: Sequence[torch.Tensor], expected: Sequence[torch.T
 
 
 def run(doc: str | None, steps: dict[str, Callable[[Path], bool]]) -> None:
-    """The command line of a check: one step of it on a folder, which the first step makes. Exits with 1 where a step finds that
-    the two programs differ."""
+    """The command line of a check: one step of it on a folder, which the first step makes.
+
+    Exits with 1 where a step finds that the two programs differ.
+    """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("step", choices=tuple(steps))
     parser.add_argument("directory", type=Path)

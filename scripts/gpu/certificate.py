@@ -1,9 +1,11 @@
-"""`outrider certify` of the demo's target on a device, with the drafter of a run, or a fresh one where that is missing.
+"""`outrider certify` of the demo's target on a device, with the drafter of a run, or a fresh one
+where that is missing.
 
     python scripts/gpu/certificate.py --drafter outputs/demo/drafter --dtype bfloat16 --output certificate.json
 
-A fresh drafter's drafts are hardly ever accepted, but they are read, so masks, positions and caches are certified all the same.
-The certificate's oracle, which knows the answers, sees to it that drafts are accepted.
+A fresh drafter's drafts are hardly ever accepted, but they are read, so masks, positions and caches
+are certified all the same. The certificate's oracle, which knows the answers, sees to it that
+drafts are accepted.
 """
 
 import argparse

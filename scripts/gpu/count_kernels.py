@@ -1,14 +1,16 @@
-"""How many kernels a GPU would launch in a decode step, in labelling and in a training step: counted on a CPU.
+"""How many kernels a GPU would launch in a decode step, in labelling and in a training step:
+counted on a CPU.
 
     python scripts/gpu/count_kernels.py --output benchmarks/gpu_kernels.json   # two minutes on one core
 
-A launch costs the host about 5 us, whatever the kernel does, so a step of many small kernels takes the host's time and not the
-card's. The number of kernels depends on the number of layers and not on their widths: the models here are tiny and have as
-many layers as one of 8B. They run on a CPU in bfloat16, along the paths that CUDA takes (`cuda_paths`).
+A launch costs the host about 5 us, whatever the kernel does, so a step of many small kernels takes
+the host's time and not the card's. The number of kernels depends on the number of layers and not on
+their widths: the models here are tiny and have as many layers as one of 8B. They run on a CPU in
+bfloat16, along the paths that CUDA takes (`cuda_paths`).
 
-Counted is every operator that writes memory. Views, shapes and allocations launch nothing; `KERNELS` lists what launches
-several. So it is an estimate, for eager PyTorch: a compiler would fuse many of these kernels. Its use is to compare, and to
-notice when a change adds some.
+Counted is every operator that writes memory. Views, shapes and allocations launch nothing;
+`KERNELS` lists what launches several. So it is an estimate, for eager PyTorch: a compiler would
+fuse many of these kernels. Its use is to compare, and to notice when a change adds some.
 
 - `decoding`: of a step in which a draft token is accepted, by phase. Under CUDA graphs a replay is one launch, and
   `kernels` counts what the graphs run while `launches` counts replays and what stays outside of them.
@@ -98,7 +100,9 @@ def parse_args() -> argparse.Namespace:
 
 @contextlib.contextmanager
 def cuda_paths() -> Iterator[None]:
-    """Within, what chooses by the device takes on a CPU what it takes on CUDA: all of those choices, in one place."""
+    """Within, what chooses by the device takes on a CPU what it takes on CUDA: all of those
+    choices, in one place.
+    """
     with contextlib.ExitStack() as stack:
         for owner, name, on_cuda in (
             (tree_attention, "has_grouped_kernel", lambda device: False),
@@ -135,7 +139,9 @@ KINDS: dict[str, tuple[dict[str, Any] | None, Any]] = {
 
 
 class OneAccepted:
-    """Counts the rule's decision, then accepts the first draft token in its place, since a random drafter's never is."""
+    """Counts the rule's decision, then accepts the first draft token in its place, since a random
+    drafter's never is.
+    """
 
     lossless = False
 
@@ -184,7 +190,9 @@ def decode_step(kind: str, layers: int, *, graphs: bool) -> dict[str, Any]:
 
 
 def decoding_drafter(options: dict[str, Any] | None, target: HFTarget, form: dict[str, Any]) -> Any:
-    """A drafter with fresh weights as evaluation runs it: replayed where the target is, if it can be."""
+    """A drafter with fresh weights as evaluation runs it: replayed where the target is, if it can
+    be.
+    """
     if options is None:
         return NullDrafter()
     if options["kind"] == "draft_model":
@@ -196,7 +204,10 @@ def decoding_drafter(options: dict[str, Any] | None, target: HFTarget, form: dic
 
 @functools.cache
 def narrow(layers: int) -> Any:
-    """A model of so many layers and tiny widths. A target is made anew around it for each count."""
+    """A model of so many layers and tiny widths.
+
+    A target is made anew around it for each count.
+    """
     return random_llama({**LLAMA_8B, **NARROW, "num_hidden_layers": layers}, DTYPE, CPU)
 
 
@@ -204,7 +215,9 @@ def narrow(layers: int) -> Any:
 
 
 def labelling(layers: int) -> dict[str, Any]:
-    """The counts of labelling all positions of `LABELLED`: a random target never agrees with the text, so each is a branch."""
+    """The counts of labelling all positions of `LABELLED`: a random target never agrees with the
+    text, so each is a branch.
+    """
     counted, target = Counted(), target_of(narrow(layers))
     texts = torch.randint(target.vocab_size, (LABELLED.batch, LABELLED.seq), generator=torch.Generator().manual_seed(0))
     everywhere = torch.ones_like(texts, dtype=torch.bool)

@@ -1,4 +1,5 @@
-"""What a decode step costs on a GPU: plain decoding and tree decoding, eager, compiled and as CUDA graphs.
+"""What a decode step costs on a GPU: plain decoding and tree decoding, eager, compiled and as CUDA
+graphs.
 
     python scripts/gpu/decode_bench.py --output "$OUT/decode.json"             # 8B-shaped Llama, bf16, under 8 minutes
     python scripts/gpu/decode_bench.py --shape tiny --output /tmp/decode.json  # anywhere, in seconds
@@ -8,9 +9,10 @@ one: the drafter's search, the target's pass over the tree, the acceptance rule,
 refused at once, so how much is accepted is set: `--acceptance` is the probability that the next token of the tree's deepest
 path is. Trees have a shape of their own (`SHAPES_OF_TREES`: nodes and depth), whatever the search found.
 
-So what is measured is milliseconds per step; tokens per second follow from the acceptance that was set and say nothing about
-any drafter. `break_even` does: the tokens per step and row from which on a tree of that size is faster than the fastest plain
-decoding of that batch. Steps are timed one by one, between the reads with which each ends; medians are reported, and
+So what is measured is milliseconds per step; tokens per second follow from the acceptance that was
+set and say nothing about any drafter. `break_even` does: the tokens per step and row from which on
+a tree of that size is faster than the fastest plain decoding of that batch. Steps are timed one by
+one, between the reads with which each ends; medians are reported, and
 
 - `phase_milliseconds`: drafting, verifying, accepting, with a synchronisation after each, so their sum exceeds a step's time;
 - `bandwidth_share`: the bytes that a step must read at least (weights of target and drafter, KV caches), divided by its time,
@@ -18,8 +20,9 @@ decoding of that batch. Steps are timed one by one, between the reads with which
 - `host_reads`: values read from the device per step; on CUDA `synchronisations` too, as PyTorch's own debug mode sees them;
 - `compilations`: graphs that `torch.compile` made during the case.
 
-What doesn't fit the time budget is listed as skipped, what fails with its error: the file is always written. After an error
-that leaves the device unusable (CUDA has some), the cases that were to come are listed as skipped too.
+What doesn't fit the time budget is listed as skipped, what fails with its error: the file is always
+written. After an error that leaves the device unusable (CUDA has some), the cases that were to come
+are listed as skipped too.
 """
 
 import argparse
@@ -126,7 +129,9 @@ class Case:
 
 
 def cases(args: argparse.Namespace, device: torch.device) -> Iterator[Case]:
-    """The ends of the grid first, so that a budget that runs out costs what lies between; compilation takes longest."""
+    """The ends of the grid first, so that a budget that runs out costs what lies between;
+    compilation takes longest.
+    """
     forms = [form for form in args.forms if device.type == "cuda" or not FORMS[form].get("cuda_graphs")]
     ends = {min(args.batches), max(args.batches)}
     for is_end in (True, False):
@@ -139,7 +144,9 @@ def cases(args: argparse.Namespace, device: torch.device) -> Iterator[Case]:
 
 
 class ShapedDrafter:
-    """A drafter whose tree is given another shape: a path as deep as the search, and the other nodes beside its first one."""
+    """A drafter whose tree is given another shape: a path as deep as the search, and the other
+    nodes beside its first one.
+    """
 
     def __init__(self, drafter: Any, num_nodes: int, depth: int, device: torch.device) -> None:
         self.drafter, self.depth = drafter, depth
@@ -162,7 +169,9 @@ class ShapedDrafter:
 
 
 class SettableAcceptance:
-    """Does greedy acceptance's work, then accepts as many tokens of the deepest path as chance says: for timing only."""
+    """Does greedy acceptance's work, then accepts as many tokens of the deepest path as chance
+    says: for timing only.
+    """
 
     lossless = False
 
@@ -183,7 +192,9 @@ class SettableAcceptance:
 
 
 class Bench:
-    """The models, and the targets around them: one per form, since what is compiled or recorded is kept in it."""
+    """The models, and the targets around them: one per form, since what is compiled or recorded is
+    kept in it.
+    """
 
     def __init__(self, args: argparse.Namespace, model: Any, draft: Any, bandwidth: float) -> None:
         self.args, self.model, self.draft, self.bandwidth = args, model, draft, bandwidth
@@ -191,7 +202,8 @@ class Bench:
         self.device = model.device
         self.stream = torch.cuda.current_stream() if self.device.type == "cuda" else None
         self.is_broken = False
-        # Made once, on the device: of a billion parameters each time would take longer than what is measured.
+        # Made once, on the device: of a billion parameters each time would take longer than what is
+        # measured.
         with model.device:
             options = {"kind": "redrafter", "head_init": "random", "tree_nodes": 1}
             self.redrafter: Any = (
@@ -314,7 +326,8 @@ def count_reads(steps: Iterator[Any], device: torch.device) -> tuple[float, floa
 def is_usable(device: torch.device, stream: torch.cuda.Stream | None) -> bool:
     """Whether the process can go on after an error, in the stream that it was in.
 
-    A capture that failed may have left another one behind. After some errors CUDA refuses all further work of a process.
+    A capture that failed may have left another one behind. After some errors CUDA refuses all
+    further work of a process.
     """
     if stream is None:
         return True
@@ -332,7 +345,9 @@ def compilations() -> int:
 
 
 def add_break_even(rows: list[dict[str, Any]]) -> None:
-    """Tokens per step and row from which on a step is worth its time: that over a step of the fastest plain decoding."""
+    """Tokens per step and row from which on a step is worth its time: that over a step of the
+    fastest plain decoding.
+    """
     for row in rows:
         same_batch = [
             other["milliseconds_per_step"] for other in rows if other["nodes"] == 0 and other["batch"] == row["batch"]

@@ -92,7 +92,9 @@ def card() -> dict[str, Any]:
 
 
 def seen_by_torch() -> dict[str, Any]:
-    """What `card` finds, from a process that ends: a process that holds torch takes memory of the card."""
+    """What `card` finds, from a process that ends: a process that holds torch takes memory of the
+    card.
+    """
     command = [sys.executable, "-c", SEE_CARD]
     try:
         done = subprocess.run(
@@ -106,7 +108,9 @@ def seen_by_torch() -> dict[str, Any]:
 
 
 def unseen(listed: str, seen: dict[str, Any]) -> str:
-    """The message where nvidia-smi names a card that torch does not see: what there is, the rule and the remedy."""
+    """The message where nvidia-smi names a card that torch does not see: what there is, the rule
+    and the remedy.
+    """
     version, cuda_version, hidden = seen.get("torch"), seen.get("cuda_version"), os.environ.get("CUDA_VISIBLE_DEVICES")
     if version is None:
         torch, remedy = "torch cannot be imported", INSTALL
@@ -133,7 +137,10 @@ def nvidia_smi() -> str | None:
 
 
 def commit() -> str | None:
-    """The commit that is checked out, with `-dirty` where files differ from it. None without git or a repository."""
+    """The commit that is checked out, with `-dirty` where files differ from it.
+
+    None without git or a repository.
+    """
     command = ("git", "describe", "--always", "--dirty")
     try:
         done = subprocess.run(command, cwd=PROJECT.parent, capture_output=True, text=True, timeout=20, check=False)

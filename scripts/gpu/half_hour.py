@@ -1,24 +1,28 @@
-"""The first half hour on a GPU, by itself: what works, how fast it is, and where that differs from what is expected.
+"""The first half hour on a GPU, by itself: what works, how fast it is, and where that differs from
+what is expected.
 
     scripts/gpu/first_half_hour.sh            # everything; 25 minutes at most
     scripts/gpu/first_half_hour.sh --tiny     # on a CPU, in two minutes: does this script work?
 
-The parts are those of `half_hour_parts.py`. Each is a process of its own with a time limit, so one that fails or hangs costs
-no other. A later call does not run a part again, whatever came of it, unless `--again` is given. So a machine on which a
-command may last ten minutes is used in several calls, each with `--minutes 9.5`. The results:
+The parts are those of `half_hour_parts.py`. Each is a process of its own with a time limit, so one
+that fails or hangs costs no other. A later call does not run a part again, whatever came of it,
+unless `--again` is given. So a machine on which a command may last ten minutes is used in several
+calls, each with `--minutes 9.5`. The results:
 
 - `first_half_hour.json`: of each part the command, the commit, exit status, seconds, last lines, its own report, the verdict;
 - `first_half_hour.md`: the same for a reader: what was expected, what was found.
 
-The tiny form writes `first_half_hour_tiny.json` and `.md`, so it never replaces what a GPU has measured. Without `--tiny` it
-runs only where neither torch nor nvidia-smi sees a card. Where nvidia-smi names one that torch does not see, nothing is run.
+The tiny form writes `first_half_hour_tiny.json` and `.md`, so it never replaces what a GPU has
+measured. Without `--tiny` it runs only where neither torch nor nvidia-smi sees a card. Where
+nvidia-smi names one that torch does not see, nothing is run.
 
-Verdicts: `ok`; `look` where something is not as expected, or wasn't measured; `failed` where a part ended with an error, ran
-out of time or left no report. The exit status is 1 where one of the chosen parts failed, 2 where nothing could be run, and
-128 and the signal's number after SIGHUP, SIGINT or SIGTERM. After such a signal the running part is killed, and both files
-are written.
+Verdicts: `ok`; `look` where something is not as expected, or wasn't measured; `failed` where a part
+ended with an error, ran out of time or left no report. The exit status is 1 where one of the chosen
+parts failed, 2 where nothing could be run, and 128 and the signal's number after SIGHUP, SIGINT or
+SIGTERM. After such a signal the running part is killed, and both files are written.
 
-Nothing but Python's own library is imported here: a machine that lacks packages still gets its report.
+Nothing but Python's own library is imported here: a machine that lacks packages still gets its
+report.
 """
 
 import argparse
@@ -122,7 +126,10 @@ def parse_args() -> argparse.Namespace:
 
 
 def choose_form(asks_for_tiny: bool, names: Sequence[str]) -> tuple[str, str]:
-    """The form, and a line that names it and the reason. Ends the script where torch does not see the machine's card."""
+    """The form, and a line that names it and the reason.
+
+    Ends the script where torch does not see the machine's card.
+    """
     tiny = "TINY FORM, small shapes on a CPU: no speed is measured. Reason:"
     if asks_for_tiny:
         return TINY, f"{tiny} --tiny was given."
@@ -142,7 +149,10 @@ def choose_form(asks_for_tiny: bool, names: Sequence[str]) -> tuple[str, str]:
 
 
 def run_parts(call: Call, chosen: Sequence[Part], records: dict[str, Record], args: argparse.Namespace) -> None:
-    """Run the parts that have not run yet and that may end in time. Each is added to the records, and published."""
+    """Run the parts that have not run yet and that may end in time.
+
+    Each is added to the records, and published.
+    """
     ends_at = time.monotonic() + 60 * args.minutes
     for part in chosen:
         command, left_seconds = part.tiny if call.form == TINY else part.command, ends_at - time.monotonic()
@@ -174,14 +184,17 @@ def at_commit(record: Record, now: str | None) -> str:
 
 @contextlib.contextmanager
 def noting_signals(call: Call) -> Iterator[None]:
-    """Note the first signal that asks for the end, and nothing more: no write is cut off, no child is left behind."""
+    """Note the first signal that asks for the end, and nothing more: no write is cut off, no child
+    is left behind.
+    """
 
     def note(number: int, frame: object) -> None:
         call.stop_signal = call.stop_signal or number
 
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     for number, handler in before.items():
-        if handler != signal.SIG_IGN:  # nohup ignores SIGHUP, so that the script outlives the terminal
+        # nohup ignores SIGHUP, so that the script outlives the terminal
+        if handler != signal.SIG_IGN:
             signal.signal(number, note)
     try:
         yield
@@ -212,8 +225,9 @@ def run(part: Part, command: Sequence[str], call: Call) -> Record:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            # A group of its own, to be killed with its children. A terminal's signals reach only this script's group, so this
-            # script has to end the part. Where this script is killed with SIGKILL, Linux kills the part.
+            # A group of its own, to be killed with its children. A terminal's signals reach only
+            # this script's group, so this script has to end the part. Where this script is killed
+            # with SIGKILL, Linux kills the part.
             process_group=0,
             preexec_fn=ending_with_this_process(),  # noqa: PLW1509 - this process has no threads
         )
@@ -260,13 +274,16 @@ def read_report(scratch: Path, part: Part) -> tuple[Any, str | None]:
     if not path.exists():
         return None, f"it left no {path.name}"
     try:
-        return json.loads(path.read_text(), parse_constant=lambda name: None), None  # NaN is Python's, and no JSON
+        # NaN is Python's, and no JSON
+        return json.loads(path.read_text(), parse_constant=lambda name: None), None
     except ValueError as error:
         return None, f"{path.name} is no JSON: {error}"
 
 
 def last_lines(log: Path) -> list[str]:
-    """The end of a part's output; of a progress bar, which goes back to the line's beginning, its last state."""
+    """The end of a part's output; of a progress bar, which goes back to the line's beginning, its
+    last state.
+    """
     with open(log, errors="replace", newline="\n") as file:  # so that "\r" stays
         lines = [line.rstrip().rpartition("\r")[2] for line in file]
     return [line[:LINE_CHARACTERS] for line in lines if line][-TAIL_LINES:]
@@ -378,7 +395,9 @@ def machine(records: dict[str, Record]) -> list[str]:
 
 
 def section(name: str, record: Record) -> list[str]:
-    """A part: its command, what was expected and found, and where it failed or is to be looked at, the details."""
+    """A part: its command, what was expected and found, and where it failed or is to be looked at,
+    the details.
+    """
     command = " ".join(record["command"]).replace(f"{REPOSITORY}/", "")
     lines = [f"## {name}: {record['verdict']}", "", f"`{command}`"]
     if record["checks"]:

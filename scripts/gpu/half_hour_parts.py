@@ -1,6 +1,8 @@
-"""What `half_hour.py` runs: the parts, the seconds that each may take, and what is expected of each.
+"""What `half_hour.py` runs: the parts, the seconds that each may take, and what is expected of
+each.
 
-Nothing but Python's own library is imported here, so that a machine that lacks packages still gets its report.
+Nothing but Python's own library is imported here, so that a machine that lacks packages still gets
+its report.
 """
 
 import re
@@ -333,11 +335,15 @@ PROFILE = (
 
 
 def details(report: Report) -> list[str]:
-    """List a report's values in lines, with what failed or is missing first. None of a report that is no JSON object."""
+    """List a report's values in lines, with what failed or is missing first.
+
+    None of a report that is no JSON object.
+    """
     if not isinstance(report, dict):
         return []
     lines = []
-    for name in sorted(report, key=lambda name: name not in ("failed", "missing", "older")):  # the rest keeps its order
+    # the rest keeps its order
+    for name in sorted(report, key=lambda name: name not in ("failed", "missing", "older")):
         value = report[name]
         if isinstance(value, list) and any(isinstance(item, dict) for item in value):
             lines += [f"{name}: {in_one_line(item)}" for item in value]

@@ -1,9 +1,12 @@
-"""Counts what makes the host wait for an accelerator: values read as Python numbers, shapes that depend on values.
+"""Counts what makes the host wait for an accelerator: values read as Python numbers, shapes that
+depend on values.
 
-All of this works on a CPU, where nothing has to wait: what is counted is what would wait elsewhere. Beside the scripts that
-import it, since those are run from here and not installed; the tests load it too (tests/host_reads.py).
+All of this works on a CPU, where nothing has to wait: what is counted is what would wait elsewhere.
+Beside the scripts that import it, since those are run from here and not installed; the tests load
+it too (tests/host_reads.py).
 
-Not seen: copies between devices (`to`), which wait as well where the memory on the host is pageable.
+Not seen: copies between devices (`to`), which wait as well where the memory on the host is
+pageable.
 """
 
 from collections import Counter
@@ -24,7 +27,9 @@ SIZED_OPERATORS = frozenset({"aten::nonzero", "aten::masked_select", "aten::_uni
 
 
 class HostReads(TorchFunctionMode):
-    """Notes every read that Python code asks for, by name: `METHODS`, `unique`, and `mask` for a mask as an index."""
+    """Notes every read that Python code asks for, by name: `METHODS`, `unique`, and `mask` for a
+    mask as an index.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +60,10 @@ class ScalarReads(TorchDispatchMode):
 
 
 class Transfers(TorchFunctionMode):
-    """Calls `on_read` for each read that no operator shows on a CPU. With `waits_for_device` it sees every read once."""
+    """Calls `on_read` for each read that no operator shows on a CPU.
+
+    With `waits_for_device` it sees every read once.
+    """
 
     def __init__(self, on_read: Any) -> None:
         super().__init__()
@@ -68,7 +76,9 @@ class Transfers(TorchFunctionMode):
 
 
 def waits_for_device(function: Any, args: tuple[Any, ...]) -> bool:
-    """Whether an accelerator's operator makes the host wait: a number, a result of unknown size, a mask as an index."""
+    """Whether an accelerator's operator makes the host wait: a number, a result of unknown size, a
+    mask as an index.
+    """
     name = function.overloadpacket._qualified_op_name
     if name in SCALAR_OPERATORS or name in SIZED_OPERATORS or function is torch.ops.aten.repeat_interleave.Tensor:
         return True
@@ -81,7 +91,9 @@ def waits_for_device(function: Any, args: tuple[Any, ...]) -> bool:
 
 @contextmanager
 def patched_reads() -> Iterator[Mapping[str, int]]:
-    """Counts the `METHODS` that are called, on the tensors' class itself: compiled code, unlike under a mode, runs as ever."""
+    """Counts the `METHODS` that are called, on the tensors' class itself: compiled code, unlike
+    under a mode, runs as ever.
+    """
     counts: Counter[str] = Counter()
 
     def counted(name: str, method: Any) -> Any:

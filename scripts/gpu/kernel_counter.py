@@ -17,8 +17,11 @@ REST = "rest"
 SORT, COPY_AND_WRITE = 4, 2
 KERNELS = {
     "aten::sort": SORT,  # CUB's radix sort: fill the indexes, several passes, gather
-    "aten::topk": 6,  # radix selection over many blocks: counts, their sums, the gathering; then a sort of what was found
-    "aten::logsumexp": 6,  # a maximum, its guard against infinity, a difference, exp, a sum, a logarithm
+    # radix selection over many blocks: counts, their sums, the gathering; then a sort of what was
+    # found
+    "aten::topk": 6,
+    # a maximum, its guard against infinity, a difference, exp, a sum, a logarithm
+    "aten::logsumexp": 6,
     "aten::nonzero": 3,  # count, prefix sums, write
     "aten::scatter": COPY_AND_WRITE,
     "aten::scatter_add": COPY_AND_WRITE,
@@ -26,8 +29,10 @@ KERNELS = {
     "aten::index_put": COPY_AND_WRITE,
     "aten::index_add": COPY_AND_WRITE,
     "aten::nll_loss_backward": COPY_AND_WRITE,
-    "aten::embedding_dense_backward": SORT + 2,  # rows of one token are added in the order of a sort
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": 3,  # on CUDA: sums of rows, gradients, their conversion
+    # rows of one token are added in the order of a sort
+    "aten::embedding_dense_backward": SORT + 2,
+    # on CUDA: sums of rows, gradients, their conversion
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": 3,
 }
 """Kernels of the operators that launch more than one, by the reading of PyTorch's sources."""
 NO_KERNEL = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_")}
@@ -35,7 +40,10 @@ NO_KERNEL = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided"
 
 
 class Counted(TorchDispatchMode):
-    """Counts kernels, launches, replays and host reads by phase. Within a replay kernels run, and nothing is launched."""
+    """Counts kernels, launches, replays and host reads by phase.
+
+    Within a replay kernels run, and nothing is launched.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +57,8 @@ class Counted(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with self:
-            parts = function.decompose(*args, **kwargs)  # under inference mode, composite operators arrive whole
+            # under inference mode, composite operators arrive whole
+            parts = function.decompose(*args, **kwargs)
         if parts is not NotImplemented:
             return parts
         output = function(*args, **kwargs)
@@ -101,7 +110,9 @@ class Counted(TorchDispatchMode):
 
 
 def num_kernels(function: Any, args: Any, kwargs: Any, output: Any) -> int:
-    """Kernels of an operator: none where it writes no memory, as for views, allocations and what is empty."""
+    """Kernels of an operator: none where it writes no memory, as for views, allocations and what is
+    empty.
+    """
     name = function.overloadpacket._qualified_op_name
     inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
     outputs = [each for each in tree_leaves(output) if isinstance(each, torch.Tensor)]

@@ -1,12 +1,14 @@
-"""Runs a recipe, kills it with SIGKILL in its training, runs the same command again, and compares what both computed.
+"""Runs a recipe, kills it with SIGKILL in its training, runs the same command again, and compares
+what both computed.
 
     python scripts/gpu/killed_recipe.py --folder outputs/killed --kill-at 50 --output recipe.json -- \\
         python train.py conf=demo train.steps=200 train.checkpoint_every=20
 
-With several steps from one checkpoint to the next (train.checkpoint_every), those between the last checkpoint and the kill are
-computed twice. `largest_difference` is that of their losses, relative: 0 on a CPU, some 1e-3 on a GPU, whose sums come in
-another order each time. The recipe must run in one process, without a launcher: that process is what is killed.
-On Linux the recipe ends when this script ends, also by SIGKILL.
+With several steps from one checkpoint to the next (train.checkpoint_every), those between the last
+checkpoint and the kill are computed twice. `largest_difference` is that of their losses, relative:
+0 on a CPU, some 1e-3 on a GPU, whose sums come in another order each time. The recipe must run in
+one process, without a launcher: that process is what is killed. On Linux the recipe ends when this
+script ends, also by SIGKILL.
 """
 
 import argparse
@@ -83,9 +85,11 @@ def run_until(command: list[str], metrics: Path, step: int) -> bool:
 
 
 def ending_with_this_process() -> Callable[[], None]:
-    """Make the function with which a child asks Linux to be killed when this process ends, however it ends.
+    """Make the function with which a child asks Linux to be killed when this process ends, however
+    it ends.
 
-    For `preexec_fn`. The child's own children do not inherit the request. On other systems the function does nothing.
+    For `preexec_fn`. The child's own children do not inherit the request. On other systems the
+    function does nothing.
     """
     parent = os.getpid()
 

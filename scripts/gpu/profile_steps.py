@@ -1,10 +1,12 @@
-"""Where the time of decode steps goes on a GPU, by kind of kernel, and how long the card waits between kernels.
+"""Where the time of decode steps goes on a GPU, by kind of kernel, and how long the card waits
+between kernels.
 
     python scripts/gpu/profile_steps.py --output "$OUT/profile.json"               # 8B-shaped Llama, ReDrafter, CUDA graphs
     python scripts/gpu/profile_steps.py --shape tiny --output /tmp/profile.json    # anywhere: operators of a CPU, no graphs
 
-One trace of torch.profiler over a few steps. Shares are of the time in which the device computed; `idle_share` is the part of
-the whole trace in which it did not, `longest_gaps` are the longest times between two kernels.
+One trace of torch.profiler over a few steps. Shares are of the time in which the device computed;
+`idle_share` is the part of the whole trace in which it did not, `longest_gaps` are the longest
+times between two kernels.
 """
 
 import argparse
@@ -100,7 +102,10 @@ def trace(args: argparse.Namespace, device: torch.device, form: str) -> Iterator
 
 
 def summary(kernels: Iterable[Kernel]) -> dict[str, Any]:
-    """Shares by kind, the longest gaps, and the kernels that took longest. Raises ValueError for a trace without kernels."""
+    """Shares by kind, the longest gaps, and the kernels that took longest.
+
+    Raises ValueError for a trace without kernels.
+    """
     ordered = sorted(kernels, key=lambda kernel: kernel.start)
     if not ordered:
         raise ValueError("the trace holds no kernels; is CUPTI, the profilers' library, missing on this machine?")

@@ -1,4 +1,5 @@
-"""What the benchmarks share: targets of real sizes with random weights, and what the device does at its best.
+"""What the benchmarks share: targets of real sizes with random weights, and what the device does at
+its best.
 
 Beside the scripts that import it, since those are run from here and not installed.
 """
@@ -40,8 +41,9 @@ MATRIX_SIZES = {True: (4096, 8192, 16384), False: (256, 512)}
 
 
 def open_device(name: str | None, *, cudnn_attention: bool = False) -> torch.device:
-    """The device to measure on, the first accelerator unless named. cuDNN's attention is off, as `load_target` has it, unless
-    that is what is measured."""
+    """The device to measure on, the first accelerator unless named. cuDNN's attention is off, as
+    `load_target` has it, unless that is what is measured.
+    """
     device = torch.device(name or torch.accelerator.current_accelerator(check_available=True) or "cpu")
     if not cudnn_attention:
         turn_off_cudnn_attention(device)
@@ -86,12 +88,16 @@ def weight_bytes(model: LlamaForCausalLM) -> int:
 
 
 def memory_bandwidth(device: torch.device) -> float:
-    """Bytes per second of reading a buffer that no cache holds, as the evaluation's roofline measures it."""
+    """Bytes per second of reading a buffer that no cache holds, as the evaluation's roofline
+    measures it.
+    """
     return 1e9 * measure_bandwidth(MAX_ACCELERATOR_BYTES if device.type != "cpu" else 2**26, device)
 
 
 def matrix_rate(device: torch.device, dtype: torch.dtype, rounds: int = 10) -> float:
-    """Operations per second, a multiplication and an addition being two, of products of square matrices of the best size."""
+    """Operations per second, a multiplication and an addition being two, of products of square
+    matrices of the best size.
+    """
     best = 0.0
     for size in MATRIX_SIZES[device.type == "cuda"]:
         left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))

@@ -1,4 +1,5 @@
-"""What distilling and training cost on a GPU: tokens per second, peak memory, and the share of the card's matrix rate.
+"""What distilling and training cost on a GPU: tokens per second, peak memory, and the share of the
+card's matrix rate.
 
     python scripts/gpu/train_bench.py --output "$OUT/train.json"              # Llama-3.1-8B's shape, bf16, within 10 minutes
     python scripts/gpu/train_bench.py --shape tiny --output /tmp/train.json   # anywhere, in seconds
@@ -13,11 +14,13 @@ Measured by length and number of texts, with random weights, so that no download
   for the states that the drafter reads, loss, gradients, clipping, AdamW. The drafter's weights are in float32, under bf16
   autocast where the target is in bf16. `target_seconds` is that pass alone: what stored states would save.
 
-Tokens per second are tokens of text. Steps are timed one by one between synchronisations, after steps for warming up; medians
-are reported. `matrix_share` is the operations that the work needs by formula (`train_flops.py`) over its time, over the rate of
-large matrix products that the same card reached in the same run. Peak memory is that of CUDA's allocator, None elsewhere.
+Tokens per second are tokens of text. Steps are timed one by one between synchronisations, after
+steps for warming up; medians are reported. `matrix_share` is the operations that the work needs by
+formula (`train_flops.py`) over its time, over the rate of large matrix products that the same card
+reached in the same run. Peak memory is that of CUDA's allocator, None elsewhere.
 
-What doesn't fit the time is listed as skipped, what doesn't fit the memory with the error: the file is always written.
+What doesn't fit the time is listed as skipped, what doesn't fit the memory with the error: the file
+is always written.
 """
 
 import argparse
@@ -58,7 +61,10 @@ LEAST_ROUNDS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """A drafter and how its recipe trains it. `draft_vocab_share` of the target's tokens are drafted."""
+    """A drafter and how its recipe trains it.
+
+    `draft_vocab_share` of the target's tokens are drafted.
+    """
 
     options: dict[str, Any]
     loss: str
@@ -67,7 +73,8 @@ class Training:
 
 
 TRAININGS = {
-    "redrafter": Training({"num_blocks": 2}, "cross_entropy", 4096, 0.25),  # exit_width: the target's, see `build`
+    # exit_width: the target's, see `build`
+    "redrafter": Training({"num_blocks": 2}, "cross_entropy", 4096, 0.25),
     "medusa": Training({"num_heads": 4}, "cross_entropy", 4096),
     "eagle3": Training({}, "kl", 2048, 0.25),
 }
@@ -222,14 +229,19 @@ def simple_target(shape: str, dtype: torch.dtype, device: torch.device) -> HFTar
 
 @torch.no_grad()
 def next_tokens(target: HFTarget) -> torch.Tensor:
-    """The token that the target writes after each [vocab], if its layers added nothing. On the CPU."""
+    """The token that the target writes after each [vocab], if its layers added nothing.
+
+    On the CPU.
+    """
     norm, embeddings = target.model.get_decoder().norm, target.embed_tokens.weight
     rows = max(1, MAX_LOGITS // target.vocab_size)
     return torch.cat([target.head(norm(chunk)).argmax(-1) for chunk in embeddings.split(rows)]).cpu()
 
 
 def written_texts(following: torch.Tensor, case: Case, agreement: float) -> torch.Tensor:
-    """Random texts [batch, seq], each of whose tokens is with this probability the one that follows from the one before."""
+    """Random texts [batch, seq], each of whose tokens is with this probability the one that follows
+    from the one before.
+    """
     generator = torch.Generator().manual_seed(0)
     texts = torch.randint(len(following), (case.batch, case.seq), generator=generator)
     agrees = torch.rand(texts.shape, generator=generator) < agreement
@@ -297,7 +309,9 @@ class TrainingStep:
 
 
 def build(kind: str, training: Training, target: HFTarget) -> Any:
-    """The recipe's drafter in float32, made on the device: billions of parameters would take long elsewhere."""
+    """The recipe's drafter in float32, made on the device: billions of parameters would take long
+    elsewhere.
+    """
     options = {"kind": kind, **training.options}
     if kind == "redrafter":
         options["exit_width"] = target.hidden_size
@@ -316,7 +330,8 @@ def random_batch(case: Case, vocab_size: int, horizon: int, max_positions: int) 
     count = min(case.seq - horizon, max(1, max_positions // case.batch))
     positions = torch.zeros_like(texts, dtype=torch.bool)
     positions[:, torch.linspace(0, case.seq - horizon - 1, count).long()] = True
-    # They keep to the text, so that a teacher is asked of all of them: off the text there is none to ask.
+    # They keep to the text, so that a teacher is asked of all of them: off the text there is none
+    # to ask.
     continuations = torch.stack([texts.roll(-depth, 1) for depth in range(1, horizon + 1)], dim=2)
     return DrafterBatch(
         input_ids=texts, attention_mask=torch.ones_like(positions), positions=positions, continuations=continuations
@@ -327,7 +342,9 @@ def random_batch(case: Case, vocab_size: int, horizon: int, max_positions: int) 
 
 
 def timed(work: Callable[[], Any], device: torch.device, args: argparse.Namespace, deadline: float) -> dict[str, Any]:
-    """Seconds of `work`, median and quartiles of up to `args.steps` rounds, and the most memory that it took."""
+    """Seconds of `work`, median and quartiles of up to `args.steps` rounds, and the most memory
+    that it took.
+    """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     for _ in range(args.warm_up):

@@ -195,7 +195,9 @@ def test_a_kinds_demo_trains_and_decodes_as_in_the_comparison(kind: str, learnin
 
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if not name.startswith("adapt")])
 def test_any_recipe_can_be_adapted_whatever_it_drafts_with(recipe: str, trained: Path) -> None:
-    """conf=[RECIPE,adapt]: target, data and evaluation of the recipe, drafter and schedule of the adaptation."""
+    """conf=[RECIPE,adapt]: target, data and evaluation of the recipe, drafter and schedule of the
+    adaptation.
+    """
     plain = run_config(f"conf={recipe}")
     adapted = composed(f"conf=[{recipe},adapt]", f"drafter.start_from={trained}")
     alone = composed("conf=adapt", f"drafter.start_from={trained}")

@@ -1,4 +1,6 @@
-"""`outrider package`, `push` and `pull` as commands: what they print, and when they touch the network."""
+"""`outrider package`, `push` and `pull` as commands: what they print, and when they touch the
+network.
+"""
 
 import shutil
 import subprocess

@@ -1,4 +1,6 @@
-"""Tree decoding over transformers' own architectures, tiny and random: the tokens of full forwards, or a refusal."""
+"""Tree decoding over transformers' own architectures, tiny and random: the tokens of full forwards,
+or a refusal.
+"""
 
 import pytest
 import torch
@@ -168,7 +170,8 @@ def test_training_reads_padded_rows_as_each_text_alone(case, attention, tiny_tok
     for row, text in enumerate(texts):
         with torch.no_grad():
             alone, inputs = adapter.read_texts((1,), input_ids=text[None])
-        for padded, expected in ((last, alone), (features, inputs)):  # eager attention computes its weights in float32
+        # eager attention computes its weights in float32
+        for padded, expected in ((last, alone), (features, inputs)):
             torch.testing.assert_close(padded[row, : len(text)], expected[0], rtol=1e-3, atol=1e-4)
 
 

@@ -1,4 +1,6 @@
-"""The certificate of the acceptance rules: sound rules pass exactly, and every mutant of the sampler is caught."""
+"""The certificate of the acceptance rules: sound rules pass exactly, and every mutant of the
+sampler is caught.
+"""
 
 import inspect
 import itertools
@@ -367,7 +369,9 @@ def mutate() -> Iterator:
         return module
 
     def make(*replacements: str, of: types.ModuleType = acceptance_module) -> types.ModuleType:
-        """The module of the acceptance rules, with lines replaced there or in the module of sampling."""
+        """The module of the acceptance rules, with lines replaced there or in the module of
+        sampling.
+        """
         source = inspect.getsource(of)
         for old, new in zip(replacements[::2], replacements[1::2], strict=True):
             assert old in source, f"the sampler has no {old!r} any more: mend the mutant"
@@ -385,7 +389,10 @@ def mutate() -> Iterator:
 
 
 def assert_caught(make_rule, **options) -> None:
-    """By its distance alone: a mutant that crashes is none, and fails the test. What catches most of them comes first."""
+    """By its distance alone: a mutant that crashes is none, and fails the test.
+
+    What catches most of them comes first.
+    """
     shapes, drawings = ["late branch", "2 x 2", "3 siblings", "chain of 3"], ["distinct", "independent", "beam"]
     checks = check_rule(make_rule, shapes=shapes, drawings=drawings, **options)
     assert any(check.total_variation > CAUGHT for check in checks), "the mutant passes for sound"

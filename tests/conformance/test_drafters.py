@@ -1,4 +1,6 @@
-"""What every registered drafter promises, trained as `train` does on a handful of texts, saved and loaded."""
+"""What every registered drafter promises, trained as `train` does on a handful of texts, saved and
+loaded.
+"""
 
 import itertools
 from dataclasses import dataclass, replace
@@ -29,8 +31,8 @@ from outrider.models.target.loading import load_target
 
 from ..host_reads import HostReads, ScalarReads
 
-# Small options of each kind, with drafts of up to HORIZON - 1 tokens. A new kind is a row here; a row of another name than its
-# kind's says its kind.
+# Small options of each kind, with drafts of up to HORIZON - 1 tokens. A new kind is a row here; a
+# row of another name than its kind's says its kind.
 OPTIONS: dict[str, dict[str, Any]] = {
     "blockwise": {"kind": "medusa", "heads": "ffn", "share_head": True, "head_decay": 1.0},
     "draft_drawn": {"kind": "draft_model", "num_layers": 1, "temperature": 1.0},
@@ -229,7 +231,7 @@ def test_sampling_at_temperature_zero_is_greedy_decoding(drafter, target, plain)
     assert answer(target, drafter, PROMPTS, rule).tokens == plain
 
 
-def test_a_seed_fixes_what_is_sampled(drafter, target):
+def test_equal_seeds_sample_equal_tokens(drafter, target):
     rule = SpeculativeSampling(sampling=Sampling(temperature=1.5))
     first, second, other = (
         answer(target, drafter, PROMPTS, rule, generator=torch.Generator().manual_seed(seed)).tokens for seed in (0, 0, 1)
@@ -237,7 +239,7 @@ def test_a_seed_fixes_what_is_sampled(drafter, target):
     assert first == second != other
 
 
-def test_a_row_samples_in_a_batch_what_it_samples_alone(drafter, target):
+def test_a_row_in_a_batch_samples_the_tokens_that_it_samples_alone(drafter, target):
     rule = SpeculativeSampling(sampling=Sampling())
     stop_ids = set(range(60, 70))  # rows leave one by one
 
@@ -338,7 +340,9 @@ def test_every_objective_has_a_finite_gradient(kind, target, batch, loss, weight
 @pytest.mark.parametrize("with_labels", [True, False])
 @pytest.mark.parametrize("horizon", [2, 3, HORIZON])
 def test_a_drafter_announces_parameters_without_a_gradient(kind, target, batch, horizon, with_labels):
-    """DDP, which looks for them only then, would wait for ever for one that is missing in some processes."""
+    """DDP, which looks for them only then, would wait for ever for one that is missing in some
+    processes.
+    """
     drafter, batch = make(kind, target, batch)
     try:
         drafter.require_horizon(drafter.config, horizon)

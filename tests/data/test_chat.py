@@ -1,4 +1,6 @@
-"""The assistant's mask: by templates with markers and without, under byte-level and SentencePiece-like tokenizers."""
+"""The assistant's mask: by templates with markers and without, under byte-level and
+SentencePiece-like tokenizers.
+"""
 
 import copy
 from pathlib import Path
@@ -59,7 +61,9 @@ ANSWERS = ["Hello there.", "def f(x):\n    return x  # 1 ü 你好 🙂", "a", "
 
 @pytest.fixture(scope="session")
 def sentencepiece_like() -> PreTrainedTokenizerFast:
-    """Spaces are part of the next word, as U+2581; unknown characters become bytes: as Llama's and Vicuna's tokenizers do."""
+    """Spaces are part of the next word, as U+2581; unknown characters become bytes: as Llama's and
+    Vicuna's tokenizers do.
+    """
     special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])

@@ -9,7 +9,9 @@ from outrider.data.types import UNKNOWN, DistilledExample, DrafterBatch, Example
 
 
 def test_text_labels_by_eye() -> None:
-    """Two turns: what follows a turn's end is no label of it, and a label never reaches into the next turn."""
+    """Two turns: what follows a turn's end is no label of it, and a label never reaches into the
+    next turn.
+    """
     ids = torch.tensor([10, 11, 12, 13, 14, 15, 16])
     mask = torch.tensor([0, 0, 1, 1, 0, 1, 1], dtype=torch.bool)
     expected = [

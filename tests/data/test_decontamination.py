@@ -31,7 +31,8 @@ EXAM = suite("Tell me: how many legs, in all, have two spiders?", "Who are you?"
 @pytest.mark.parametrize(
     ("questions", "suite_name"),
     [
-        (("tell me how many legs in all have two spiders",), "exam"),  # case and punctuation don't matter
+        # case and punctuation don't matter
+        (("tell me how many legs in all have two spiders",), "exam"),
         (("Please answer. How many legs, in ALL... have an ant?",), "exam"),  # five words in a row
         (("how many legs in total have two spiders",), None),  # four at most
         (("Hello", "Say it again: how many legs in all?"), "exam"),  # a later turn

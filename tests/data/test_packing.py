@@ -20,7 +20,9 @@ def test_each_text_has_a_row_of_its_own_unless_packed() -> None:
 
 
 def test_packed_rows_by_eye() -> None:
-    """The longest first, each into the row that is shortest so far; two rows cost less than one, whose attention is wider."""
+    """The longest first, each into the row that is shortest so far; two rows cost less than one,
+    whose attention is wider.
+    """
     layout = packed([300, 2000, 500, 1500])
     assert layout.shape == (2, 2300)
     assert layout.rows == (0, 0, 1, 1)

@@ -90,7 +90,9 @@ def test_a_shard_gives_back_every_example_bit_by_bit(hidden: torch.dtype | None,
 
 
 def make_full_examples(dtype: str) -> list[DistilledExample]:
-    """With last hidden states, the inputs of layers 4 and 0, and likeliest tokens where a label is wanted."""
+    """With last hidden states, the inputs of layers 4 and 0, and likeliest tokens where a label is
+    wanted.
+    """
     generator = torch.Generator().manual_seed(1)
     examples = []
     for example in make_examples():

@@ -206,7 +206,9 @@ def test_the_hub_gets_split_subset_and_revision(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_one_file_of_a_hub_data_set_is_read_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ShareGPT's repositories hold several files, and columns of mixed types that `datasets` refuses."""
+    """ShareGPT's repositories hold several files, and columns of mixed types that `datasets`
+    refuses.
+    """
     path = write_jsonl(tmp_path / "v4.json", [sharegpt(QUESTION, ANSWER, id="a"), sharegpt(QUESTION, ANSWER, id=1)])
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *args, **options: str(path))
     assert [conversation.id for conversation in load("org/chats", file="v4.json")[0]] == ["a", "1"]

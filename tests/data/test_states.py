@@ -10,7 +10,9 @@ WIDTH = 96
 
 
 def states() -> torch.Tensor:
-    """Tokens of very different sizes, one of them with a single huge element, as the first token of a text often has."""
+    """Tokens of very different sizes, one of them with a single huge element, as the first token of
+    a text often has.
+    """
     values = torch.randn(40, WIDTH, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, 40)[:, None]
     values[7, 3] = 100 * values[7].abs().max()
     return values

@@ -25,7 +25,9 @@ def test_no_file_and_no_module_serves_two_purposes() -> None:
 
 
 def test_modules_that_some_systems_lack_train_the_target_only() -> None:
-    """Distillation and evaluation must give the same text on a distribution that ships no tests and no tkinter."""
+    """Distillation and evaluation must give the same text on a distribution that ships no tests and
+    no tkinter.
+    """
     visited = dict.fromkeys(SPLITS, 0)
     for split in SPLITS:
         for path in stdlib_files(split):
@@ -36,7 +38,9 @@ def test_modules_that_some_systems_lack_train_the_target_only() -> None:
 
 
 def test_the_split_never_changes() -> None:
-    """The committed target was trained on one of them: another split would leak evaluation files into it."""
+    """The committed target was trained on one of them: another split would leak evaluation files
+    into it.
+    """
     expected = {"argparse": "target_train", "json": "target_heldout", "re": "distill", "csv": "eval", "test": "target_train"}
     assert {name: split_of(name) for name in expected} == expected
     assert len({split_of(f"module{index}") for index in range(100)}) == len(SPLITS)

@@ -1,10 +1,11 @@
-"""Regenerates answers and labels them with processes that are killed again and again; run by test_faults.py, since it forks.
+"""Regenerates answers and labels them with processes that are killed again and again; run by
+test_faults.py, since it forks.
 
 python killed_distill.py TARGET DATA FOLDER NUM_SHARDS NUM_KILLS SEED
 
-Every attempt has one to three processes of its own, forked from this one, so that none pays for the imports. One of them, or
-all, get SIGKILL at a random moment: NUM_KILLS of them, spread over the first NUM_SHARDS shards. The others are killed too, as a
-launcher does. Prints the attempts as JSON.
+Every attempt has one to three processes of its own, forked from this one, so that none pays for the
+imports. One of them, or all, get SIGKILL at a random moment: NUM_KILLS of them, spread over the
+first NUM_SHARDS shards. The others are killed too, as a launcher does. Prints the attempts as JSON.
 """
 
 import json
@@ -90,8 +91,8 @@ def finished(folder: Path) -> dict[str, int]:
 
 
 def main() -> None:
-    # tqdm's own lock is shared with forked processes: one that is killed while it holds it would stop them all. Processes that
-    # are launched share none.
+    # tqdm's own lock is shared with forked processes: one that is killed while it holds it would
+    # stop them all. Processes that are launched share none.
     tqdm.set_lock(threading.RLock())
     target_dir, data_path, folder, num_shards, num_kills, seed = sys.argv[1:]
     target = load_target(TargetConfig(name_or_path=target_dir, device="cpu"))
@@ -100,7 +101,8 @@ def main() -> None:
     for index, enough in enumerate(sorted(rng.sample(range(1, int(num_shards)), int(num_kills)))):
         before, num_processes = finished(Path(folder)), (2, 1, 3)[index % 3]
         children = attempt(num_processes, target, data, Path(folder))
-        if len(before) >= enough:  # in the attempt before, while it was killed: so this one as it begins
+        # in the attempt before, while it was killed: so this one as it begins
+        if len(before) >= enough:
             time.sleep(rng.uniform(0, 0.3))
         deadline = time.monotonic() + LONGEST_SECONDS
         while len(finished(Path(folder))) < enough:

@@ -48,8 +48,10 @@ def test_processes_killed_twenty_times_make_the_bytes_of_an_undisturbed_run(
     assert output.returncode == 0, f"seed {seed}: {output.stderr[-2000:]}"
     attempts = json.loads(output.stdout)
     assert len(attempts) == NUM_KILLS
-    assert sum(attempt["killed"] for attempt in attempts) > NUM_KILLS - 3  # a quick machine may be done before the signal
-    assert all(attempt["kept"] for attempt in attempts)  # what was finished before a kill isn't made anew
+    # a quick machine may be done before the signal
+    assert sum(attempt["killed"] for attempt in attempts) > NUM_KILLS - 3
+    # what was finished before a kill isn't made anew
+    assert all(attempt["kept"] for attempt in attempts)
     counts = [attempt["num_finished"] for attempt in attempts]
     assert counts == sorted(counts)
     whole, killed = tmp_path / "whole", tmp_path / "killed"

@@ -1,4 +1,6 @@
-"""Made-up records whose statistics a reader can compute by eye, and a random drafter for the tiny target."""
+"""Made-up records whose statistics a reader can compute by eye, and a random drafter for the tiny
+target.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +20,9 @@ MakeRecord = Callable[..., EvalRecord]
 
 @pytest.fixture
 def make_record() -> MakeRecord:
-    """A record of one prompt: `histogram` (with the default, two steps that accept nothing) decides how many tokens it has."""
+    """A record of one prompt: `histogram` (with the default, two steps that accept nothing) decides
+    how many tokens it has.
+    """
 
     def make(**changes: Any) -> EvalRecord:
         histogram = changes.pop("accepted_histogram", [2])
@@ -78,7 +82,9 @@ def tiny_drafter_dir(tiny_target: HFTarget, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="session")
 def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three two-turn prompts in MT-Bench's form, of which the second has a first turn too long for the tiny target."""
+    """Three two-turn prompts in MT-Bench's form, of which the second has a first turn too long for
+    the tiny target.
+    """
     turns = [("ab", "again"), ("word " * 1200, "again"), ("xyz", "more")]
     lines = [
         f'{{"question_id": {index}, "category": "{category}", "turns": ["{first}", "{second}"]}}'

@@ -1,4 +1,6 @@
-"""`outrider eval`: its options reach the stage, its exit status tells, and mistakes show before a target is loaded."""
+"""`outrider eval`: its options reach the stage, its exit status tells, and mistakes show before a
+target is loaded.
+"""
 
 import json
 from pathlib import Path

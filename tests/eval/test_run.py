@@ -1,4 +1,6 @@
-"""The whole stage on a tiny random target: it measures fairly, resumes, refuses to mix, and catches a wrong decoder."""
+"""The whole stage on a tiny random target: it measures fairly, resumes, refuses to mix, and catches
+a wrong decoder.
+"""
 
 import csv
 import hashlib
@@ -335,7 +337,8 @@ def test_a_run_of_two_temperatures_goes_on_where_it_was_killed(
         (tmp_path / "records.jsonl").write_bytes(b"".join(whole[:num_kept]))
         generated.clear()
         again = run_tiny(tmp_path, **options)
-        assert len(generated) == 2 * 2 + len(whole) - num_kept  # each method is warmed up at each temperature
+        # each method is warmed up at each temperature
+        assert len(generated) == 2 * 2 + len(whole) - num_kept
         assert [record.token_ids for record in read(tmp_path)] == tokens
         assert [row["tokens_per_step"] for row in again] == [row["tokens_per_step"] for row in rows]
     with pytest.raises(ValueError, match=r"differs in temperatures \(was \[0\.0, 0\.8\], is \[0\.0\]\)"):
@@ -343,7 +346,9 @@ def test_a_run_of_two_temperatures_goes_on_where_it_was_killed(
 
 
 class SamplesHotter(SpeculativeSampling):
-    """Broken on purpose: draft trees are verified at another temperature than plain decoding samples at."""
+    """Broken on purpose: draft trees are verified at another temperature than plain decoding
+    samples at.
+    """
 
     def __call__(self, tree: DraftTree, output: TargetOutput, *, generator: Randomness = None) -> Acceptance:
         right = SpeculativeSampling(sampling=self.sampling)
@@ -548,8 +553,11 @@ def run_out_of_memory(
     error: Exception = ON_A_GPU,
     timed_only: bool = False,
 ) -> list[int]:
-    """A device whose memory is too small for some drafters' batches of prompts, or only where phases are timed. Returns a list
-    of the caches given back."""
+    """A device whose memory is too small for some drafters' batches of prompts, or only where
+    phases are timed.
+
+    Returns a list of the caches given back.
+    """
     released: list[int] = []
     original, release = measure.time_generation, HFTarget.release_cache
 
@@ -576,7 +584,9 @@ def figures(rows: Sequence[Row]) -> dict[tuple[int, str], float | None]:
 def test_a_method_that_runs_out_of_memory_is_left_out_and_the_others_are_measured(
     run_tiny: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its second batch is too large; what it had answered stays, and a run that is taken up again measures the rest."""
+    """Its second batch is too large; what it had answered stays, and a run that is taken up again
+    measures the rest.
+    """
     options: dict[str, Any] = {"batch_sizes": [1, 2], "warmup_prompts": 0, "temperatures": TWO_TEMPERATURES}
     with monkeypatch.context() as small:
         tried: list[int] = []
@@ -713,7 +723,9 @@ def test_memory_that_runs_out_in_a_profile_costs_the_profile_alone(
 
 @pytest.fixture
 def differing(tiny_target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decoding in low precision, of which one method's first answer ends otherwise than plain decoding's."""
+    """Decoding in low precision, of which one method's first answer ends otherwise than plain
+    decoding's.
+    """
     monkeypatch.setattr(run, "to_audit", lambda records, mismatches, dtype: [item.record for item in mismatches])
     monkeypatch.setattr(lossless, "to_audit", run.to_audit)
     original = measure.Bench._records
@@ -731,7 +743,10 @@ def differing(tiny_target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_out_in_audits(monkeypatch: pytest.MonkeyPatch, num_failing: int) -> list[int]:
-    """Let so many audits fail, and find all other answers right. Returns a list of all attempts."""
+    """Let so many audits fail, and find all other answers right.
+
+    Returns a list of all attempts.
+    """
     tried: list[int] = []
 
     def limited(*arguments: Any, **options: Any) -> Audit:
@@ -779,7 +794,9 @@ def test_an_answer_whose_audit_runs_out_of_memory_twice_is_unproven(
 def test_plain_decoding_whose_audit_runs_out_of_memory_proves_nothing(
     run_tiny: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where no prompt is answered alone, some plain answers are audited; without these nothing is held against the target."""
+    """Where no prompt is answered alone, some plain answers are audited; without these nothing is
+    held against the target.
+    """
     run_out_in_audits(monkeypatch, 100)
     rows = run_tiny(tmp_path, batch_sizes=[2])
     assert [row["lossless"] for row in rows] == [False] * 3

@@ -1,4 +1,6 @@
-"""The kernels that attention under a mask reaches on a GPU, each against plain arithmetic in float64."""
+"""The kernels that attention under a mask reaches on a GPU, each against plain arithmetic in
+float64.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -75,7 +77,10 @@ def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def kernel_or_skip(backend: str, attention: Any) -> torch.Tensor:
-    """What a backend computes. It may refuse a type or a shape, but only when it was chosen by name."""
+    """What a backend computes.
+
+    It may refuse a type or a shape, but only when it was chosen by name.
+    """
     try:
         return attention()
     except RuntimeError as error:
@@ -102,7 +107,9 @@ def test_grouped_heads_under_a_mask_are_what_arithmetic_says(device, backend, dt
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 def test_a_window_that_hides_whole_blocks_of_keys_leaves_numbers(device, backend, dtype):
-    """Kernels go through the keys block by block; a block of which nothing is seen must count for nothing."""
+    """Kernels go through the keys block by block; a block of which nothing is seen must count for
+    nothing.
+    """
     lineage = torch.tensor([[[0, -1], [1, 0], [2, -1]]] * 2, device=device)
     lengths = torch.tensor([COLUMNS - 4, COLUMNS - 40], device=device)
     mask = tree_attention_mask(lineage, lengths, COLUMNS, dtype, window=WINDOW)

@@ -61,13 +61,18 @@ def grow_in_steps_of(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def form_of(target: HFTarget, **form: bool) -> HFTarget:
-    """The same model in another form. On a CPU graphs are played by operators that are run again."""
+    """The same model in another form.
+
+    On a CPU graphs are played by operators that are run again.
+    """
     recorder = None if target.device.type == "cuda" else ReplayingRecorder()
     return HFTarget(target.model, target.tokenizer, target.identity, recorder=recorder, **form)
 
 
 def drafter_for(kind: str, target: HFTarget) -> Any:
-    """A drafter whose weights are the same on every device, as evaluation would run it with this target."""
+    """A drafter whose weights are the same on every device, as evaluation would run it with this
+    target.
+    """
     if kind == "plain":
         return NullDrafter()
     if kind == "draft_model":  # the target itself, so that drafts are accepted
@@ -254,7 +259,9 @@ def test_a_rows_seed_gives_its_text_alone_and_in_a_batch_with_a_tree_and_without
 
 @torch.inference_mode()
 def test_what_is_taken_of_a_row_is_what_the_cache_holds(model):
-    """Through pinned memory the copy is made while the host goes on: it must have ended before anybody reads it."""
+    """Through pinned memory the copy is made while the host goes on: it must have ended before
+    anybody reads it.
+    """
     prompts = Prompts.of([torch.tensor(row, device=model.device) for row in PROMPTS])
     model.prefill(prompts, max_new_tokens=200, max_nodes=4)
     for token in range(3):

@@ -1,4 +1,6 @@
-"""What the evaluation asks of a GPU: its bandwidth, memory that runs out, and certified decoding by replayed graphs."""
+"""What the evaluation asks of a GPU: its bandwidth, memory that runs out, and certified decoding by
+replayed graphs.
+"""
 
 import json
 from pathlib import Path

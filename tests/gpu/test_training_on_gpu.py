@@ -137,7 +137,9 @@ def test_continuous_batching_answers_as_the_decoder_does(load: Callable[..., HFT
 
 @dataclass(frozen=True)
 class Step:
-    """The sums and counts of a loss, its gradients, and the weights after a step of the optimizer, on the CPU."""
+    """The sums and counts of a loss, its gradients, and the weights after a step of the optimizer,
+    on the CPU.
+    """
 
     sums: torch.Tensor
     counts: torch.Tensor
@@ -146,7 +148,9 @@ class Step:
 
 
 def first_step(kind: str, batch: DrafterBatch, target: HFTarget, start: HFTarget, *, autocast: bool) -> Step:
-    """A step on the device of `target`, of a drafter whose first weights are drawn on that of `start`."""
+    """A step on the device of `target`, of a drafter whose first weights are drawn on that of
+    `start`.
+    """
     torch.manual_seed(0)
     options = {"kind": kind, **KINDS[kind]}
     weights = build_drafter(parse_drafter(options), start).state_dict()
@@ -157,7 +161,8 @@ def first_step(kind: str, batch: DrafterBatch, target: HFTarget, start: HFTarget
     with torch.autocast(target.device.type, torch.bfloat16, enabled=autocast):
         loss = drafter.loss(inputs, objective)
     trained = {name: each for name, each in drafter.named_parameters() if each.requires_grad}
-    optimizer = torch.optim.AdamW(trained.values(), lr=1e-3, eps=1e-3, fused=True)  # of tiny gradients it keeps the size
+    # of tiny gradients it keeps the size
+    optimizer = torch.optim.AdamW(trained.values(), lr=1e-3, eps=1e-3, fused=True)
     (loss.sums.sum() / loss.counts.sum()).backward()
     gradients = {name: each.grad.cpu() for name, each in trained.items() if each.grad is not None}
     optimizer.step()
@@ -213,7 +218,9 @@ def test_the_host_waits_for_nothing_that_the_target_computes_of_rows(
 
 @pytest.fixture(params=["no", "bf16"])
 def accelerator(request: pytest.FixtureRequest, device: torch.device) -> Iterator[Accelerator]:
-    """An accelerator of the device, whatever the tests before this one made, and those after it will use."""
+    """An accelerator of the device, whatever the tests before this one made, and those after it
+    will use.
+    """
     shared = [state._shared_state for state in (PartialState, AcceleratorState, GradientState)]
     before = [dict(state) for state in shared]
     for state in shared:

@@ -1,4 +1,4 @@
-"""A target in float64: there, tree attention and plain decoding agree to the last arg-max."""
+"""A target in float64, where tree attention and plain decoding agree on every arg-max."""
 
 from pathlib import Path
 

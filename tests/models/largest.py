@@ -1,4 +1,4 @@
-"""How large the tensors are that a computation makes."""
+"""Measurement of the largest tensor that a computation allocates."""
 
 from typing import Any
 
@@ -8,13 +8,13 @@ from torch.utils._pytree import tree_leaves
 
 
 class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that any operator makes."""
+    """Context that records the number of elements of the largest output of any operator."""
 
     size = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = function(*args, **(kwargs or {}))
-        for each in tree_leaves(output):
-            if isinstance(each, torch.Tensor):
-                self.size = max(self.size, each.numel())
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor):
+                self.size = max(self.size, leaf.numel())
         return output

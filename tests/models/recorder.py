@@ -1,4 +1,8 @@
-"""CUDA graphs played on a CPU: the operators of a first run, executed again on the same memory without any Python of ours."""
+"""Imitation of CUDA graphs on a CPU.
+
+It records the operators of a first run, and executes them again on the same memory. A replay runs
+none of our Python code.
+"""
 
 import weakref
 from collections.abc import Callable
@@ -11,7 +15,10 @@ from torch.utils._pytree import tree_leaves
 
 
 class ReplayingRecorder(TorchDispatchMode):
-    """Stands in for `CudaGraphRecorder`. Like a capture it fails where the host reads from the device."""
+    """Replacement for `CudaGraphRecorder`.
+
+    Like a real capture, it fails where the host reads from the device.
+    """
 
     READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero")
 
@@ -37,7 +44,7 @@ class ReplayingRecorder(TorchDispatchMode):
         return replay, output
 
     def forget(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: this recorder has no pool."""
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         name = operator.overloadpacket._qualified_op_name
@@ -48,10 +55,10 @@ class ReplayingRecorder(TorchDispatchMode):
 
 
 class PoolRecorder(ReplayingRecorder):
-    """Fails where PyTorch's allocator would: at a recording into a pool that has no graph left, but
-    tensors in use.
+    """Recorder that fails where PyTorch's allocator would.
 
-    (`create_or_incref_pool` asserts that such a pool is still used.)
+    That is a recording into a pool that has no graph left but has tensors in use:
+    `create_or_incref_pool` asserts that such a pool is still used.
     """
 
     def __init__(self) -> None:
@@ -75,6 +82,6 @@ class PoolRecorder(ReplayingRecorder):
 
 
 def leaves(output: Any) -> list[torch.Tensor]:
-    """The tensors of an output, which may be a dataclass."""
+    """List the tensors of an output, which may be a dataclass."""
     values = [getattr(output, field.name) for field in fields(output)] if is_dataclass(output) else tree_leaves(output)
     return [value for value in values if isinstance(value, torch.Tensor)]

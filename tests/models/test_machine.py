@@ -1,4 +1,7 @@
-"""Waiting for a device, and running out of its memory: the same on every kind of accelerator, and free on a CPU."""
+"""Synchronization and out-of-memory errors on every kind of accelerator.
+
+On a CPU there is nothing to wait for.
+"""
 
 from itertools import pairwise
 from pathlib import Path
@@ -22,11 +25,11 @@ from outrider.models.target.tree_cache import extent_step
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None]]:
-    """What an accelerator that isn't there was asked for."""
-    made: list[tuple[str, str | None]] = []
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device=None: made.append(("wait", str(device))))
-    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: made.append(("empty", None)))
-    return made
+    """Replace calls to the accelerator; return the list of the recorded calls."""
+    recorded: list[tuple[str, str | None]] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device=None: recorded.append(("wait", str(device))))
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: recorded.append(("empty", None)))
+    return recorded
 
 
 @pytest.mark.parametrize("name", ["cuda:1", "mps", "xpu"])
@@ -41,7 +44,7 @@ def test_a_stopwatch_waits_for_every_kind_of_accelerator(name: str, calls: list[
     assert calls[2:] == [("wait", name), ("empty", None)]
 
 
-def test_a_cpu_is_never_waited_for(calls: list[tuple[str, str | None]]) -> None:
+def test_a_cpu_is_never_synchronized(calls: list[tuple[str, str | None]]) -> None:
     cpu = torch.device("cpu")
     Stopwatch(cpu)()
     synchronize(cpu)
@@ -49,7 +52,7 @@ def test_a_cpu_is_never_waited_for(calls: list[tuple[str, str | None]]) -> None:
     assert calls == []
 
 
-def test_memory_that_ran_out_is_told_from_other_errors() -> None:
+def test_out_of_memory_errors_are_distinguished_from_others() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 50, dtype=torch.uint8)
     assert is_out_of_memory(caught.value)
@@ -60,7 +63,7 @@ def test_memory_that_ran_out_is_told_from_other_errors() -> None:
 
 
 def test_cudnns_attention_is_turned_off_on_cuda_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It plans anew for each length of a text: tens of milliseconds in each step of decoding."""
+    """cuDNN plans again for each length of a text: tens of milliseconds per decoding step."""
     switched: list[bool] = []
     monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: True)
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", switched.append)
@@ -84,8 +87,8 @@ def test_loading_a_target_turns_cudnns_attention_off_for_its_device(
 
 
 @pytest.mark.parametrize("name", ["cuda", "xpu", "mps"])
-def test_extents_come_in_steps_on_accelerators_in_every_form(name: str) -> None:
-    """One length of keys for each token would mean a plan, or an odd address of a mask, for each."""
+def test_key_lengths_are_rounded_up_on_accelerators(name: str) -> None:
+    """A new key length for every token would need a new plan, or an unaligned mask, each time."""
     for is_fixed in (True, False):
         step = extent_step(torch.device(name), is_fixed=is_fixed)
         assert step >= 256
@@ -102,12 +105,15 @@ def test_extents_come_in_steps_on_accelerators_in_every_form(name: str) -> None:
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
     ],
 )
-def test_memory_outside_of_pytorchs_allocator_runs_out_too(text: str) -> None:
+def test_out_of_memory_outside_of_pytorchs_allocator_is_recognized(text: str) -> None:
     assert is_out_of_memory(RuntimeError(text))
 
 
 def chained(*errors: Exception, from_each: bool = True) -> Exception:
-    """The last of these errors, each raised from the one before it, or while that was handled."""
+    """Chain errors and return the last one.
+
+    Each error has the one before as its context, and with `from_each` as its cause too.
+    """
     for earlier, error in pairwise(errors):
         error.__context__ = earlier
         if from_each:
@@ -116,8 +122,8 @@ def chained(*errors: Exception, from_each: bool = True) -> Exception:
 
 
 @pytest.mark.parametrize("from_each", [True, False], ids=["cause", "context"])
-def test_memory_that_ran_out_is_found_behind_other_errors(from_each: bool) -> None:
-    """As where a capture fails: its end raises an error of its own, and that becomes a ValueError."""
+def test_out_of_memory_is_found_behind_other_errors(from_each: bool) -> None:
+    """A capture that fails raises at its end, and our code turns that into a ValueError."""
     ran_out, end = torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: operation failed")
     error = chained(ran_out, end, ValueError("this model can't be recorded"), from_each=from_each)
     assert is_out_of_memory(error)
@@ -127,7 +133,7 @@ def test_memory_that_ran_out_is_found_behind_other_errors(from_each: bool) -> No
     assert not is_out_of_memory(long), "the search ends"
 
 
-def test_an_error_that_disclaims_what_came_before_is_its_own() -> None:
+def test_an_error_raised_from_none_is_not_out_of_memory() -> None:
     error = chained(torch.OutOfMemoryError("CUDA out of memory"), ValueError("a wrong option"), from_each=False)
     error.__suppress_context__ = True  # as `raise ... from None` does
     assert not is_out_of_memory(error)

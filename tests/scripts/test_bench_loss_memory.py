@@ -17,7 +17,8 @@ LOGITS_MIB = VOCAB * LABELS[1] * 4 / 2**20
 def test_chunks_take_less_than_all_logits_and_what_does_not_fit_is_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Large tensors have pages of their own, which are given back with them: how much freed memory malloc keeps varies.
+    # Large tensors have pages of their own, which are given back with them: how much freed memory
+    # malloc keeps varies.
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(2**16))
     output = tmp_path / "loss_memory.json"
     sizes = ["--vocab-sizes", VOCAB, "--labels", *LABELS, "--hidden", 8, "--max-chunk", 2**20, "--losses", "cross_entropy"]

@@ -1,4 +1,6 @@
-"""The script that holds training against a straightforward loop: it is written anew there, and must come to the same losses."""
+"""The script that holds training against a straightforward loop: it is written anew there, and must
+come to the same losses.
+"""
 
 import json
 import runpy

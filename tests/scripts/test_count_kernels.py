@@ -1,4 +1,6 @@
-"""How many kernels a decode step launches: bounds, so that a change that adds some is noticed on a CPU."""
+"""How many kernels a decode step launches: bounds, so that a change that adds some is noticed on a
+CPU.
+"""
 
 import importlib
 from pathlib import Path

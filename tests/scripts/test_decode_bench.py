@@ -1,4 +1,6 @@
-"""The GPU benchmark of decoding, on a CPU with a tiny shape: every kind of case runs and is reported."""
+"""The GPU benchmark of decoding, on a CPU with a tiny shape: every kind of case runs and is
+reported.
+"""
 
 import importlib
 import json

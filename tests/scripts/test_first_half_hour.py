@@ -1,4 +1,6 @@
-"""The script that runs a GPU's first half hour: a part that fails, hangs or writes nonsense costs no other."""
+"""The script that runs a GPU's first half hour: a part that fails, hangs or writes nonsense costs
+no other.
+"""
 
 import importlib
 import json
@@ -34,7 +36,9 @@ def table(half_hour: Any) -> Any:
 
 @pytest.fixture
 def call(half_hour: Any, table: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Run the script on parts made of Python code, each with the report that the code is given as its argument."""
+    """Run the script on parts made of Python code, each with the report that the code is given as
+    its argument.
+    """
 
     def run(codes: dict[str, tuple[str, Any]], *options: str, checks: Any = (), limit: int = 20) -> tuple[dict, str, int]:
         def made(scratch: Path) -> list[Any]:
@@ -101,7 +105,9 @@ def test_a_part_that_hangs_is_killed_with_its_children_and_keeps_what_it_wrote(c
 
 @pytest.fixture
 def machine(half_hour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Call the script without --tiny, with one part `facts` and one part `speed`, on a machine with this nvidia-smi."""
+    """Call the script without --tiny, with one part `facts` and one part `speed`, on a machine with
+    this nvidia-smi.
+    """
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
     (tmp_path / "bin").mkdir()
 
@@ -234,7 +240,9 @@ WAIT = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(
 
 @pytest.fixture
 def running(tmp_path: Path) -> Any:
-    """Start the script, whose first part is `killed_recipe.py`; the script, and the ids of part and recipe."""
+    """Start the script, whose first part is `killed_recipe.py`; the script, and the ids of part and
+    recipe.
+    """
     started: list[Any] = []
 
     def start() -> tuple[Any, list[int]]:

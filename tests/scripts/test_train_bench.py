@@ -1,4 +1,6 @@
-"""The GPU benchmark of training, on a CPU with a tiny shape: every kind of case runs, is counted right and is reported."""
+"""The GPU benchmark of training, on a CPU with a tiny shape: every kind of case runs, is counted
+right and is reported.
+"""
 
 import importlib
 import json
@@ -99,17 +101,21 @@ def test_the_formula_of_a_step_is_what_torch_counts(bench: Any, tiny: HFTarget, 
     case = bench.Case(kind, 40, 3)
     step = bench.TrainingStep(bench.TRAININGS[kind], kind, tiny, ARGS, FOREVER)
     batch = bench.random_batch(case, tiny.vocab_size, ARGS.horizon, 60)
-    taught: list[int] = []  # tokens of the text whose distribution the target's head makes: those that labels on the text meet
+    # tokens of the text whose distribution the target's head makes: those that labels on the text
+    # meet
+    taught: list[int] = []
     if step.objective.head is not None:
         step.objective.head.register_forward_hook(lambda head, inputs, logits: taught.append(len(logits)))
     with FlopCounterMode(display=False) as counter:
         step.drafter.loss(with_hidden_states(batch, tiny, step.reads), step.objective).sums.sum().backward()
     needed = step.operations(case, int(batch.positions.sum())).linear
     assert batch.positions.sum() == 60
-    if kind == "eagle3":  # transformers' attention makes queries and outputs of the text before branches too, for nothing
+    # transformers' attention makes queries and outputs of the text before branches too, for nothing
+    if kind == "eagle3":
         assert 0.5 * case.num_tokens < sum(taught) <= case.num_tokens
         needed += 2 * 3 * tiny.hidden_size**2 * case.num_tokens
-        needed -= 2 * tiny.hidden_size * tiny.vocab_size * (case.num_tokens - sum(taught))  # the formula's is the most
+        # the formula's is the most
+        needed -= 2 * tiny.hidden_size * tiny.vocab_size * (case.num_tokens - sum(taught))
     assert linear_operations(counter) == needed
 
 

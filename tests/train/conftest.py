@@ -29,7 +29,8 @@ TRAIN = {"steps": 6, "batch_size": 4, "learning_rate": 1e-2, "log_every": 1, "ch
 def make_example(index: int, vocab_size: int) -> DistilledExample:
     """A text in which each token follows from the one before, of a length that depends on `index`.
 
-    The target's continuations end with the text, so the number of labels differs by text and by depth.
+    The target's continuations end with the text, so the number of labels differs by text and by
+    depth.
     """
     num_tokens = 12 + 5 * (index % 6)
     tokens = [3 + index]
@@ -99,7 +100,9 @@ class Run:
 
 @pytest.fixture
 def run_train(accelerator: Accelerator, target: HFTarget, shards_dir: Path, tmp_path: Path) -> Callable[..., Run]:
-    """Train into `tmp_path / name`; keywords change TRAIN, `drafter` changes DRAFTER, `replace_drafter` takes its place."""
+    """Train into `tmp_path / name`; keywords change TRAIN, `drafter` changes DRAFTER,
+    `replace_drafter` takes its place.
+    """
 
     def run(
         name: str = "run",
@@ -120,7 +123,9 @@ def run_train(accelerator: Accelerator, target: HFTarget, shards_dir: Path, tmp_
 
 @contextmanager
 def no_file_above(num_bytes: int) -> Iterator[None]:
-    """Writing more to a file fails, as it does on a full disk: a real error of the operating system."""
+    """Writing more to a file fails, as it does on a full disk: a real error of the operating
+    system.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:

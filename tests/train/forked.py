@@ -1,5 +1,6 @@
-"""For the scripts that kill trainings: processes that are forked from one that has imported all that is slow, and a drafter
-whose training draws random numbers."""
+"""For the scripts that kill trainings: processes that are forked from one that has imported all
+that is slow, and a drafter whose training draws random numbers.
+"""
 
 import os
 import socket
@@ -18,7 +19,10 @@ from outrider.models.drafters.redrafter import Redrafter
 
 
 class DropoutDrafter(Redrafter):
-    """A ReDrafter with dropout: resuming must restore the random numbers too. Counts its losses."""
+    """A ReDrafter with dropout: resuming must restore the random numbers too.
+
+    Counts its losses.
+    """
 
     calls = 0
 
@@ -29,7 +33,9 @@ class DropoutDrafter(Redrafter):
 
 
 def fork(processes: int, work: Callable[[], Any]) -> list[int]:
-    """Do the work in so many processes, which torch.distributed joins if they are several; returns their ids."""
+    """Do the work in so many processes, which torch.distributed joins if they are several; returns
+    their ids.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -37,7 +43,8 @@ def fork(processes: int, work: Callable[[], Any]) -> list[int]:
     for rank in range(processes):
         pid = os.fork()
         if pid == 0:
-            # tqdm's own lock is shared with forked processes, and stays locked where one of them is killed holding it.
+            # tqdm's own lock is shared with forked processes, and stays locked where one of them is
+            # killed holding it.
             tqdm.set_lock(RLock())
             if processes > 1:
                 launch = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "MASTER_PORT": port}

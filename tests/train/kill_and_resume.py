@@ -2,8 +2,9 @@
 
 python kill_and_resume.py TARGET SHARDS OUTPUT 'JSON of TrainConfig' 'JSON of the drafter'
 
-One fresh process imports all that is slow and forks a child for every training, so a kill is a real one and costs nothing. It
-prints a JSON object: of each moment, the step of the last checkpoint after the kill, and how many losses the resumed run took.
+One fresh process imports all that is slow and forks a child for every training, so a kill is a real
+one and costs nothing. It prints a JSON object: of each moment, the step of the last checkpoint
+after the kill, and how many losses the resumed run took.
 """
 
 import gc
@@ -68,7 +69,9 @@ MOMENTS: dict[str, Callable[[], None]] = {
 
 
 def in_child(work: Callable[[], Any]) -> tuple[int, int]:
-    """Run `work` in a forked process; returns its exit code (negative: the signal that ended it) and its count of losses."""
+    """Run `work` in a forked process; returns its exit code (negative: the signal that ended it)
+    and its count of losses.
+    """
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:

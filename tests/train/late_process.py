@@ -1,6 +1,7 @@
 """Two processes, of which the second comes late to collectives; run by test_processes.py.
 
-Prints a JSON object: what each collective of the first process gave, or the name of the error that it ended with.
+Prints a JSON object: what each collective of the first process gave, or the name of the error that
+it ended with.
 """
 
 import json

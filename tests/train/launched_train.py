@@ -1,10 +1,13 @@
-"""Trains as one of the processes that were launched together; run by test_processes.py and test_deepspeed.py.
+"""Trains as one of the processes that were launched together; run by test_processes.py and
+test_deepspeed.py.
 
-python launched_train.py TARGET SHARDS OUTPUT 'JSON of the trainings, by name: {"config": TrainConfig, "drafter": {...}}'
+python launched_train.py TARGET SHARDS OUTPUT 'JSON of the trainings, by name: {"config":
+TrainConfig, "drafter": {...}}'
 
-A training with a "from" goes on where that other one's checkpoint of the step "at" was written, as after a kill. "zero_stage"
-and "mixed_precision" take the place of the launcher's, "shards" that of SHARDS. "tensor_parallel" holds the target in slices.
-With "fsdp" it is FSDP2 that shares all trainings from there on.
+A training with a "from" goes on where that other one's checkpoint of the step "at" was written, as
+after a kill. "zero_stage" and "mixed_precision" take the place of the launcher's, "shards" that of
+SHARDS. "tensor_parallel" holds the target in slices. With "fsdp" it is FSDP2 that shares all
+trainings from there on.
 """
 
 import json

@@ -17,7 +17,8 @@ from .conftest import DRAFTER, TRAIN
 
 SCRIPT = Path(__file__).parent / "launched_train.py"
 STEPS = 4
-# Micro batches of unequal label counts, gradients that are clipped, a learning rate that falls, texts measured by decoding.
+# Micro batches of unequal label counts, gradients that are clipped, a learning rate that falls,
+# texts measured by decoding.
 CONFIG = {
     **TRAIN,
     "steps": STEPS,

@@ -1,6 +1,8 @@
-"""Stops a training of two processes by SIGTERM in the middle of a checkpoint, and goes on with one; run by test_resume.py.
+"""Stops a training of two processes by SIGTERM in the middle of a checkpoint, and goes on with one;
+run by test_resume.py.
 
-python other_processes.py TARGET SHARDS OUTPUT 'JSON of TrainConfig for two' 'JSON of TrainConfig for one' 'JSON of the drafter'
+python other_processes.py TARGET SHARDS OUTPUT 'JSON of TrainConfig for two' 'JSON of TrainConfig
+for one' 'JSON of the drafter'
 
 Prints a JSON object: the exit codes of the two, and the checkpoints that they left.
 """

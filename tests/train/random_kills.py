@@ -1,11 +1,14 @@
-"""Trains, kills the training with SIGKILL at a random moment, and trains on, again and again; run by test_resume.py.
+"""Trains, kills the training with SIGKILL at a random moment, and trains on, again and again; run
+by test_resume.py.
 
-python random_kills.py TARGET SHARDS OUTPUT 'JSON of TrainConfig' 'JSON of the drafter' PROCESSES KILLS [SEED]
+python random_kills.py TARGET SHARDS OUTPUT 'JSON of TrainConfig' 'JSON of the drafter' PROCESSES
+KILLS [SEED]
 
-An unbroken training goes to OUTPUT/unbroken, each one that is killed and resumed to OUTPUT/kill-NUMBER. OUTPUT/report.json
-tells of each kill, the seconds after the file of records was there, the step of the last complete checkpoint, and whether
-another was half-written. Processes of a training are forked from one that has imported all that is slow, and killed within
-milliseconds of each other, in random order.
+An unbroken training goes to OUTPUT/unbroken, each one that is killed and resumed to
+OUTPUT/kill-NUMBER. OUTPUT/report.json tells of each kill, the seconds after the file of records was
+there, the step of the last complete checkpoint, and whether another was half-written. Processes of
+a training are forked from one that has imported all that is slow, and killed within milliseconds of
+each other, in random order.
 """
 
 import gc

@@ -23,7 +23,10 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 
 def assert_same_records(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], device: torch.device) -> None:
-    """Losses and all: equal, on a GPU within rounding. Counts of right guesses may differ by a near tie there."""
+    """Losses and all: equal, on a GPU within rounding.
+
+    Counts of right guesses may differ by a near tie there.
+    """
     if device.type == "cpu":
         assert ours == theirs
         return

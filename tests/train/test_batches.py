@@ -108,7 +108,8 @@ def test_processes_and_steps_draw_different_positions_and_the_same_ones_again(
     target: HFTarget, examples: list[DistilledExample], tmp_path: Path
 ) -> None:
     longest = max(examples, key=lambda example: len(example.example.input_ids))
-    shards_dir = write_shards(tmp_path, target.identity, [longest])  # so that only the thinning can differ
+    # so that only the thinning can differ
+    shards_dir = write_shards(tmp_path, target.identity, [longest])
 
     def positions(rank: int = 0, step: int = 0, seed: int = 0) -> list[bool]:
         stream = make_stream(shards_dir, batch_size=1, max_positions=6, rank=rank, num_processes=2, seed=seed)

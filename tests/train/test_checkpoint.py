@@ -144,7 +144,8 @@ def test_an_error_of_the_training_waits_for_the_write_and_is_not_hidden_by_its_e
 def test_what_is_not_whole_does_not_count_and_is_removed(accelerator: Accelerator, tmp_path: Path) -> None:
     saved(accelerator, tmp_path, 1, 2, 3, 4, 5)
     (tmp_path / "step-00000005" / "complete.json").unlink()  # killed while it was being removed
-    (tmp_path / "step-00000004" / "complete.json").write_text('{"step": 4, "fil')  # a power cut tore the marker
+    # a power cut tore the marker
+    (tmp_path / "step-00000004" / "complete.json").write_text('{"step": 4, "fil')
     weights = tmp_path / "step-00000003" / "state.pt"
     weights.write_bytes(weights.read_bytes()[:-1])  # a power cut tore the weights
     half = tmp_path / ".step-00000006.partial"

@@ -34,6 +34,12 @@ def test_all_contradictions_are_listed_at_once() -> None:
     assert third.startswith("patience is set, but validate_every is not")
 
 
+def test_a_global_batch_size_and_an_accumulation_contradict_each_other() -> None:
+    (problem,) = problems(TrainConfig, steps=10, global_batch_size=64, gradient_accumulation=4)
+    assert problem.startswith("global_batch_size is 64 and gradient_accumulation 4;")
+    assert TrainConfig(steps=10, global_batch_size=64, gradient_accumulation=1).global_batch_size == 64
+
+
 def test_hydra_can_build_it_and_knows_no_other_keys() -> None:
     schema = OmegaConf.structured(TrainConfig)
     config = OmegaConf.to_object(OmegaConf.merge(schema, {"steps": 5, "max_positions": None}))
@@ -44,7 +50,7 @@ def test_hydra_can_build_it_and_knows_no_other_keys() -> None:
 
 def test_the_options_that_may_change_on_resume_exist() -> None:
     known = OmegaConf.structured(TrainConfig).keys()
-    assert len(MAY_CHANGE_ON_RESUME) == len(MAY_CHANGE_ON_RESUME & known) == 13
+    assert len(MAY_CHANGE_ON_RESUME) == len(MAY_CHANGE_ON_RESUME & known) == 14
 
 
 def test_a_loss_is_typed_by_its_name_and_a_wrong_one_names_all() -> None:

@@ -1,4 +1,6 @@
-"""DeepSpeed's ZeRO with two processes on a CPU, launched as a user launches them, against one process without it."""
+"""DeepSpeed's ZeRO with two processes on a CPU, launched as a user launches them, against one
+process without it.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +24,10 @@ gradient's size carry that on."""
 
 @pytest.fixture(scope="module")
 def launched(tiny_target_dir: Path, shards_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The trainings of two processes with DeepSpeed, in a folder each. In one launch, since most of its time is imports'."""
+    """The trainings of two processes with DeepSpeed, in a folder each.
+
+    In one launch, since most of its time is imports'.
+    """
     output = tmp_path_factory.mktemp("deepspeed")
     trainings: dict[str, Any] = {
         f"{zero}-{kind}": {"zero_stage": int(zero[-1]), "config": CONFIG, "drafter": DRAFTERS[kind]} for zero, kind in TRAININGS

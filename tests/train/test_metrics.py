@@ -26,8 +26,8 @@ def test_tokens_per_step_divides_each_depth_by_its_own_labels() -> None:
 
 
 def test_tokens_per_step_is_joint_and_not_a_product_of_accuracies() -> None:
-    # Half of the positions are right at both depths, the others at none: a chain gets 2 or 0 tokens, 1 on average. The
-    # product of the accuracies would say 0.5 + 0.25.
+    # Half of the positions are right at both depths, the others at none: a chain gets 2 or 0
+    # tokens, 1 on average. The product of the accuracies would say 0.5 + 0.25.
     assert estimate_tokens_per_step(torch.tensor([2, 2]), torch.tensor([4, 4])) == 2.0
 
 

@@ -38,7 +38,9 @@ def make_batch(shards_dir: Path, *, packing: bool, **options: Any) -> DrafterBat
 
 
 def leave_the_text(batch: DrafterBatch) -> DrafterBatch:
-    """Continuations that say what the next text in the row begins with: its tokens must not pass for the own text's."""
+    """Continuations that say what the next text in the row begins with: its tokens must not pass
+    for the own text's.
+    """
     continuations = batch.continuations.clone()
     beyond = batch.input_ids.roll(-1, 1)
     ends = batch.positions & (batch.starts.roll(-2, 1) != batch.starts)

@@ -1,4 +1,6 @@
-"""Two processes on a CPU that share a training by DDP or FSDP2, launched as a user launches them, against one process."""
+"""Two processes on a CPU that share a training by DDP or FSDP2, launched as a user launches them,
+against one process.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +21,8 @@ from .launching import CONFIG, DRAFTERS, IN_ONE_PROCESS, STEPS, launch, numbers,
 
 KINDS = {
     "redrafter": "redrafter",
-    "one depth": "redrafter",  # its recurrence gets no gradient, which DDP refuses unless it is told
+    # its recurrence gets no gradient, which DDP refuses unless it is told
+    "one depth": "redrafter",
     "medusa": "medusa",
     "eagle": "eagle",
     "eagle3": "eagle3",
@@ -40,7 +43,9 @@ DRAFTERS = {**DRAFTERS, "draft model": {"kind": "draft_model", "num_layers": 1, 
 
 
 def test_every_registered_kind_is_trained_by_ddp() -> None:
-    """All but `one depth` without looking for unused parameters: see `test_ddp_looks_for_unused_parameters_only_...`."""
+    """All but `one depth` without looking for unused parameters: see
+    `test_ddp_looks_for_unused_parameters_only_...`.
+    """
     by_ddp = {DRAFTERS[kind]["kind"] for name, kind in KINDS.items() if not name.startswith(("sliced", "fsdp"))}
     assert by_ddp == REGISTERED.keys()
 

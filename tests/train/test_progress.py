@@ -11,7 +11,8 @@ RECORD = {"seconds": 0.0, "tokens_per_second": 12345.6, "loss": 2.345, "tokens_p
 
 def test_neither_a_resume_nor_a_measurement_distorts_the_estimate() -> None:
     clock = Clock(num_steps=1000, measure_every=200)
-    # Resumed at step 500 of a run that was slow till then; 0.5 s a step since, measurements not counted.
+    # Resumed at step 500 of a run that was slow till then; 0.5 s a step since, measurements not
+    # counted.
     clock.tick(500, 4000.0)
     assert clock.seconds_left(60.0) is None
     clock.tick(520, 4010.0)

@@ -64,7 +64,8 @@ def test_a_run_killed_at_any_moment_ends_with_the_bits_of_an_unbroken_one(
         left = sorted(path.name for path in (tmp_path / moment / "train" / "checkpoints").iterdir())
         assert left == ["step-00000004", "step-00000005"], moment
         assert sorted(path.name for path in (tmp_path / moment).iterdir()) == ["drafter", "train"], moment
-    # What a kill may cost is the step in flight, and the checkpoint that is being written beside it.
+    # What a kill may cost is the step in flight, and the checkpoint that is being written beside
+    # it.
     lost = {"in the middle of a step", "between a record and its checkpoint"}
     checkpoints = {moment: outcome["checkpoint"] for moment, outcome in report.items()}
     assert all(checkpoints[moment] in (1, 2) for moment in lost)
@@ -133,10 +134,7 @@ def test_sigterm_waits_for_the_write_and_one_process_goes_on_with_the_texts_of_t
     tiny_target_dir: Path, shards_dir: Path, tmp_path: Path, run_train: Callable[..., Run]
 ) -> None:
     base = {**TRAIN, "steps": 8, "num_threads": 1}
-    for_two, for_one = (
-        {**base, "batch_size": 2, "gradient_accumulation": 2},
-        {**base, "batch_size": 4, "gradient_accumulation": 2},
-    )
+    for_two, for_one = ({**base, "batch_size": size, "global_batch_size": 8} for size in (2, 4))
     folders = [str(tiny_target_dir), str(shards_dir), str(tmp_path / "both")]
     script = str(SCRIPTS / "other_processes.py")
     report = report_of([script, *folders, *map(json.dumps, (for_two, for_one, DRAFTER))])

@@ -58,7 +58,9 @@ def assert_close(left: Run, right: Run) -> None:
 
 @pytest.fixture
 def spy(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Redrafter]]:
-    """A drafter of kind `spy`: a ReDrafter that calls `spy.on_loss(number of the call, batch)` and adds what that gives."""
+    """A drafter of kind `spy`: a ReDrafter that calls `spy.on_loss(number of the call, batch)` and
+    adds what that gives.
+    """
 
     class Spy(Redrafter):
         calls = 0

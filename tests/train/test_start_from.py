@@ -58,7 +58,8 @@ def test_labels_of_new_data_do_not_change_the_tokens_that_are_drafted(run_train:
     before = run_train("before", drafter={"draft_vocab_size": 40})
     path = before.drafter_dir / "model.safetensors"
     weights = load_file(path)
-    tokens = weights["draft_tokens"].flip(0).neg() + weights["draft_tokens"].max()  # as if other data had been read
+    # as if other data had been read
+    tokens = weights["draft_tokens"].flip(0).neg() + weights["draft_tokens"].max()
     save_file({**weights, "draft_tokens": tokens}, path)
     warm = run_train("warm", replace_drafter=start_from(before))
     assert load_file(warm.drafter_dir / "model.safetensors")["draft_tokens"].equal(tokens)

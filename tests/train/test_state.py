@@ -53,7 +53,10 @@ class FakeCudart:
 def test_page_locked_memory_has_the_bytes_of_the_tensor_and_pages_of_its_own(
     shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PyTorch's own is rounded up to a power of two. Pages that two tensors share can't be locked twice."""
+    """PyTorch's own is rounded up to a power of two.
+
+    Pages that two tensors share can't be locked twice.
+    """
     cudart = FakeCudart()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     values = torch.ones(shape, dtype=dtype)

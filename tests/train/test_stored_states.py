@@ -29,7 +29,9 @@ DRAFT_MODEL = {"kind": "draft_model", "init": "target_layers", "num_layers": 1}
 
 
 def with_states(examples: list[DistilledExample], target: HFTarget, dtype: str | None = None) -> list[DistilledExample]:
-    """The examples with all that can be stored: in float32, without any loss, where no `dtype` is given."""
+    """The examples with all that can be stored: in float32, without any loss, where no `dtype` is
+    given.
+    """
     stored = []
     for example in examples:
         ids = example.example.input_ids[None]
@@ -60,7 +62,9 @@ def weights(run: Run) -> dict[str, torch.Tensor]:
 
 
 def losses(run: Run) -> list[float]:
-    """Of every step. (Of weights Adam would show the sign of gradients that are as good as nothing.)"""
+    """Of every step. (Of weights Adam would show the sign of gradients that are as good as
+    nothing.)
+    """
     return [record["loss"] for record in read_records(run.train_dir / "metrics.jsonl")]
 
 

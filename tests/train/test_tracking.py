@@ -109,7 +109,8 @@ def events(directory: Path) -> dict[str, list[tuple[int, float]]]:
 
 def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path) -> None:
     write(tmp_path, 1, 2, 3, tracker="tensorboard")
-    time.sleep(1.1)  # TensorBoard reads event files in the order of their names, which hold the second
+    # TensorBoard reads event files in the order of their names, which hold the second
+    time.sleep(1.1)
     write(tmp_path, 3, 4, resume=2, tracker="tensorboard")
     shown = events(tmp_path)
     assert [step for step, _ in shown["loss"]] == [1, 2, 3, 4]

@@ -155,7 +155,8 @@ def test_a_run_that_was_killed_measures_the_same(run_train: RunTrain, tmp_path: 
     options = {"validation_texts": 4, "validation_tokens": 8, "validate_every": 2}
     whole = run_train("whole", **options)
     killed = run_train("killed", **options)
-    (killed.train_dir / "summary.json").unlink()  # as if killed after the last step, before its result was written
+    # as if killed after the last step, before its result was written
+    (killed.train_dir / "summary.json").unlink()
     run_train("killed", **options)
     first, second = (json.loads((run.train_dir / "summary.json").read_text())["validation"] for run in (whole, killed))
     assert first == second

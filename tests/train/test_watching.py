@@ -1,4 +1,6 @@
-"""A training that watches itself: what decoding accepts, spikes, trackers that fail, steps divided otherwise after a resume."""
+"""A training that watches itself: what decoding accepts, spikes, trackers that fail, steps divided
+otherwise after a resume.
+"""
 
 import json
 import logging
@@ -34,7 +36,9 @@ MEASURED = {"validation_texts": 4, "validation_tokens": 4, "validate_every": 2, 
 
 @pytest.fixture
 def measure(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
-    """Let measurements give these tokens per step, one after the other; a list gets the number of each."""
+    """Let measurements give these tokens per step, one after the other; a list gets the number of
+    each.
+    """
 
     def script(*values: float | None) -> list[int]:
         taken: list[int] = []
@@ -204,7 +208,8 @@ def test_other_texts_per_step_go_on_at_the_same_text(
     spy.on_loss = staticmethod(lambda call, batch: os.kill(os.getpid(), signal.SIGTERM) or 0.0 if call == 3 else 0.0)
     with pytest.raises(SystemExit):
         run_train(drafter={"kind": "spy"}, batch_size=4)
-    # As if two processes had made the three steps: 24 texts, the 22 of the first epoch and two of the second.
+    # As if two processes had made the three steps: 24 texts, the 22 of the first epoch and two of
+    # the second.
     (*_, last) = complete_checkpoints(tmp_path / "run/train/checkpoints")
     marker = json.loads((last / "complete.json").read_text())
     marker["num_processes"] = marker["run"]["num_processes"] = 2

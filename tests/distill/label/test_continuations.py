@@ -1,4 +1,6 @@
-"""Labels against naive greedy decoding, one full forward pass per token: nothing shared with the code under test."""
+"""Labels against naive greedy decoding, one full forward pass per token: nothing shared with the
+code under test.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -90,7 +92,9 @@ def naive(target: HFTarget, text: torch.Tensor, horizon: int) -> list[int]:
 
 
 def self_written_texts(target: HFTarget) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Right-padded texts of LENGTHS that follow the target half of the time, their mask, and wanted positions with gaps."""
+    """Right-padded texts of LENGTHS that follow the target half of the time, their mask, and wanted
+    positions with gaps.
+    """
     generator = torch.Generator().manual_seed(0)
     input_ids = torch.zeros(len(LENGTHS), max(LENGTHS), dtype=torch.long)
     attention_mask = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
@@ -155,7 +159,9 @@ def test_branches_end_at_stop_tokens_that_stay_labels(make_target: MakeTarget) -
 
 
 def test_a_branch_is_decoded_no_deeper_than_needed(make_target: MakeTarget) -> None:
-    """A text that the target wrote itself: only what lies behind its end is decoded, one token less per step to the left."""
+    """A text that the target wrote itself: only what lies behind its end is decoded, one token less
+    per step to the left.
+    """
     target = make_target("llama")
     start = torch.tensor([5, 9, 11])
     text = torch.cat([start, torch.tensor(naive(target, start, 6))])[None]
@@ -164,7 +170,8 @@ def test_a_branch_is_decoded_no_deeper_than_needed(make_target: MakeTarget) -> N
     labels, _, stats = label_continuations(target, text, torch.ones_like(wanted), wanted, horizon=4)
     assert_labels_are_naive(target, text, wanted, labels)
     assert stats.agreement == 1
-    # Positions 5, 6, 7 lend to their left, and 8, the last one, gives its first token only: that of the prefill.
+    # Positions 5, 6, 7 lend to their left, and 8, the last one, gives its first token only: that of
+    # the prefill.
     assert stats.num_branch_tokens == 0
 
 
@@ -239,7 +246,9 @@ def test_texts_beyond_the_context_window_are_refused(make_target: MakeTarget) ->
 
 
 def test_a_target_that_computes_more_than_its_attention_interface_says_is_refused(make_target: MakeTarget) -> None:
-    """Here a layer mixes neighbouring tokens outside of its attention, as convolutional and recurrent layers do."""
+    """Here a layer mixes neighbouring tokens outside of its attention, as convolutional and
+    recurrent layers do.
+    """
     target = make_target("llama")
     layer = target.model.base_model.layers[1]
     layer.mlp.register_forward_hook(lambda module, inputs, output: output + output.roll(1, dims=1))

@@ -1,4 +1,6 @@
-"""What is stored of the target beside the tokens: that it is the target's, how many bytes it takes, and what is refused."""
+"""What is stored of the target beside the tokens: that it is the target's, how many bytes it takes,
+and what is refused.
+"""
 
 import json
 import shutil
@@ -83,7 +85,8 @@ def test_stored_states_are_those_of_the_target_at_every_token(
 def test_likeliest_tokens_are_there_wherever_training_may_ask_for_them(target: HFTarget) -> None:
     """A label that keeps to a cut text gets behind the last position that has a label of its own."""
     prompt = torch.tensor([[5, 60, 70, 80]])
-    ids = target.model.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=-1)  # the target's own words
+    # the target's own words
+    ids = target.model.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=-1)
     num_tokens = ids.shape[1]
     wanted = (torch.arange(num_tokens) >= prompt.shape[1] - 1) & (torch.arange(num_tokens) < num_tokens - 1)
     wanted[8:11] = False  # a question in between
@@ -224,7 +227,8 @@ def test_a_disk_too_small_is_told_before_any_labelling(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(free if path.exists() else pytest.fail("no such folder")))
     assert features_module.shutil is shutil
     run(replace(ALL, features_dtype="int8"), data, target, folder)
-    run(replace(ALL, features_dtype="int8"), data, target, folder)  # what is there needs no more room
+    # what is there needs no more room
+    run(replace(ALL, features_dtype="int8"), data, target, folder)
     with pytest.raises(ValueError, match=rf"the shards take about .*\({num_tokens} tokens.*MB left; store less"):
         run(ALL, data, target, tmp_path / "other")
     assert not (tmp_path / "other").exists()

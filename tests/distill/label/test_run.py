@@ -1,4 +1,6 @@
-"""The stage from conversations to shards: resumable, refusing to mix runs, the same bytes however often it is interrupted."""
+"""The stage from conversations to shards: resumable, refusing to mix runs, the same bytes however
+often it is interrupted.
+"""
 
 import json
 import logging
@@ -306,7 +308,8 @@ def test_another_configuration_of_the_same_weights_is_another_target(
     run(CONFIG, data, load_target(load(name_or_path=str(tiny_target_dir))), folder)
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**config, "transformers_version": "0", "dtype": "bfloat16"}))
-    run(CONFIG, data, load_target(load(name_or_path=str(copy), dtype="float32")), folder)  # says the same of the model
+    # says the same of the model
+    run(CONFIG, data, load_target(load(name_or_path=str(copy), dtype="float32")), folder)
     with pytest.raises(ValueError, match=r"target_dtype \(was 'torch\.float32', is 'torch\.bfloat16'\)"):
         run(CONFIG, data, load_target(load(name_or_path=str(copy), dtype="bfloat16")), folder)
     (copy / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))

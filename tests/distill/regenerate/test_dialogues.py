@@ -1,4 +1,6 @@
-"""A conversation answered anew: exact tokens, where examples end and begin, and which answers are no answers."""
+"""A conversation answered anew: exact tokens, where examples end and begin, and which answers are
+no answers.
+"""
 
 import copy
 from collections.abc import Sequence
@@ -53,7 +55,10 @@ def play(
     limits: Limits = LIMITS,
     cut=(),
 ) -> tuple[Dialogue, list[list[int]]]:
-    """The dialogue after its answers were given, and the prompts that it asked with. A text answers with its stop token."""
+    """The dialogue after its answers were given, and the prompts that it asked with.
+
+    A text answers with its stop token.
+    """
     dialogue = Dialogue(talk, tokenizer, limits=limits, stop_ids=[END], seed=0)
     prompts = []
     given = iter(answers)
@@ -93,7 +98,8 @@ def test_a_template_that_drops_earlier_thinking_begins_a_new_example_and_loses_n
     assert tokenizer.decode(second.input_ids) == (
         "<|user|>hello<|assistant|>yes<|end|><|user|>and then<|assistant|><think>so</think>no<|end|>"
     )
-    # The earlier answer is read without its thoughts, which the target would not have written: it is not learned.
+    # The earlier answer is read without its thoughts, which the target would not have written: it
+    # is not learned.
     assert learned(second, tokenizer) == "<think>so</think>no<|end|>"
     assert second.input_ids[: second.answers[0].start] == prompts[1]
     assert [first.id, second.id] == ["chat#0", "chat#1"]

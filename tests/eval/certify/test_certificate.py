@@ -63,7 +63,8 @@ def test_a_target_and_a_drafter_are_certified(decoding: list[str], dtype: str, t
 def test_a_compiled_target_is_certified_in_that_form(
     decoding: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # traced and run, without a C++ compiler
+    # traced and run, without a C++ compiler
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     result = CliRunner().invoke(app, [*decoding, "--compiled"])
     assert result.exit_code == 0, result.output
     certificate = json.loads((tmp_path / "certificate.json").read_text())
@@ -74,7 +75,9 @@ def test_a_compiled_target_is_certified_in_that_form(
 def test_target_and_drafter_are_certified_as_replayed_graphs(
     decoding: list[str], tiny_target: HFTarget, tiny_drafter_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """What an evaluation measures is both: a target that is replayed beside a drafter that isn't is another decoder."""
+    """What an evaluation measures is both: a target that is replayed beside a drafter that isn't is
+    another decoder.
+    """
     recorders: list[ReplayingRecorder] = []
 
     def make_recorder() -> ReplayingRecorder:
@@ -158,7 +161,8 @@ def test_the_rules_are_certified_and_a_lossy_rule_is_not(monkeypatch: pytest.Mon
     lines = certificate["lines"]
     assert len(lines) == 15
     assert all(line["num_cases"] for line in lines)
-    assert certificate["false_alarm_rate"] == pytest.approx(3 * certify.FALSE_ALARM_RATE)  # one G-test for each drawing
+    # one G-test for each drawing
+    assert certificate["false_alarm_rate"] == pytest.approx(3 * certify.FALSE_ALARM_RATE)
     assert "it would fail with probability 3.0e-06" in result.output.replace("\n", " ")
     typical = [line for line in lines if line["subject"].startswith("typical")]
     assert len(typical) == 3

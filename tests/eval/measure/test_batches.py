@@ -1,4 +1,6 @@
-"""Batches: their seconds are counted once, half a batch is no measurement, and a decoder broken in batches only is caught."""
+"""Batches: their seconds are counted once, half a batch is no measurement, and a decoder broken in
+batches only is caught.
+"""
 
 import json
 from collections import defaultdict
@@ -77,7 +79,8 @@ def test_each_batch_size_is_held_against_plain_decoding_at_the_same(run_tiny: Ev
         assert together[method, 0, 0] == ["a", "c", "d"]
         assert together[method, 1, 0] == ["a", "d"]
         assert together[method, 0, 1] == together[method, 1, 1] == ["e"]
-    # What a row accepts is counted as if it were alone. (What it reads may be padded to the largest tree beside it.)
+    # What a row accepts is counted as if it were alone. (What it reads may be padded to the largest
+    # tree beside it.)
     counts: dict[Any, list[Any]] = defaultdict(list)
     for record in read(tmp_path / "eval"):
         numbers = (record.token_ids, record.accepted_histogram, record.truncated, record.prompt_sha256)
@@ -105,12 +108,14 @@ def test_a_run_killed_within_a_batch_measures_that_batch_anew_and_nothing_else(
         return original(*args, **kwargs)
 
     monkeypatch.setattr(measure, "time_generation", counted)
-    # Three rows of the baseline, three of the drafter, two and two of their second turns, then single ones.
+    # Three rows of the baseline, three of the drafter, two and two of their second turns, then
+    # single ones.
     for num_kept, missing in ((4, [3, 2, 2, 1, 1, 1, 1]), (8, [2, 1, 1, 1, 1]), (0, [3, 3, 2, 2, 1, 1, 1, 1])):
         (folder / "records.jsonl").write_bytes(b"".join(whole[:num_kept]) + whole[num_kept][:20])
         sizes.clear()
         run_tiny(folder, batch_sizes=[3], temperatures=[0.8], profile_prompts=0, warmup_prompts=0)
-        # One row of the drafter's batch is not enough to keep it, and with 8 lines both rows of a second turn were there.
+        # One row of the drafter's batch is not enough to keep it, and with 8 lines both rows of a
+        # second turn were there.
         assert sizes == missing
         assert {record.key: record.token_ids for record in read(folder)} == answers
 
@@ -135,7 +140,9 @@ def test_a_batch_of_no_or_too_many_rows_is_refused(make_record: MakeRecord) -> N
 
 
 def batch(make_record: MakeRecord, seconds: float, steps: list[int], index: int = 0, **changes: Any) -> list[EvalRecord]:
-    """A batch whose rows took so many steps of a token each; a quarter of its seconds is the prefill's."""
+    """A batch whose rows took so many steps of a token each; a quarter of its seconds is the
+    prefill's.
+    """
     return [
         make_record(
             prompt_id=f"{index}.{row}",
@@ -207,7 +214,9 @@ def test_plain_decoding_in_batches_is_compared_with_that_of_single_prompts_where
 
 
 class WrongBesideOthers(GreedyAcceptance):
-    """Broken on purpose: where a tree is verified for several rows, the first one gets the token of the second."""
+    """Broken on purpose: where a tree is verified for several rows, the first one gets the token of
+    the second.
+    """
 
     def __call__(self, tree: DraftTree, output: TargetOutput, *, generator: Randomness = None) -> Acceptance:
         right = super().__call__(tree, output, generator=generator)
@@ -256,7 +265,8 @@ def test_where_nothing_was_decoded_alone_plain_decoding_in_batches_is_audited(
     options: dict[str, Any] = {"batch_sizes": [3], "profile_prompts": 0}
     rows = run_tiny(tmp_path / "right", **options)
     assert [row["lossless_label"] for row in rows] == ["yes", "yes"]
-    assert len(json.loads((tmp_path / "right" / "facts.json").read_text())["audits"]) == 5  # three prompts, two of two turns
+    # three prompts, two of two turns
+    assert len(json.loads((tmp_path / "right" / "facts.json").read_text())["audits"]) == 5
     monkeypatch.setattr(run, "GreedyAcceptance", WrongForAll)
     rows = run_tiny(tmp_path / "wrong", **options)
     assert [is_broken(row) for row in rows] == [True, True]

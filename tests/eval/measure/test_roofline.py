@@ -54,7 +54,10 @@ def test_the_cache_is_known_or_said_to_be_unknown() -> None:
 
 @pytest.fixture
 def timeline(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What a made-up accelerator does in turn. Its tensors hold nothing; 40 ms lie between any two of its events."""
+    """What a made-up accelerator does in turn.
+
+    Its tensors hold nothing; 40 ms lie between any two of its events.
+    """
     done: list[str] = []
 
     class Event:

@@ -1,4 +1,6 @@
-"""A warm-up visits every shape that answers come to, so that nothing is recorded while one of them is timed."""
+"""A warm-up visits every shape that answers come to, so that nothing is recorded while one of them
+is timed.
+"""
 
 import json
 from collections import Counter

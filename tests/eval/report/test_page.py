@@ -1,4 +1,6 @@
-"""The report: nothing that the records don't say, nothing mixed that can't be compared, and one file that needs no other."""
+"""The report: nothing that the records don't say, nothing mixed that can't be compared, and one
+file that needs no other.
+"""
 
 import json
 import re
@@ -55,9 +57,12 @@ WriteRun = Callable[..., Path]
 
 @pytest.fixture
 def write_run(make_record: MakeRecord, tmp_path: Path) -> WriteRun:
-    """An evaluation's folder: two prompts, plain decoding in 1 s each (or both together), and `methods`, options by name, in
-    half of that. The answers of `wrong` methods differ from plain decoding's, of which the audit explains those to `noise`.
-    `row` is what the summary's rows have instead."""
+    """An evaluation's folder: two prompts, plain decoding in 1 s each (or both together), and
+    `methods`, options by name, in half of that.
+
+    The answers of `wrong` methods differ from plain decoding's, of which the audit explains those
+    to `noise`. `row` is what the summary's rows have instead.
+    """
 
     def write(
         name: str,
@@ -168,7 +173,8 @@ class Page(HTMLParser):
         if tag not in self.VOID:
             assert self.open.pop() == tag
         if tag == "figcaption":
-            while self.caption in self.tables:  # sections share captions; the first is that of the results
+            # sections share captions; the first is that of the results
+            while self.caption in self.tables:
                 self.caption += "'"
             self.tables[self.caption] = []
 
@@ -297,7 +303,8 @@ def test_batch_sizes_and_widths_make_a_heat_map_with_gaps_where_nothing_was_meas
     ]
     whole = page.tables["redrafter, beam_length 3; mt_bench, greedy: tokens/s x batch, of all answers"]
     assert whole[2] == ["batch size 4", "10.0", "-", "20.0"]
-    # Plain decoding makes four steps in 0.75 s, of the 20 a second that the roofline allows, whether for one row or for two.
+    # Plain decoding makes four steps in 0.75 s, of the 20 a second that the roofline allows,
+    # whether for one row or for two.
     fractions = [lines[1][1:] for lines in page.tables.values() if lines[0][-1] == "Of roofline"]
     assert fractions == [["5.3", "20", "27%"], ["10.7", "40", "27%"]]
 

@@ -89,7 +89,8 @@ def test_other_suites_have_plain_lines_and_each_temperature_a_folder(
     assert (second["id"], second["category"], len(second["answers"])) == ("b", "x", 1)
     before = {file: file.read_bytes() for file in folder.rglob("*.jsonl")}
     answers_of(tiny_target, tiny_drafter_dir, tmp_path / "out", suites, **options)
-    assert {file: file.read_bytes() for file in folder.rglob("*.jsonl")} == before  # times are the records'
+    # times are the records'
+    assert {file: file.read_bytes() for file in folder.rglob("*.jsonl")} == before
     assert len(before) == 8
 
 

@@ -124,7 +124,8 @@ def test_the_audit_knows_the_clocks_of_a_sampled_answer(tiny_target_dir: Path, d
         tokens = sampled(target, temperature, seed=3)
         options: dict[str, Any] = {"max_new_tokens": 32, "temperature": temperature}
         result = audit(target, PROMPT, tokens, seed=3, **options)
-        assert result.deficit < 1e-6  # the division by the clocks rounds otherwise than the difference of logarithms
+        # the division by the clocks rounds otherwise than the difference of logarithms
+        assert result.deficit < 1e-6
         assert result.within_noise
         assert not audit(target, PROMPT, tokens, seed=4, **options).within_noise
         assert not audit(target, PROMPT, sampled(target, 2 * temperature, 3), seed=3, **options).within_noise
@@ -134,7 +135,9 @@ def test_the_audit_knows_the_clocks_of_a_sampled_answer(tiny_target_dir: Path, d
 def test_two_candidates_that_tie_within_the_noise_explain_a_sampled_token(
     tiny_target: HFTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The clock of the runner-up is moved until its score lies a millionth, or a thousandth, below the best one's."""
+    """The clock of the runner-up is moved until its score lies a millionth, or a thousandth, below
+    the best one's.
+    """
     tokens = sampled(tiny_target, 1.0, seed=3)
     logits = tiny_target.model(PROMPT).logits[0, -1]
     clocks = wind_clocks(torch.empty_like(logits), 3, 0)

@@ -97,7 +97,8 @@ def test_a_speedup_over_different_prompts_is_refused(make_record: MakeRecord) ->
 
 
 def test_time_split_and_ceiling(make_record: MakeRecord) -> None:
-    # Plain: two steps in 0.8 s, so 0.4 s a step. Drafter: two steps in 1.0 s, of which it drafts 0.4 s: 0.2 s a step.
+    # Plain: two steps in 0.8 s, so 0.4 s a step. Drafter: two steps in 1.0 s, of which it drafts
+    # 0.4 s: 0.2 s a step.
     plain = make_record(decode_seconds=0.8, phase_seconds=PhaseSeconds(draft=0.0, verify=0.7, accept=0.05))
     drafted = make_record(decode_seconds=1.0, phase_seconds=PhaseSeconds(draft=0.4, verify=0.3, accept=0.2))
     assert stats.time_split([drafted]) == pytest.approx({"draft": 0.4, "verify": 0.3, "accept": 0.2, "rest": 0.1})

@@ -105,7 +105,8 @@ def test_batch_sizes_share_no_lines(records: list[EvalRecord]) -> None:
     rows = build_rows([*records, *batched], [], config=config, dtype="float32", roofline=ROOFLINE, num_skipped={}, drafters={})
     assert [row["batch_size"] for row in csv.DictReader(StringIO(csv_table(rows)))] == ["1", "1", "2", "2"]
     assert len(re.findall(r"^mt\\_bench & 0 & [12] ", latex_table(rows), re.MULTILINE)) == 4
-    # Two prompts share their seconds, so the batch is twice as fast; of plain decoding, it reaches the same part.
+    # Two prompts share their seconds, so the batch is twice as fast; of plain decoding, it reaches
+    # the same part.
     assert rows[2]["tokens_per_second"] == 2 * rows[0]["tokens_per_second"]
     assert rows[2]["roofline_fraction"] == rows[0]["roofline_fraction"]
     assert rows[2]["tokens_per_step"] == rows[0]["tokens_per_step"]

@@ -37,7 +37,9 @@ ROOFLINE = Roofline(weight_bytes=10**9, bandwidth_gbs=20.0, given=True, cache_by
 
 @pytest.fixture
 def records(make_record: MakeRecord) -> list[EvalRecord]:
-    """Two prompts of two categories; the drafter takes half the baseline's time and emits two tokens a step."""
+    """Two prompts of two categories; the drafter takes half the baseline's time and emits two
+    tokens a step.
+    """
     result = []
     for prompt, category in (("81", "writing"), ("82", "math")):
         common: dict[str, Any] = {"prompt_id": prompt, "category": category}
@@ -149,7 +151,9 @@ def test_parameters_are_counted_in_three_digits_or_so(records: list[EvalRecord])
 
 @pytest.fixture
 def sampled(records: list[EvalRecord]) -> list[EvalRecord]:
-    """The same at temperature 0.7, where the drafter's drafts are drawn at random and its answers are others."""
+    """The same at temperature 0.7, where the drafter's drafts are drawn at random and its answers
+    are others.
+    """
     return [
         dataclasses.replace(record, temperature=0.7, drawn=record.method != "baseline", token_ids=record.token_ids[::-1])
         for record in records

@@ -116,8 +116,10 @@ def test_a_grid_grows_where_its_edge_is_best_and_nowhere_else() -> None:
 def guessed(
     tiny_target: HFTarget, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., dict[str, Any]]:
-    """Tuning in which a function of the setting says how fast it is, in place of a replay. Returns what was tried, in order of
-    rounds, and what was chosen."""
+    """Tuning in which a function of the setting says how fast it is, in place of a replay.
+
+    Returns what was tried, in order of rounds, and what was chosen.
+    """
 
     def guess(kind: str, speed_of: Callable[[dict[str, Any]], float], settings: Any = None) -> dict[str, Any]:
         rounds: list[list[Any]] = []
@@ -145,7 +147,9 @@ def guessed(
 
 
 def near(**best: int) -> Callable[[dict[str, Any]], float]:
-    """Speeds that fall by a share for each doubling or halving that an option lacks of its best value."""
+    """Speeds that fall by a share for each doubling or halving that an option lacks of its best
+    value.
+    """
 
     def speed_of(setting: dict[str, Any]) -> float:
         distance = sum(abs(math.log2((setting[name] or 1) / value)) for name, value in best.items())

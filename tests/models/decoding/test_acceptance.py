@@ -1,4 +1,4 @@
-"""Greedy acceptance on trees, against cases that can be followed by hand and a walk written in plain Python."""
+"""Greedy acceptance on trees, against hand-made cases and a walk in plain Python."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def test_nothing_matches_and_the_bonus_follows_the_last_committed_token():
 
 
 def test_the_first_branch_is_followed_to_its_leaf():
-    # After the last token the target says 5 (node 0), after node 0 it says 8 (node 3), after node 3 it says 4.
+    # The target predicts 5 (node 0) after the last token, 8 (node 3) after node 0, 4 after node 3.
     assert decide([5, 8, 2, 3, 4]) == ([0, 3], 2, 4, 4)
 
 
@@ -33,8 +33,8 @@ def test_a_path_ends_where_no_child_matches():
     assert decide([5, 9, 2, 3, 4]) == ([0, NO_NODE], 1, 9, 1)
 
 
-def test_a_leaf_whose_parent_was_refused_is_not_accepted():
-    # Node 2 holds 7, which is what the target would say after node 0; but the target went to node 1.
+def test_a_leaf_whose_parent_was_rejected_is_not_accepted():
+    # Node 2 holds 7, which the target predicts after node 0; but the accepted node is 1.
     assert decide([6, 7, 1, 3, 4]) == ([1, NO_NODE], 1, 1, 2)
 
 

@@ -1,4 +1,7 @@
-"""Batches: rows don't know of each other, finish apart, leave the batch, and cost one host read a step together."""
+"""Decoding of batches: independent rows that finish at different steps.
+
+A finished row leaves the batch, and a step needs one host read for all rows together.
+"""
 
 import pytest
 import torch
@@ -58,7 +61,7 @@ def drafters(target, redrafter):
 
 @pytest.mark.parametrize("kind", ["nothing", "redrafter"])
 @pytest.mark.parametrize("tree_nodes", [None, 5])
-def test_a_row_says_in_a_batch_what_it_says_alone(target, drafters, kind, tree_nodes):
+def test_a_row_in_a_batch_gives_the_tokens_that_it_gives_alone(target, drafters, kind, tree_nodes):
     drafter = drafters[kind]
     if kind == "redrafter":
         drafter.config.tree_nodes = tree_nodes
@@ -71,13 +74,13 @@ def test_a_row_says_in_a_batch_what_it_says_alone(target, drafters, kind, tree_n
 
 
 @pytest.mark.parametrize("kind", ["nothing", "redrafter"])
-def test_rows_that_finish_leave_and_the_others_go_on(target, drafters, kind):
+def test_finished_rows_leave_and_the_others_continue(target, drafters, kind):
     alone = [answers(target, NullDrafter(), vectors([prompt]))[0][0] for prompt in PROMPTS]
     stop = alone[0][5]
     expected = [tokens[: tokens.index(stop) + 1] if stop in tokens else tokens for tokens in alone]
     assert len({len(tokens) for tokens in expected}) > 1, "all rows end together"
-    found, finishes, steps = answers(target, drafters[kind], vectors(), stop_ids={stop})
-    assert found == expected
+    actual, finishes, steps = answers(target, drafters[kind], vectors(), stop_ids={stop})
+    assert actual == expected
     assert finishes == [Finish.STOP_TOKEN if tokens[-1] == stop else Finish.LENGTH for tokens in expected]
     assert len(steps[-1].rows) < len(PROMPTS)
 
@@ -85,8 +88,8 @@ def test_rows_that_finish_leave_and_the_others_go_on(target, drafters, kind):
 def test_a_full_context_window_ends_each_row_at_its_own_length(target, drafters, monkeypatch):
     monkeypatch.setattr(target.model.config, "max_position_embeddings", 12)
     for drafter in drafters.values():
-        found, finishes, _ = answers(target, drafter, vectors())
-        assert [len(tokens) for tokens in found] == [7, 10, 4, 10]
+        actual, finishes, _ = answers(target, drafter, vectors())
+        assert [len(tokens) for tokens in actual] == [7, 10, 4, 10]
         assert set(finishes) == {Finish.CONTEXT}
 
 
@@ -97,8 +100,8 @@ def test_stop_strings_end_an_answer_with_the_token_that_completes_them(target, d
     text = tokenizer.decode(tokens)
     string = text[len(text) // 2 : len(text) // 2 + 3]
     expected = next(tokens[: end + 1] for end in range(len(tokens)) if string in tokenizer.decode(tokens[: end + 1]))
-    found, finishes, _ = answers(target, drafters[kind], vectors([PROMPTS[0]]), stop_strings=[string], tokenizer=tokenizer)
-    assert found == [expected]
+    actual, finishes, _ = answers(target, drafters[kind], vectors([PROMPTS[0]]), stop_strings=[string], tokenizer=tokenizer)
+    assert actual == [expected]
     assert finishes == [Finish.STOP_STRING]
 
 
@@ -117,7 +120,7 @@ def test_sampling_at_temperature_zero_is_greedy_decoding(target, drafters):
         assert answers(target, drafter, vectors(), rule)[0] == answers(target, drafter, vectors())[0]
 
 
-def test_a_seed_fixes_what_is_sampled(target, redrafter):
+def test_equal_seeds_sample_equal_tokens(target, redrafter):
     rule = SpeculativeSampling(sampling=Sampling(temperature=1.5))
     first, second, other = (
         answers(target, redrafter, vectors(), rule, generator=torch.Generator().manual_seed(seed))[0] for seed in (0, 0, 1)
@@ -129,7 +132,7 @@ def test_a_seed_fixes_what_is_sampled(target, redrafter):
 
 
 class RandomDrafter:
-    """Draws trees at random, after every token from the distribution that `logits` has in that token's row."""
+    """Drafter that samples trees: after token t from the softmax of row t of `logits`."""
 
     PARENTS = (-1, -1, 0, 0)
     max_nodes = len(PARENTS)
@@ -165,9 +168,11 @@ class RandomDrafter:
 
 
 @pytest.mark.parametrize("kind", ["nothing", "survivors", "likeliest", "distinct", "independent"])
-def test_a_row_samples_in_a_batch_what_it_samples_alone(target, redrafter, kind):
+def test_a_row_in_a_batch_samples_the_tokens_that_it_samples_alone(target, redrafter, kind):
     redrafter.config.tree_nodes = 5 if kind == "likeliest" else None
-    with torch.no_grad():  # a drafter that is accepted now and then: it says after each token what the target would, alone
+    # A drafter that is accepted now and then: its logits after a token are the target's for this
+    # token alone.
+    with torch.no_grad():
         logits = target.model(torch.arange(target.vocab_size)[:, None]).logits[:, -1]
     drafter = {
         "nothing": NullDrafter(),
@@ -177,7 +182,8 @@ def test_a_row_samples_in_a_batch_what_it_samples_alone(target, redrafter, kind)
     rule = SpeculativeSampling(sampling=Sampling())
 
     def sampled(rows: list[int], seeds: list[int]) -> tuple[list[list[int]], list]:
-        prompts, stop_ids = vectors([PROMPTS[row] for row in rows]), set(range(60, 70))  # rows leave one by one
+        # rows leave one by one
+        prompts, stop_ids = vectors([PROMPTS[row] for row in rows]), set(range(60, 70))
         tokens, _, steps = answers(target, drafter, prompts, rule, stop_ids=stop_ids, generator=RowSeeds(seeds))
         return tokens, steps
 
@@ -196,7 +202,7 @@ def test_a_row_samples_in_a_batch_what_it_samples_alone(target, redrafter, kind)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.7, top_k=20), Sampling(top_p=0.8)])
-def test_row_seeds_sample_the_same_text_with_any_drafter_whose_trees_follow_from_the_text(target, redrafter, sampling):
+def test_row_seeds_sample_the_same_text_with_any_deterministic_drafter(target, redrafter, sampling):
     rule = SpeculativeSampling(sampling=sampling)
 
     def sampled(drafter) -> list[list[int]]:
@@ -211,7 +217,7 @@ def test_row_seeds_sample_the_same_text_with_any_drafter_whose_trees_follow_from
     assert sum(sum(step.num_accepted) for step in steps) > 10, "sampled texts can be drafted too"
 
 
-def test_seeds_that_do_not_fit_the_rows_are_refused(target):
+def test_a_wrong_number_of_seeds_is_an_error(target):
     with pytest.raises(ValueError, match="3 seeds for 4 rows"):
         answers(target, NullDrafter(), vectors(), SpeculativeSampling(sampling=Sampling()), generator=RowSeeds([1, 2, 3]))
 
@@ -219,7 +225,7 @@ def test_seeds_that_do_not_fit_the_rows_are_refused(target):
 # --- the ends of answers, inside accepted paths
 
 RIGHT = [3, 1, 0, 2]
-"""How many draft tokens of the oracle are right in each row."""
+"""Number of right draft tokens of the oracle in each row."""
 
 
 @pytest.fixture
@@ -227,8 +233,11 @@ def plain(target) -> list[list[int]]:
     return [answers(target, NullDrafter(), vectors([prompt]))[0][0] for prompt in PROMPTS]
 
 
-def assert_accepted_as_meant(steps, right: list[int] = RIGHT) -> None:
-    """In every step but a row's last, which may reach behind the text that the oracle knows."""
+def assert_accepted_counts(steps, right: list[int] = RIGHT) -> None:
+    """Check the accepted tokens of every step but a row's last.
+
+    The last step may reach past the end of the text that the oracle knows.
+    """
     num_checked = 0
     for step in steps[1:]:
         for row, finish, num_accepted in zip(step.rows, step.finishes, step.num_accepted, strict=True):
@@ -239,25 +248,25 @@ def assert_accepted_as_meant(steps, right: list[int] = RIGHT) -> None:
 
 
 def cut_rows(steps) -> set[int]:
-    """Rows whose answers ended before an accepted path did."""
+    """Return the rows whose answers ended inside an accepted path."""
     ends = ((step.rows, step.tokens, step.num_accepted) for step in steps)
     return {row for step in ends for row, new, num_accepted in zip(*step, strict=True) if len(new) <= num_accepted}
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 0, 2, 1]])
-def test_rows_of_different_acceptance_say_what_they_say_alone(target, plain, order):
+def test_rows_with_different_acceptance_give_the_tokens_that_they_give_alone(target, plain, order):
     right = [RIGHT[row] for row in order]
     drafter = OracleDrafter([plain[row] for row in order], right, target.vocab_size)
-    found, finishes, steps = answers(target, drafter, vectors([PROMPTS[row] for row in order]))
-    assert found == [plain[row] for row in order]
-    assert_accepted_as_meant(steps, right)
+    actual, finishes, steps = answers(target, drafter, vectors([PROMPTS[row] for row in order]))
+    assert actual == [plain[row] for row in order]
+    assert_accepted_counts(steps, right)
     assert set(finishes) == {Finish.LENGTH}
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 4, 5, 8, 11])
 def test_the_token_limit_cuts_accepted_paths_of_a_batch(target, plain, limit):
-    found, finishes, steps = answers(target, OracleDrafter(plain, RIGHT, target.vocab_size), vectors(), max_new_tokens=limit)
-    assert found == [tokens[:limit] for tokens in plain]
+    actual, finishes, steps = answers(target, OracleDrafter(plain, RIGHT, target.vocab_size), vectors(), max_new_tokens=limit)
+    assert actual == [tokens[:limit] for tokens in plain]
     assert finishes == [Finish.LENGTH] * 4
     # Row r has 1 token after the prefill, and RIGHT[r] + 1 more after each step.
     assert cut_rows(steps) == {row for row, right in enumerate(RIGHT) if (limit - 1) % (right + 1)}
@@ -265,22 +274,22 @@ def test_the_token_limit_cuts_accepted_paths_of_a_batch(target, plain, limit):
 
 def test_the_context_window_cuts_accepted_paths_of_a_batch(target, plain, monkeypatch):
     monkeypatch.setattr(target.model.config, "max_position_embeddings", 12)
-    found, finishes, steps = answers(target, OracleDrafter(plain, RIGHT, target.vocab_size), vectors())
-    assert found == [tokens[: 12 - len(prompt)] for tokens, prompt in zip(plain, PROMPTS, strict=True)]
+    actual, finishes, steps = answers(target, OracleDrafter(plain, RIGHT, target.vocab_size), vectors())
+    assert actual == [tokens[: 12 - len(prompt)] for tokens, prompt in zip(plain, PROMPTS, strict=True)]
     assert finishes == [Finish.CONTEXT] * 4
-    assert_accepted_as_meant(steps)
+    assert_accepted_counts(steps)
     assert cut_rows(steps) == {0, 1}  # of 7, 10, 4 and 10 tokens in paths of 4, 2, 1 and 3
 
 
 def test_stop_tokens_cut_accepted_paths_of_a_batch(target, plain):
     num_cut = 0
-    for row, place in ((0, 2), (0, 3), (0, 4), (1, 5), (3, 8), (3, 9)):
-        stop = plain[row][place]
+    for row, index in ((0, 2), (0, 3), (0, 4), (1, 5), (3, 8), (3, 9)):
+        stop = plain[row][index]
         expected = [tokens[: tokens.index(stop) + 1] if stop in tokens else tokens for tokens in plain]
-        found, finishes, steps = answers(target, OracleDrafter(plain, RIGHT, target.vocab_size), vectors(), stop_ids={stop})
-        assert found == expected
+        actual, finishes, steps = answers(target, OracleDrafter(plain, RIGHT, target.vocab_size), vectors(), stop_ids={stop})
+        assert actual == expected
         assert finishes == [Finish.STOP_TOKEN if stop in tokens else Finish.LENGTH for tokens in plain]
-        assert_accepted_as_meant(steps)
+        assert_accepted_counts(steps)
         stopped = {row for row, finish in enumerate(finishes) if finish == Finish.STOP_TOKEN}
         num_cut += len(cut_rows(steps) & stopped)
     assert num_cut >= 3
@@ -288,28 +297,28 @@ def test_stop_tokens_cut_accepted_paths_of_a_batch(target, plain):
 
 def test_stop_strings_cut_accepted_paths_of_a_batch(target, plain):
     tokenizer, num_cut = target.tokenizer, 0
-    for row, place in ((0, 2), (0, 7), (1, 5), (3, 8), (3, 9)):
-        string = tokenizer.decode(plain[row])[place : place + 2]
+    for row, index in ((0, 2), (0, 7), (1, 5), (3, 8), (3, 9)):
+        string = tokenizer.decode(plain[row])[index : index + 2]
         expected = [
             next((tokens[:end] for end in range(len(tokens)) if string in tokenizer.decode(tokens[:end])), tokens)
             for tokens in plain
         ]
-        found, finishes, steps = answers(
+        actual, finishes, steps = answers(
             target,
             OracleDrafter(plain, RIGHT, target.vocab_size),
             vectors(),
             stop_strings=[string],
             tokenizer=tokenizer,
         )
-        assert found == expected
+        assert actual == expected
         stopped = {row for row, finish in enumerate(finishes) if finish == Finish.STOP_STRING}
         assert row in stopped
-        assert_accepted_as_meant(steps)
+        assert_accepted_counts(steps)
         num_cut += len(cut_rows(steps) & stopped)
     assert num_cut >= 3
 
 
-def test_a_stop_string_is_complete_with_the_last_byte_of_its_last_character(target):
+def test_a_stop_string_ends_with_the_last_byte_of_its_last_character(target):
     """Characters of two tokens, the second in the middle of an accepted path."""
     tokenizer, right = target.tokenizer, 3
     prompts = [[first, 70] for first in range(4, target.vocab_size)]
@@ -326,15 +335,15 @@ def test_a_stop_string_is_complete_with_the_last_byte_of_its_last_character(targ
             ):
                 continue
             drafter = OracleDrafter([tokens], [right], target.vocab_size)
-            found, finishes, steps = answers(target, drafter, vectors([prompt]), stop_strings=[character], tokenizer=tokenizer)
-            assert found == [tokens[:end]]
+            actual, finishes, steps = answers(target, drafter, vectors([prompt]), stop_strings=[character], tokenizer=tokenizer)
+            assert actual == [tokens[:end]]
             assert finishes == [Finish.STOP_STRING]
             num_cut += len(cut_rows(steps))
             assert all(step.num_accepted == (right,) for step in steps[1:-1])
     assert num_cut >= 3
 
 
-def test_lengths_that_do_not_fit_the_rows_are_refused():
+def test_wrong_prompt_lengths_are_an_error():
     with pytest.raises(ValueError, match="2 lengths for 1 prompts"):
         Prompts(input_ids=torch.ones(1, 3, dtype=torch.long), lengths=(3, 3))
     with pytest.raises(ValueError, match="padded to the longest"):
@@ -347,7 +356,7 @@ def test_lengths_that_do_not_fit_the_rows_are_refused():
 @pytest.mark.parametrize("batch", [1, 4, 8])
 @pytest.mark.parametrize("tree_nodes", [None, 5])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_step_reads_from_the_device_once_whatever_the_batch(target, redrafter, batch, tree_nodes, temperature):
+def test_a_step_has_one_host_read_for_any_batch_size(target, redrafter, batch, tree_nodes, temperature):
     redrafter.config.tree_nodes = tree_nodes
     rule = SpeculativeSampling(sampling=Sampling(temperature=temperature)) if temperature else GreedyAcceptance()
     prompts = vectors((PROMPTS * 2)[:batch])
@@ -358,7 +367,8 @@ def test_a_step_reads_from_the_device_once_whatever_the_batch(target, redrafter,
     for _ in range(5):
         with HostReads() as reads, ScalarReads() as scalars:
             next(steps)
-        # On a CPU the paper's tree is as large as its beams make it, which is one read more; elsewhere it has its full size.
+        # On a CPU the paper's tree has only the nodes that its beams need. Reading their number is
+        # one more host read; on other devices the tree has its full size.
         allowed = ["tolist"] if tree_nodes else ["__int__", "tolist"]
         assert [name for name in reads.names if name != "item"] == allowed
         assert scalars.count <= len(allowed) - 1

@@ -1,4 +1,4 @@
-"""The G-test: it raises false alarms as often as it says, and sees small shifts."""
+"""The G-test: its rate of false alarms is as stated, and it detects small shifts."""
 
 import pytest
 import torch
@@ -34,19 +34,21 @@ def test_false_alarms_are_as_rare_as_stated(name):
 
 
 def test_small_shifts_are_detected():
-    """Of 100,000 samples of 27 even cells, at a false-alarm rate of 1e-6: 1.5% of all probability in the wrong cells is
-    always found, and 0.5% isn't."""
-    found = {}
+    """1.5% of all probability in the wrong cells is always detected, and 0.5% never.
+
+    This holds for 100,000 samples of 27 even cells at a false-alarm rate of 1e-6.
+    """
+    detected = {}
     for shift in (0.005, 0.015):
         shifted = DISTRIBUTIONS["even"].clone()
         shifted[:9] += shift / 9
         shifted[9:18] -= shift / 9
-        found[shift] = [g_test(counts, DISTRIBUTIONS["even"]) < 1e-6 for counts in multinomial(shifted, 100_000, 50)]
-    assert all(found[0.015])
-    assert not any(found[0.005])
+        detected[shift] = [g_test(counts, DISTRIBUTIONS["even"]) < 1e-6 for counts in multinomial(shifted, 100_000, 50)]
+    assert all(detected[0.015])
+    assert not any(detected[0.005])
 
 
-def test_an_impossible_count_is_told_for_sure():
+def test_an_impossible_count_has_p_value_zero():
     assert g_test(torch.tensor([999, 1]), torch.tensor([1.0, 0.0], dtype=torch.float64)) == 0.0
 
 

@@ -1,4 +1,4 @@
-"""The decode loop: its output is plain greedy decoding's, whatever is drafted, and it stops where plain decoding stops."""
+"""The decode loop: for any drafts, it gives and stops as plain greedy decoding does."""
 
 from collections.abc import Iterator
 
@@ -15,7 +15,7 @@ MAX_NEW_TOKENS = 40
 
 
 class ScriptedDrafter:
-    """Drafts from a known text: right on one branch up to a given depth, confidently wrong on the others."""
+    """Drafter from a known text: right on one branch up to a depth, wrong on the others."""
 
     def __init__(self, text: list[int], *, right: int, depth: int, decoys: int, vocab_size: int) -> None:
         self.text, self.right, self.depth, self.decoys, self.vocab_size = text, right, depth, decoys, vocab_size
@@ -56,7 +56,7 @@ def tokens_of(steps: list[Step]) -> list[int]:
 
 @pytest.fixture
 def plain(target: HFTarget, prompt: torch.Tensor) -> list[int]:
-    """Greedy tokens by full forwards over the growing text: no cache, no mask, no code of ours."""
+    """Decode greedily by full forward passes: no cache, no mask, no code of ours."""
     text = prompt
     with torch.no_grad():
         for _ in range(MAX_NEW_TOKENS):
@@ -103,13 +103,13 @@ def test_a_stop_token_inside_an_accepted_path_ends_the_text(target, prompt, plai
     assert num_checked == 3
 
 
-def test_the_last_token_of_the_context_window_is_reached_with_a_tree_hanging_over_it(target, prompt, monkeypatch):
+def test_the_last_token_of_the_context_window_is_reached_with_a_tree_beyond_it(target, prompt, monkeypatch):
     monkeypatch.setattr(target.model.config, "max_position_embeddings", prompt.shape[1] + 10)
     plain = tokens_of(decode(target, NullDrafter(), prompt, max_new_tokens=10))
     drafter = ScriptedDrafter(plain, right=4, depth=4, decoys=1, vocab_size=target.vocab_size)
     assert tokens_of(decode(target, drafter, prompt, max_new_tokens=10)) == plain
-    for each in (drafter, NullDrafter()):  # a longer answer ends where the window is full
-        steps = decode(target, each, prompt, max_new_tokens=20)
+    for one_drafter in (drafter, NullDrafter()):  # a longer answer ends where the window is full
+        steps = decode(target, one_drafter, prompt, max_new_tokens=20)
         assert tokens_of(steps) == plain
         assert steps[-1].finishes == (Finish.CONTEXT,)
 
@@ -165,7 +165,7 @@ def test_no_new_tokens_is_refused(target, prompt):
         decode(target, NullDrafter(), prompt, max_new_tokens=0)
 
 
-def test_two_answers_at_once_from_one_target_are_refused(target, prompt):
+def test_two_interleaved_generate_calls_of_one_target_are_an_error(target, prompt):
     first = generate(target, NullDrafter(), GreedyAcceptance(), prompt, max_new_tokens=5)
     next(first)
     second = generate(target, NullDrafter(), GreedyAcceptance(), prompt, max_new_tokens=5)
@@ -175,7 +175,7 @@ def test_two_answers_at_once_from_one_target_are_refused(target, prompt):
     assert len(list(second)) == 4
 
 
-def test_a_target_that_drafts_for_itself_is_refused(target, prompt):
+def test_a_target_as_its_own_draft_model_is_an_error(target, prompt):
     with pytest.raises(RuntimeError, match="load a draft model as a separate target"):
         decode(target, DraftModel(DraftModelConfig(length=2), target), prompt)
 

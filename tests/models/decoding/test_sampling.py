@@ -1,4 +1,4 @@
-"""What sampling parameters make of logits, against plain sorting; and the draws."""
+"""Sampling parameters, against plain sorting, and the distribution of sampled tokens."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from outrider.models.decoding.sampling import choose, draw, draw_several, flip
 
 LOGITS = torch.tensor([[2.0, 0.5, 1.0, -1.0, 1.0]], dtype=torch.float64)
 ALPHA = 1e-6
-"""A sound draw fails one of these tests in a million seeds; the seeds are fixed, so it either does or never will."""
+"""A sound sampler fails such a test for one seed in a million; the seeds here are fixed."""
 
 
 def slow_warp(logits: list[float], sampling: Sampling) -> list[float]:
@@ -37,8 +37,8 @@ def slow_warp(logits: list[float], sampling: Sampling) -> list[float]:
 def test_warp_equals_plain_sorting(temperature, top_k, top_p):
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     logits = [2.0, 0.5, 1.0, -1.0, 1.5]
-    found = warp(torch.tensor([logits], dtype=torch.float64), sampling)[0]
-    assert found.tolist() == pytest.approx(slow_warp(logits, sampling), abs=1e-12)
+    actual = warp(torch.tensor([logits], dtype=torch.float64), sampling)[0]
+    assert actual.tolist() == pytest.approx(slow_warp(logits, sampling), abs=1e-12)
 
 
 def test_low_precision_is_raised_to_float32():
@@ -108,8 +108,8 @@ def test_a_tiny_temperature_is_greedy_and_not_nan():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("vocab", [2, 17, 300, 32_000])
-def test_what_a_row_draws_does_not_depend_on_neighbours_or_padding(vocab, dtype):
-    """The values that a seeded generator gives first don't depend on how many follow."""
+def test_a_rows_samples_do_not_depend_on_other_rows_or_padding(vocab, dtype):
+    """A seeded generator's first values don't depend on the number of later values."""
     logits = torch.randn(3, 41, vocab, generator=torch.Generator().manual_seed(0)).to(dtype)
     probs = warp(logits, Sampling())
     tokens, coins = draw(probs, RowSeeds([5, 6, 7])), flip(probs[..., 0], RowSeeds([5, 6, 7]))
@@ -137,7 +137,7 @@ def test_several_draws_by_row_seeds_are_those_without_replacement():
     assert g_test((drawn[:, 0] * 5 + drawn[:, 1]).bincount(minlength=25), expected.flatten()) > ALPHA
 
 
-def test_rows_keep_their_seeds_and_places_when_others_leave():
+def test_rows_keep_their_seeds_and_offsets_when_others_leave():
     probs = warp(LOGITS, Sampling()).expand(4, -1)
     stay, leave = RowSeeds([1, 2, 3, 4]), RowSeeds([1, 2, 3, 4])
     differing = 0
@@ -150,8 +150,8 @@ def test_rows_keep_their_seeds_and_places_when_others_leave():
     assert differing > 5
 
 
-def test_a_token_is_chosen_by_its_place_in_the_answer_alone():
-    """Whether it is read as the fourth of one step, or as the first of the step after three."""
+def test_a_sampled_token_depends_only_on_its_position_in_the_answer():
+    """It may be the fourth token of one step, or the first of a step after three tokens."""
     probs = warp(torch.randn(2, 5, 50, generator=torch.Generator().manual_seed(0)), Sampling())
     depths = torch.tensor([[0, 1, 1, 2, 3], [0, 1, 2, 3, 3]])
     chosen = choose(probs, depths, 3, RowSeeds([5, 6]))
@@ -160,7 +160,7 @@ def test_a_token_is_chosen_by_its_place_in_the_answer_alone():
     assert torch.equal(choose(probs[:, :1], depths[:, :1], 0, RowSeeds([5, 6])), chosen[:, :1])
 
 
-def test_neighbouring_places_choose_independently():
+def test_neighbouring_positions_sample_independently():
     probs = warp(LOGITS, Sampling())[None].expand(20_000, 2, -1)
     chosen = choose(probs, torch.tensor([[0, 1]]).expand(20_000, -1), 1, RowSeeds(range(20_000)))
     expected = (probs[0, 0][:, None] * probs[0, 0]).flatten()

@@ -1,4 +1,4 @@
-"""A TextStreamer of transformers prints what is decoded."""
+"""Streaming of decoded tokens to transformers' TextStreamer."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Draft trees: what a reader can check by eye."""
+"""Draft trees that a reader can check by eye."""
 
 import pytest
 import torch
@@ -11,7 +11,10 @@ from outrider.models.target.tree_attention import tree_attention_mask
 
 
 def ancestors(tree: DraftTree) -> torch.Tensor:
-    """Which nodes each node sees of its tree: what is left of the mask without the last committed token, after no text."""
+    """Return which nodes of the tree each node attends to.
+
+    That is the attention mask after an empty text, without the column of the last committed token.
+    """
     nothing = torch.zeros(len(tree.tokens), dtype=torch.long)
     return (tree_attention_mask(tree.lineage, nothing, 1 + tree.num_nodes, torch.float32)[:, 0, 1:, 1:] == 0).int()
 
@@ -30,7 +33,7 @@ def test_a_chain_sees_everything_before_it():
     assert ancestors(tree).tolist() == [[[1, 0, 0], [1, 1, 0], [1, 1, 1]]]
 
 
-def test_padding_has_no_depth_no_lineage_and_nobody_sees_it():
+def test_padding_has_no_depth_and_no_lineage_and_is_masked():
     tree = DraftTree(tokens=torch.tensor([[5, 6], [7, NO_NODE]]), parents=torch.tensor([[-1, 0], [-1, NO_NODE]]), max_depth=2)
     assert tree.depths.tolist() == [[1, 2], [1, 0]]
     assert tree.lineage[1].tolist() == [[0, -1], [-1, -1]]
@@ -44,7 +47,7 @@ def test_tokens_as_a_tree_and_as_paths_are_those_of_the_docstring():
     shared, written_out = tree_tokens(tokens, parents)
     assert (shared.tolist(), written_out.tolist()) == ([5, 2], [8, 2])
     nothing = empty_tree(2, torch.device("cpu"))
-    assert [each.tolist() for each in tree_tokens(nothing.tokens, nothing.parents)] == [[0, 0], [0, 0]]
+    assert [counts.tolist() for counts in tree_tokens(nothing.tokens, nothing.parents)] == [[0, 0], [0, 0]]
 
 
 def test_the_empty_tree_has_neither_nodes_nor_depth():

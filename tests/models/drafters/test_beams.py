@@ -1,4 +1,7 @@
-"""The beam search and both ways to make a tree of it, against a search that grows one beam at a time."""
+"""The beam search and both ways to make a tree of it, against a slow search.
+
+The slow search extends one beam at a time.
+"""
 
 import itertools
 
@@ -14,7 +17,10 @@ VOCAB = 7
 
 
 class FadingDrafter:
-    """Scores a token by those before it, the further back the less: its state is their fading sum, one-hot."""
+    """Drafter whose state is a fading sum of one-hot tokens.
+
+    A token's score depends on all tokens before it, and less on those further back.
+    """
 
     def __init__(self, seed: int = 0, vocab: int = VOCAB) -> None:
         self.table = torch.randn(vocab, vocab, generator=torch.Generator().manual_seed(seed))
@@ -41,7 +47,7 @@ def search(drafter: FadingDrafter, *, width: int, length: int, rows: int = 2) ->
 
 
 def slow_levels(drafter: FadingDrafter, row: int, *, width: int, length: int) -> list[dict[tuple[int, ...], float]]:
-    """The beams of each depth, likeliest first, with their log-probabilities."""
+    """Return the beams of each depth, likeliest first, with their log-probabilities."""
     hidden = torch.randn(row + 1, len(drafter.table), generator=torch.Generator().manual_seed(9))[row]
     beams: dict[tuple[int, ...], float] = {(): 0.0}
     levels = []
@@ -58,16 +64,16 @@ def slow_levels(drafter: FadingDrafter, row: int, *, width: int, length: int) ->
 
 
 def paths(tokens: torch.Tensor, parents: torch.Tensor) -> list[tuple[int, ...]]:
-    """The path of every node of one row, padding left out."""
-    found: list[tuple[int, ...]] = []
+    """Return the path of every node of one row, without padding."""
+    node_paths: list[tuple[int, ...]] = []
     for node, (token, parent) in enumerate(zip(tokens.tolist(), parents.tolist(), strict=True)):
         if token == NO_NODE:
             assert parent == NO_NODE
             continue
         assert parent < node, "a parent must come before its child"
-        found.append((*(found[parent] if parent != NO_NODE else ()), token))
-    assert len(found) == len(set(found)), "a prefix is in the tree twice"
-    return found
+        node_paths.append((*(node_paths[parent] if parent != NO_NODE else ()), token))
+    assert len(node_paths) == len(set(node_paths)), "a prefix is in the tree twice"
+    return node_paths
 
 
 def row_paths(tree: DraftTree | SearchTree, row: int) -> list[tuple[int, ...]]:
@@ -78,20 +84,20 @@ SHAPES = [(1, 3), (3, 1), (3, 4), (6, 3), (40, 3)]
 
 
 @pytest.mark.parametrize(("width", "length"), SHAPES)
-def test_the_search_holds_what_one_beam_at_a_time_holds(width: int, length: int):
+def test_the_search_finds_the_beams_of_a_slow_search(width: int, length: int):
     drafter = FadingDrafter()
-    found = search(drafter, width=width, length=length)
+    actual = search(drafter, width=width, length=length)
     for row in range(2):
         levels = slow_levels(drafter, row, width=width, length=length)
-        assert found.level_sizes == tuple(len(level) for level in levels)
-        assert row_paths(found, row) == [path for level in levels for path in level]
-        assert found.scores[row].tolist() == pytest.approx([score for level in levels for score in level.values()], abs=1e-5)
+        assert actual.level_sizes == tuple(len(level) for level in levels)
+        assert row_paths(actual, row) == [path for level in levels for path in level]
+        assert actual.scores[row].tolist() == pytest.approx([score for level in levels for score in level.values()], abs=1e-5)
 
 
-def test_a_vocabulary_smaller_than_the_beam_gives_all_texts():
-    found = search(FadingDrafter(vocab=2), width=8, length=3)
-    assert found.level_sizes == (2, 4, 8)
-    assert set(row_paths(found, 0)) == {text for length in (1, 2, 3) for text in itertools.product((0, 1), repeat=length)}
+def test_a_beam_wider_than_the_vocabulary_holds_all_texts():
+    actual = search(FadingDrafter(vocab=2), width=8, length=3)
+    assert actual.level_sizes == (2, 4, 8)
+    assert set(row_paths(actual, 0)) == {text for length in (1, 2, 3) for text in itertools.product((0, 1), repeat=length)}
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -127,29 +133,30 @@ def test_an_empty_tree_has_nothing_to_trim():
 
 
 def test_shared_prefixes_are_packed_once():
-    # A B C / A B D / A E F, the example of the docstring, with letters as numbers, and a beam A G that was dropped.
-    found = SearchTree(
+    # The docstring's example A B C / A B D / A E F, with letters as numbers. The beam A G was
+    # dropped.
+    actual = SearchTree(
         tokens=torch.tensor([[1, 2, 5, 7, 3, 4, 6]]),
         parents=torch.tensor([[-1, 0, 0, 0, 1, 1, 2]]),
         scores=torch.zeros(1, 7),
         level_sizes=(1, 3, 3),
     )
-    tree = pack_survivors(found).trimmed()
+    tree = pack_survivors(actual).trimmed()
     assert tree.tokens.tolist() == [[1, 2, 5, 3, 4, 6]]
     assert tree.parents.tolist() == [[-1, 0, 0, 1, 1, 2]]
-    separate = pack_separately(found)
+    separate = pack_separately(actual)
     assert separate.tokens.tolist() == [[1, 1, 1, 2, 2, 5, 3, 4, 6]]
     assert separate.parents.tolist() == [[-1, -1, -1, 0, 1, 2, 3, 4, 5]]
-    assert [each.item() for each in tree_tokens(tree.tokens, tree.parents)] == [6, 9]
-    assert [each.item() for each in tree_tokens(separate.tokens, separate.parents)] == [9, 9]
+    assert [count.item() for count in tree_tokens(tree.tokens, tree.parents)] == [6, 9]
+    assert [count.item() for count in tree_tokens(separate.tokens, separate.parents)] == [9, 9]
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("width", "length"), SHAPES)
 def test_beams_of_any_search_can_be_written_out_and_counted(width: int, length: int, seed: int):
-    found = search(FadingDrafter(seed), width=width, length=length)
-    tree, separate = pack_survivors(found), pack_separately(found)
-    num_beams = found.level_sizes[-1]
+    actual = search(FadingDrafter(seed), width=width, length=length)
+    tree, separate = pack_survivors(actual), pack_separately(actual)
+    num_beams = actual.level_sizes[-1]
     assert separate.num_nodes == num_beams * length
     shared, written_out = tree_tokens(tree.tokens, tree.parents)
     assert written_out.tolist() == [num_beams * length] * 2
@@ -171,28 +178,28 @@ def test_the_likeliest_nodes_are_those_of_a_plain_sort(num_nodes: int):
         assert set(row_paths(tree, row)) == set(expected)
 
 
-def test_a_child_as_likely_as_its_parent_never_comes_alone():
-    found = SearchTree(
+def test_a_child_as_likely_as_its_parent_is_never_packed_without_it():
+    actual = SearchTree(
         tokens=torch.tensor([[1, 2, 3, 4, 5]]),
         parents=torch.tensor([[-1, 0, 1, 2, 3]]),
-        scores=torch.zeros(1, 5),  # a drafter that is sure of everything
+        scores=torch.zeros(1, 5),  # log-probabilities of a drafter that is certain of every token
         level_sizes=(1, 1, 1, 1, 1),
     )
     for num_nodes in range(1, 6):
-        assert row_paths(pack_likeliest(found, num_nodes), 0) == [(1, 2, 3, 4, 5)[:n] for n in range(1, num_nodes + 1)]
+        assert row_paths(pack_likeliest(actual, num_nodes), 0) == [(1, 2, 3, 4, 5)[:n] for n in range(1, num_nodes + 1)]
 
 
-def test_a_drafter_that_is_nearly_sure_never_orphans_a_node():
+def test_a_node_keeps_its_parent_when_probabilities_round_to_one():
     num_checked = 0
     for seed in range(200):
         drafter = FadingDrafter(seed, vocab=64)
-        drafter.table *= 12  # log-probabilities so near 0 that rounding is all there is
-        found = search(drafter, width=4, length=5)
-        parents = found.parents.clamp(min=0)
-        assert (found.scores <= torch.where(found.parents < 0, 0.0, found.scores.gather(1, parents))).all()
+        drafter.table *= 12  # log-probabilities so near 0 that they differ by rounding errors only
+        actual = search(drafter, width=4, length=5)
+        parents = actual.parents.clamp(min=0)
+        assert (actual.scores <= torch.where(actual.parents < 0, 0.0, actual.scores.gather(1, parents))).all()
         for num_nodes in (3, 7, 12):
-            tree = pack_likeliest(found, num_nodes)
+            tree = pack_likeliest(actual, num_nodes)
             for row in range(2):
-                assert set(row_paths(tree, row)) <= set(row_paths(found, row))
+                assert set(row_paths(tree, row)) <= set(row_paths(actual, row))
                 num_checked += 1
     assert num_checked == 1200

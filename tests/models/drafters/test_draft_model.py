@@ -1,4 +1,4 @@
-"""A draft model drafts exactly its own greedy text, whatever was accepted before, and changes nothing."""
+"""Draft models: their drafts are their own greedy text, and answers stay the target's."""
 
 import json
 import shutil
@@ -28,7 +28,7 @@ PROMPTS = [[1, 70, 71, 72, 2], [9, 8], [40, 41, 42, 43, 44, 45, 46, 47]]
 
 @pytest.fixture
 def small(target) -> HFTarget:
-    """Another model, whose weights are partly the target's, so that its drafts are sometimes right."""
+    """Make a model with some of the target's weights, so that its drafts are sometimes right."""
     torch.manual_seed(1)
     model = LlamaForCausalLM(LlamaConfig(**{**target.model.config.to_dict(), "num_hidden_layers": 1})).double().eval()
     model.load_state_dict(target.model.state_dict(), strict=False)
@@ -36,7 +36,7 @@ def small(target) -> HFTarget:
 
 
 class Recording(DraftModel):
-    """Checks every draft against the greedy text of full forwards."""
+    """Draft model that checks every draft against the greedy text of full forward passes."""
 
     texts: list[list[int]]
     num_checked = 0
@@ -54,7 +54,7 @@ class Recording(DraftModel):
 
 @pytest.mark.parametrize("length", [1, 4])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_drafts_are_the_models_own_greedy_text_and_the_output_the_targets(target, small, length, batch):
+def test_drafts_are_greedy_text_and_answers_are_the_targets(target, small, length, batch):
     prompts = [torch.tensor(prompt) for prompt in PROMPTS[:batch]]
     plain: list[list[int]] = [[] for _ in prompts]
     for step in generate(target, NullDrafter(), GreedyAcceptance(), prompts, max_new_tokens=20):
@@ -62,18 +62,18 @@ def test_drafts_are_the_models_own_greedy_text_and_the_output_the_targets(target
             plain[row] += tokens
     drafter = Recording(DraftModelConfig(length=length), small)
     drafter.texts = [list(prompt) for prompt in PROMPTS[:batch]]
-    found: list[list[int]] = [[] for _ in prompts]
+    actual: list[list[int]] = [[] for _ in prompts]
     accepted = set()
     for step in generate(target, drafter, GreedyAcceptance(), prompts, max_new_tokens=20):
         accepted |= set(step.num_accepted)
         for row, tokens in zip(step.rows, step.tokens, strict=True):
-            found[row] += tokens
+            actual[row] += tokens
             drafter.texts[row] += tokens
-    assert found == plain
+    assert actual == plain
     assert drafter.num_checked >= length * 3
 
 
-def test_a_model_that_drafts_for_itself_is_always_right(target):
+def test_drafts_of_the_target_itself_are_all_accepted(target):
     twin = HFTarget(target.model, target.tokenizer, target.identity)
     drafter = DraftModel(DraftModelConfig(length=3), twin)
     steps = list(generate(target, drafter, GreedyAcceptance(), torch.tensor([PROMPTS[0]]), max_new_tokens=21))
@@ -88,7 +88,7 @@ def test_the_cache_grows_with_a_long_answer(target, monkeypatch):
     assert all(step.num_accepted == (2,) for step in steps[1:])
 
 
-def test_a_drawn_chain_has_no_more_nodes_than_it_may(target, small):
+def test_a_sampled_chain_has_at_most_max_nodes_nodes(target, small):
     """The caches have room for `max_nodes`."""
     drafter = DraftModel(DraftModelConfig(length=4, tree_nodes=2, temperature=1.0), small)
     rule = SpeculativeSampling(sampling=Sampling())
@@ -116,20 +116,20 @@ def test_drafts_may_reach_beyond_a_table_of_positions(target, length):
 
 
 def slow_tree(model, text: list[int], length: int, top_k: int, num_nodes: int) -> list[tuple[int, ...]]:
-    """The paths of the likeliest nodes that a level-by-level search meets, by a plain forward pass of each path."""
+    """Find the paths of the likeliest nodes level by level, with a forward pass for each path."""
     beams, met = [((), 0.0)], []
     for _ in range(length):
         successors = []
         for path, score in beams:
             log_probs = model(torch.tensor([[*text, *path]])).logits[0, -1].log_softmax(-1)
             successors += [((*path, token), score + value) for token, value in enumerate(log_probs.tolist())]
-        beams = sorted(successors, key=lambda each: -each[1])[:top_k]
+        beams = sorted(successors, key=lambda node: -node[1])[:top_k]
         met += beams
-    return sorted(path for path, _ in sorted(met, key=lambda each: -each[1])[:num_nodes])
+    return sorted(path for path, _ in sorted(met, key=lambda node: -node[1])[:num_nodes])
 
 
 class RecordingTrees(DraftModel):
-    """Checks every tree against `slow_tree`."""
+    """Draft model that checks every tree against `slow_tree`."""
 
     texts: list[list[int]]
     num_checked = 0
@@ -146,7 +146,7 @@ class RecordingTrees(DraftModel):
 
 
 @pytest.mark.parametrize(("length", "top_k", "tree_nodes"), [(3, 3, 5), (4, 2, None), (1, 5, None), (3, 4, 2)])
-def test_trees_hold_the_likeliest_nodes_and_change_nothing(target, small, length, top_k, tree_nodes):
+def test_trees_hold_the_likeliest_nodes_and_answers_are_the_targets(target, small, length, top_k, tree_nodes):
     prompts = [torch.tensor(prompt) for prompt in PROMPTS]
     plain: list[list[int]] = [[] for _ in prompts]
     for step in generate(target, NullDrafter(), GreedyAcceptance(), prompts, max_new_tokens=14):
@@ -155,45 +155,45 @@ def test_trees_hold_the_likeliest_nodes_and_change_nothing(target, small, length
     stop = plain[0][5]  # some rows leave sooner than others
     drafter = RecordingTrees(DraftModelConfig(length=length, top_k=top_k, tree_nodes=tree_nodes), small)
     drafter.texts = [list(prompt) for prompt in PROMPTS]
-    found: list[list[int]] = [[] for _ in prompts]
+    actual: list[list[int]] = [[] for _ in prompts]
     num_rows, accepted = set(), set()
     for step in generate(target, drafter, GreedyAcceptance(), prompts, max_new_tokens=14, stop_ids={stop}):
         num_rows.add(len(step.rows))
         accepted |= set(step.num_accepted)
         for row, tokens in zip(step.rows, step.tokens, strict=True):
-            found[row] += tokens
+            actual[row] += tokens
             drafter.texts[row] += tokens
-    assert found == [text[: text.index(stop) + 1] if stop in text else text for text in plain]
+    assert actual == [text[: text.index(stop) + 1] if stop in text else text for text in plain]
     assert len(num_rows) > 1
     assert len(accepted) > 1, "nothing drafted was ever right, so nothing was tested"
     assert drafter.num_checked > 10
 
 
-def test_a_tree_of_the_targets_own_is_accepted_to_its_last_depth(target):
+def test_trees_of_the_target_itself_are_accepted_to_their_last_depth(target):
     twin = HFTarget(target.model, target.tokenizer, target.identity)
     drafter = DraftModel(DraftModelConfig(length=3, top_k=3), twin)
     steps = list(generate(target, drafter, GreedyAcceptance(), torch.tensor([PROMPTS[0]]), max_new_tokens=21))
     assert [step.num_accepted for step in steps[1:]] == [(3,)] * 5
 
 
-# --- drawn chains
+# --- sampled chains
 
 
 @pytest.fixture
 def tiny_pair(target) -> tuple[HFTarget, HFTarget]:
-    """A target and a drafter unlike it."""
+    """Make a target and a drafter with other weights."""
     return make_tiny(target, seed=0), make_tiny(target, seed=1)
 
 
 @torch.inference_mode()
-def test_every_outcome_of_a_drawn_chain_together_is_the_targets_distribution(tiny_pair):
+def test_all_outcomes_of_a_sampled_chain_sum_to_the_targets_distribution(tiny_pair):
     target, small = tiny_pair
     length = 2
     drafter = DraftModel(DraftModelConfig(length=length, temperature=TEMPERATURE), small)
     rule = SpeculativeSampling(sampling=Sampling(temperature=TEMPERATURE))
-    found, num_outcomes, accepted = torch.zeros(VOCAB ** (length + 1), dtype=torch.float64), 0, 0.0
+    actual, num_outcomes, accepted = torch.zeros(VOCAB ** (length + 1), dtype=torch.float64), 0, 0.0
     last_token, prompts = torch.tensor(PROMPT[-1:]), Prompts.of(torch.tensor([PROMPT[:-1]]))
-    # p(text) / p(its first tokens): what completes an emission.
+    # An emission is completed with p(text) / p(its first tokens).
     expected = joint(target.model, length + 1)
     script: list[int] | None = []
     while script is not None:
@@ -207,19 +207,20 @@ def test_every_outcome_of_a_drawn_chain_together_is_the_targets_distribution(tin
         left = length + 1 - len(emitted)
         first = int(code(torch.tensor([emitted]))) * VOCAB**left
         rest = expected[first : first + VOCAB**left]
-        found[first : first + VOCAB**left] += chance.weight * rest / rest.sum()
+        actual[first : first + VOCAB**left] += chance.weight * rest / rest.sum()
         accepted += count * float(chance.weight)
         num_outcomes += 1
         script = chance.next_script()
     assert num_outcomes == VOCAB**length * 2**length * VOCAB
-    assert total_variation(found, expected) < EXACT
-    # The first token is accepted with probability sum min(p, q), which no other rule exceeds (arXiv 2211.17192, section 3.3).
+    assert total_variation(actual, expected) < EXACT
+    # The first token is accepted with probability sum min(p, q), which no other rule exceeds (arXiv
+    # 2211.17192, section 3.3).
     p, q = joint(target.model, 1), joint(small.model, 1)
     assert float(torch.minimum(p, q).sum()) <= accepted <= 2
 
 
 @pytest.mark.parametrize("temperature", [TEMPERATURE, pytest.param(1.5, marks=pytest.mark.slow)])
-def test_texts_drafted_by_drawn_chains_are_samples_of_the_target(tiny_pair, temperature):
+def test_answers_drafted_by_sampled_chains_are_samples_of_the_target(tiny_pair, temperature):
     target, small = tiny_pair
     drafter = DraftModel(DraftModelConfig(length=2, temperature=temperature), small)
     counts, accepted = sampled_counts(target, drafter, num_texts=6000, length=4)
@@ -228,7 +229,7 @@ def test_texts_drafted_by_drawn_chains_are_samples_of_the_target(tiny_pair, temp
     assert g_test(counts, joint(small.model, 4)) < 1e-6, "the test sees nothing"
 
 
-def test_a_drawn_chain_tells_what_it_was_drawn_from(target, small):
+def test_a_sampled_chain_returns_the_probabilities_of_its_tokens(target, small):
     drafter = DraftModel(DraftModelConfig(length=3, temperature=0.5), small)
     prompts = Prompts.of([torch.tensor(prompt) for prompt in PROMPTS])
     last_token = torch.tensor([5, 6, 7])
@@ -246,7 +247,7 @@ def test_a_drawn_chain_tells_what_it_was_drawn_from(target, small):
 
 
 def make_batch(target, rows: list[tuple[list[int], dict[int, list[int]]]]) -> DrafterBatch:
-    """Texts, and by position the continuations there."""
+    """Make a batch of texts; each comes with its continuations by position."""
     seq, horizon = max(len(text) for text, _ in rows), len(next(iter(rows[0][1].values())))
     ids, mask = torch.zeros(len(rows), seq, dtype=torch.long), torch.zeros(len(rows), seq, dtype=torch.bool)
     continuations = torch.full((len(rows), seq, horizon), UNKNOWN)
@@ -268,7 +269,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize("family", ["llama", "sliding window", "table of positions"])
-def test_the_loss_is_that_of_a_plain_pass_over_each_branch(target, small, family):
+def test_the_loss_equals_that_of_a_forward_pass_over_each_branch(target, small, family):
     torch.manual_seed(0)
     if family == "sliding window":
         config = MistralConfig(**{**small.model.config.to_dict(), "sliding_window": 4, "model_type": "mistral"})
@@ -316,7 +317,7 @@ def test_training_overfits_a_small_set_to_near_perfect_acceptance(target, loss):
         assert int(drafter.loss(batch, objective).joint_hits[-1]) >= 23
 
 
-# --- where the weights come from
+# --- initial weights
 
 
 def test_the_options_file_holds_the_defaults():
@@ -324,7 +325,7 @@ def test_the_options_file_holds_the_defaults():
     assert parse_drafter(options) == DrafterSpec(kind="draft_model", config=DraftModelConfig())
 
 
-def test_the_targets_first_layers_draft_as_the_target_cut_short(target):
+def test_the_targets_first_layers_draft_as_the_truncated_target(target):
     drafter = build_drafter(parse_drafter({"kind": "draft_model", "num_layers": 1, "init": "target_layers"}), target)
     assert drafter.model.config.num_hidden_layers == 1
     weights, theirs = drafter.model.state_dict(), target.model.state_dict()
@@ -368,14 +369,14 @@ def test_sizes_keep_the_targets_proportions_unless_chosen(target):
         ({"architecture": {}}, "transformers can't build the draft model"),
     ],
 )
-def test_an_impossible_option_is_named(target, options, message):
+def test_an_impossible_option_of_a_draft_model_is_named(target, options, message):
     with pytest.raises(ValueError, match=message):
         build_drafter(parse_drafter({"kind": "draft_model", **options}), target)
 
 
 @pytest.fixture
 def smaller_dir(target, tmp_path) -> Path:
-    """A model directory: half as wide as the target, with its tokenizer, and its head tied to its embeddings."""
+    """Save a model half as wide as the target, with its tokenizer and a tied head."""
     config = LlamaConfig(
         **{**target.model.config.to_dict(), "hidden_size": 16, "head_dim": 4, "tie_word_embeddings": True, "dtype": "float32"}
     )
@@ -390,13 +391,14 @@ def same_drafts(target, drafter, other) -> bool:
     with torch.inference_mode():
         prefill = target.prefill(prompts, max_new_tokens=4, max_nodes=4)
         trees = [
-            each.propose(each.init_state(prompts, prefill, max_new_tokens=8), torch.tensor([5]))[0] for each in (drafter, other)
+            one_drafter.propose(one_drafter.init_state(prompts, prefill, max_new_tokens=8), torch.tensor([5]))[0]
+            for one_drafter in (drafter, other)
         ]
     return torch.equal(trees[0].tokens, trees[1].tokens)
 
 
 @pytest.mark.parametrize("source", ["sizes", "path"])
-def test_a_saved_draft_model_comes_back_without_the_model_that_it_began_with(target, tmp_path, smaller_dir, source):
+def test_a_saved_draft_model_loads_without_its_original_model(target, tmp_path, smaller_dir, source):
     options = {"path": str(smaller_dir)} if source == "path" else {"hidden_size": 16, "num_layers": 1}
     drafter = build_drafter(parse_drafter({"kind": "draft_model", **options}), target)
     assert all(parameter.requires_grad for parameter in drafter.parameters())
@@ -425,8 +427,8 @@ def test_a_saved_draft_model_that_does_not_fit_is_refused(target, tmp_path):
 
     def load_with(**changes):
         config = json.loads(original)
-        own = config["drafter"]["architecture"]
-        config["drafter"]["architecture"] = {**own, **changes} if changes else None
+        architecture = config["drafter"]["architecture"]
+        config["drafter"]["architecture"] = {**architecture, **changes} if changes else None
         path.write_text(json.dumps(config))
         load_drafter(tmp_path / "saved", target)
 
@@ -461,7 +463,7 @@ def test_a_model_of_another_tokenizer_or_vocabulary_and_pickles_are_refused(targ
         build(pickled)
 
 
-def test_a_prompt_too_long_for_the_draft_model_alone_is_told_of_it_not_of_the_target(target):
+def test_a_prompt_too_long_for_the_draft_model_is_an_error_that_names_it(target):
     config = LlamaConfig(**{**target.model.config.to_dict(), "max_position_embeddings": 8, "dtype": "float32"})
     small = HFTarget(LlamaForCausalLM(config).eval(), target.tokenizer, target.identity)
     drafter = DraftModel(DraftModelConfig(length=2), small)

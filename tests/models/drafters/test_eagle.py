@@ -1,4 +1,7 @@
-"""EAGLE-1, -2 and -3 against a slow and plain version: full attention over one branch at a time, no cache, no masks."""
+"""EAGLE-1, -2 and -3, against a slow and plain version.
+
+The slow version has full attention over one branch at a time, without cache and masks.
+"""
 
 import itertools
 import math
@@ -45,7 +48,8 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-# Biases in attention, norms of queries and keys, other rotary frequencies, all heads with keys of their own.
+# Families with biases in attention, norms of queries and keys, other rotary frequencies, and one
+# key head for each query head.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"rope_parameters": LLAMA3_ROPE, "num_key_value_heads": 4}),
     "qwen2": ("Qwen2", {}),
@@ -76,7 +80,7 @@ IDENTITY = TargetIdentity(
 
 
 def randomise(module: torch.nn.Module) -> Any:
-    """Weights large enough that everything in it matters."""
+    """Set weights so large that every parameter changes the output."""
     for name, parameter in module.named_parameters():
         torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name and "weight" in name else 0.0, std=0.2)
     return module
@@ -99,7 +103,10 @@ def make(kind: str, target: HFTarget, **options) -> Any:
 
 
 def make_batch(target: HFTarget, feature_layers: tuple[int, ...] = ()) -> DrafterBatch:
-    """Texts of 12 and 8 tokens; continuations that keep to the text, leave it, and end early."""
+    """Make texts of 12 and 8 tokens.
+
+    Their continuations repeat the text, leave it, or end early.
+    """
     input_ids = torch.randint(3, VOCAB, (2, 12), generator=torch.Generator().manual_seed(2))
     input_ids[1, 8:] = 0
     attention_mask = torch.arange(12) < torch.tensor([[12], [8]])
@@ -125,7 +132,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def slow_layer(drafter: FeatureDrafter, target: HFTarget, embeddings: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """The layer's outputs over one text, written out as in the papers: [entry, hidden] twice to [entry, hidden]."""
+    """Compute the layer's outputs [entry, hidden] over one text, written out as in the papers."""
     layer, attention = drafter.layer, drafter.layer.self_attn
     if isinstance(drafter, Eagle):
         x = residual = drafter.fc(torch.cat([embeddings, hidden], dim=-1))
@@ -136,7 +143,7 @@ def slow_layer(drafter: FeatureDrafter, target: HFTarget, embeddings: torch.Tens
     if isinstance(layer, transformers.models.qwen3.modeling_qwen3.Qwen3DecoderLayer):
         query, key = attention.q_norm(query), attention.k_norm(key)
     cos, sin = target.model.model.rotary_emb(x, torch.arange(len(x))[None])
-    query, key = (rotate(each, cos[0, :, None], sin[0, :, None]) for each in (query, key))
+    query, key = (rotate(heads_of_one, cos[0, :, None], sin[0, :, None]) for heads_of_one in (query, key))
     group = query.shape[1] // key.shape[1]
     scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(group, 1)) / attention.head_dim**0.5
     scores = scores.masked_fill(torch.ones(len(x), len(x)).triu(1).bool(), -torch.inf)
@@ -146,14 +153,17 @@ def slow_layer(drafter: FeatureDrafter, target: HFTarget, embeddings: torch.Tens
 
 
 def slow_log_probs(drafter: Any, target: HFTarget, text: Sequence[int], branch: Sequence[int]) -> torch.Tensor:
-    """After each token of `branch` behind `text`, the drafter's: the first was chosen by the target. [depth, output]"""
+    """Compute the drafter's log-probabilities [depth, output] after each token of `branch`.
+
+    The branch follows `text`. The target chose its first token.
+    """
     ids = torch.tensor([text])
     hidden, features = target.hidden_states(ids, drafter.feature_layers)
-    own = hidden[0] if features is None else drafter.fc(features[0])
+    inputs = hidden[0] if features is None else drafter.fc(features[0])
     embeddings = target.embed_tokens(torch.tensor([*text[1:], *branch]))
-    for _ in branch:  # each time anew from the start
-        outputs = slow_layer(drafter, target, embeddings[: len(own)], own)
-        own = torch.cat([own, outputs[-1:]])
+    for _ in branch:  # recompute all entries for each token
+        outputs = slow_layer(drafter, target, embeddings[: len(inputs)], inputs)
+        inputs = torch.cat([inputs, outputs[-1:]])
     outputs = outputs[len(text) - 1 :]
     logits = target.head(outputs) if features is None else drafter.lm_head(drafter.norm(outputs))
     return logits.log_softmax(-1)
@@ -163,19 +173,19 @@ def slow_log_probs(drafter: Any, target: HFTarget, text: Sequence[int], branch: 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_sees_what_one_branch_at_a_time_sees(kind, family):
+def test_training_outputs_equal_those_of_one_branch_at_a_time(kind, family):
     drafter = make(kind, family)
     batch = make_batch(family, drafter.feature_layers)
     labels = Labels.of(batch)
     with torch.no_grad():
         outputs = drafter.unroll(batch, labels, drafter.target_features(batch))
-        found = drafter.logits(outputs).log_softmax(-1)
+        actual = drafter.logits(outputs).log_softmax(-1)
     num_checked = 0
     for index, (row, column) in enumerate(batch.positions.nonzero().tolist()):
         branch = batch.continuations[row, column].tolist()
         branch = branch[: int(labels.known[index].sum())]  # the last known token is a label only
         expected = slow_log_probs(drafter, family, batch.input_ids[row, : column + 1].tolist(), branch)
-        assert torch.allclose(found[index, : len(branch)], expected, atol=1e-9)
+        assert torch.allclose(actual[index, : len(branch)], expected, atol=1e-9)
         num_checked += len(branch)
     assert num_checked == 3 + 3 + 2 + 3
 
@@ -196,7 +206,7 @@ def test_the_loss_of_eagle3_decays_with_depth_and_has_no_part_for_features(llama
 
 
 @torch.no_grad()
-def test_eagle_regresses_the_targets_next_feature_where_the_continuation_keeps_to_the_text(llama):
+def test_eagle_regresses_the_next_feature_while_the_continuation_repeats_the_text(llama):
     batch = make_batch(llama)
     losses = [
         make("eagle", llama, unroll=2, regression_weight=weights[0], classification_weight=weights[1]).loss(batch, Objective())
@@ -209,8 +219,8 @@ def test_eagle_regresses_the_targets_next_feature_where_the_continuation_keeps_t
     expected, num_checked = [0.0] * 3, 0
     for index, (row, column) in enumerate(batch.positions.nonzero().tolist()):
         for depth in range(3):
-            said = batch.input_ids[row, column + 1 : column + 2 + depth].tolist()
-            if bool(labels.known[index, depth]) and said == batch.continuations[row, column, : depth + 1].tolist():
+            text = batch.input_ids[row, column + 1 : column + 2 + depth].tolist()
+            if bool(labels.known[index, depth]) and text == batch.continuations[row, column, : depth + 1].tolist():
                 error = (outputs[index, depth] - batch.hidden_states[row, column + 1 + depth]).abs()
                 expected[depth] += float(torch.where(error < 1, error**2 / 2, error - 0.5).mean())
                 num_checked += 1
@@ -270,7 +280,7 @@ def answers(target: HFTarget, drafter: Any, prompts: list[list[int]], num_new: i
 
 
 class Watched:
-    """A drafter whose searches are compared with the slow version, text by text."""
+    """Drafter that compares every search with the slow version, text by text."""
 
     def __init__(self, drafter: FeatureDrafter, target: HFTarget, prompts: list[list[int]]) -> None:
         self.drafter, self.target, self.texts = drafter, target, [list(prompt) for prompt in prompts]
@@ -279,13 +289,13 @@ class Watched:
 
     def propose(self, state, last_token, *, generator=None):
         search = feature_drafter.search
-        found = []
-        with patch.object(feature_drafter, "search", lambda *arguments: found.append(search(*arguments)) or found[0]):
+        actual = []
+        with patch.object(feature_drafter, "search", lambda *arguments: actual.append(search(*arguments)) or actual[0]):
             tree, drafted = self.drafter.propose(state, last_token)
         for row, last in enumerate(last_token.tolist()):
             expected = slow_search(self.drafter, self.target, self.texts[row], last)
-            paths = row_paths(found[0].tokens[row], found[0].parents[row])
-            assert dict(zip(paths, found[0].scores[row].tolist(), strict=True)) == pytest.approx(expected, abs=1e-4)
+            paths = row_paths(actual[0].tokens[row], actual[0].parents[row])
+            assert dict(zip(paths, actual[0].scores[row].tolist(), strict=True)) == pytest.approx(expected, abs=1e-4)
             likeliest = sorted(expected, key=lambda path: -expected[path])[: self.drafter.config.tree_nodes]
             assert set(row_paths(tree.tokens[row], tree.parents[row])) == set(likeliest)
             self.num_checked += 1
@@ -310,7 +320,7 @@ def row_paths(tokens: torch.Tensor, parents: torch.Tensor) -> list[tuple[int, ..
 
 
 def slow_search(drafter: Any, target: HFTarget, text: list[int], last: int) -> dict[tuple[int, ...], float]:
-    """Scores of all paths that the search meets."""
+    """Compute the scores of all paths that the search visits."""
     config = drafter.config
     expand: dict[tuple[int, ...], float] = {(): 0.0}
     met = {}
@@ -326,7 +336,7 @@ def slow_search(drafter: Any, target: HFTarget, text: list[int], last: int) -> d
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_decoding_drafts_the_tree_of_a_slow_search_whatever_was_accepted_before(kind, family):
+def test_decoding_drafts_the_trees_of_a_slow_search(kind, family):
     drafter = make(kind, family, depth=3, top_k=2, tree_nodes=5)
     expected = [answers(family, NullDrafter(), [prompt])[0][0] for prompt in PROMPTS]
     assert len({len(tokens) for tokens in expected}) > 1, "all rows end together"
@@ -339,7 +349,10 @@ def test_decoding_drafts_the_tree_of_a_slow_search_whatever_was_accepted_before(
         return with_right_tokens(tree), drafted
 
     def with_right_tokens(tree):
-        """The tree with the target's own next tokens on one path, so that something is accepted, in each row another number."""
+        """Put the target's next tokens on one path of each row.
+
+        Every row then accepts a different number of tokens.
+        """
         tokens = tree.tokens.clone()
         deepest = tree.depths.argmax(1)
         for row, text in enumerate(watched.texts):
@@ -352,8 +365,8 @@ def test_decoding_drafts_the_tree_of_a_slow_search_whatever_was_accepted_before(
 
     watched.propose = remember
     with torch.no_grad():
-        found, num_accepted = answers(family, watched, PROMPTS)
-    assert found == expected
+        actual, num_accepted = answers(family, watched, PROMPTS)
+    assert actual == expected
     assert num_accepted > 0
     assert watched.num_checked >= 8
 
@@ -371,12 +384,13 @@ def test_greedy_answers_are_those_of_plain_decoding(kind, tree, family):
 @pytest.mark.parametrize(
     ("depth", "top_k", "tree_nodes"), [(1, 1, 1), (1, 4, 3), (4, 1, 9), (4, 5, 1), (3, 4, 12), (3, 8, 500)]
 )
-def test_no_tree_has_more_nodes_than_it_says_or_a_node_without_its_parent(vocabulary, depth, top_k, tree_nodes, llama):
+def test_trees_have_at_most_max_nodes_nodes_and_every_node_has_its_parent(vocabulary, depth, top_k, tree_nodes, llama):
     drafter = make("eagle3", llama, depth=depth, top_k=top_k, tree_nodes=tree_nodes, draft_vocab_size=vocabulary)
     drafter.choose_draft_vocabulary(torch.arange(VOCAB))
     with torch.no_grad():
-        drafter.lm_head.weight *= 40  # so sure that many log-probabilities round to 0
-        drafter.lm_head.weight[-1] = drafter.lm_head.weight[0]  # and a tie
+        drafter.lm_head.weight *= 40  # many log-probabilities round to 0
+        # two tokens always have equal logits
+        drafter.lm_head.weight[-1] = drafter.lm_head.weight[0]
         tree = first_draft(llama, drafter)
     assert tree.num_nodes == drafter.max_nodes <= tree_nodes
     num_checked = 0
@@ -414,7 +428,7 @@ def test_a_static_tree_has_the_same_ranks_in_every_text(llama):
 
 
 def node_ranks(tree: Any) -> set[tuple[int, ...]]:
-    """Of the first row: how many siblings come before each node of a path."""
+    """List the paths of the first row; a number counts the siblings before a node."""
     ranks = sibling_rank(tree)[0].tolist()
     return {tuple(ranks[node] for node in reversed(path) if node >= 0) for path in tree.lineage[0].tolist()}
 
@@ -427,11 +441,11 @@ def test_the_cache_grows_with_the_answer(llama, monkeypatch):
     assert answers(llama, drafter, PROMPTS, num_new=40)[0] == expected
 
 
-# --- making, saving, refusing
+# --- building, saving, errors
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_was_saved_drafts_the_same(kind, llama, tmp_path):
+def test_a_saved_eagle_drafter_drafts_the_same(kind, llama, tmp_path):
     drafter = make(kind, llama, depth=3, top_k=2, tree_nodes=6)
     save_drafter(drafter, tmp_path, IDENTITY)
     loaded = load_drafter(tmp_path, llama)
@@ -443,7 +457,7 @@ def test_what_was_saved_drafts_the_same(kind, llama, tmp_path):
     assert not any("embed" in name or "rotary" in name for name in drafter.state_dict())
 
 
-def test_labels_outside_the_reduced_vocabulary_are_misses_and_nothing_else_is_drafted(llama):
+def test_labels_outside_the_reduced_vocabulary_are_misses_and_never_drafted(llama):
     drafter = make("eagle3", llama, draft_vocab_size=40)
     counts = torch.zeros(VOCAB, dtype=torch.long)
     counts[45:85] = 1
@@ -467,28 +481,31 @@ def test_labels_outside_the_reduced_vocabulary_are_misses_and_nothing_else_is_dr
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_drafter_begins_by_letting_the_feature_through(kind, family):
+def test_a_fresh_drafter_returns_its_input_feature(kind, family):
     drafter = build_drafter(parse_drafter({"kind": kind}), family).double()
     ids = torch.tensor([PROMPTS[2]])
     hidden, features = family.hidden_states(ids, drafter.feature_layers)
-    own = hidden[0] if features is None else features[0, :, -family.hidden_size :]
+    expected = hidden[0] if features is None else features[0, :, -family.hidden_size :]
     fused = hidden[0] if features is None else drafter.fuse(features)[0]
-    assert torch.allclose(slow_layer(drafter, family, family.embed_tokens(ids[0]), fused), own)
+    assert torch.allclose(slow_layer(drafter, family, family.embed_tokens(ids[0]), fused), expected)
 
 
 @torch.no_grad()
-def test_a_drafter_begins_as_the_targets_last_layer(family):
+def test_a_fresh_drafter_with_last_layer_weights_gives_the_targets_logits(family):
     drafter = build_drafter(parse_drafter({"kind": "eagle3", "feature_layers": [2, 6]}), family).double()
     last = decoder_layers(family.model)[-1]
-    drafter.layer.self_attn.o_proj.load_state_dict(last.self_attn.o_proj.state_dict())  # which add nothing yet
+    # fresh weights of these two add nothing
+    drafter.layer.self_attn.o_proj.load_state_dict(last.self_attn.o_proj.state_dict())
     drafter.layer.mlp.down_proj.load_state_dict(last.mlp.down_proj.state_dict())
-    drafter.layer.self_attn.q_proj.weight[:, :HIDDEN] = 0  # of the pairs, let the attention read the features only
+    # of each pair (embedding, feature), attention reads the feature only
+    drafter.layer.self_attn.q_proj.weight[:, :HIDDEN] = 0
     drafter.layer.self_attn.k_proj.weight[:, :HIDDEN] = 0
     drafter.layer.self_attn.v_proj.weight[:, :HIDDEN] = 0
     ids = torch.tensor([PROMPTS[2]])
     _, features = family.hidden_states(ids, drafter.feature_layers)
     outputs = slow_layer(drafter, family, family.embed_tokens(ids[0]), drafter.fuse(features)[0])
-    assert torch.allclose(drafter.logits(outputs), family.model(ids).logits[0], atol=1e-5)  # fresh weights are float32
+    # fresh weights are float32
+    assert torch.allclose(drafter.logits(outputs), family.model(ids).logits[0], atol=1e-5)
     random = build_drafter(parse_drafter({"kind": "eagle3", "init": "random"}), family)
     assert not torch.allclose(random.lm_head.weight.double(), family.head.weight, atol=0.01)
 
@@ -514,7 +531,7 @@ def test_the_default_features_are_an_early_a_middle_and_a_late_layers(num_layers
         ("Granite", {"residual_multiplier": 0.5}, "scale their residual stream"),
     ],
 )
-def test_targets_of_other_layers_are_refused(kind, architecture, options, message, tiny_tokenizer):
+def test_targets_with_unsupported_layers_are_an_error(kind, architecture, options, message, tiny_tokenizer):
     with pytest.raises(ValueError, match=message):
         build_drafter(parse_drafter({"kind": kind}), make_target(architecture, tiny_tokenizer, **options))
 
@@ -545,6 +562,6 @@ def test_eagle_refuses_a_target_that_scales_its_logits(tiny_tokenizer):
         ("eagle3", {"feature_layers": [7]}, "the layers 0 to 6"),
     ],
 )
-def test_impossible_options_are_named(kind, options, message, llama):
+def test_impossible_options_of_eagle_are_named(kind, options, message, llama):
     with pytest.raises(ValueError, match=message):
         build_drafter(parse_drafter({"kind": kind, **options}), llama)

@@ -1,4 +1,4 @@
-"""A layer of another kind than the target's: transformers' own layer of that kind says the same."""
+"""Drafter layers of another architecture than the target's, against transformers' layers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +21,7 @@ FORM = {
 }
 
 
-def test_a_llama_layer_with_a_rotary_base_of_its_own_is_llamas(target):
+def test_a_llama_layer_with_another_rotary_base_equals_transformers_layer(target):
     torch.manual_seed(0)
     drafter = build_drafter(parse_drafter({"kind": "eagle", "init": "random", "layer": FORM}), target).double().eval()
     for parameter in drafter.parameters():
@@ -33,11 +33,11 @@ def test_a_llama_layer_with_a_rotary_base_of_its_own_is_llamas(target):
     tokens, hidden = torch.arange(12)[None], torch.randn(1, 12, 32, dtype=torch.float64)
     mask = torch.ones(12, 12, dtype=torch.bool).tril()[None, None]
     with torch.no_grad():
-        found = drafter.read(tokens, hidden, torch.arange(12)[None], DynamicCache(), mask)
+        actual = drafter.read(tokens, hidden, torch.arange(12)[None], DynamicCache(), mask)
         pair = drafter.fc(torch.cat([drafter.embed(tokens), hidden], dim=-1))
         expected = theirs(inputs_embeds=pair).last_hidden_state
     assert expected.std() > 0.1
-    assert torch.allclose(found, expected, atol=1e-9)
+    assert torch.allclose(actual, expected, atol=1e-9)
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
@@ -54,7 +54,8 @@ def test_the_form_is_saved_with_the_drafter(kind, target, tmp_path):
     [
         lambda drafter: drafter.bfloat16(),
         lambda drafter: drafter.to(torch.bfloat16),
-        lambda drafter: nn.Sequential(drafter).bfloat16(),  # as older versions of DeepSpeed do
+        # older versions of DeepSpeed cast like this
+        lambda drafter: nn.Sequential(drafter).bfloat16(),
     ],
     ids=["bfloat16", "to", "from outside"],
 )
@@ -88,12 +89,12 @@ def test_no_cast_rounds_the_rotary_frequencies(
         ({"init": "random", "layer": {"model_type": "llama", "num_attention_heads": 5}}, "transformers can't build a layer"),
     ],
 )
-def test_impossible_forms_are_named(target, options, message):
+def test_impossible_layer_options_are_named(target, options, message):
     with pytest.raises(ValueError, match=message):
         build_drafter(parse_drafter({"kind": "eagle", **options}), target)
 
 
-def test_a_form_with_the_targets_sizes_starts_from_the_targets_layer(target):
+def test_a_layer_with_the_targets_sizes_starts_from_the_targets_layer(target):
     layer = build_drafter(parse_drafter({"kind": "eagle3", "layer": {"model_type": "llama"}}), target).layer
-    own = target.model.model.layers[-1]
-    assert torch.equal(layer.self_attn.k_proj.weight.double(), torch.cat([own.self_attn.k_proj.weight] * 2, dim=1))
+    target_layer = target.model.model.layers[-1]
+    assert torch.equal(layer.self_attn.k_proj.weight.double(), torch.cat([target_layer.self_attn.k_proj.weight] * 2, dim=1))

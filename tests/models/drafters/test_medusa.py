@@ -1,4 +1,4 @@
-"""Medusa: its heads, its weighted loss, and its static trees, each against a slow and plain version."""
+"""Medusa's heads, weighted loss and static trees, each against a slow and plain version."""
 
 import itertools
 import random
@@ -36,13 +36,14 @@ SHAPES = [
 def make(target, *, noise: float = 0.3, **options) -> Medusa:
     torch.manual_seed(0)
     drafter = build_drafter(parse_drafter({"kind": "medusa", "num_heads": 3, **options}), target).double()
-    for parameter in drafter.blocks.parameters():  # the blocks start as the identity, which would hide mistakes in them
+    # The blocks start as the identity, which would hide mistakes in them.
+    for parameter in drafter.blocks.parameters():
         torch.nn.init.normal_(parameter, std=noise)
     return drafter
 
 
 def make_batch(target, tokens: list[list[int]]) -> DrafterBatch:
-    """One row whose first positions carry the given continuations."""
+    """Make one row whose first positions have the given continuations."""
     seq = len(tokens) + 1
     continuations = torch.full((1, seq, len(tokens[0])), UNKNOWN)
     continuations[0, :-1] = torch.tensor(tokens)
@@ -56,7 +57,7 @@ def make_batch(target, tokens: list[list[int]]) -> DrafterBatch:
 
 
 def slow_log_probs(drafter: Medusa, target, hidden: torch.Tensor, head: int) -> torch.Tensor:
-    """What head number `head` says, written out as in the papers."""
+    """Compute the log-probabilities of head number `head`, written out as in the papers."""
     config, x = drafter.config, hidden.double()
     for block in drafter.blocks[head]:
         if config.heads == "residual":
@@ -79,7 +80,7 @@ def slow_log_probs(drafter: Medusa, target, hidden: torch.Tensor, head: int) -> 
 @pytest.mark.parametrize("options", SHAPES)
 def test_loss_equals_the_formulas_written_out(target, options):
     drafter = make(target, **options)
-    for head in drafter.lm_heads:  # all copies of one head: a mistaken order of them would not show
+    for head in drafter.lm_heads:  # fresh heads are equal, which would hide a wrong order
         for parameter in head.parameters():
             torch.nn.init.normal_(parameter)
     texts = [[7, 8, 9, 10, 3], [11, 12, UNKNOWN, UNKNOWN, UNKNOWN], [5, 6, 2, UNKNOWN, UNKNOWN]]
@@ -100,19 +101,19 @@ def test_loss_equals_the_formulas_written_out(target, options):
     torch.testing.assert_close(drafter.logits(hidden).log_softmax(-1), slow, rtol=1e-6, atol=1e-6)
 
 
-def test_every_head_starts_as_the_targets_own(target):
+def test_every_head_starts_with_the_targets_logits(target):
     hidden = torch.randn(4, target.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     num_checked = 0
     for options in [*SHAPES, {"head_rank": target.hidden_size}]:
         drafter = build_drafter(parse_drafter({"kind": "medusa", **options}), target).double()
         if options.get("head_rank") != 8:
-            said = target.head(hidden)[:, None].expand(-1, 4, -1)
-            torch.testing.assert_close(drafter.logits(hidden), said, rtol=1e-4, atol=1e-4)
+            expected = target.head(hidden)[:, None].expand(-1, 4, -1)
+            torch.testing.assert_close(drafter.logits(hidden), expected, rtol=1e-4, atol=1e-4)
             num_checked += 1
     assert num_checked == len(SHAPES)
 
 
-def test_a_head_of_low_rank_starts_as_the_nearest_one(target):
+def test_a_low_rank_head_starts_as_the_best_approximation(target):
     down, up = build_drafter(parse_drafter({"kind": "medusa", "head_rank": 8}), target).lm_heads[0]
     u, s, v = torch.linalg.svd(target.head.weight.float(), full_matrices=False)
     torch.testing.assert_close(up.weight @ down.weight, u[:, :8] @ s[:8].diag() @ v[:8], rtol=1e-3, atol=1e-4)
@@ -155,12 +156,12 @@ def test_one_head_per_step_has_the_gradient_of_all_heads_on_average(target):
         assert torch.equal(loss.hits, expected.hits)
         assert torch.equal(loss.counts, expected.counts)
     assert sorted(gradients) == [0, 1, 2]
-    for parameter, *each in zip(whole.parameters(), *gradients.values(), strict=True):
-        torch.testing.assert_close(torch.stack(each).mean(0), parameter.grad)
+    for parameter, *head_gradients in zip(whole.parameters(), *gradients.values(), strict=True):
+        torch.testing.assert_close(torch.stack(head_gradients).mean(0), parameter.grad)
     assert torch.equal(single.eval().loss(batch, Objective()).sums, expected.sums), "only training leaves heads out"
 
 
-def test_heads_that_no_label_reaches_are_refused(target):
+def test_heads_without_labels_at_their_depth_are_an_error(target):
     with pytest.raises(ValueError, match=r"is 3 and distill\.horizon 3, .* train only 2 heads.*distill\.horizon of at least 4"):
         make(target).loss(make_batch(target, [[7, 8, 9]]), Objective())
 
@@ -170,7 +171,7 @@ def test_deeper_labels_than_heads_are_left_out(target):
     assert make(target).loss(batch, Objective()).counts.tolist() == [1, 1, 1]
 
 
-def test_a_batch_without_hidden_states_says_what_to_do(target):
+def test_a_batch_without_hidden_states_is_an_error_with_the_remedy(target):
     batch = make_batch(target, [[7, 8, 9, 10]])
     values = {name: getattr(batch, name) for name in ("input_ids", "attention_mask", "positions", "continuations")}
     with pytest.raises(ValueError, match="hidden states"):
@@ -190,7 +191,7 @@ def expected_accepted(paths: list[tuple[int, ...]], accuracies: list[list[float]
     return products
 
 
-def test_no_tree_of_so_many_nodes_is_expected_to_be_accepted_further():
+def test_no_other_tree_of_the_same_size_has_more_expected_accepted_tokens():
     generator = random.Random(0)
     everything = [path for length in (1, 2, 3) for path in itertools.product(range(2), repeat=length)]
     num_checked = 0
@@ -214,14 +215,14 @@ def test_a_tree_small_enough_to_check_by_eye():
 
 
 def proposed(drafter: Medusa, hidden: torch.Tensor) -> list[list[int]]:
-    """The paths of the first row's draft tree, as tokens."""
+    """List the paths of the first row's draft tree, as tokens."""
     with torch.inference_mode():
         tree, _ = drafter.propose(hidden, torch.zeros(len(hidden), dtype=torch.long))
     tokens, lineage = tree.tokens[0].tolist(), tree.lineage[0].tolist()
     return [[tokens[node] for node in reversed(line) if node >= 0] for line in lineage]
 
 
-def test_a_node_holds_its_heads_token_of_its_rank(target):
+def test_a_node_holds_the_token_of_its_rank(target):
     paths = [[1, 0, 12], [0], [1], [1, 0], [0, 2]]
     drafter = make(target, tree_paths=paths)
     hidden = torch.randn(2, target.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
@@ -232,7 +233,7 @@ def test_a_node_holds_its_heads_token_of_its_rank(target):
 
 
 def make_measured(shares: list[list[float]]) -> Loss:
-    """What training would measure of heads that are right at the first ranks with these shares."""
+    """Make the loss record of heads that are right at the first ranks with these shares."""
     exact = torch.zeros(len(shares), HIT_RANKS)
     for head, row in enumerate(shares):
         exact[head, : len(row)] = torch.tensor(row)
@@ -244,7 +245,7 @@ def make_measured(shares: list[list[float]]) -> Loss:
     )
 
 
-def test_training_measures_the_heads_and_the_tree_is_chosen_anew_for_any_budget(target, tmp_path):
+def test_the_measured_accuracies_choose_the_tree_for_any_budget(target, tmp_path):
     shares = [[0.5, 0.2, 0.08], [0.3, 0.2], [0.01]]
     drafter = make(target, tree_nodes=4)
     drafter.calibrate(make_measured(shares))
@@ -256,16 +257,16 @@ def test_training_measures_the_heads_and_the_tree_is_chosen_anew_for_any_budget(
     num_checked = 0
     for budget in (1, 4, 7, 30):
         paths = likeliest_paths(drafter.accuracies.tolist(), budget)
-        found = proposed(load_drafter(tmp_path, target, tree_nodes=budget), hidden)
-        told = proposed(load_drafter(tmp_path, target, tree_paths=[list(path) for path in paths]), hidden)
-        assert sorted(found) == sorted(told)
-        assert len(found) == budget
+        chosen = proposed(load_drafter(tmp_path, target, tree_nodes=budget), hidden)
+        expected = proposed(load_drafter(tmp_path, target, tree_paths=[list(path) for path in paths]), hidden)
+        assert sorted(chosen) == sorted(expected)
+        assert len(chosen) == budget
         num_checked += 1
     assert num_checked == 4
     assert likeliest_paths(drafter.accuracies.tolist(), 4) == [(0,), (1,), (0, 0), (0, 1)]
 
 
-def test_a_head_without_labels_was_never_right(target):
+def test_a_head_without_labels_has_accuracy_zero(target):
     drafter = make(target)
     measured = make_measured([[0.5], [0.5], [0.0]])
     measured.counts[2] = 0
@@ -274,7 +275,7 @@ def test_a_head_without_labels_was_never_right(target):
 
 
 @pytest.mark.parametrize("value", [-0.5, 1.5])
-def test_accuracies_that_cannot_be_are_refused(target, tmp_path, value):
+def test_accuracies_outside_zero_to_one_are_an_error(target, tmp_path, value):
     drafter = make(target)
     drafter.accuracies[1, 0] = value
     save_drafter(drafter, tmp_path, target.identity)
@@ -291,7 +292,7 @@ def texts_of(target, drafter, rule, **options) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("options", [*SHAPES, {"tree_paths": [[1], [1, 3], [0]]}, {"tree_nodes": 1}])
-def test_greedy_answers_are_plain_decodings_whatever_the_heads_and_the_tree(target, options):
+def test_greedy_answers_with_any_heads_and_trees_are_plain_decodings(target, options):
     plain = texts_of(target, NullDrafter(), GreedyAcceptance())
     assert texts_of(target, make(target, noise=0.05, **options), GreedyAcceptance()) == plain
 
@@ -300,8 +301,8 @@ def test_greedy_answers_are_plain_decodings_whatever_the_heads_and_the_tree(targ
 def test_a_replayed_drafter_proposes_what_a_plain_one_does(target, rule):
     drafter, recorder = make(target, noise=0.05, tree_nodes=9).requires_grad_(False), ReplayingRecorder()
     texts = [
-        texts_of(target, each, rule(sampling=Sampling()), generator=RowSeeds([1, 2, 3]))
-        for each in (drafter, GraphedDrafter(drafter, recorder))
+        texts_of(target, one_drafter, rule(sampling=Sampling()), generator=RowSeeds([1, 2, 3]))
+        for one_drafter in (drafter, GraphedDrafter(drafter, recorder))
     ]
     assert texts[0] == texts[1]
     assert recorder.num_replays > 5
@@ -331,7 +332,7 @@ def test_a_replayed_drafter_proposes_what_a_plain_one_does(target, rule):
         ({"num_head": 4}, "no option num_head"),
     ],
 )
-def test_options_that_cannot_be_are_named(target, options, message):
+def test_impossible_options_of_medusa_are_named(target, options, message):
     with pytest.raises(ValueError, match=message):
         build_drafter(parse_drafter({"kind": "medusa", **options}), target)
 

@@ -1,4 +1,4 @@
-"""The losses that all drafters share, against what a loop over single labels makes of them."""
+"""The losses that all drafters share, against a loop over single labels."""
 
 import math
 from dataclasses import replace
@@ -17,7 +17,8 @@ from ..largest import Largest
 
 VOCAB, WIDTH = 11, 6
 TEXT = [[3, 4, 5, 6, 7, 8], [9, 1, 2, 0, 0, 0]]
-# After position 1 of the first text the target goes on as the text does; elsewhere it leaves the text, at once or later.
+# After position 1 of the first text the continuation repeats the text. Elsewhere it leaves the
+# text, at once or later.
 CONTINUATIONS = {(0, 1): [5, 6, 7, 8], (0, 2): [6, 1, 2, UNKNOWN], (1, 0): [5, 5, UNKNOWN, UNKNOWN], (1, 1): [2, 4, 4, 4]}
 HIDDEN = torch.randn(2, 6, WIDTH, generator=torch.Generator().manual_seed(0))
 
@@ -25,9 +26,9 @@ HIDDEN = torch.randn(2, 6, WIDTH, generator=torch.Generator().manual_seed(0))
 def make_batch() -> DrafterBatch:
     continuations = torch.full((2, 6, 4), UNKNOWN)
     positions = torch.zeros(2, 6, dtype=torch.bool)
-    for place, tokens in CONTINUATIONS.items():
-        continuations[place] = torch.tensor(tokens)
-        positions[place] = True
+    for position, tokens in CONTINUATIONS.items():
+        continuations[position] = torch.tensor(tokens)
+        positions[position] = True
     return DrafterBatch(
         input_ids=torch.tensor(TEXT),
         attention_mask=torch.tensor([[True] * 6, [True] * 3 + [False] * 3]),
@@ -62,13 +63,13 @@ def slow_loss(kind: LossKind, q: list[float], p: list[float] | None, label: int)
 
 @pytest.mark.parametrize("kind", LossKind)
 @pytest.mark.parametrize("weights", ["uniform", "reached"])
-def test_losses_are_what_a_loop_over_the_labels_makes(kind, weights, heads):
+def test_losses_equal_those_of_a_loop_over_the_labels(kind, weights, heads):
     target_head, head = heads
     batch = make_batch()
     labels = Labels.of(batch)
     rows = drafter_rows(labels)
     objective = Objective(loss=kind, weights=weights, head=target_head)
-    found = score(head, (rows,), labels, batch, objective, vocabulary=DraftVocabulary(size=VOCAB))
+    actual = score(head, (rows,), labels, batch, objective, vocabulary=DraftVocabulary(size=VOCAB))
 
     entries, row = [], 0  # depth, q, p, label, reached
     for (text, position), tokens in sorted(CONTINUATIONS.items()):
@@ -78,16 +79,20 @@ def test_losses_are_what_a_loop_over_the_labels_makes(kind, weights, heads):
                 break
             q = head(rows[row]).softmax(0).tolist()
             row += 1
-            said = TEXT[text][position + 1 : position + 2 + depth]
-            p = target_head(HIDDEN[text, position + 1 + depth]).softmax(0).tolist() if said == tokens[: depth + 1] else None
+            following = TEXT[text][position + 1 : position + 2 + depth]
+            p = (
+                target_head(HIDDEN[text, position + 1 + depth]).softmax(0).tolist()
+                if following == tokens[: depth + 1]
+                else None
+            )
             entries.append((depth, q, p, tokens[depth + 1], reached))
             reached = reached and max(range(VOCAB), key=q.__getitem__) == tokens[depth + 1]
     assert sum(p is not None for _, _, p, _, _ in entries) == 5, "three depths of the first, one each of two others"
     sums = [0.0] * 3
     for depth, q, p, label, reached in entries:
         sums[depth] += slow_loss(kind, q, p, label) * (reached or weights == "uniform")
-    assert found.sums.tolist() == pytest.approx(sums, rel=1e-4)
-    assert found.counts.tolist() == [4, 3, 2]
+    assert actual.sums.tolist() == pytest.approx(sums, rel=1e-4)
+    assert actual.counts.tolist() == [4, 3, 2]
 
 
 @pytest.mark.parametrize("kind", LossKind)
@@ -108,14 +113,14 @@ def test_chunks_change_neither_loss_nor_gradient(kind, vocabulary, heads, monkey
         loss.sums.sum().backward()
         results.append((loss.sums.detach(), loss.hits, head.weight.grad, rows.grad))
     for other in results[1:]:
-        for found, expected in zip(other, results[0], strict=True):
-            assert torch.allclose(found.float(), expected.float(), atol=1e-5)
+        for actual, expected in zip(other, results[0], strict=True):
+            assert torch.allclose(actual.float(), expected.float(), atol=1e-5)
     assert results[0][3].abs().sum() > 0
 
 
 @pytest.mark.parametrize("kind", LossKind)
-def test_a_loss_is_the_same_beside_a_longer_text(kind, heads):
-    """The padding is token 0, which a continuation may well say."""
+def test_a_loss_does_not_depend_on_padding(kind, heads):
+    """The padding is token 0, which may also be a token of a continuation."""
     target_head, head = heads
     text, hidden = torch.tensor([[3, 4, 5]]), torch.randn(1, 3, WIDTH, generator=torch.Generator().manual_seed(4))
     continuations = torch.tensor([[[UNKNOWN] * 4, [5, 0, 0, 0], [0, 0, 0, 7]]])
@@ -137,7 +142,7 @@ def test_a_loss_is_the_same_beside_a_longer_text(kind, heads):
 
 
 @pytest.mark.parametrize("kind", LossKind)
-def test_a_loss_is_the_same_however_a_step_is_divided(kind, heads):
+def test_a_loss_does_not_depend_on_how_a_step_is_split(kind, heads):
     target_head, head = heads
     batch = make_batch()
     labels = Labels.of(batch)
@@ -156,11 +161,11 @@ def test_a_loss_is_the_same_however_a_step_is_divided(kind, heads):
 
 @pytest.mark.parametrize("kind", LossKind)
 @pytest.mark.parametrize("teacher", ["full", "top_k"])
-def test_a_label_that_cannot_be_drafted_adds_nothing_where_it_is_the_teacher(kind, teacher, heads):
-    """As a constant without a gradient it would dominate what is reported: -log TINY for each."""
+def test_a_label_outside_the_draft_vocabulary_adds_no_loss_as_a_teacher(kind, teacher, heads):
+    """Each would add the constant -log TINY, which would dominate the reported loss."""
     target_head, _ = heads
     batch = make_batch()
-    given = batch if teacher == "full" else with_top(batch, target_head, 3)
+    teacher_batch = batch if teacher == "full" else with_top(batch, target_head, 3)
     labels = Labels.of(batch)
     outside = [token for token in range(VOCAB) if token not in {1, 4, 5}]
     vocabulary = DraftVocabulary(size=VOCAB, tokens=torch.tensor(outside))
@@ -170,15 +175,18 @@ def test_a_label_that_cannot_be_drafted_adds_nothing_where_it_is_the_teacher(kin
     hidden = torch.isin(labels.tokens, torch.tensor([1, 4, 5])) & labels.known
     assert 0 < hidden.sum() < labels.known.sum()
     losses = [
-        score(head, (rows[kept[labels.known]],), replace(off_text, known=kept), given, objective, vocabulary=vocabulary)
+        score(head, (rows[kept[labels.known]],), replace(off_text, known=kept), teacher_batch, objective, vocabulary=vocabulary)
         for kept in (labels.known, labels.known & ~hidden)
     ]
     torch.testing.assert_close(losses[0].sums, losses[1].sums)
     assert (losses[0].counts - losses[1].counts).tolist() == hidden.sum(0).tolist(), "they are misses all the same"
 
 
-def test_of_equal_logits_the_first_is_the_likeliest(heads):
-    """In 16 bits many are equal: were all of them hits, training would promise what decoding doesn't keep."""
+def test_of_equal_logits_only_the_first_is_a_hit(heads):
+    """In 16 bits many logits are equal.
+
+    If all of them counted as hits, training would report more accepted tokens than decoding has.
+    """
     batch = make_batch()
     labels = Labels.of(batch)
     tied = torch.zeros(int(labels.known.sum()), VOCAB, dtype=torch.bfloat16)
@@ -202,21 +210,21 @@ def test_no_tensor_of_all_labels_and_the_whole_vocabulary_is_made(reduced, monke
     assert len(rows) * vocab > vocab * WIDTH
 
 
-def test_the_target_is_asked_only_about_tokens_of_the_text_and_once_about_each(heads):
-    """Its head is as large as the drafter's, and continuations of neighbouring positions meet the same tokens."""
+def test_the_targets_head_is_applied_once_to_each_token_of_the_text(heads):
+    """The head is as large as the drafter's, and neighbouring positions share their tokens."""
     target_head, head = heads
     batch = make_batch()
     labels = Labels.of(batch)
-    asked: list[int] = []
-    target_head.register_forward_hook(lambda module, args, output: asked.append(len(args[0])))
+    num_rows: list[int] = []
+    target_head.register_forward_hook(lambda module, args, output: num_rows.append(len(args[0])))
     objective = Objective(loss=LossKind.kl, head=target_head)
     score(head, (drafter_rows(labels),), labels, batch, objective, vocabulary=DraftVocabulary(size=VOCAB))
     on_text = labels.on_text & labels.known
     met = labels.text_index[on_text].tolist()
-    assert sum(asked) == len(set(met)) < len(met) < int(labels.known.sum())
+    assert sum(num_rows) == len(set(met)) < len(met) < int(labels.known.sum())
 
 
-def test_depths_that_are_not_trained_are_counted_but_have_no_loss(heads):
+def test_untrained_depths_are_counted_but_have_no_loss(heads):
     target_head, head = heads
     batch = make_batch()
     labels = Labels.of(batch)
@@ -234,7 +242,7 @@ def test_depths_that_are_not_trained_are_counted_but_have_no_loss(heads):
 
 
 def with_top(batch: DrafterBatch, target_head: nn.Linear, k: int) -> DrafterBatch:
-    """The batch with the target's likeliest tokens in place of its hidden states, in any order, as shards have them."""
+    """Replace the batch's hidden states by the target's likeliest tokens, as in shards."""
     log_probs = target_head(batch.hidden_states).log_softmax(-1)
     values, tokens = log_probs.topk(k)
     padding = ~batch.attention_mask[:, :, None]
@@ -248,15 +256,15 @@ def with_top(batch: DrafterBatch, target_head: nn.Linear, k: int) -> DrafterBatc
 
 @pytest.mark.parametrize("kind", LossKind)
 @pytest.mark.parametrize("vocabulary", [None, [1, 2, 4, 5, 7, 8]])
-def test_likeliest_tokens_that_are_all_tokens_teach_what_hidden_states_do(kind, vocabulary, heads):
+def test_top_k_of_the_whole_vocabulary_equals_the_full_teacher(kind, vocabulary, heads):
     target_head, _ = heads
     batch, outputs = make_batch(), DraftVocabulary(size=VOCAB, tokens=None if vocabulary is None else torch.tensor(vocabulary))
     labels, results = Labels.of(batch), []
-    for teacher, given in (("full", batch), ("top_k", with_top(batch, target_head, VOCAB))):
+    for teacher, teacher_batch in (("full", batch), ("top_k", with_top(batch, target_head, VOCAB))):
         torch.manual_seed(3)
         head, rows = nn.Linear(WIDTH, outputs.num_outputs), drafter_rows(labels).requires_grad_()
         objective = Objective(loss=kind, weights="reached", head=target_head, teacher=teacher)
-        loss = score(head, (rows,), labels, given, objective, vocabulary=outputs)
+        loss = score(head, (rows,), labels, teacher_batch, objective, vocabulary=outputs)
         loss.sums.sum().backward()
         results.append((loss.sums.detach(), loss.hits.float(), head.weight.grad, rows.grad))
     assert results[0][3].abs().sum() > 0
@@ -265,16 +273,16 @@ def test_likeliest_tokens_that_are_all_tokens_teach_what_hidden_states_do(kind, 
 
 
 @pytest.mark.parametrize("kind", [kind for kind in LossKind if kind.needs_teacher])
-def test_the_rest_is_one_more_outcome(kind, heads):
-    """By a loop over k + 1 outcomes; and never more than the loss against all tokens, of which it is a bound."""
+def test_the_top_k_teacher_treats_all_other_tokens_as_one_outcome(kind, heads):
+    """The expected loss is a loop over k + 1 outcomes, and a lower bound of the full loss."""
     target_head, head = heads
     batch, k = make_batch(), 3
     labels = Labels.of(batch)
     rows = drafter_rows(labels)
 
-    def found(teacher: str, given: DrafterBatch) -> list[float]:
+    def loss_sums(teacher: str, teacher_batch: DrafterBatch) -> list[float]:
         objective = Objective(loss=kind, head=target_head, teacher=teacher)
-        return score(head, (rows,), labels, given, objective, vocabulary=DraftVocabulary(size=VOCAB)).sums.tolist()
+        return score(head, (rows,), labels, teacher_batch, objective, vocabulary=DraftVocabulary(size=VOCAB)).sums.tolist()
 
     sums, row = [0.0] * 3, 0
     for (text, position), tokens in sorted(CONTINUATIONS.items()):
@@ -286,44 +294,44 @@ def test_the_rest_is_one_more_outcome(kind, heads):
             if TEXT[text][position + 1 : position + 2 + depth] == tokens[: depth + 1]:
                 p = target_head(HIDDEN[text, position + 1 + depth]).softmax(0)
                 top = p.argsort(descending=True)[:k].tolist()
-                lumped = [[float(each[token]) for token in top] for each in (q, p)]
-                q, p = ([*each, 1 - sum(each)] for each in lumped)
+                lumped = [[float(probs[token]) for token in top] for probs in (q, p)]
+                q, p = ([*probs, 1 - sum(probs)] for probs in lumped)
                 sums[depth] += slow_loss(kind, q, p, label)
             else:
                 sums[depth] += slow_loss(kind, q.tolist(), None, label)
-    top = found("top_k", with_top(batch, target_head, k))
+    top = loss_sums("top_k", with_top(batch, target_head, k))
     assert top == pytest.approx(sums, rel=1e-4)
     if kind in ("kl", "reverse_kl", "tv", "acceptance"):
-        full = found("full", batch)
+        full = loss_sums("full", batch)
         assert all(ours <= theirs + 1e-5 for ours, theirs in zip(top, full, strict=True))
         assert sum(top) < sum(full) - 0.01
 
 
 @pytest.mark.parametrize("kind", LossKind)
-def test_a_drafter_that_is_sure_of_the_likeliest_tokens_has_a_gradient_all_the_same(kind, heads):
-    """Of float32's sums nothing is left for the rest then, and a logarithm of nothing is no number."""
+def test_a_drafter_certain_of_the_top_k_tokens_has_a_finite_gradient(kind, heads):
+    """In float32 the probability of all other tokens is then 0, whose logarithm is not finite."""
     target_head, _ = heads
     batch = make_batch()
     labels = Labels.of(batch)
-    given = with_top(batch, target_head, 2)
+    teacher_batch = with_top(batch, target_head, 2)
     logits = torch.full((int(labels.known.sum()), VOCAB), -100.0)
-    logits.scatter_(1, given.top_tokens.flatten(0, 1)[labels.text_index[labels.known]].long().clamp(min=0), 100.0)
+    logits.scatter_(1, teacher_batch.top_tokens.flatten(0, 1)[labels.text_index[labels.known]].long().clamp(min=0), 100.0)
     logits.requires_grad_()
     objective = Objective(loss=kind, teacher="top_k")
-    loss = score(lambda rows: rows, (logits,), labels, given, objective, vocabulary=DraftVocabulary(size=VOCAB))
+    loss = score(lambda rows: rows, (logits,), labels, teacher_batch, objective, vocabulary=DraftVocabulary(size=VOCAB))
     loss.sums.sum().backward()
     assert loss.sums.isfinite().all()
     assert logits.grad.isfinite().all()
 
 
-def test_where_no_likeliest_tokens_are_stored_the_label_is_the_teacher(heads):
-    """Not a distribution whose whole mass is "any other token"."""
+def test_without_stored_top_tokens_the_label_is_the_teacher(heads):
+    """The teacher must not be a distribution with all its mass on "any other token"."""
     target_head, head = heads
     batch = make_batch()
     labels = Labels.of(batch)
     rows = drafter_rows(labels)
-    given = with_top(batch, target_head, 3)
-    nothing = replace(given, top_tokens=torch.full_like(given.top_tokens, UNKNOWN))
+    teacher_batch = with_top(batch, target_head, 3)
+    nothing = replace(teacher_batch, top_tokens=torch.full_like(teacher_batch.top_tokens, UNKNOWN))
     top = Objective(loss=LossKind.kl, teacher="top_k")
     losses = [
         score(head, (rows,), labels, nothing, objective, vocabulary=DraftVocabulary(size=VOCAB)).sums

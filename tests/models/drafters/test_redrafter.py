@@ -1,4 +1,4 @@
-"""ReDrafter: its recurrence, its loss, its beam search and its reduced vocabulary, each against a slow and plain version."""
+"""ReDrafter's recurrence, loss, beam search and reduced vocabulary, against slow versions."""
 
 import math
 
@@ -19,13 +19,14 @@ from .tiny_texts import VOCAB, joint, make_tiny, sampled_counts
 def make(target, **options) -> Redrafter:
     torch.manual_seed(0)
     drafter = build_drafter(parse_drafter({"kind": "redrafter", **options}), target).double()
-    for parameter in drafter.parameters():  # the blocks start as the identity, which would hide mistakes in them
+    # The blocks start as the identity, which would hide mistakes in them.
+    for parameter in drafter.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return drafter
 
 
 def make_batch(target, tokens: list[list[int]]) -> DrafterBatch:
-    """One row whose first positions carry the given continuations."""
+    """Make one row whose first positions have the given continuations."""
     continuations = torch.full((1, len(tokens) + 1, len(tokens[0])), UNKNOWN)
     continuations[0, : len(tokens)] = torch.tensor(tokens)
     positions = torch.zeros(1, len(tokens) + 1, dtype=torch.bool)
@@ -42,7 +43,10 @@ def make_batch(target, tokens: list[list[int]]) -> DrafterBatch:
 
 
 def slow_log_probs(drafter: Redrafter, hidden: torch.Tensor, tokens: list[int]) -> torch.Tensor:
-    """Log-probabilities after `tokens` (the first is the target's own), written out as in the paper."""
+    """Compute the log-probabilities after `tokens`, written out as in the paper.
+
+    The target chose the first token.
+    """
     config = drafter.config
     embeddings = [drafter.embed(torch.tensor(token)) for token in tokens]
     if config.rnn:
@@ -98,7 +102,8 @@ def test_hits_and_joint_hits_count_what_a_chain_would_accept(target):
     batch = make_batch(target, [[7, 1, 1, 1]] * 2)
     hidden = batch.hidden_states[0, 0]
     text = [7]
-    for _ in range(3):  # row 0: exactly what the drafter says; row 1: wrong at the second depth only
+    # Row 0 has the drafter's own tokens. Row 1 differs at the second depth only.
+    for _ in range(3):
         text.append(int(slow_log_probs(drafter, hidden, text).argmax()))
     wrong = list(text)
     wrong[2] = (text[2] + 1) % target.vocab_size
@@ -177,12 +182,12 @@ def test_the_targets_embeddings_are_neither_saved_nor_trained(target):
         ({"share_prefixes": False, "tree_nodes": 5}, "set tree_nodes to null"),
     ],
 )
-def test_a_typo_or_an_impossible_option_is_named(target, options, message):
+def test_a_typo_or_an_impossible_option_of_redrafter_is_named(target, options, message):
     with pytest.raises(ValueError, match=message):
         build_drafter(parse_drafter({"kind": "redrafter", **options}), target)
 
 
-def test_the_papers_widest_search_is_no_mistake(target):
+def test_the_papers_widest_search_is_allowed(target):
     assert (
         build_drafter(parse_drafter({"kind": "redrafter", "beam_width": 70, "beam_length": 5}), target).config.beam_width == 70
     )
@@ -193,7 +198,7 @@ def test_an_unknown_kind_lists_the_known_ones(target):
         build_drafter(parse_drafter({"kind": "medusae"}), target)
 
 
-def test_loss_without_hidden_states_or_with_single_token_labels_says_what_to_do(target):
+def test_loss_without_hidden_states_or_with_one_token_labels_is_an_error(target):
     drafter = make(target)
     batch = make_batch(target, [[7]])
     with pytest.raises(ValueError, match=r"distill\.horizon"):
@@ -208,12 +213,13 @@ def test_loss_without_hidden_states_or_with_single_token_labels_says_what_to_do(
         drafter.loss(empty, Objective())
 
 
-def test_started_from_the_targets_head_it_first_says_what_the_target_said(target):
+def test_started_from_the_targets_head_it_first_gives_the_targets_logits(target):
     drafter = build_drafter(
         parse_drafter({"kind": "redrafter", "exit_width": target.hidden_size, "head_init": "target"}), target
     ).double()
     hidden = torch.randn(4, target.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
-    drafter.projection.weight.data[:, target.hidden_size :] = 0  # the state's part is random, as ever
+    # The weights of the recurrent state are random.
+    drafter.projection.weight.data[:, target.hidden_size :] = 0
     assert torch.allclose(drafter.logits(hidden, torch.zeros_like(hidden)), target.head(hidden))
     drafter.head.weight.data.zero_()
     assert target.head.weight.abs().sum() > 0, "the drafter's head is a copy"
@@ -234,7 +240,7 @@ def test_a_head_that_cannot_start_from_the_targets_is_refused(target, options, m
 
 
 def distilled_to_tiny(tiny) -> Redrafter:
-    """Trained on random texts to say what the target says of them."""
+    """Train a drafter on random texts towards the target's distribution."""
     generator = torch.Generator().manual_seed(5)
     texts = torch.randint(0, VOCAB, (32, 12), generator=generator)
     mask = torch.ones_like(texts, dtype=torch.bool)
@@ -261,7 +267,7 @@ def distilled_to_tiny(tiny) -> Redrafter:
     ("tree_nodes", "share_prefixes"),
     [pytest.param(None, True, marks=pytest.mark.slow), (4, True), pytest.param(None, False, marks=pytest.mark.slow)],
 )
-def test_texts_drafted_by_beams_are_samples_of_the_target(target, tree_nodes, share_prefixes):
+def test_answers_drafted_by_beams_are_samples_of_the_target(target, tree_nodes, share_prefixes):
     tiny = make_tiny(target, seed=0)
     drafter = distilled_to_tiny(tiny)
     drafter.config.tree_nodes, drafter.config.share_prefixes = tree_nodes, share_prefixes
@@ -271,7 +277,7 @@ def test_texts_drafted_by_beams_are_samples_of_the_target(target, tree_nodes, sh
     assert g_test(counts, joint(make_tiny(target, seed=1).model, 4)) < 1e-6, "the test sees nothing"
 
 
-def test_width_length_and_nodes_of_the_search_are_chosen_when_it_is_loaded(target, tmp_path):
+def test_width_length_and_nodes_of_the_search_are_options_of_loading(target, tmp_path):
     save_drafter(make(target, beam_width=4, beam_length=5), tmp_path, target.identity)
     hidden = torch.randn(2, target.hidden_size, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
     sizes = []

@@ -1,4 +1,4 @@
-"""A drafter's state is a value: it proposes the same again and again, and forks continue as if they were alone."""
+"""Drafter states as values: a state can propose repeatedly, and its forks are independent."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +23,8 @@ PROMPTS = [[1, 70, 71, 72, 2], [9, 8], [40, 41, 42, 43, 44, 45, 46, 47]]
 STEPS = 3
 ROOM = 60
 
-# Small options of each registered kind (none: its defaults), and of variants that draft in another way.
+# Small options of each registered kind, and of variants that draft in another way. A kind without
+# an entry has its defaults.
 SMALL: dict[str, dict[str, Any]] = {
     "draft_model": {"num_layers": 1, "length": 3},
     "eagle": {"depth": 3, "top_k": 3, "tree_nodes": 8},
@@ -54,7 +55,7 @@ def drafter(request, target) -> Any:
 
 @dataclass(frozen=True)
 class Point:
-    """Texts up to the bonus token, the drafter's state behind them, and the trees that it proposed on the way."""
+    """Texts up to the bonus token, the drafter's state after them, and all proposed trees."""
 
     texts: tuple[tuple[int, ...], ...]
     state: Any
@@ -66,7 +67,10 @@ def shape(tree: DraftTree) -> tuple[list[list[int]], list[list[int]]]:
 
 
 def read(target: HFTarget, drafter: Any, texts: Sequence[Sequence[int]], tree: DraftTree | None = None) -> TargetOutput:
-    """The target's output for texts, or for a tree behind them. The target is read anew: it can't be forked itself."""
+    """Return the target's output for texts, or for a tree after them.
+
+    The target can't be forked, so this prefills again each time.
+    """
     prompts = Prompts.of([torch.tensor(text if tree is None else text[:-1]) for text in texts])
     options = {"max_new_tokens": ROOM, "max_nodes": drafter.max_nodes, "feature_layers": drafter.feature_layers}
     output = target.prefill(prompts, **options)
@@ -87,7 +91,10 @@ def propose(drafter: Any, point: Point) -> tuple[DraftTree, Any]:
 
 
 def accept(target: HFTarget, drafter: Any, point: Point, tree: DraftTree, drafted: Any, choice: int) -> Point:
-    """Accept the path to some node of each row (or none), which one is up to `choice`, and go on behind it."""
+    """Accept the path to some node of each row (or to none), and continue after it.
+
+    `choice` decides which node.
+    """
     nodes, texts = torch.full((len(point.texts), tree.max_depth), NO_NODE), []
     counts = []
     for row, text in enumerate(point.texts):
@@ -107,7 +114,7 @@ def step(target: HFTarget, drafter: Any, point: Point, choice: int) -> Point:
 
 
 def run(target: HFTarget, drafter: Any, choices: Sequence[int]) -> Point:
-    """An unforked run."""
+    """Run the steps of `choices` without a fork."""
     point = start(target, drafter)
     for choice in choices:
         point = step(target, drafter, point, choice)
@@ -118,8 +125,8 @@ def selected(drafter: Any, point: Point, rows: list[int]) -> Point:
     return replace(point, texts=tuple(point.texts[row] for row in rows), state=drafter.select(point.state, rows))
 
 
-def same(found: Point, expected: Point) -> bool:
-    return (found.texts, found.trees) == (expected.texts, expected.trees)
+def same(actual: Point, expected: Point) -> bool:
+    return (actual.texts, actual.trees) == (expected.texts, expected.trees)
 
 
 @torch.inference_mode()
@@ -138,7 +145,8 @@ def test_forks_along_two_acceptances_continue_as_unforked_runs_do(drafter, targe
     expected = {branch: run(target, drafter, [1, *[branch] * STEPS]) for branch in (2, 3)}
     point = step(target, drafter, start(target, drafter), 1)
     tree, drafted = propose(drafter, point)
-    tree = replace(tree, tokens=tree.tokens.clone(), parents=tree.parents.clone())  # a recorded drafter overwrites its trees
+    # a recorded drafter overwrites its trees
+    tree = replace(tree, tokens=tree.tokens.clone(), parents=tree.parents.clone())
     forks = {branch: accept(target, drafter, point, tree, drafted, branch) for branch in (2, 3)}
     for _ in range(STEPS - 1):
         forks = {branch: step(target, drafter, fork, branch) for branch, fork in forks.items()}
@@ -148,7 +156,7 @@ def test_forks_along_two_acceptances_continue_as_unforked_runs_do(drafter, targe
 
 
 @torch.inference_mode()
-def test_a_state_of_long_ago_is_replayed(drafter, target):
+def test_an_old_state_can_be_continued_again(drafter, target):
     kept = step(target, drafter, start(target, drafter), 1)
     first = kept
     for choice in (2, 3, 4):
@@ -177,8 +185,8 @@ def test_selected_rows_and_all_rows_continue_side_by_side(drafter, target):
 
 
 @torch.inference_mode()
-def test_answers_of_one_drafter_may_be_decoded_side_by_side(drafter, target):
-    """A draft model kept its texts in itself: a second answer was refused."""
+def test_two_answers_of_one_drafter_can_be_decoded_in_turns(drafter, target):
+    """A draft model once kept its texts in itself, so that a second answer was an error."""
     points = [start(target, drafter), start(target, drafter)]
     for choice in (1, 2, 3):
         points = [step(target, drafter, point, choice) for point in points]
@@ -195,7 +203,7 @@ def test_decoding_without_forks_copies_no_cache(drafter, target, monkeypatch):
     assert len(steps) > 3
 
 
-# --- memory of a fixed address
+# --- memory at fixed addresses
 
 
 @pytest.fixture
@@ -205,7 +213,7 @@ def recorded(target) -> DraftModel:
 
 
 @torch.inference_mode()
-def test_a_recorded_draft_model_forks_in_copies(target, recorded):
+def test_forks_of_a_recorded_draft_model_are_independent(target, recorded):
     plain = DraftModel(DraftModelConfig(length=3, top_k=2), HFTarget(target.model, target.tokenizer, target.identity))
     expected = {branch: run(target, plain, [1, *[branch] * STEPS]) for branch in (2, 3)}
     point = step(target, recorded, start(target, recorded), 1)
@@ -218,8 +226,8 @@ def test_a_recorded_draft_model_forks_in_copies(target, recorded):
 
 @torch.inference_mode()
 @pytest.mark.parametrize("taken_by", ["a batch", "fewer rows"])
-def test_a_state_whose_memory_was_taken_over_is_refused(target, recorded, taken_by):
-    """It would have read another text's keys and values."""
+def test_a_state_whose_memory_was_reused_is_an_error(target, recorded, taken_by):
+    """Such a state would read another text's keys and values."""
     point = step(target, recorded, start(target, recorded), 1)
     taker = selected(recorded, point, [0, 2]) if taken_by == "fewer rows" else start(target, recorded)
     with pytest.raises(RuntimeError, match="taken over"):

@@ -1,4 +1,4 @@
-"""What training any drafter holds: no tensor of all labels times the vocabulary, and no more activations than wanted."""
+"""Memory of training: no tensor of all labels times the vocabulary, and few activations."""
 
 from dataclasses import replace
 from typing import Any
@@ -19,7 +19,8 @@ from outrider.models.target.text_states import states_of_texts
 
 from ..largest import Largest
 
-# Far more tokens than anything else is large, so that a tensor of all labels or positions and them would stand out.
+# The vocabulary is by far the largest dimension, so that a tensor of all labels (or positions)
+# times the vocabulary stands out.
 VOCAB, REDUCED, HIDDEN, HORIZON, SEQ = 2048, 1024, 16, 4, 32
 CHUNK = 8 * VOCAB
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -76,7 +77,10 @@ def make(name: str, target: HFTarget) -> TrainableDrafter:
 
 
 def make_batch(target: HFTarget, drafter: TrainableDrafter) -> DrafterBatch:
-    """Two texts with a label at nearly every position, of which half keep to the text; with all that can be read of them."""
+    """Make two texts with a label at nearly every position, and all states of the target.
+
+    About half of the continuations repeat the text.
+    """
     generator = torch.Generator().manual_seed(1)
     input_ids = torch.randint(VOCAB, (2, SEQ), generator=generator)
     ahead = torch.stack([input_ids.roll(-1 - depth, 1) for depth in range(HORIZON)], dim=2)
@@ -105,7 +109,7 @@ def test_every_kind_is_here() -> None:
 def test_no_tensor_holds_all_labels_times_the_vocabulary(
     name: str, wide_target: HFTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the loss and the teacher."""
+    """This holds for every loss and teacher."""
     monkeypatch.setattr(objective_module, "MAX_CHUNK", CHUNK)
     drafter = make(name, wide_target)
     batch = make_batch(wide_target, drafter)
@@ -125,14 +129,17 @@ def test_no_tensor_holds_all_labels_times_the_vocabulary(
 
 
 def saved_bytes(drafter: TrainableDrafter, batch: DrafterBatch) -> tuple[int, torch.Tensor, list[torch.Tensor]]:
-    """What autograd keeps from forward to backward, weights aside; the loss by depth, and the gradients."""
+    """Measure the bytes that autograd saves for the backward pass, without weights.
+
+    Also returns the loss by depth, and the gradients.
+    """
     torch.manual_seed(5)  # for EAGLE's noise
-    own = {parameter.untyped_storage().data_ptr() for parameter in drafter.parameters()}
+    weight_pointers = {parameter.untyped_storage().data_ptr() for parameter in drafter.parameters()}
     kept: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
+        if storage.data_ptr() not in weight_pointers:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
@@ -145,10 +152,11 @@ def saved_bytes(drafter: TrainableDrafter, batch: DrafterBatch) -> tuple[int, to
 
 
 @pytest.mark.parametrize("name", WITH_LAYERS)
-def test_activations_computed_anew_give_the_same_bits_in_less_memory(
+def test_recomputed_activations_give_the_same_bits_in_less_memory(
     name: str, wide_target: HFTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(objective_module, "MAX_CHUNK", CHUNK)  # so that the logits don't hide the layers
+    # so that the logits don't hide the layers
+    monkeypatch.setattr(objective_module, "MAX_CHUNK", CHUNK)
     drafter = make(name, wide_target)
     batch = make_batch(wide_target, drafter)
     kept, sums, gradients = saved_bytes(drafter, batch)
@@ -160,6 +168,6 @@ def test_activations_computed_anew_give_the_same_bits_in_less_memory(
     assert all(torch.equal(*pair) for pair in zip(gradients, same_gradients, strict=True))
 
 
-def test_every_kind_can_be_asked_for_it(wide_target: HFTarget) -> None:
+def test_every_kind_supports_activation_checkpointing(wide_target: HFTarget) -> None:
     for name in OPTIONS:
         make(name, wide_target).checkpoint_activations()

@@ -1,4 +1,4 @@
-"""Models of so few tokens that every text can be counted: what sampled texts are compared with."""
+"""Models with so few tokens that the distribution of all texts can be enumerated."""
 
 import itertools
 
@@ -12,7 +12,7 @@ VOCAB, TEMPERATURE, PROMPT = 3, 0.7, [0, 1, 2, 1]
 
 
 def make_tiny(like: HFTarget, seed: int) -> HFTarget:
-    """A random Llama in float64. Tokenizer and identity, which nobody looks at, are another's."""
+    """Make a random Llama in float64 with the (unused) tokenizer and identity of `like`."""
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=16,
@@ -30,7 +30,7 @@ def make_tiny(like: HFTarget, seed: int) -> HFTarget:
 
 
 def joint(model, length: int) -> torch.Tensor:
-    """The distribution of the texts of `length` tokens after PROMPT, by plain forward passes."""
+    """Compute the distribution of texts of `length` tokens after PROMPT, by forward passes."""
     texts = torch.tensor(list(itertools.product(range(VOCAB), repeat=length)))
     both = torch.cat([torch.tensor(PROMPT).expand(len(texts), -1), texts], dim=1)
     with torch.inference_mode():
@@ -39,12 +39,15 @@ def joint(model, length: int) -> torch.Tensor:
 
 
 def code(tokens: torch.Tensor) -> torch.Tensor:
-    """The place of each text in `joint`."""
+    """Return the index of each text in `joint`."""
     return (tokens * VOCAB ** torch.arange(tokens.shape[1] - 1, -1, -1)).sum(1)
 
 
 def sampled_counts(target, drafter, *, num_texts: int, length: int) -> tuple[torch.Tensor, set[int]]:
-    """How often each text was sampled, each row with a seed of its own, and the numbers of draft tokens that were accepted."""
+    """Count how often each text is sampled, with one seed per row.
+
+    Also returns the set of numbers of accepted draft tokens.
+    """
     texts, filled, accepted = torch.zeros(num_texts, length, dtype=torch.long), [0] * num_texts, set()
     rule = SpeculativeSampling(sampling=Sampling(temperature=TEMPERATURE))
     prompts = torch.tensor(PROMPT).expand(num_texts, -1)

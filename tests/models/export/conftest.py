@@ -1,5 +1,6 @@
-"""A target with layers enough for EAGLE-3's features, and drafters whose every number matters; and a tiny model as users of
-transformers hold it, and packaged drafters for it."""
+"""A target with layers enough for EAGLE-3's features, and drafters whose every number matters; and
+a tiny model as users of transformers hold it, and packaged drafters for it.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -117,7 +118,10 @@ def model(tiny_target_dir: Path) -> PreTrainedModel:
 
 @pytest.fixture(scope="session")
 def drafter_dirs(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A drafter of each kind, untrained: some of its drafts are right, most are wrong. Read only."""
+    """A drafter of each kind, untrained: some of its drafts are right, most are wrong.
+
+    Read only.
+    """
     target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="float32", device="cpu"))
     directories = {}
     for kind, options in KINDS.items():

@@ -1,7 +1,9 @@
-"""A Hub for tests: the part of its HTTP API that uploading and downloading a model's files needs, in memory.
+"""A Hub for tests: the part of its HTTP API that uploading and downloading a model's files needs,
+in memory.
 
-Its rules are the Hub's: a private repository is not there for strangers, a commit on another parent than it names is refused
-with 412, files in safetensors go through the LFS protocol. Requests to paths in `refused` fail as told.
+Its rules are the Hub's: a private repository is not there for strangers, a commit on another parent
+than it names is refused with 412, files in safetensors go through the LFS protocol. Requests to
+paths in `refused` fail as told.
 """
 
 import base64

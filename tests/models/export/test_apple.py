@@ -1,4 +1,6 @@
-"""Apple's directory format: the same drafter on both sides, by an independent version of its forward, and nothing half read."""
+"""Apple's directory format: the same drafter on both sides, by an independent version of its
+forward, and nothing half read.
+"""
 
 import json
 from pathlib import Path
@@ -28,7 +30,8 @@ def from_apple(directory, target, **options):
 def make(target, **options):
     torch.manual_seed(0)
     drafter = build_drafter(parse_drafter({"kind": "redrafter", "initial_state": "zero", **options}), target)
-    for parameter in drafter.parameters():  # the blocks start as the identity, which would hide mistakes in them
+    # the blocks start as the identity, which would hide mistakes in them
+    for parameter in drafter.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return drafter
 

@@ -25,7 +25,8 @@ PROMPT = torch.tensor([[1, 70, 71, 72, 2]])
 
 @pytest.fixture
 def folder(package_dirs: dict[str, Path]) -> str:
-    return str(package_dirs["draft_model"])  # whose drafts are accepted: several tokens come at once
+    # whose drafts are accepted: several tokens come at once
+    return str(package_dirs["draft_model"])
 
 
 def test_a_model_in_training_mode_is_refused(model, folder):
@@ -169,7 +170,8 @@ def test_no_hook_stays_on_the_model_even_after_an_error(model, package_dirs):
             stopping_criteria=StoppingCriteriaList([Fails()]),
         )
     assert num_hooks(model) == 0
-    assert vars(model)[ATTRIBUTE].in_use.acquire(blocking=False)  # else no call would ever be answered again
+    # else no call would ever be answered again
+    assert vars(model)[ATTRIBUTE].in_use.acquire(blocking=False)
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"])

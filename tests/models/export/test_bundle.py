@@ -1,4 +1,6 @@
-"""The code that travels with a drafter: complete, and with nothing that users of transformers don't have."""
+"""The code that travels with a drafter: complete, and with nothing that users of transformers don't
+have.
+"""
 
 import ast
 import json
@@ -47,7 +49,9 @@ def test_files_import_each_other_one_folder_deep_only() -> None:
 
 
 def test_transformers_reads_each_file_once(tmp_path: Path) -> None:
-    """At every call: those that the first file doesn't name it would read once for every path of imports to them."""
+    """At every call: those that the first file doesn't name it would read once for every path of
+    imports to them.
+    """
     modules = {name: text for name, text in custom_generate_files().items() if name.endswith(".py")}
     for name, text in modules.items():
         (tmp_path / name).write_text(text)
@@ -106,8 +110,10 @@ def is_installed(requirement: str) -> bool:
 
 @pytest.mark.slow
 def test_plain_transformers_decodes_with_it(package_dirs: dict[str, Path], tiny_target_dir: Path, tmp_path: Path) -> None:
-    """In an environment, made of links, that holds only pydantic, torch, transformers and what these need: with the script
-    that users check theirs with, which compares a single prompt and a left-padded batch with `model.generate`."""
+    """In an environment, made of links, that holds only pydantic, torch, transformers and what
+    these need: with the script that users check theirs with, which compares a single prompt and
+    a left-padded batch with `model.generate`.
+    """
     needed = distributions_needed_by("pydantic", "torch", "transformers")
     assert needed.isdisjoint({"outrider", "jaxtyping", "accelerate", "omegaconf"})
     site = tmp_path / "site"
@@ -133,4 +139,5 @@ def test_plain_transformers_decodes_with_it(package_dirs: dict[str, Path], tiny_
     assert environment == {"installed": []}
     assert [(row["folder"], row["batch_size"]) for row in rows] == [(kind, size) for kind in package_dirs for size in (1, 4)]
     assert all(row["equal"] for row in rows)
-    assert max(row["tokens_per_step"] for row in rows) > 3  # otherwise nothing was ever accepted, and nothing tested
+    # otherwise nothing was ever accepted, and nothing tested
+    assert max(row["tokens_per_step"] for row in rows) > 3

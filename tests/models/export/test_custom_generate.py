@@ -20,7 +20,8 @@ KINDS = ("redrafter", "medusa", "eagle", "eagle3", "draft_model")
 
 @pytest.fixture
 def folder(package_dirs: dict[str, Path]) -> str:
-    return str(package_dirs["draft_model"])  # whose drafts are accepted: several tokens come at once
+    # whose drafts are accepted: several tokens come at once
+    return str(package_dirs["draft_model"])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -34,7 +35,8 @@ def test_drafts_are_accepted_in_these_tests(model, folder):
     """Else all of them would hold for a drafter that is never asked."""
     calls = []
     model.register_forward_hook(lambda *_: calls.append(1))
-    generate(model, drafter=folder, input_ids=PROMPT, max_new_tokens=2)  # it looks whether the model can read trees
+    # it looks whether the model can read trees
+    generate(model, drafter=folder, input_ids=PROMPT, max_new_tokens=2)
     calls.clear()
     tokens = generate(model, drafter=folder, input_ids=PROMPT, max_new_tokens=20)
     assert tokens.shape[1] == 25
@@ -103,10 +105,13 @@ class Witness(StoppingCriteria):
         return torch.tensor([self.ends(row, length) for row in range(len(input_ids))])
 
 
-@pytest.mark.parametrize("kind", ["draft_model", "redrafter"])  # whose rows come along evenly, and unevenly
+# whose rows come along evenly, and unevenly
+@pytest.mark.parametrize("kind", ["draft_model", "redrafter"])
 @pytest.mark.parametrize("eos", [{"eos_token_id": [88, 299]}, {"eos_token_id": None}], ids=["stop tokens", "none"])
 def test_stopping_criteria_see_the_whole_batch_token_by_token(model, package_dirs, kind, eos):
-    """As in transformers: ended rows padded where there are stop tokens, and going on where there are none."""
+    """As in transformers: ended rows padded where there are stop tokens, and going on where there
+    are none.
+    """
     if eos["eos_token_id"] is None:
         model.generation_config.eos_token_id = None
     options = {"input_ids": BATCH, "attention_mask": MASK, "max_new_tokens": 14, "pad_token_id": 0, **eos}

@@ -1,4 +1,6 @@
-"""EAGLE-1 and EAGLE-3: the tables of what the engines' loaders read, and what others have published."""
+"""EAGLE-1 and EAGLE-3: the tables of what the engines' loaders read, and what others have
+published.
+"""
 
 import json
 from pathlib import Path
@@ -15,8 +17,9 @@ from outrider.models.export.registry import format_of, import_drafter
 
 H, V, DRAFT, KV, MLP = 32, 300, 40, 16, 48
 
-# What vLLM's EagleLlamaForCausalLM has parameters for (vllm/model_executor/models/llama_eagle.py as of 0.33.0): `fc` has no
-# bias, names get the prefix `model.`, one that it hasn't is an error; embeddings and head are the target's.
+# What vLLM's EagleLlamaForCausalLM has parameters for (vllm/model_executor/models/llama_eagle.py as
+# of 0.33.0): `fc` has no bias, names get the prefix `model.`, one that it hasn't is an error;
+# embeddings and head are the target's.
 VLLM_EAGLE1 = {
     "fc.weight": (H, 2 * H),
     "layers.0.self_attn.q_proj.weight": (H, H),
@@ -28,7 +31,8 @@ VLLM_EAGLE1 = {
     "layers.0.mlp.down_proj.weight": (H, MLP),
     "layers.0.post_attention_layernorm.weight": (H,),
 }
-# SGLang's LlamaForCausalLMEagle (python/sglang/srt/models/llama_eagle.py as of 0.5.23): the same, and `fc` always has a bias.
+# SGLang's LlamaForCausalLMEagle (python/sglang/srt/models/llama_eagle.py as of 0.5.23): the same,
+# and `fc` always has a bias.
 SGLANG_EAGLE1 = VLLM_EAGLE1 | {"fc.bias": (H,)}
 # And Qwen2ForCausalLMEagle (qwen2_eagle.py): q, k and v have biases, as in Qwen2.
 SGLANG_QWEN2 = SGLANG_EAGLE1 | {
@@ -36,8 +40,9 @@ SGLANG_QWEN2 = SGLANG_EAGLE1 | {
     "layers.0.self_attn.k_proj.bias": (KV,),
     "layers.0.self_attn.v_proj.bias": (KV,),
 }
-# vLLM's Eagle3LlamaForCausalLM (llama_eagle3.py, 0.33.0: `midlayer.` becomes `layers.0.`, t2d is left out, d2t is a difference)
-# and SGLang's LlamaForCausalLMEagle3 (llama_eagle3.py, 0.5.23: `midlayer`, d2t plus the position is the target's token).
+# vLLM's Eagle3LlamaForCausalLM (llama_eagle3.py, 0.33.0: `midlayer.` becomes `layers.0.`, t2d is
+# left out, d2t is a difference) and SGLang's LlamaForCausalLMEagle3 (llama_eagle3.py, 0.5.23:
+# `midlayer`, d2t plus the position is the target's token).
 EAGLE3 = {
     "fc.weight": (H, 3 * H),
     "midlayer.hidden_norm.weight": (H,),
@@ -55,8 +60,9 @@ EAGLE3 = {
     "d2t": (DRAFT,),
     "t2d": (V,),
 }
-# Of a Llama's configuration, what these loaders make the layer of, with their defaults where they have some. Both read
-# `rope_theta` and `rope_scaling` through transformers' LlamaConfig, of which versions 4 and 5 know these names.
+# Of a Llama's configuration, what these loaders make the layer of, with their defaults where they
+# have some. Both read `rope_theta` and `rope_scaling` through transformers' LlamaConfig, of which
+# versions 4 and 5 know these names.
 CONFIG = {
     "hidden_size": H,
     "intermediate_size": MLP,
@@ -183,7 +189,9 @@ def test_an_untrained_vocabulary_is_not_written(llama, tmp_path):
 
 
 def release(path: Path, table: dict[str, tuple[int, ...]], *, seed: int = 0, **config: Any) -> dict[str, torch.Tensor]:
-    """A folder as the release of github.com/SafeAILab/EAGLE makes them: pickled tensors, the configuration of its models."""
+    """A folder as the release of github.com/SafeAILab/EAGLE makes them: pickled tensors, the
+    configuration of its models.
+    """
     generator = torch.Generator().manual_seed(seed)
     tensors = {name: 0.3 * torch.randn(shape, generator=generator).half() for name, shape in table.items()}
     if "d2t" in table:
@@ -219,7 +227,8 @@ def release(path: Path, table: dict[str, tuple[int, ...]], *, seed: int = 0, **c
     return tensors
 
 
-# Which of ours each of the release's tensors is: vectors of one shape would change places unseen otherwise.
+# Which of ours each of the release's tensors is: vectors of one shape would change places unseen
+# otherwise.
 OURS_EAGLE1 = {
     "fc.weight": "fc.weight",
     "layers.0.self_attn.q_proj.weight": "layer.self_attn.q_proj.weight",
@@ -267,7 +276,9 @@ def test_eagle1_of_the_release_becomes_a_drafter(bias, parts, llama, tmp_path):
 
 
 def test_eagle3_of_the_release_keeps_its_own_rotary_base_and_tokens(llama, tmp_path):
-    """Published for a target of another base, and without one in its configuration: then transformers' default is meant."""
+    """Published for a target of another base, and without one in its configuration: then
+    transformers' default is meant.
+    """
     tensors = release(tmp_path / "a", EAGLE3, draft_vocab_size=DRAFT, rope_theta="absent")
     assert format_of(tmp_path / "a").name == "eagle3"
     drafter = import_drafter(tmp_path / "a", llama, options={"depth": 3})

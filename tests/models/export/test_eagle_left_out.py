@@ -1,4 +1,6 @@
-"""What the EAGLE formats leave out though the drafter has it comes back all the same, and nothing else that is missing does."""
+"""What the EAGLE formats leave out though the drafter has it comes back all the same, and nothing
+else that is missing does.
+"""
 
 import json
 from pathlib import Path
@@ -20,7 +22,9 @@ def written(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 
 def test_a_drafter_of_the_whole_vocabulary_has_no_maps(llama, make_drafter, tmp_path):
-    """vLLM makes no place for `d2t` where the head has all tokens, and its loader ends at a tensor without one."""
+    """vLLM makes no place for `d2t` where the head has all tokens, and its loader ends at a tensor
+    without one.
+    """
     drafter = make_drafter("eagle3", llama)
     write_folder(eagle3.FORMAT, drafter, tmp_path / "a", llama)
     config, tensors = written(tmp_path / "a")

@@ -1,4 +1,6 @@
-"""Folders from elsewhere: nothing in them is run, nothing outside of them is read, and nothing of them is overlooked."""
+"""Folders from elsewhere: nothing in them is run, nothing outside of them is read, and nothing of
+them is overlooked.
+"""
 
 import json
 import os
@@ -50,7 +52,9 @@ def test_names_and_shapes_are_known_before_weights_are_read(tmp_path):
 
 
 def test_files_whose_storages_may_be_larger_than_they_are_themselves_are_refused(tmp_path):
-    """In the format before torch 1.6, a file of kilobytes may ask for gigabytes of memory before its shapes are known."""
+    """In the format before torch 1.6, a file of kilobytes may ask for gigabytes of memory before
+    its shapes are known.
+    """
     torch.save(TENSORS, folder(tmp_path) / "pytorch_model.bin", _use_new_zipfile_serialization=False)
     with pytest.raises(ValueError, match="not a plain file of tensors as torch writes them since 1.6"):
         open_folder(tmp_path)

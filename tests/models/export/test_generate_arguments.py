@@ -32,7 +32,8 @@ MASK = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]])
 
 @pytest.fixture
 def folder(package_dirs: dict[str, Path]) -> str:
-    return str(package_dirs["draft_model"])  # whose drafts are accepted: several tokens come at once
+    # whose drafts are accepted: several tokens come at once
+    return str(package_dirs["draft_model"])
 
 
 def test_a_length_that_the_prompt_has_already_leaves_one_token(model, folder):
@@ -122,7 +123,8 @@ def test_a_warper_of_the_callers_is_as_good_as_the_option(model):
     """`min_tokens_to_keep` of top-k included, which is the greater number there."""
     assert rule_for(model, TopKLogitsWarper(5, min_tokens_to_keep=9), do_sample=True, top_k=0).sampling.top_k == 9
     assert rule_for(model, TopPLogitsWarper(0.5), do_sample=True, top_k=0).sampling.top_p == 0.5
-    with pytest.raises(ValueError, match="TopKLogitsWarper.*each once, in that order"):  # there both would act
+    # there both would act
+    with pytest.raises(ValueError, match="TopKLogitsWarper.*each once, in that order"):
         rule_for(model, TopKLogitsWarper(5), do_sample=True)
 
 

@@ -1,4 +1,6 @@
-"""Drafters to the Hub and back, through huggingface_hub's own client and a server that speaks the Hub's language."""
+"""Drafters to the Hub and back, through huggingface_hub's own client and a server that speaks the
+Hub's language.
+"""
 
 import logging
 import os
@@ -31,7 +33,8 @@ from .hub_server import READER, WRITER, Hub, serving
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")
 
 REPO = "user/drafter"
-# Through a shell's own command and transformers' own entrance, in a process that knows the Hub by HF_ENDPOINT alone.
+# Through a shell's own command and transformers' own entrance, in a process that knows the Hub by
+# HF_ENDPOINT alone.
 SCRIPT = """
 import sys
 import torch
@@ -149,8 +152,10 @@ def test_a_file_that_the_hub_leaves_out_is_told(hub: Hub, folder: Path) -> None:
 def test_a_branch_that_a_broken_push_has_left_is_told_and_that_of_somebody_else_never_taken(
     hub: Hub, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The way there broke: neither could the commit be made nor the branch be removed. It looks like one that somebody has made
-    of main, which holds what nobody asked to replace."""
+    """The way there broke: neither could the commit be made nor the branch be removed.
+
+    It looks like one that somebody has made of main, which holds what nobody asked to replace.
+    """
     hub.make(REPO, {"README.md": b"theirs"})
     hub.refused |= {"/commit/": 403, "DELETE": 503}
     with pytest.raises(ValueError, match="HTTP 403"):

@@ -28,8 +28,11 @@ class Block(nn.Module):
 
 
 def reference(num_heads: int, num_layers: int) -> nn.ModuleList:
-    """The heads as medusa/model/medusa_model.py of the release builds them (commit 11af0aa): with one block, whose names and
-    order these are. It loads `medusa_lm_head.pt` into them; what is missing or strange there it passes over."""
+    """The heads as medusa/model/medusa_model.py of the release builds them (commit 11af0aa): with
+    one block, whose names and order these are.
+
+    It loads `medusa_lm_head.pt` into them; what is missing or strange there it passes over.
+    """
     return nn.ModuleList(
         nn.Sequential(*(Block() for _ in range(num_layers)), nn.Linear(H, V, bias=False)) for _ in range(num_heads)
     )
@@ -59,8 +62,10 @@ def test_the_reference_loads_the_export_and_says_the_same(llama, make_drafter, t
 
 
 def test_tensorrts_conversion_finds_its_names_in_the_export(llama, make_drafter, tmp_path):
-    """It reads these of `medusa_lm_head.safetensors`, as many heads as it is told, or as its configuration says
-    (`load_medusa_hf` in tensorrt_llm/models/llama/convert.py, `MedusaConfig.from_hugging_face`; versions up to 1.1)."""
+    """It reads these of `medusa_lm_head.safetensors`, as many heads as it is told, or as its
+    configuration says (`load_medusa_hf` in tensorrt_llm/models/llama/convert.py,
+    `MedusaConfig.from_hugging_face`; versions up to 1.1).
+    """
     drafter = make_drafter("medusa", llama, num_heads=2, num_layers=2)
     write_folder(TENSORRT, drafter, tmp_path / "a", llama)
     config = json.loads((tmp_path / "a" / "config.json").read_text())

@@ -1,5 +1,6 @@
-"""Configurations as others publish them, key for key, with the sizes of the tests' target: an import that stumbles over a key
-of theirs reads no drafter at all."""
+"""Configurations as others publish them, key for key, with the sizes of the tests' target: an
+import that stumbles over a key of theirs reads no drafter at all.
+"""
 
 import json
 from pathlib import Path
@@ -190,7 +191,9 @@ def test_eagle3_with_the_keys_that_others_write_is_read(name, llama, tmp_path):
 
 
 def test_usual_numbers_that_mean_the_layers_after_them_may_be_said_so(llama, tmp_path):
-    """SGLang adds 1 to what a configuration names, vLLM doesn't: nothing in the file tells for which it was written."""
+    """SGLang adds 1 to what a configuration names, vLLM doesn't: nothing in the file tells for
+    which it was written.
+    """
     publish(tmp_path / "a", EAGLE3["kimi_k2"], is_eagle3=True, prefix="midlayer", safe=True)
     assert import_drafter(tmp_path / "a", llama, options={"feature_layers": [3, 4, 5]}).feature_layers == (3, 4, 5)
 

@@ -24,7 +24,8 @@ def other_model(**options: Any) -> LlamaForCausalLM:
 def test_transformers_loads_it_and_assisted_generation_gives_the_targets_own_tokens(llama, make_drafter, tmp_path):
     drafter = make_drafter("draft_model", llama, init="target_layers", num_layers=3, length=3)
     drafter.model.load_state_dict(
-        {name: llama.model.state_dict()[name] for name in drafter.model.state_dict()}  # so that some drafts are accepted
+        # so that some drafts are accepted
+        {name: llama.model.state_dict()[name] for name in drafter.model.state_dict()}
     )
     write_folder(FORMAT, drafter, tmp_path / "a", llama)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
@@ -75,7 +76,10 @@ def test_models_of_other_tokens_are_refused(llama, tmp_path):
 
 
 def test_a_key_that_its_kind_of_model_does_not_know_is_named(llama, tmp_path):
-    """Later code may compute with it. Switches that are off, as Qwen2.5's `use_mrope`, and keys of older versions pass."""
+    """Later code may compute with it.
+
+    Switches that are off, as Qwen2.5's `use_mrope`, and keys of older versions pass.
+    """
     other_model().save_pretrained(tmp_path / "a")
     llama.tokenizer.save_pretrained(tmp_path / "a")
     config = json.loads((tmp_path / "a" / "config.json").read_text())

@@ -1,4 +1,5 @@
-"""What the processes of test_tensor_parallel.py do together, each with its slice of the target; what goes wrong ends them.
+"""What the processes of test_tensor_parallel.py do together, each with its slice of the target;
+what goes wrong ends them.
 
 python launched_tensor_parallel.py TARGET DATA OUTPUT
 

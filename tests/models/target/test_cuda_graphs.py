@@ -1,4 +1,6 @@
-"""Steps with fixed shapes: compiled, and recorded once and replayed, they give what plain steps give."""
+"""Steps with fixed shapes: compiled, and recorded once and replayed, they give what plain steps
+give.
+"""
 
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -237,7 +239,10 @@ def test_a_recorded_function_is_replayed_with_new_inputs():
 
 
 class FakeCuda:
-    """What a recorder asks of `torch.cuda`, in order. A capture runs its function, or fails on its way out."""
+    """What a recorder asks of `torch.cuda`, in order.
+
+    A capture runs its function, or fails on its way out.
+    """
 
     def __init__(self, monkeypatch) -> None:
         self.stream = "the first stream"
@@ -307,7 +312,9 @@ def test_a_capture_that_fails_leaves_its_stream_and_its_pool(monkeypatch, failur
 
 @pytest.mark.parametrize("randomness", ["shared generator", "row seeds", "greedy"])
 def test_copies_fill_a_batch_only_where_they_decode_what_their_row_does(target, graphed, redrafter, randomness):
-    """With random numbers of their own they would outgrow their row, and take numbers from the others."""
+    """With random numbers of their own they would outgrow their row, and take numbers from the
+    others.
+    """
     prompts = [torch.tensor([70 + row, 9, 8]) for row in range(6)]
     rule = GreedyAcceptance() if randomness == "greedy" else SpeculativeSampling(sampling=Sampling())
     generators = {"shared generator": torch.Generator().manual_seed, "row seeds": lambda seed: RowSeeds(range(6))}

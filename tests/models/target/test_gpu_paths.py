@@ -1,5 +1,6 @@
 """The code that only a GPU takes, taken on a CPU: folded heads, its kernels' layout, and extents in
-steps."""
+steps.
+"""
 
 import pytest
 import torch
@@ -31,7 +32,8 @@ STEP = 8
 @pytest.fixture
 def llama(target) -> HFTarget:
     """Four layers, since EAGLE-3 reads of several, with grouped heads and in float32: what reaches
-    CUDA's plainest kernel."""
+    CUDA's plainest kernel.
+    """
     torch.manual_seed(0)
     options = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "initializer_range": 0.2}
     config = LlamaConfig(vocab_size=300, hidden_size=64, intermediate_size=64, tie_word_embeddings=False, **options)
@@ -42,7 +44,8 @@ def llama(target) -> HFTarget:
 @pytest.fixture
 def like_a_gpu(monkeypatch) -> list[int]:
     """Take a GPU's paths; the list grows with each call of the kernel that lays out its output as
-    CUDA's does."""
+    CUDA's does.
+    """
     calls: list[int] = []
 
     def efficient(query, *args, **kwargs):
@@ -100,7 +103,8 @@ def test_plain_decoding_of_even_rows_needs_no_mask_on_a_gpu(llama, like_a_gpu):
 )
 def test_a_recorded_draft_model_has_room_for_the_whole_answer(llama, monkeypatch, options, num_new):
     """Its cache grew in the middle of an answer, and the next recording went into a pool without a
-    graph, whose last output was in use: PyTorch asserts against that."""
+    graph, whose last output was in use: PyTorch asserts against that.
+    """
     recorder = PoolRecorder()
     reader = HFTarget(llama.model, llama.tokenizer, llama.identity, cuda_graphs=True, recorder=recorder)
     drafter = DraftModel(DraftModelConfig(length=3, **options), reader)

@@ -1,4 +1,6 @@
-"""A target that is quantised while it is loaded: for real by torchao, and refused in time where it can't be."""
+"""A target that is quantised while it is loaded: for real by torchao, and refused in time where it
+can't be.
+"""
 
 import json
 import shutil

@@ -15,7 +15,9 @@ from ...host_reads import HostReads, ScalarReads
 
 @pytest.fixture
 def calls(target: HFTarget) -> Iterator[list[str]]:
-    """The modules of the target in the order in which they are run, each with whether gradients were on."""
+    """The modules of the target in the order in which they are run, each with whether gradients
+    were on.
+    """
     seen: list[str] = []
     modules = {f"layer {index}": layer for index, layer in enumerate(decoder_layers(target.model))}
     modules |= {"norm": target.model.get_decoder().norm, "head": target.head}

@@ -1,4 +1,6 @@
-"""Attention over grouped heads, in both of its forms, against keys and values repeated for every head."""
+"""Attention over grouped heads, in both of its forms, against keys and values repeated for every
+head.
+"""
 
 import math
 
@@ -39,7 +41,8 @@ def as_cuda_lays_it_out(*args, **kwargs):
 @pytest.mark.parametrize("attend", [attend_grouped, attend_folded])
 def test_a_kernel_may_lay_out_its_output_as_it_likes(attend, monkeypatch):
     """On a GPU in float32 the kernel's output can't be viewed as groups of heads: decoding ended
-    with an error there."""
+    with an error there.
+    """
     query, key = torch.randn(2, 8, 5, 16), torch.randn(2, 2, 33, 16)
     mask = torch.randn(2, 1, 5, 33)
     expected = attend(query, key, key, mask, None)
@@ -69,7 +72,8 @@ def test_masks_of_some_queries_are_memory_of_their_own(start):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_what_is_hidden_stays_finite_in_a_kernels_units(dtype):
     """Kernels work with powers of two: the smallest number times log2(e) is minus infinity, and a
-    block of such keys gives NaN."""
+    block of such keys gives NaN.
+    """
     hidden = torch.tensor(hidden_score(dtype), dtype=dtype)
     assert (hidden * math.log2(math.e)).isfinite()
     assert (hidden - 10.0).exp() == 0

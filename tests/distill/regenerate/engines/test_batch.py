@@ -1,4 +1,6 @@
-"""Padded batches by predicted length: every answer is the one that the request would get alone, whatever is evicted."""
+"""Padded batches by predicted length: every answer is the one that the request would get alone,
+whatever is evicted.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -96,7 +98,8 @@ def test_the_cache_never_takes_more_than_the_budget(
         return has_moved
 
     engine = make_engine(target, SAMPLINGS[0], limits, tokens=150)
-    list(engine.answer(many[:1]))  # the target is probed with a cache of its own before its first answer
+    # the target is probed with a cache of its own before its first answer
+    list(engine.answer(many[:1]))
     monkeypatch.setattr(TreeCache, "begin_pass", record)
     list(engine.answer(many))
     assert len(taken) > 50

@@ -1,4 +1,6 @@
-"""transformers' continuous batching as an engine: our decoder's tokens, and a target that is left as it was."""
+"""transformers' continuous batching as an engine: our decoder's tokens, and a target that is left
+as it was.
+"""
 
 import pytest
 import torch

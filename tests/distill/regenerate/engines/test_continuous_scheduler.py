@@ -1,4 +1,6 @@
-"""Continuous batching that admits by predicted length: the same answers, the longest first, and promises that are kept."""
+"""Continuous batching that admits by predicted length: the same answers, the longest first, and
+promises that are kept.
+"""
 
 import pytest
 import torch
@@ -66,7 +68,8 @@ def test_the_longest_go_first_and_shorter_ones_that_fit_overtake() -> None:
     scheduler = make_scheduler(free=150)
     for name in ("short", "long", "middle", "brief"):
         ask(scheduler, name)
-    assert admitted(scheduler) == ["long", "brief", "short"]  # about 100, 21 and 11; middle needs 61 and doesn't fit any more
+    # about 100, 21 and 11; middle needs 61 and doesn't fit any more
+    assert admitted(scheduler) == ["long", "brief", "short"]
 
 
 def test_what_runs_keeps_what_it_was_promised() -> None:

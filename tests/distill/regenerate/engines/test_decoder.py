@@ -1,4 +1,6 @@
-"""Our decoder as an engine: the text of transformers' own decoding, whoever is in the batch and whatever drafts."""
+"""Our decoder as an engine: the text of transformers' own decoding, whoever is in the batch and
+whatever drafts.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -77,7 +79,8 @@ def test_a_drafter_changes_the_number_of_passes_and_no_token(
 
     plain, num_plain = decode(NullDrafter())
     ordered = sorted(requests, key=lambda request: (-len(request.prompt_ids), request.id))
-    known = [plain[request.id][0] + [0] * limits.max_new_tokens for request in ordered]  # a row may go on beyond its room
+    # a row may go on beyond its room
+    known = [plain[request.id][0] + [0] * limits.max_new_tokens for request in ordered]
     drafted, num_drafted = decode(OracleDrafter(known, [3, 2] * len(known), target.vocab_size))
     assert drafted == plain
     assert num_drafted < 0.6 * num_plain

@@ -1,4 +1,6 @@
-"""A server of the completions protocol as an engine, against one on this machine that decodes with the tiny target."""
+"""A server of the completions protocol as an engine, against one on this machine that decodes with
+the tiny target.
+"""
 
 import json
 import logging
@@ -30,7 +32,10 @@ Reply = tuple[int, dict[str, str], bytes]
 
 
 class Server(ThreadingHTTPServer):
-    """Answers completions by decoding for real. `faults` come first: replies in place of an answer; None hangs up."""
+    """Answers completions by decoding for real.
+
+    `faults` come first: replies in place of an answer; None hangs up.
+    """
 
     daemon_threads = True
     request_queue_size = 64
@@ -44,7 +49,8 @@ class Server(ThreadingHTTPServer):
         self.bodies: list[dict[str, Any]] = []
         self.keys: set[str | None] = set()
         self.delay_seconds = 0.0
-        self.num_quick: int | None = None  # requests that are answered before the server hangs; None for all
+        # requests that are answered before the server hangs; None for all
+        self.num_quick: int | None = None
         self.woken = threading.Event()
         self.num_inside = self.most_inside = 0
         self.change: Callable[[dict[str, Any]], None] = lambda reply: None
@@ -54,7 +60,8 @@ class Server(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}/v1"
 
     def handle_error(self, *args: Any) -> None:
-        if not isinstance(sys.exception(), ConnectionError):  # a client that hangs up is none of the server's
+        # a client that hangs up is none of the server's
+        if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(*args)
 
     def complete(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -350,7 +357,9 @@ def test_requests_are_in_flight_together_and_never_more_than_asked(ask: Callable
 
 @contextmanager
 def ends_at_once() -> Iterator[None]:
-    """Whether the block, and every thread of the engine, ends soon: the interpreter waits for them when it ends."""
+    """Whether the block, and every thread of the engine, ends soon: the interpreter waits for them
+    when it ends.
+    """
     start = time.monotonic()
     yield
     for thread in threading.enumerate():
@@ -416,7 +425,8 @@ def test_ctrl_c_waits_for_no_answer_and_no_next_try(
             list(engine.answer(requests))
 
     interrupter = threading.Thread(target=interrupt)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    # a shell's background jobs ignore it
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with ends_at_once(), pytest.raises(KeyboardInterrupt):
             consume()

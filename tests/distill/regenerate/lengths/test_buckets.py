@@ -1,4 +1,6 @@
-"""Buckets, predictors and the reservations made of them: learnable, reproducible, and blind to what was asked before."""
+"""Buckets, predictors and the reservations made of them: learnable, reproducible, and blind to what
+was asked before.
+"""
 
 import copy
 import random
@@ -245,7 +247,8 @@ def test_unfinished_answers_count_for_the_middle_of_what_is_open_to_them_and_mis
     predicted = Predicted(recorder, requests, share=0.5, unknown=15)
     predicted.reserve(range(LEARN_FIRST + 3))
     lengths = {index: index + 1 for index in range(LEARN_FIRST)}
-    assert not predicted.observe({0: 1}, dict.fromkeys(range(1, LEARN_FIRST + 3), 9))  # only complete ones tell lengths
+    # only complete ones tell lengths
+    assert not predicted.observe({0: 1}, dict.fromkeys(range(1, LEARN_FIRST + 3), 9))
     assert predicted.observe(lengths, {LEARN_FIRST: 1, LEARN_FIRST + 1: 31, LEARN_FIRST + 2: 32})
     last = NUM_BUCKETS - 1
     num_mistakes = LEARN_FIRST - 2 * 15  # complete answers of more than twice what was reserved
@@ -261,7 +264,8 @@ def test_unfinished_answers_move_the_deciles_up_and_what_none_has_reached_is_ope
     assert Buckets.of([1, 2, 3, 4, 5]).ends.tolist() == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
     ends = Buckets.of([1, 2, 3, 4, 5], [5] * 5).ends.tolist()
     assert ends[:4] == [1, 2, 3, 4]
-    assert ends[4:] == pytest.approx([4 + 1 * k for k in range(1, 7)])  # the fifth decile is at 5 with the rest of it open
+    # the fifth decile is at 5 with the rest of it open
+    assert ends[4:] == pytest.approx([4 + 1 * k for k in range(1, 7)])
     # Half of all are open from 2 on: of those that are longer, two complete ones tell.
     assert Buckets.of([1, 1, 3, 4], [2, 2, 2, 2]).ends.tolist() == [1, 1, 3, 3, 3, 3, 4, 4, 4, 4]
 

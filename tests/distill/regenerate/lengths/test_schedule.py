@@ -1,4 +1,6 @@
-"""The schedule: first fit as in a textbook, budgets that hold, evictions that keep what was written, and no chance anywhere."""
+"""The schedule: first fit as in a textbook, budgets that hold, evictions that keep what was
+written, and no chance anywhere.
+"""
 
 import random
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What the entries of branches see."""
+"""Attention masks of the entries of branches."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Weights that a training starts from: of any kind, for a target that may have changed, and of no other shape."""
+"""Training from the weights of another drafter, of any kind, for a target that may have changed."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def save(kind: str, target: HFTarget, folder: Path) -> dict[str, torch.Tensor]:
-    """A drafter with weights that no fresh one has, and those weights."""
+    """Save a drafter whose weights no fresh one has, and return those weights."""
     torch.manual_seed(1)
     drafter = build_drafter(parse_drafter({"kind": kind, **OPTIONS[kind]}), target)
     if drafter.wants_token_counts:
@@ -40,7 +40,7 @@ def changed(target: HFTarget, **identity: Any) -> HFTarget:
 
 
 @pytest.mark.parametrize("kind", sorted(DRAFTERS))
-def test_every_kind_goes_on_from_its_weights_for_a_changed_target(target: HFTarget, tmp_path: Path, kind: str) -> None:
+def test_every_kind_starts_from_its_weights_for_a_changed_target(target: HFTarget, tmp_path: Path, kind: str) -> None:
     weights = save(kind, target, tmp_path)
     fine_tuned = changed(target, name="fine-tuned", weights_sha256="0" * 64, config_sha256="1" * 64)
     drafter = build_drafter(parse_drafter({"start_from": str(tmp_path)}), fine_tuned)
@@ -51,14 +51,14 @@ def test_every_kind_goes_on_from_its_weights_for_a_changed_target(target: HFTarg
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "redrafter"])
-def test_a_reduced_vocabulary_stays_the_one_that_the_heads_rows_are_of(target: HFTarget, tmp_path: Path, kind: str) -> None:
+def test_a_reduced_vocabulary_is_kept_with_the_rows_of_the_head(target: HFTarget, tmp_path: Path, kind: str) -> None:
     save(kind, target, tmp_path)
     drafter: Any = build_drafter(parse_drafter({"start_from": str(tmp_path)}), target)
     assert not drafter.wants_token_counts, "training would choose anew"
     assert drafter.vocabulary.tokens.tolist() == list(range(target.vocab_size - 16, target.vocab_size))
 
 
-def test_the_form_may_be_said_again_and_how_it_drafts_be_changed(target: HFTarget, tmp_path: Path) -> None:
+def test_options_of_the_form_may_be_repeated_and_options_of_drafting_changed(target: HFTarget, tmp_path: Path) -> None:
     save("redrafter", target, tmp_path)
     options = {"kind": "redrafter", **OPTIONS["redrafter"], "start_from": str(tmp_path), "beam_width": 7}
     spec = parse_drafter(options)
@@ -83,7 +83,7 @@ def test_another_tokenizer_is_warned_of(target: HFTarget, tmp_path: Path, caplog
     assert "another tokenizer" in caplog.text
 
 
-def test_damaged_weights_are_no_start(target: HFTarget, tmp_path: Path) -> None:
+def test_starting_from_damaged_weights_is_an_error(target: HFTarget, tmp_path: Path) -> None:
     save("medusa", target, tmp_path)
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-8])
@@ -91,7 +91,7 @@ def test_damaged_weights_are_no_start(target: HFTarget, tmp_path: Path) -> None:
         build_drafter(parse_drafter({"start_from": str(tmp_path)}), target)
 
 
-def test_other_weights_are_another_start(target: HFTarget, tmp_path: Path) -> None:
+def test_other_weights_have_another_digest(target: HFTarget, tmp_path: Path) -> None:
     digests = []
     for kind in ("medusa", "redrafter"):
         save(kind, target, tmp_path / kind)

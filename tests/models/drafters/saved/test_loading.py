@@ -1,4 +1,4 @@
-"""Drafter checkpoints: what goes out comes back, and nothing else gets in."""
+"""Saved drafters: they load with equal weights; damaged or unknown parts are errors."""
 
 import json
 import shutil
@@ -42,12 +42,12 @@ def test_beams_may_change_at_load_time_and_weights_may_not(target, saved):
         load_drafter(saved, target, num_blocks=3)
 
 
-def test_no_path_of_the_machine_is_published(target, saved):
+def test_the_saved_config_holds_no_path_of_the_machine(target, saved):
     assert str(saved.parents[1]) not in (saved / "config.json").read_text()
 
 
 def kill_between_renames(folder: Path) -> None:
-    """What a process that is killed while it replaces the folder leaves."""
+    """Leave the folder as a process does that is killed while it replaces it."""
     folder.rename(folder.with_name(f".{folder.name}.partial"))
     folder.with_name(f".{folder.name}.old").mkdir()
 
@@ -75,7 +75,7 @@ def test_missing_unknown_and_misshapen_tensors_are_named(target, saved, change, 
         load_drafter(saved, target)
 
 
-def test_a_cut_weight_file_is_an_error_not_a_drafter(target, saved):
+def test_a_truncated_weight_file_is_an_error(target, saved):
     path = saved / "model.safetensors"
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     with pytest.raises(ValueError, match="damaged"):
@@ -97,10 +97,10 @@ def test_every_key_of_the_config_is_required(target, saved, key):
 def test_unknown_keys_are_errors_at_every_level(target, saved):
     original = (saved / "config.json").read_text()
     num_checked = 0
-    for place in ((), ("drafter",), ("target",)):
+    for level in ((), ("drafter",), ("target",)):
         config = json.loads(original)
         inner = config
-        for key in place:
+        for key in level:
             inner = inner[key]
         inner["surprise"] = 1
         (saved / "config.json").write_text(json.dumps(config))
@@ -119,7 +119,7 @@ def test_a_drafter_of_another_target_is_refused_with_the_differences(target, sav
         load_drafter(saved, target)
 
 
-def test_a_folder_without_a_drafter_says_which_folder_is_wanted(target, tmp_path):
+def test_a_folder_without_a_drafter_is_an_error_with_the_remedy(target, tmp_path):
     with pytest.raises(ValueError, match="finished training"):
         load_drafter(tmp_path, target)
 
@@ -132,7 +132,7 @@ def edit_config(folder: Path, **changes) -> None:
 
 
 @pytest.mark.parametrize("width", [10**5, 10**12])
-def test_absurd_sizes_are_told_without_taking_the_memory_for_them(target, saved, width):
+def test_absurd_sizes_are_errors_before_any_memory_is_allocated(target, saved, width):
     edit_config(saved, exit_width=width)
     with pytest.raises(ValueError, match=r"is \(\d+, \d+\), not|can't be made"):
         load_drafter(saved, target)
@@ -170,7 +170,7 @@ def edit_tensors(folder: Path, change) -> None:
         (lambda tensors: tensors.update({f"extra.{i}": torch.ones(1) for i in range(90)}), "and 85 more"),
     ],
 )
-def test_values_that_cannot_be_are_refused(target, saved, change, message):
+def test_impossible_tensors_of_a_saved_drafter_are_errors(target, saved, change, message):
     edit_tensors(saved, change)
     with pytest.raises(ValueError, match=message):
         load_drafter(saved, target)

@@ -1,0 +1,122 @@
+"""The description of the configuration that the code gives: it holds against the classes themselves."""
+
+import subprocess
+import sys
+from dataclasses import MISSING, asdict, fields
+
+import pytest
+from hydra import compose, initialize_config_module
+from pydantic import ValidationError
+
+from outrider.cli.config import RunConfig, register
+from outrider.cli.describe import GROUPS, Option, choices, drafter_sections, recipes, sections
+from outrider.cli.reference import WIDTH, options_command, recipes_command
+from outrider.models.drafters import DRAFTERS
+
+SECTIONS = ("target", "data", "distill", "train", "eval", "export")
+
+
+def every_option() -> dict[str, Option]:
+    described = [*sections().values(), *drafter_sections().values()]
+    return {f"{section.name}: {option.name}": option for section in described for option in section.options}
+
+
+def test_every_section_and_option_of_a_run_is_described() -> None:
+    assert set(sections()) == {"", *SECTIONS}
+    own = {option.name for option in sections()[""].options}
+    assert own | set(SECTIONS) == {field.name for field in fields(RunConfig)}
+    options = every_option()
+    assert len(options) > 120
+    assert all(option.meaning and option.type for option in options.values())
+
+
+def test_types_defaults_and_choices_are_the_fields() -> None:
+    options = {option.name: option for option in every_option().values()}
+    rate, steps, suites = options["train.learning_rate"], options["train.steps"], options["eval.suites"]
+    assert (rate.type, rate.default) == ("number above 0", 1e-3)
+    assert (steps.type, steps.required) == ("whole number above 0", True)
+    assert options["data.limit"].type == "whole number above 0, or null"
+    assert options["eval.temperatures"].default == [0.0]
+    assert options["train.schedule"].choices == ("cosine", "linear", "constant")
+    assert "kl_tv" in options["train.loss"].choices
+    assert suites.type.startswith("list of mappings")
+    assert options["eval.suites[].limit"].meaning
+
+
+@pytest.mark.parametrize("kind", sorted(DRAFTERS))
+def test_a_drafters_options_are_those_of_its_class(kind: str) -> None:
+    """They are read from the source, which must give what the imported class has."""
+    assert set(drafter_sections()) == set(DRAFTERS)
+    config_class = DRAFTERS[kind].Config
+    described = {option.name.removeprefix("drafter."): option for option in drafter_sections()[kind].options}
+    assert described.pop("kind").default == kind
+    assert described.pop("start_from").meaning
+    assert {name: option.default for name, option in described.items()} == asdict(config_class())
+    assert {name for name, option in described.items() if option.at_run_time} == set(config_class.RUNTIME_FIELDS)
+    for name, option in described.items():
+        if option.choices:
+            with pytest.raises(ValidationError) as error:
+                config_class(**{name: "no such choice"})
+            assert all(choice in str(error.value) for choice in option.choices)
+
+
+@pytest.mark.parametrize("name", sorted(recipes()))
+def test_a_recipes_choices_are_those_that_it_composes(name: str) -> None:
+    register()
+    with initialize_config_module("outrider.conf", version_base="1.3"):
+        composed = compose("config", overrides=[f"conf={name}"], return_hydra_config=True)
+    chosen = composed.hydra.runtime.choices
+    recipe = recipes()[name]
+    assert {group: getattr(recipe, group) for group in GROUPS[:-1]} == {group: chosen[group] for group in GROUPS[:-1]}
+    assert recipe.summary
+    assert choices("conf")[name].path == recipe.path
+
+
+def test_missing_defaults_are_told_from_null() -> None:
+    (option,) = (option for option in sections()["target"].options if option.name == "target.name_or_path")
+    assert option.required
+    assert option.default is MISSING
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        (None, "conf="),
+        ("train", "train.learning_rate"),
+        ("drafter", "drafter=eagle3"),
+        ("eagle3", "drafter.draft_vocab_size"),
+        ("drafter.medusa", "drafter.num_heads"),
+        ("eval.suites", "eval.suites[].path"),
+        ("data.path", "a data set id of the Hub"),
+    ],
+)
+def test_options_are_printed_in_80_columns(section: str | None, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options_command(section)
+    printed = capsys.readouterr().out
+    assert expected in " ".join(printed.split())
+    assert max(map(len, printed.splitlines())) <= WIDTH
+
+
+@pytest.mark.parametrize(("section", "near"), [("trian", "train"), ("eagel3", "eagle3"), ("train.step", "train.steps")])
+def test_an_unknown_section_is_answered_with_the_nearest(section: str, near: str) -> None:
+    with pytest.raises(ValueError, match=f"did you mean {near}"):
+        options_command(section)
+
+
+def test_recipes_are_printed_with_their_choices(capsys: pytest.CaptureFixture[str]) -> None:
+    recipes_command(None)
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in recipes())
+    assert max(map(len, printed.splitlines())) <= WIDTH
+    recipes_command("eagle3_llama3_8b")
+    assert "drafter=eagle3" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="did you mean demo"):
+        recipes_command("dmeo")
+
+
+def test_the_description_loads_no_torch() -> None:
+    script = (
+        "import sys\nfrom outrider.cli.describe import *\n"
+        "sections(), drafter_sections(), recipes()\nassert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
