@@ -113,7 +113,7 @@ def test_drops_are_counted_by_reason(tmp_path: Path) -> None:
         "turn without the texts 'from' and 'value'": 2,
         "record without a list 'conversations'": 2,
         "record is not an object": 1,
-        "text with half a surrogate pair, which is no Unicode text": 1,
+        "text with half a surrogate pair, which isn't valid Unicode": 1,
     }
     assert dropped.total() + len(conversations) == len(records) + 1
 

@@ -209,5 +209,5 @@ def test_an_own_record_that_could_be_misread_is_refused_with_the_forms(record: d
 def test_a_name_that_is_no_file_name_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"prompt": "Hm?"}])
     for name in ("../mine", "", ".hidden", "a b", "a/b"):
-        with pytest.raises(ValueError, match="files are named after it"):
+        with pytest.raises(ValueError, match="it becomes a file name"):
             load_suite(name, path)

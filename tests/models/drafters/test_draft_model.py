@@ -360,7 +360,7 @@ def test_sizes_keep_the_targets_proportions_unless_chosen(target):
         ({"num_layers": 3}, "the target has only 2"),
         ({"num_heads": 3}, "each is a multiple of the next"),
         ({"init": "mine"}, 'init="mine": must be one of random, target_layers'),
-        ({"init": "target_layers", "hidden_size": 16}, "whose hidden_size can't be chosen"),
+        ({"init": "target_layers", "hidden_size": 16}, "so hidden_size can't be chosen"),
         ({"hidden_size": 0, "length": 0}, "drafter.hidden_size=0: must be above 0\ndrafter.length=0"),
         ({"temperature": -1.0}, "drafter.temperature=-1.0: must be at least 0"),
         ({"temperature": 1.0, "top_k": 2}, "only a chain can be drawn"),

@@ -99,5 +99,5 @@ def test_a_model_without_a_plan_is_refused(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("other", [{"compiled": True}, {"device": "cpu"}, {"quantization": {"method": "torchao"}}])
 def test_what_does_not_go_together_with_slices_is_refused(other: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=rf"tensor_parallel doesn't go together with {next(iter(other))}"):
+    with pytest.raises(ValueError, match=rf"tensor_parallel doesn't work together with {next(iter(other))}"):
         TargetConfig(name_or_path="here", tensor_parallel=True, **other)
