@@ -72,7 +72,8 @@ def _certify_decoding(
     """Certify decoding with each drafter. Return the lines, what they are about, and the target's device."""
     from ..data.files import sha256_file
     from ..eval.certify.certificate import certify_decoding
-    from ..eval.measure.methods import method_specs, proposer
+    from ..eval.measure.methods import method_specs, proposer, recorded_methods
+    from ..eval.records.method_names import MethodFacts, method_names
     from ..eval.run import check_inputs, load_suites
     from ..models.drafters import load_drafter
     from ..models.drafters.saved.download import resolve_drafter
@@ -81,7 +82,10 @@ def _certify_decoding(
     directories = [resolve_drafter(each) for each in drafter]
     check_inputs(config, directories)
     target = load_chosen_target(options)
-    folders = {name: spec.path for name, spec in method_specs(config, directories).items()}
+    specs = method_specs(config, directories)
+    methods = [MethodFacts(key=key, described=described) for key, described in recorded_methods(specs).items()]
+    names = [str(name) for name in method_names(methods)]
+    folders = {name: spec.path for name, spec in zip(names, specs.values(), strict=True)}
     drafters = {name: proposer(load_drafter(path, target), target) for name, path in folders.items()}
     suites = load_suites(config)
     lines = certify_decoding(target, drafters, target.tokenizer, suites, max_new_tokens=config.max_new_tokens)

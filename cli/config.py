@@ -17,11 +17,13 @@ from pydantic_core import PydanticCustomError
 
 from ..data.config import DataConfig
 from ..data.fields import OPTIONS, Distinct, PositiveInt, Seed, one_of, problems_of, raise_problems, under
+from ..data.paths import require_paths
 from ..distill.config import DistillConfig
 from ..eval.config import EvalConfig
 from ..models.export.config import ExportConfig
 from ..models.target.config import TargetConfig
 from ..train.config import TrainConfig
+from .inputs import named_paths
 
 if TYPE_CHECKING:
     from ..models.drafters.saved.build import DrafterSpec
@@ -223,6 +225,7 @@ def to_run_config(composed: DictConfig) -> RunConfig:
         problems = [f"{key}: Missing mandatory value" for key in sorted(OmegaConf.missing_keys(composed))]
         if not problems:
             values: Any = OmegaConf.to_container(composed, resolve=True, enum_to_str=True)
+            require_paths(named_paths(values))
             return TypeAdapter(RunConfig).validate_json(json.dumps(values))
     except ValidationError as error:
         # pydantic skips RunConfig's own checks where a field failed: those of the drafters can do without it.

@@ -89,17 +89,17 @@ def _measure(config: "EvalConfig", drafters: list[Path], output: Path, options: 
 
 def _print_results(rows: "Sequence[Row]", output: Path) -> bool:
     """Print the table and name what isn't lossless, or not proven to be. Returns whether all is."""
-    from ..eval.results.rows import is_broken, is_unproven
+    from ..eval.results.rows import is_broken, is_unproven, method_name
     from ..eval.results.tables import print_table
 
     console = Console()
     print_table(rows, console)
     console.print(f"Records, summary, tables and plots: {escape(str(output))}", soft_wrap=True)
-    unproven = dict.fromkeys(row["method"] for row in rows if is_unproven(row))
-    broken = dict.fromkeys(row["method"] for row in rows if is_broken(row) and not is_unproven(row))
+    unproven = dict.fromkeys(method_name(row) for row in rows if is_unproven(row))
+    broken = dict.fromkeys(method_name(row) for row in rows if is_broken(row) and not is_unproven(row))
     for verdict, names in (("NOT PROVEN LOSSLESS", unproven), ("NOT LOSSLESS", broken)):
         if names:
-            console.print(f"[bold red]{verdict}:[/] {escape(', '.join(names))}", soft_wrap=True)
+            console.print(f"[bold red]{verdict}:[/] {escape('; '.join(names))}", soft_wrap=True)
     return not broken and not unproven
 
 

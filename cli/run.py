@@ -1,5 +1,6 @@
 """The pipeline: the stages of a recipe, one after the other."""
 
+import dataclasses
 import logging
 from collections import Counter
 from contextlib import ExitStack
@@ -17,8 +18,7 @@ from ..data.chat import use_chat_template
 from ..data.decontamination import PromptOverlap
 from ..data.files import atomic_write_text, locked
 from ..data.shards import label_store
-from ..data.sources import load_conversations
-from ..data.suites import load_suite
+from ..data.sources import load_conversations, require_data
 from ..data.types import Example
 from ..distill.estimate import estimate, estimate_regeneration, estimate_table, regeneration_table
 from ..distill.label.continuations import require_branch_attention
@@ -27,10 +27,11 @@ from ..distill.regenerate.engines.openai import require_client
 from ..distill.regenerate.run import missing_conversations, regenerate
 from ..eval.results.rows import Row, is_broken
 from ..eval.results.tables import print_table
-from ..eval.run import check_inputs, evaluate
+from ..eval.run import check_inputs, evaluate, load_suites
 from ..models.drafters import build_drafter
-from ..models.drafters.saved.build import require_horizon
+from ..models.drafters.saved.build import describe_untrained_depths, require_horizon
 from ..models.drafters.saved.folder import read_drafter_config
+from ..models.export.registry import refusals_after_training
 from ..models.target.hf_target import HFTarget
 from ..models.target.loading import load_target
 from ..models.target.tensor_parallel import Worker
@@ -40,7 +41,7 @@ from ..train.processes import require_supported_launch
 from ..train.run import train
 from ..train.tracking import require_tracker
 from .config import RunConfig
-from .export_stage import export, require_exportable, require_fitting_certificate
+from .export_stage import describe_unexportable, export, require_exportable, require_fitting_certificate
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +81,9 @@ def run(config: RunConfig) -> None:
 def _run_stages(config: RunConfig, folder: Path, as_run: dict[str, Any], accelerator: Accelerator) -> None:
     target = load_target(config.target, accelerator.device)
     if "train" in config.stages:
-        _require_trainable(config, target)
+        for warning in require_trainable(config, target):
+            if accelerator.is_main_process:
+                log.warning("%s", warning)
     tokenizer = target.tokenizer
     use_chat_template(tokenizer, config.data.chat_template)
     if config.plan:
@@ -111,15 +114,25 @@ def _run_stages(config: RunConfig, folder: Path, as_run: dict[str, Any], acceler
         raise SystemExit(NOT_LOSSLESS)
 
 
-def _require_trainable(config: RunConfig, target: HFTarget) -> None:
-    """Raise ValueError before the distillation for sizes that don't fit the target, and for what could be neither trained nor
-    exported."""
+def require_trainable(config: RunConfig, target: HFTarget) -> list[str]:
+    """Check before the distillation that each drafter can be trained, and exported as the recipe says.
+
+    Returns warnings, each once: of drafters that no format can hold, and of searches that go deeper
+    than the labels train. Raises ValueError for sizes that don't fit the target.
+    """
+    warnings: list[str | None] = []
+    is_distilled = "distill" not in config.stages
+    horizon = label_store(Path(config.output_dir) / "distill").load().horizon if is_distilled else config.distill.horizon
     for drafter in config.drafter_runs():
         fresh = build_drafter(drafter.drafter, target)
         if drafter.train.loss.needs_teacher:
             target.require_plain_head()
+        refusals = refusals_after_training(fresh, target)
         if "export" in config.stages:
-            require_exportable(config.export, fresh, target)
+            require_exportable(config.export, refusals)
+        warnings.append(None if config.export.allow_no_format else describe_unexportable(refusals))
+        warnings.append(describe_untrained_depths(drafter.drafter, horizon))
+    return [warning for warning in dict.fromkeys(warnings) if warning is not None]
 
 
 def _distill(config: RunConfig, target: HFTarget, folder: Path, accelerator: Accelerator) -> None:
@@ -165,12 +178,13 @@ def prompt_overlap(config: RunConfig) -> PromptOverlap | None:
     num_words = config.data.overlap_words
     if num_words is None:
         return None
+    whole = [dataclasses.replace(suite, limit=None) for suite in config.eval.suites]
     try:
-        suites = [load_suite(suite.name, suite.path, revision=suite.revision) for suite in config.eval.suites]
-    except (ValueError, OSError) as error:
+        suites = load_suites(dataclasses.replace(config.eval, suites=whole, batch_sizes=[1]))
+    except ValueError as error:
         raise ValueError(
-            f"the evaluation's prompts are kept out of the data, and can't be read: {error}. Give local files "
-            "(eval.suites=[{name: mt_bench, path: FILE}]), or keep every prompt (data.overlap_words=null)"
+            f"the evaluation's prompts are kept out of the data, and can't be read: {error}; or train on every prompt "
+            "(data.overlap_words=null)"
         ) from error
     return PromptOverlap(suites, num_words)
 
@@ -192,7 +206,9 @@ def _as_run(config: RunConfig, path: Path) -> dict[str, Any]:
 
 
 def _check_inputs(config: RunConfig) -> None:
-    """The evaluation's prompts, and what earlier stages left: a mistake shows before the target is loaded."""
+    """Check the data, the evaluation's prompts, and what earlier stages left, before the target is loaded."""
+    if "distill" in config.stages:
+        require_data(config.data)
     if "distill" in config.stages and config.distill.engine == "openai" and not config.plan:
         require_client()
     for drafter in config.drafter_runs() if "train" in config.stages else ():

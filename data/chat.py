@@ -19,9 +19,9 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from .paths import TEMPLATES, built_in_templates
 from .types import Conversation, Example, Turn
 
-TEMPLATES = Path(__file__).parent / "templates"
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 BATCH_SIZE = 256
 """Conversations per call of the tokenizer."""
@@ -35,11 +35,12 @@ def use_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | N
     nothing."""
     if chat_template is None:
         return
-    built_in = TEMPLATES / f"{chat_template}.jinja"
-    path = built_in if built_in.exists() else Path(chat_template)
+    is_built_in = chat_template in built_in_templates()
+    path = TEMPLATES / f"{chat_template}.jinja" if is_built_in else Path(chat_template)
     if not path.is_file():
         raise ValueError(
-            f"there is no chat template {chat_template!r}: give the path of a .jinja file, or one of {_built_in_names()}"
+            f"data.chat_template is {chat_template!r}; give the path of a .jinja file, or one of "
+            f"{', '.join(built_in_templates())}"
         )
     tokenizer.chat_template = path.read_text(encoding="utf-8")
 
@@ -93,8 +94,8 @@ def require_template(tokenizer: PreTrainedTokenizerBase) -> str:
     """
     if tokenizer.chat_template is None:
         raise ValueError(
-            f"the tokenizer of {tokenizer.name_or_path!r} has no chat template; set data.chat_template (on the command line of "
-            f"outrider eval: --chat-template) to a .jinja file, or to one that ships with outrider ({_built_in_names()})"
+            f"the tokenizer of {tokenizer.name_or_path!r} has no chat template; set data.chat_template to a .jinja file, or to "
+            f"one that ships with outrider ({', '.join(built_in_templates())})"
         )
     if not tokenizer.is_fast:
         raise ValueError(
@@ -102,10 +103,6 @@ def require_template(tokenizer: PreTrainedTokenizerBase) -> str:
             "(a directory with tokenizer.json)"
         )
     return tokenizer.get_chat_template()
-
-
-def _built_in_names() -> str:
-    return ", ".join(sorted(path.stem for path in TEMPLATES.glob("*.jinja")))
 
 
 def _until_last_answer(turns: Sequence[Turn]) -> list[dict[str, str]]:

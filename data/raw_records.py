@@ -9,6 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+from .hub import use_hub, why_offline
+from .paths import looks_like_path
+
 SUFFIXES = (".json", ".jsonl", ".gz", ".parquet")
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -18,12 +21,19 @@ def load_records(
 ) -> Iterator[Any]:
     """Read the records of a local file, or of a data set of the Hub if there is no such file.
 
+<<<<<<< HEAD
     The other arguments are for the Hub; `file` is one file of the data set, whose splits are then
     ignored. Raises ValueError with location and remedy if the data can't be found or read, or hold
     no record.
+=======
+    The other arguments are for the Hub: `file` names one file of the data set and leaves its splits aside. Raises ValueError,
+    with the place and the remedy, where the data cannot be found or read, or hold no record. What looks like a local path
+    is never looked up on the Hub.
+>>>>>>> main
     """
     if is_local(path):
         return read_records(Path(path))
+    use_hub()
     if file is not None:
         return read_records(_download(path, file, revision))
     return _hub_records(path, split, subset, revision)
@@ -36,7 +46,7 @@ def is_local(path: str) -> bool:
     """
     if Path(path).exists():
         return True
-    if path.endswith(SUFFIXES) or not HUB_ID.fullmatch(path):
+    if looks_like_path(path) or not HUB_ID.fullmatch(path):
         raise ValueError(
             f"the data path {path!r} does not exist. Give an existing file, or a data set id of the Hub (owner/name)"
         )
@@ -132,7 +142,7 @@ def _hub_records(name: str, split: str, subset: str | None, revision: str | None
 
 
 def _no_hub(what: str, error: Exception) -> str:
-    return (
-        f"cannot load {what} from the Hugging Face Hub, and there is no local file of that name: {error}. Check the "
-        "spelling and the connection, or fetch the file elsewhere and give its path"
-    )
+    """Why it isn't there. The caller adds the remedy, which names its option."""
+    if not use_hub():
+        return f"{what} is neither a local file nor in the cache, and {why_offline()}"
+    return f"{what} is no local file, and can't be loaded from the Hugging Face Hub: {error}"

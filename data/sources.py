@@ -54,6 +54,12 @@ def load_conversations(config: DataConfig, overlap: PromptOverlap | None = None)
     return conversations, dropped
 
 
+def require_data(config: DataConfig) -> None:
+    """Read the first record. Raises ValueError, long before all are read, where the data isn't there or isn't readable."""
+    if config.path is not None and (config.source != "text" or _has_records(config.path)):
+        next(iter(_records(config, config.path)))
+
+
 def describe_drops(dropped: Counter[str]) -> str:
     """Describe the counts of dropped records, most frequent first."""
     return ", ".join(f"{count} x {reason}" for reason, count in dropped.most_common()) or "nothing"
@@ -145,7 +151,12 @@ def _conversations(config: DataConfig, dropped: Counter[str]) -> Iterator[Conver
 
 
 def _records(config: DataConfig, path: str) -> Iterable[Any]:
-    return load_records(path, split=config.split, subset=config.subset, file=config.file, revision=config.revision)
+    if is_local(path):
+        return load_records(path)
+    try:
+        return load_records(path, split=config.split, subset=config.subset, file=config.file, revision=config.revision)
+    except ValueError as error:
+        raise ValueError(f"data.path is {path!r}: {error}. Check the name, or give a local file (data.path=FILE)") from error
 
 
 def _has_surrogate(text: str) -> bool:
@@ -163,12 +174,17 @@ def _unique_id(record: dict[str, Any], location: str, seen: set[str]) -> str:
 
 
 def _texts(config: DataConfig, path: str, dropped: Counter[str]) -> Iterator[tuple[str, str, str]]:
+<<<<<<< HEAD
     """Yield id, task and text of every piece of a `text` source.
 
     The source is a directory of files, one file, or records with a text.
     """
     # 1. Records with a text.
     if not is_local(path) or (Path(path).is_file() and path.endswith(SUFFIXES)):
+=======
+    """Id, task and text of every piece of a `text` source: the files of a directory, one file, or records with a text."""
+    if _has_records(path):
+>>>>>>> main
         for index, record in enumerate(_records(config, path)):
             values = [record[key] for key in ("text", "content") if key in record] if isinstance(record, dict) else []
             text = values[0] if values else None
@@ -189,6 +205,11 @@ def _texts(config: DataConfig, path: str, dropped: Counter[str]) -> Iterator[tup
         else:
             task = PROSE_TASK if file.suffix in PROSE_SUFFIXES else TASK
             yield file.relative_to(root.parent).as_posix(), task, text
+
+
+def _has_records(path: str) -> bool:
+    """Whether the texts of a `text` source are records, and not files of their own."""
+    return not is_local(path) or (Path(path).is_file() and path.endswith(SUFFIXES))
 
 
 def _visible_files(root: Path) -> list[Path]:

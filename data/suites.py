@@ -204,7 +204,7 @@ def _records(name: str, path: str | None, revision: str | None) -> tuple[str, It
         return path, load_records(path, revision=revision)
     suite = SUITES[name]
     if suite.hub_id is None:
-        raise ValueError(f"{name} isn't on the Hub: download {suite.download} and give its path (suites: {{path: FILE}})")
+        raise ValueError(f"{name} isn't on the Hub: download {suite.download}")
     return suite.hub_id, load_records(suite.hub_id, split=suite.split, subset=suite.subset, file=suite.file, revision=revision)
 
 

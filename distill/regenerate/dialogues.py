@@ -21,14 +21,10 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from ...data.chat import encode_prompt
+from ...data.loops import ends_in_a_loop
 from ...data.types import Conversation, Turn
 from .answers import AnsweredExample, AnswerSpan
 from .engine import Answer, Limits, Request
-
-LOOP_TOKENS = 64
-"""Tokens at an answer's end (all of a shorter one) that a loop must fill to be called one."""
-LOOP_REPEATS = 8
-"""Times that its cycle must be run through there; so the longest cycle has LOOP_TOKENS / LOOP_REPEATS tokens."""
 
 NO_ROOM = "the prompt leaves no room for an answer"
 EMPTY = "empty answer"
@@ -140,17 +136,6 @@ def questions(turns: Sequence[Turn]) -> list[list[Turn]]:
         else:
             groups[-1].append(turn)
     return groups if groups[-1] and groups[-1][-1].role == "user" else groups[:-1]
-
-
-def ends_in_a_loop(tokens: Sequence[int]) -> bool:
-    """Whether the last LOOP_TOKENS tokens are one cycle, run through at least LOOP_REPEATS times.
-
-    Of a shorter answer, all of its tokens: nine times the same token is one, and so are `a b` eight times. A table's rule or a
-    row of blanks inside an answer is none.
-    """
-    tail = list(tokens[-LOOP_TOKENS:])
-    longest = len(tail) // LOOP_REPEATS
-    return any(tail[cycle:] == tail[:-cycle] for cycle in range(1, longest + 1))
 
 
 def answer_seed(seed: int, conversation_id: str, turn: int) -> int:

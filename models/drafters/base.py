@@ -23,6 +23,8 @@ class TrainableDrafter(nn.Module, Drafter[Any, Any], ABC):
     Config: ClassVar[type[Any]]
     """Dataclass of this kind's options. Its RUNTIME_FIELDS may be changed when a trained drafter is
     loaded."""
+    DEPTH_OPTION: ClassVar[str | None] = None
+    """Option with the depth of the search, for a drafter that learns as many depths as labels have."""
     config: Any
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "TrainableDrafter":

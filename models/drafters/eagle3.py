@@ -56,6 +56,7 @@ class Eagle3(ReducedVocabulary, FeatureDrafter):
     """EAGLE-3. Deeper steps read the layer's output before the final norm."""
 
     Config = Eagle3Config
+    DEPTH_OPTION = "depth"
     config: Eagle3Config
 
     def __init__(self, config: Eagle3Config, target: HFTarget) -> None:

@@ -130,6 +130,7 @@ class Redrafter(ReducedVocabulary, LastStateDrafter):
     """
 
     Config = RedrafterConfig
+    DEPTH_OPTION = "beam_length"
 
     def __init__(self, config: RedrafterConfig, embed_tokens: nn.Module, *, hidden_size: int, vocab_size: int) -> None:
         super().__init__()

@@ -1,6 +1,7 @@
 """The model of an independent draft model: the target made smaller, or another model."""
 
 from dataclasses import field
+from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -10,6 +11,7 @@ from pydantic.dataclasses import dataclass
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ...data.fields import OPTIONS, PositiveInt, one_of, raise_problems
+from ...data.hub import use_hub
 from ..target.config import TargetConfig
 from ..target.hf_target import HFTarget
 from ..target.identity import weights_digest
@@ -167,6 +169,8 @@ def weights_digest_at(path: str) -> str:
 
     Raises ValueError if there is no model.
     """
+    if not Path(path).is_dir():
+        use_hub()
     try:
         return weights_digest(path, getattr(AutoConfig.from_pretrained(path), "_commit_hash", None))
     except (OSError, ValueError) as error:

@@ -10,7 +10,9 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from ...data.hub import use_hub, why_offline
 from ...data.manifest import TargetIdentity
+from ...data.paths import looks_like_path
 from ..machine import turn_off_cudnn_attention
 from .config import TargetConfig
 from .hf_target import HFTarget
@@ -79,6 +81,8 @@ def load_target(config: TargetConfig | str, device: torch.device | None = None, 
 def load_tokenizer(config: TargetConfig) -> PreTrainedTokenizerBase:
     """Load the target's tokenizer. Raises ValueError if there is none."""
     _check_directory(config.name_or_path)
+    if not Path(config.name_or_path).is_dir():
+        use_hub()
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             config.name_or_path,
@@ -87,8 +91,14 @@ def load_tokenizer(config: TargetConfig) -> PreTrainedTokenizerBase:
             **config.tokenizer_options,
         )
     except (OSError, ValueError) as error:
+        if not Path(config.name_or_path).is_dir() and not use_hub():
+            raise ValueError(
+                f"target.name_or_path is {config.name_or_path!r}: there is no such directory, nor is it in the cache, and "
+                f"{why_offline()}. Give a local directory with config.json, or download it where there is a network "
+                f"(`hf download {config.name_or_path}`)"
+            ) from error
         raise ValueError(
-            f"no tokenizer could be loaded from {config.name_or_path!r}: {error}. "
+            f"no tokenizer could be loaded from target.name_or_path, which is {config.name_or_path!r}: {error}. "
             "Is it a Hub id that you can reach, or a directory with tokenizer.json?"
         ) from error
     return tokenizer
@@ -169,8 +179,10 @@ def _load_model(config: TargetConfig, device: torch.device, safetensors_only: bo
 def _check_directory(name_or_path: str) -> None:
     directory = Path(name_or_path)
     if not directory.is_dir():
-        if name_or_path.startswith((".", "/", "~")):
-            raise ValueError(f"there is no target directory {name_or_path}; give an existing directory or a Hub id")
+        if looks_like_path(name_or_path):
+            raise ValueError(
+                f"target.name_or_path is {name_or_path!r}, and there is no such directory; give an existing one, or a Hub id"
+            )
         return
     if not (directory / "config.json").is_file():
         raise ValueError(f"{directory} has no config.json, so it isn't a transformers model directory")

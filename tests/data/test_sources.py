@@ -215,9 +215,9 @@ def test_one_file_of_a_hub_data_set_is_read_as_it_is(tmp_path: Path, monkeypatch
 
 
 def test_an_unreachable_hub_is_explained() -> None:
-    with pytest.raises(ValueError, match=r"cannot load split 'train' of the data set 'org/none'.*give its path"):
+    with pytest.raises(ValueError, match=r"data.path is 'org/none': split 'train' .*HF_HUB_OFFLINE is set.*data.path=FILE"):
         load("org/none")
-    with pytest.raises(ValueError, match=r"cannot load the file 'a.json' of the data set 'org/none'.*give its path"):
+    with pytest.raises(ValueError, match=r"data.path is 'org/none': the file 'a.json' .*HF_HUB_OFFLINE is set"):
         load("org/none", file="a.json")
 
 

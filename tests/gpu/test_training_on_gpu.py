@@ -201,9 +201,7 @@ def test_a_step_in_bf16_has_nearly_the_loss_of_float32_on_a_cpu(
     assert all(weight.isfinite().all() for weight in found.weights.values())
 
 
-def test_the_host_waits_for_nothing_that_the_target_computes_of_rows(
-    shards_dir: Path, load: Callable[..., HFTarget], device: torch.device
-) -> None:
+def test_reading_states_needs_no_host_read(shards_dir: Path, load: Callable[..., HFTarget], device: torch.device) -> None:
     config = TrainConfig(steps=1, batch_size=6)
     stream = BatchStream(shards_dir, label_store(shards_dir).load(), config, rank=0, num_processes=1)
     rows, target = to_device(stream.batches(0)[0], device), load(device)

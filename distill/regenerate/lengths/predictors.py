@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 
 import torch
 from jaxtyping import Float, Int
@@ -10,6 +11,7 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
+from ....data.hub import use_hub
 from ....models.target.hf_target import HFTarget
 from ..engine import Request
 from .buckets import NUM_BUCKETS, LengthPredictor
@@ -63,6 +65,8 @@ class ClassifierPredictor:
         self.name_or_path = name_or_path
         self.target_tokenizer = target_tokenizer
         self.device = device
+        if not Path(name_or_path).is_dir():
+            use_hub()
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=False)
         except (OSError, ValueError) as error:

@@ -137,6 +137,19 @@ def require_horizon(spec: DrafterSpec, horizon: int) -> None:
     DRAFTERS[spec.kind].require_horizon(spec.config, horizon)
 
 
+def describe_untrained_depths(spec: DrafterSpec, horizon: int) -> str | None:
+    """Describe a search that goes deeper than labels of `horizon` tokens train; None if it doesn't."""
+    option = DRAFTERS[spec.kind].DEPTH_OPTION
+    if option is None or getattr(spec.config, option) < horizon:
+        return None
+    depth, trained = getattr(spec.config, option), horizon - 1
+    return (
+        f"drafter.{option} is {depth}, and labels of distill.horizon {horizon} tokens train {trained} depths of the "
+        f"{spec.kind}, since the first token is the target's own choice: set drafter.{option}={trained}, or "
+        f"distill.horizon={depth + 1}"
+    )
+
+
 def starting_weights(spec: DrafterSpec) -> str | None:
     """Return the digest of the initial weights, unless they are fresh or the target's."""
     if spec.start_from is not None:

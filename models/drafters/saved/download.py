@@ -17,6 +17,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import httpx  # its HTTP client, which isn't always the package httpx
 
 from ....data.files import finish_replacing
+from ....data.hub import use_hub
 from .folder import CONFIG_FILE, TRAINING_FILE, WEIGHTS_FILE
 
 READ_FILES = (CONFIG_FILE, WEIGHTS_FILE, TRAINING_FILE)
@@ -47,8 +48,9 @@ def resolve_folder(name_or_path: str | Path, patterns: Sequence[str], revision: 
     """Return an existing directory, or download a repository's files that match `patterns`."""
     path = Path(name_or_path)
     finish_replacing(path)
-    if path.is_dir() or HUB_ID.fullmatch(str(name_or_path)) is None:
+    if path.is_dir() or HUB_ID.fullmatch(str(name_or_path)) is None or str(name_or_path).startswith("."):
         return path  # the caller that reads the path reports a missing folder
+    use_hub()
     repo, _, at = str(name_or_path).partition("@")
     revision = at or revision  # a revision in the name belongs to the drafter
     try:

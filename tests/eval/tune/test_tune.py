@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.cli.tune import tune_command, verdict
+from outrider.cli.tune import setting_namer, tune_command, verdict
 from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.run import acceptance_rule, load_suites
 from outrider.eval.tune import run as tune_module
@@ -478,8 +478,8 @@ def test_tuning_finds_measures_and_writes(
     written = json.loads((tmp_path / TUNING_FILE).read_text())
     assert written["choices"]["1"] == asdict(tuning.choices[1])
     assert written["place"]["dtype"] == "float32"
-    told = verdict(tuning, 2)
-    assert f"Checked: {100 * tuning.regrets[2]:.1f} % slower than the best setting" in told
+    summary = verdict(tuning, 2, setting_namer(tiny_drafter_dir))
+    assert f"Checked: {100 * tuning.regrets[2]:.1f} % slower than the best setting" in summary
 
 
 def test_a_batch_that_no_prompts_fill_is_refused(
@@ -500,7 +500,7 @@ def test_the_command_prints_a_table_and_a_verdict(
     tune_command(**arguments, setting=["{beam_width: 2}"], batch_sizes=[2])
     told = capsys.readouterr().out
     assert "plain decoding" in told.replace("\n", " ")
-    assert "beam_width=2" in told.replace("\n", " ")
+    assert "2 beams of 3" in told.replace("\n", " ")
     assert "Batches of 2: " in told
     with pytest.raises(ValueError, match="(?s)batch_sizes.*0"):
         tune_command(**arguments, batch_sizes=[0])

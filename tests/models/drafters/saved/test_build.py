@@ -1,4 +1,4 @@
-"""Training from the weights of another drafter, of any kind, for a target that may have changed."""
+"""Training from a saved drafter's weights, for a target that may have changed."""
 
 from dataclasses import replace
 from pathlib import Path
