@@ -21,15 +21,9 @@ def load_records(
 ) -> Iterator[Any]:
     """Read the records of a local file, or of a data set of the Hub if there is no such file.
 
-<<<<<<< HEAD
     The other arguments are for the Hub; `file` is one file of the data set, whose splits are then
     ignored. Raises ValueError with location and remedy if the data can't be found or read, or hold
-    no record.
-=======
-    The other arguments are for the Hub: `file` names one file of the data set and leaves its splits aside. Raises ValueError,
-    with the place and the remedy, where the data cannot be found or read, or hold no record. What looks like a local path
-    is never looked up on the Hub.
->>>>>>> main
+    no record. A name that looks like a local path is never searched for on the Hub.
     """
     if is_local(path):
         return read_records(Path(path))

@@ -174,17 +174,12 @@ def _unique_id(record: dict[str, Any], location: str, seen: set[str]) -> str:
 
 
 def _texts(config: DataConfig, path: str, dropped: Counter[str]) -> Iterator[tuple[str, str, str]]:
-<<<<<<< HEAD
     """Yield id, task and text of every piece of a `text` source.
 
     The source is a directory of files, one file, or records with a text.
     """
     # 1. Records with a text.
-    if not is_local(path) or (Path(path).is_file() and path.endswith(SUFFIXES)):
-=======
-    """Id, task and text of every piece of a `text` source: the files of a directory, one file, or records with a text."""
     if _has_records(path):
->>>>>>> main
         for index, record in enumerate(_records(config, path)):
             values = [record[key] for key in ("text", "content") if key in record] if isinstance(record, dict) else []
             text = values[0] if values else None
