@@ -1,4 +1,4 @@
-"""Plain text and source code as conversations: the start of a piece as task, the rest as answer."""
+"""Plain text and source code as conversations: the start of a piece, then its rest."""
 
 import io
 from collections.abc import Iterator

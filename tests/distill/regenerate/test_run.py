@@ -363,7 +363,7 @@ def test_a_target_that_says_nothing_is_told_with_the_reasons(
         yield Mute()
 
     monkeypatch.setattr(module, "open_engine", open_mute)
-    with pytest.raises(ValueError, match="none of 8 conversations an answer.*empty answer"):
+    with pytest.raises(ValueError, match="answers to 8 conversations can be used.*empty answer"):
         run(CONFIG, data, target, tmp_path / "answers")
 
 
