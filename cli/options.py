@@ -63,7 +63,7 @@ def chosen_suite(text: str, path: str | None = None, **options: Any) -> "SuiteCo
     return replace(suite, path=path or suite.path)
 
 
-def load_chosen_target(options: Mapping[str, Any]) -> "HFTarget":
+def load_chosen_target(options: Mapping[str, Any], *, needs_tokenizer: bool = True) -> "HFTarget":
     """Load the target that a command's options choose, with its chat template."""
     from ..data.chat import use_chat_template
     from ..models.target.config import TargetConfig
@@ -80,7 +80,9 @@ def load_chosen_target(options: Mapping[str, Any]) -> "HFTarget":
         "quantization": parse_quantization(options.get("quantization")),
         "tokenizer_options": tokenizer_options,
     }
-    target = load_target(config_from(TargetConfig, options, **changes))
+    target = load_target(config_from(TargetConfig, options, **changes), needs_tokenizer=needs_tokenizer)
+    if not needs_tokenizer:
+        return target
     use_chat_template(target.tokenizer, options.get("chat_template"))
     return target
 
