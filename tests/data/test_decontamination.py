@@ -77,7 +77,7 @@ def test_the_drawn_conversations_stay_the_same_but_for_those_left_out(tmp_path: 
     kept, dropped = load_conversations(config, PromptOverlap([suite(asked)], 13))
     assert kept == [conversation for conversation in drawn if conversation != drawn[3]]
     assert dropped.total() == 1
-    with pytest.raises(ValueError, match=r"every prompt.*is one of the evaluation's.*eval\.suites"):
+    with pytest.raises(ValueError, match=r"every prompt.*overlaps with the evaluation.*eval\.suites"):
         load_conversations(config, PromptOverlap([suite(*(each.turns[0].content for each in drawn))], 13))
 
 
