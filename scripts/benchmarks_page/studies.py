@@ -10,7 +10,7 @@ from .tables import Records, count, method_name, number, setting_words, table, w
 
 
 def tuning(records: Records, name: str) -> str:
-    """Return what tuning chose for each batch size, and how far it is from the best of a measured grid."""
+    """Return what tuning chose for each batch size, beside the best of a measured grid."""
     record = records.read(name)
     rows = []
     for size, choice in record["choices"].items():
@@ -100,7 +100,7 @@ def stored_states(records: Records, name: str) -> str:
 
 
 def teachers(records: Records, name: str) -> str:
-    """Return tokens per step of ReDrafters that learn by KL from stored tokens or from the whole distribution."""
+    """Return tokens per step of ReDrafters that learn by KL, by what teaches them."""
     names = {"bfloat16": "the whole distribution"}
     rows = [
         [
@@ -143,7 +143,7 @@ def _memory(case: dict[str, Any]) -> str:
 
 
 def training_speed(records: Records, name: str) -> str:
-    """Return tokens of text per second of the processor, of the straightforward loop and of ours."""
+    """Return tokens of text per second of the processor, for each way of training."""
     record = records.read(name)
     arms = list(record["cases"][0]["rates"])
     rows = []
@@ -213,7 +213,7 @@ def certificate(records: Records, name: str) -> str:
 
 
 def regenerated_texts(records: Records, name: str) -> str:
-    """Return tokens per step of drafters that learned from the data's texts and from the target's answers."""
+    """Return tokens per step of drafters, by the texts that they learned from."""
     rows = [
         [
             row["texts"],

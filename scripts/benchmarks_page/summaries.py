@@ -88,7 +88,7 @@ def trainings(records: Records, name: str, estimates: str) -> str:
 
 
 def drafters_table(records: Records) -> str:
-    """Return the README's table: the fastest setting of each kind of drafter, greedily, and the machine."""
+    """Return the README's table: each kind of drafter in its fastest setting, greedily."""
     best: dict[str, dict[str, Any]] = {}
     for row in _rows(records, COMPARISON, 0.0, None):
         kind = method_name(row["method"]).split(", ")[0]
@@ -111,7 +111,7 @@ def _rows(records: Records, name: str, temperature: float, suite: str | None) ->
 
 
 def _verdict(row: dict[str, Any]) -> str:
-    """The verdict on a row's answers; older records have no words for it."""
+    """Return the verdict on a row's answers; older records have no words for it."""
     return str(row.get("lossless_label") or ("yes" if row["lossless"] else "NO"))
 
 

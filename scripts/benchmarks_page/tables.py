@@ -58,7 +58,10 @@ def count(number: int, noun: str) -> str:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, text_columns: int = 1) -> str:
-    """Return a Markdown table. All columns but the first `text_columns` are numbers, set to the right."""
+    """Return a Markdown table.
+
+    All columns but the first `text_columns` are numbers, set to the right.
+    """
     rule = ["---" if index < text_columns else "---:" for index in range(len(columns))]
     lines = [list(columns), rule, *([str(cell) for cell in row] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
