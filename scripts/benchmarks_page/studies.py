@@ -5,8 +5,10 @@ from collections.abc import Callable
 from statistics import mean, median, stdev
 from typing import Any
 
+from outrider.eval.records.method_names import setting_words
+
 from .scheduling import SCHEDULING
-from .tables import Records, count, method_name, number, setting_words, table, with_interval
+from .tables import Records, count, method_name, number, table, with_interval
 
 
 def tuning(records: Records, name: str) -> str:
@@ -14,7 +16,11 @@ def tuning(records: Records, name: str) -> str:
     record = records.read(name)
     rows = []
     for size, choice in record["choices"].items():
-        setting = "off: plain decoding" if choice["setting"] is None else ", ".join(setting_words(choice["setting"]))
+        setting = (
+            "off: plain decoding"
+            if choice["setting"] is None
+            else setting_words("redrafter", choice["setting"], choice["setting"])
+        )
         errors = _speedup_errors(record["predictions"], record["checked"], int(size))
         rows.append(
             [
