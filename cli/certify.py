@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from . import options as shared
-from .options import config_from, load_chosen_target
+from .options import chosen_suite, config_from, load_chosen_target
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def certify_command(
     target: Annotated[str | None, typer.Option(help="A target, to certify with --drafter: a directory or a Hub id.")] = None,
     drafter: Annotated[list[Path] | None, typer.Option(help="A drafter's directory. Repeat for several.")] = None,
-    suite: Annotated[str, typer.Option(help="Prompts to decode: mt_bench, alpaca_eval or stdlib.")] = "stdlib",
+    suite: Annotated[str, typer.Option(help="Prompts to decode: mt_bench, alpaca_eval, stdlib or FILE.jsonl.")] = "stdlib",
     suite_path: shared.SuitePath = None,
     limit: shared.Limit = 10,
     max_new_tokens: shared.MaxNewTokens = 64,
@@ -45,14 +45,14 @@ def certify_command(
     import torch  # it, and all that uses it, loads too slowly for --help
 
     from ..eval.certify.certificate import certificate_table, certify_rules, false_alarm_rate, passes, write_certificate
-    from ..eval.config import EvalConfig, SuiteConfig
+    from ..eval.config import EvalConfig
     from ..eval.measure.environment import describe_environment
 
     place = torch.device(device or "cpu")  # the rules alone are certified on a CPU
     lines: list[CertificateLine] = []
     subject: dict[str, Any] = {}
     if drafter:
-        config = config_from(EvalConfig, options, suites=[SuiteConfig(name=suite, path=suite_path, limit=limit)])
+        config = config_from(EvalConfig, options, suites=[chosen_suite(suite, suite_path, limit=limit)])
         lines, subject, place = _certify_decoding(config, drafter, options)
     if rules:
         lines += certify_rules()

@@ -6,6 +6,7 @@ import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -72,6 +73,18 @@ def _json_records(path: Path) -> Iterator[Any]:
             elif line.strip():
                 yield _parse_json(line.rstrip(), path, line_number)
             first = first and not line.strip()
+
+
+def line_of_record(path: Path, index: int) -> int | None:
+    """Return the line, from 1, of a file's record `index`. None where records aren't lines: in arrays and Parquet files."""
+    if path.suffix == ".parquet":
+        return None
+    with _opened(path) as file:
+        filled = (number for number, line in enumerate(file, 1) if line.strip())
+        line = next(islice(filled, index, None), None)
+        file.seek(0)
+        is_array = next(filter(None, map(str.strip, file)), "").startswith("[")
+    return None if is_array else line
 
 
 def _parse_json(text: str, path: Path, line_number: int) -> Any:

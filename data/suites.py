@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from .cuts import Cuts
-from .raw_records import is_local, load_records
+from .raw_records import is_local, line_of_record, load_records
 from .roles import ROLES, TURN_KEYS
 from .stdlib import code_conversations
 
@@ -72,11 +72,11 @@ def load_suite(
     """
     # 1. Check the name and the options.
     if not SUITE_NAME.fullmatch(name):
-        raise ValueError(f"a suite's name is {name!r}; it becomes a file name: use letters, digits, '.', '_' and '-'")
+        raise ValueError(f"a suite's name is {name!r}; use letters, digits, '.', '_' and '-' (rename its file)")
     if name not in SUITE_NAMES and path is None:
         raise ValueError(
-            f"unknown suite {name!r}; the suites are {', '.join(SUITE_NAMES)}. A file of your own prompts needs another name "
-            "and its path"
+            f"unknown suite {name!r}; the suites are {', '.join(SUITE_NAMES)}. For prompts of your own give their file "
+            f"({name}.jsonl)"
         )
     if limit is not None and limit < 1:
         raise ValueError(f"limit of suite {name!r} is {limit}; it must be at least 1, or null for all prompts")
@@ -187,8 +187,10 @@ def _read_prompts(name: str, path: str | None, revision: str | None) -> list[Pro
     for index, record in enumerate(records):
         prompt = parse(record, index) if isinstance(record, dict) else None
         if prompt is None:
-            remedy = "Give the suite's published file" if suite else f"Records are {OWN_FORMS}; the user must speak first"
-            raise ValueError(f"{location}, record {index + 1}: not a prompt of {name}: {record!r:.100}. {remedy}")
+            remedy = "Give the suite's published file" if suite else f"Records are {OWN_FORMS}; a user speaks first, in turns"
+            line = line_of_record(Path(path), index) if path is not None and is_local(path) else None
+            where = f"record {index + 1}" if line is None else f"line {line}"
+            raise ValueError(f"{location}, {where}: not a prompt of {name}: {record!r:.100}. {remedy}")
         prompts.append(prompt)
     repeated = [id for id, count in Counter(prompt.id for prompt in prompts).items() if count > 1]
     if repeated:

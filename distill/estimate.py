@@ -159,7 +159,7 @@ def estimate_regeneration(
 
 def regeneration_table(estimate: RegenerationEstimate) -> Table:
     """Return the estimate as a table to print."""
-    return _table(
+    return make_table(
         "regeneration",
         {
             "conversations": f"{estimate.num_conversations:,} with {estimate.num_turns:,} answers",
@@ -169,7 +169,7 @@ def regeneration_table(estimate: RegenerationEstimate) -> Table:
             "length": f"{estimate.tokens_per_answer:.0f} tokens per answer, {100 * estimate.cut_share:.0f} % cut by the limit "
             f"(a sample of {estimate.num_sampled:,})",
             "speed": f"{estimate.tokens_per_second:,.0f} tokens of answers per second, {_measured(estimate.num_processes)}",
-            TIME: _time(estimate.seconds),
+            TIME: format_time(estimate.seconds),
         },
     )
 
@@ -177,7 +177,7 @@ def regeneration_table(estimate: RegenerationEstimate) -> Table:
 def estimate_table(estimate: Estimate) -> Table:
     """Return the estimate as a table to print."""
     sample, speed = estimate.sample, estimate.sample.num_text_tokens / estimate.sample.seconds
-    return _table(
+    return make_table(
         "labels",
         {
             "examples": f"{estimate.num_examples:,} in {estimate.num_shards:,} shards",
@@ -188,21 +188,23 @@ def estimate_table(estimate: Estimate) -> Table:
             f"{estimate.num_forward_tokens / estimate.num_tokens:.2f} per token of text, in at most "
             f"{estimate.num_passes:,} passes",
             "speed": f"{speed:,.0f} tokens of text per second, {_measured(estimate.num_processes)}",
-            TIME: _time(estimate.seconds),
+            TIME: format_time(estimate.seconds),
             "disk": f"{estimate.num_bytes / 1e6:,.1f} MB; {estimate.free_bytes / 1e9:,.1f} GB are free"
             + (" [bold red]NOT ENOUGH[/]" if estimate.num_bytes > estimate.free_bytes else ""),
         },
     )
 
 
-def _table(title: str, rows: dict[str, str]) -> Table:
+def make_table(title: str, rows: dict[str, str]) -> Table:
+    """Make a table of names and texts, as a plan prints it."""
     table = Table(title=title, show_header=False, title_justify="left")
     for name, text in rows.items():
         table.add_row(name, text)
     return table
 
 
-def _time(seconds: float) -> str:
+def format_time(seconds: float) -> str:
+    """Format an estimated time, such as `about 1:02:03`."""
     return f"about {timedelta(seconds=round(seconds))}"
 
 

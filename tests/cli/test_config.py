@@ -310,6 +310,15 @@ def test_an_appended_drafter_option_that_does_not_exist_is_named() -> None:
         run_config("+drafter.exit_widht=3")
 
 
+def test_a_recipe_may_name_a_suite_or_its_file_alone() -> None:
+    suites = run_config("eval.suites=[mt_bench,dir/mine.jsonl,{name: stdlib, limit: 3}]").eval.suites
+    assert [(suite.name, suite.path, suite.limit) for suite in suites] == [
+        ("mt_bench", None, None),
+        ("mine", "dir/mine.jsonl", None),
+        ("stdlib", None, 3),
+    ]
+
+
 def test_a_mistyped_beam_setting_is_told_before_the_training_not_after_it() -> None:
     with raises(r"eval.settings\[0\]: the drafter redrafter has no option beam_widht"):
         run_config("eval.settings=[{beam_widht: 4}]")
@@ -321,6 +330,8 @@ def test_a_mistyped_beam_setting_is_told_before_the_training_not_after_it() -> N
         ("eval.settings=[{exit_width: 64}]", "exit_width can't be changed"),
         ("eval.seed=-1", "eval.seed=-1: must be at least 0"),
         ("train.weight_decay=nan", "train.weight_decay=NaN: must be a finite number"),
+        ("eval.suites=[mine.jsonl,x/mine.jsonl]", r"2 suites have the name 'mine' \(mine.jsonl, x/mine.jsonl\)"),
+        ("eval.suites=[{name: stdlib, limt: 3}]", r"eval.suites\[0\].limt: there is no such key"),
         ("eval.suites=[{name: stdlib, limit: 0}]", r"eval.suites\[0\].limit=0: must be above 0"),
         ("drafter.beam_width=0", "drafter.beam_width=0: must be above 0"),
         ("+variants.more.train.steps=0", r"variants\.more\.train\.steps=0: must be above 0"),

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from outrider.cli.compose import overrides_first
-
 REPOSITORY = Path(__file__).parents[2]
 OUTRIDER = [sys.executable, "-c", "from outrider.cli.main import main; main()"]
 
@@ -50,18 +48,6 @@ def test_a_recipe_is_found_from_any_folder_and_printed_without_loading_torch(tmp
     assert "steps: 3" in result.stdout
     assert "lmsys/vicuna-7b-v1.3" in result.stdout
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "ordered"),
-    [
-        ("conf=demo --cfg job train.steps=3", "conf=demo train.steps=3 --cfg job"),
-        ("--config-dir a=b --resolve ~train.seed +c=d", "~train.seed +c=d --config-dir a=b --resolve"),
-        ("--config-dir=a=b conf=demo -c job", "conf=demo --config-dir=a=b -c job"),
-    ],
-)
-def test_overrides_may_follow_options(arguments: str, ordered: str) -> None:
-    assert overrides_first(arguments.split()) == ordered.split()
 
 
 @pytest.mark.parametrize("debug", ["0", pytest.param("1", marks=pytest.mark.slow)])

@@ -44,7 +44,7 @@ class DrafterSpec:
     def of(cls, kind: str, options: Mapping[str, Any], start_from: Path | None = None) -> "DrafterSpec":
         """Check a kind and its options. Raises ValueError that lists unknown options and wrong
         values."""
-        if kind not in DRAFTERS:
+        if not isinstance(kind, str) or kind not in DRAFTERS:
             raise ValueError(f"drafter.kind is {kind!r}; there are: {', '.join(sorted(DRAFTERS))}")
         config_class = DRAFTERS[kind].Config
         known = {field.name for field in fields(config_class)}
