@@ -139,7 +139,7 @@ def test_prompts_without_a_word_in_common_are_predicted_by_their_lengths():
 
 
 def test_of_many_lessons_only_so_many_are_compared(monkeypatch):
-    monkeypatch.setattr("outrider.distill.regenerate.lengths.light.MOST_LESSONS", 20)
+    monkeypatch.setattr("outrider.distill.regenerate.lengths.light.MAX_EXAMPLES", 20)
     predictor = LightPredictor()
     buckets = Buckets.of(lengths_of(96))
     predictor.learn(make_requests(96), buckets.index(lengths_of(96)))
