@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from . import options as shared
-from .options import config_from, load_chosen_target
+from .options import chosen_suite, config_from, load_chosen_target
 
 if TYPE_CHECKING:
     import torch
@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 def certify_command(
     target: Annotated[str | None, typer.Option(help="A target, to certify with --drafter: a directory or a Hub id.")] = None,
     drafter: Annotated[list[Path] | None, typer.Option(help="A drafter's directory. Repeat for several.")] = None,
-    suite: Annotated[str, typer.Option(help="Prompts to decode: mt_bench, alpaca_eval or stdlib.")] = "stdlib",
+    suite: Annotated[str, typer.Option(help="Prompts to decode: mt_bench, alpaca_eval, stdlib or FILE.jsonl.")] = "stdlib",
     suite_path: shared.SuitePath = None,
     limit: shared.Limit = 10,
     max_new_tokens: shared.MaxNewTokens = 64,
     dtype: Annotated[str, typer.Option(help="float32 compares tokens; bfloat16 and float16 audit margins.")] = "float32",
+    quantization: shared.Quantization = None,
     device: shared.Device = None,
     compiled: shared.Compiled = False,
     cuda_graphs: shared.CudaGraphs = False,
@@ -40,19 +41,21 @@ def certify_command(
         raise ValueError("nothing to certify: give --target and --drafter, or leave --no-rules out")
     if (target is None) != (not drafter):
         raise ValueError("--target and --drafter go together; give both, or neither to certify the rules alone")
-    if target is None and (compiled or cuda_graphs):
-        raise ValueError("--compiled and --cuda-graphs are forms of a target, and there is none; give --target and --drafter")
+    if target is None and (compiled or cuda_graphs or quantization):
+        raise ValueError(
+            "--compiled, --cuda-graphs and --quantization are forms of a target, and there is none; give --target and --drafter"
+        )
     import torch  # it, and all that uses it, loads too slowly for --help
 
     from ..eval.certify.certificate import certificate_table, certify_rules, false_alarm_rate, passes, write_certificate
-    from ..eval.config import EvalConfig, SuiteConfig
+    from ..eval.config import EvalConfig
     from ..eval.measure.environment import describe_environment
 
     place = torch.device(device or "cpu")  # the rules alone are certified on a CPU
     lines: list[CertificateLine] = []
     subject: dict[str, Any] = {}
     if drafter:
-        config = config_from(EvalConfig, options, suites=[SuiteConfig(name=suite, path=suite_path, limit=limit)])
+        config = config_from(EvalConfig, options, suites=[chosen_suite(suite, suite_path, limit=limit)])
         lines, subject, place = _certify_decoding(config, drafter, options)
     if rules:
         lines += certify_rules()
@@ -94,6 +97,7 @@ def _certify_decoding(
         "weights_sha256": target.identity.weights_sha256,
         "suite": config.suites[0].name,
         "dtype": str(target.dtype).removeprefix("torch."),
+        "quantization": target.identity.quantization,
         "form": target.form,
         "drafters": {name: sha256_file(path / WEIGHTS_FILE) for name, path in folders.items()},
     }

@@ -61,7 +61,8 @@ class RunConfig:
     stages: Distinct[Annotated[str, one_of(*STAGES)]] = field(default_factory=lambda: list(STAGES))
     """Which of distill, train, eval, export to run. They run in this order, however they are listed."""
     plan: bool = False
-    """Only print what the stage distill would take (`--plan` is short for it): tokens, forwards, time and bytes on disk."""
+    """Only print what the stages that are left would take (`--plan` is short for it): time, memory and disk. Speeds are
+    measured for some seconds, the rest is computed; nothing is written."""
     seed: Seed = 0
     """Of everything that draws at random, where a section doesn't say otherwise."""
     num_threads: PositiveInt | None = None
@@ -85,10 +86,6 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         problems = []
-        if self.plan and "distill" not in self.stages:
-            problems.append(
-                f"plan tells what the stage distill would take, and stages is {self.stages}; add it, or leave plan out"
-            )
         if self.target.tensor_parallel and "eval" in self.stages:
             problems.append(
                 f"target.tensor_parallel is on, and stages is {self.stages}: evaluation runs in one process, which must hold "

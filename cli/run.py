@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -10,21 +9,17 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from omegaconf import OmegaConf
-from rich.console import Console
-from rich.table import Table
 from yaml import YAMLError
 
 from ..data.chat import use_chat_template
 from ..data.decontamination import PromptOverlap
 from ..data.files import atomic_write_text, locked
 from ..data.shards import label_store
-from ..data.sources import load_conversations, require_data
-from ..data.types import Example
-from ..distill.estimate import estimate, estimate_regeneration, estimate_table, regeneration_table
-from ..distill.label.continuations import require_branch_attention
-from ..distill.label.run import distill, load_examples, missing_examples
+from ..data.sources import require_data
+from ..data.suites import PromptSet
+from ..distill.label.run import distill
 from ..distill.regenerate.engines.openai import require_client
-from ..distill.regenerate.run import missing_conversations, regenerate
+from ..distill.regenerate.run import regenerate
 from ..eval.results.rows import Row, is_broken
 from ..eval.results.tables import print_table
 from ..eval.run import check_inputs, evaluate, load_suites
@@ -34,7 +29,6 @@ from ..models.drafters.saved.folder import read_drafter_config
 from ..models.export.registry import refusals_after_training
 from ..models.target.hf_target import HFTarget
 from ..models.target.loading import load_target
-from ..models.target.tensor_parallel import Worker
 from ..train.division import with_accumulation
 from ..train.launch import make_accelerator
 from ..train.processes import require_supported_launch
@@ -42,6 +36,7 @@ from ..train.run import train
 from ..train.tracking import require_tracker
 from .config import RunConfig
 from .export_stage import describe_unexportable, export, require_exportable, require_fitting_certificate
+from .plan import print_plan
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +82,7 @@ def _run_stages(config: RunConfig, folder: Path, as_run: dict[str, Any], acceler
     tokenizer = target.tokenizer
     use_chat_template(tokenizer, config.data.chat_template)
     if config.plan:
-        _print_plan(config, target, folder, accelerator)
+        _plan(config, target, folder, accelerator)
         return
     if "distill" in config.stages:
         _distill(config, target, folder, accelerator)
@@ -143,34 +138,17 @@ def _distill(config: RunConfig, target: HFTarget, folder: Path, accelerator: Acc
     accelerator.wait_for_everyone()
 
 
-def _print_plan(config: RunConfig, target: HFTarget, folder: Path, accelerator: Accelerator) -> None:
-    """What is left of the distillation would take. All processes measure, since they will share the machine; the first one
-    prints."""
-    overlap, data, options = prompt_overlap(config), config.data, config.distill
-    num_workers = Worker.of(accelerator, tensor_parallel=target.tensor_parallel).num_workers
-    tables: list[Table] = []
-    examples: list[Example] = []
-    if options.mode == "regenerate":
-        conversations, unread = load_conversations(data, overlap)
-        dropped = Counter[str]()
-        if missing := missing_conversations(options, data, target, conversations, folder / "answers"):
-            told, examples = estimate_regeneration(options, data, target, missing, unread, num_workers)
-            tables.append(regeneration_table(told))
-    else:
-        examples, dropped = load_examples(data, target.tokenizer, overlap)
-        examples = missing_examples(options, data, target, examples, folder / "distill")
-    if examples:
-        require_branch_attention(target, max(len(example.input_ids) for example in examples) + max(options.horizon - 2, 0))
-        accelerator.wait_for_everyone()
-        tables.append(estimate_table(estimate(options, target, examples, dropped, folder, num_workers)))
-    if accelerator.is_main_process:
-        for table in tables:
-            Console().print(table)
-        if not tables:
-            log.info(
-                "nothing is left to do: %s is complete", folder / ("answers" if options.mode == "regenerate" else "distill")
-            )
-    accelerator.wait_for_everyone()
+def _plan(config: RunConfig, target: HFTarget, folder: Path, accelerator: Accelerator) -> None:
+    """Print what is left of the run, without the evaluation's prompts where they can't be read."""
+    overlap: PromptOverlap | None = None
+    suites: list[PromptSet] | None = None
+    try:
+        suites = load_suites(config.eval) if "eval" in config.stages else None
+        overlap = prompt_overlap(config) if {"distill", "train"} & set(config.stages) else None
+    except ValueError as error:
+        if accelerator.is_main_process:
+            log.warning("planned without the evaluation and without its prompts kept out of the data: %s", error)
+    print_plan(config, target, folder, accelerator, overlap=overlap, suites=suites)
 
 
 def prompt_overlap(config: RunConfig) -> PromptOverlap | None:
@@ -209,7 +187,9 @@ def _check_inputs(config: RunConfig) -> None:
     """Check the data, the evaluation's prompts, and what earlier stages left, before the target is loaded."""
     if "distill" in config.stages:
         require_data(config.data)
-    if "distill" in config.stages and config.distill.engine == "openai" and not config.plan:
+    if config.plan:
+        return  # what is missing of earlier stages doesn't keep a plan from the others
+    if "distill" in config.stages and config.distill.engine == "openai":
         require_client()
     for drafter in config.drafter_runs() if "train" in config.stages else ():
         require_tracker(drafter.train)

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from . import options as shared
-from .options import config_from, load_chosen_target, parse_setting
+from .options import chosen_suite, config_from, load_chosen_target, parse_setting
 
 if TYPE_CHECKING:
     from ..eval.tune.run import Tuning
@@ -28,7 +28,7 @@ SHOWN = 5
 def tune_command(
     target: shared.Target,
     drafter: Annotated[Path, typer.Option(help="The drafter's directory, which gets the choice; a Hub id with --no-write.")],
-    suite: Annotated[str, typer.Option(help="Prompts to decode: a suite as `outrider eval` names them.")] = "stdlib",
+    suite: Annotated[str, typer.Option(help="Prompts to decode: a suite of `outrider eval`, or FILE.jsonl.")] = "stdlib",
     suite_path: shared.SuitePath = None,
     suite_revision: Annotated[str | None, typer.Option(help="Commit of a suite on the Hub.")] = None,
     limit: shared.Limit = 16,
@@ -41,6 +41,7 @@ def tune_command(
     output: Annotated[Path, typer.Option(help="Folder for all predictions.")] = Path("outputs/tune"),
     revision: shared.Revision = None,
     dtype: shared.Dtype = None,
+    quantization: shared.Quantization = None,
     device: shared.Device = None,
     compiled: shared.Compiled = False,
     cuda_graphs: shared.CudaGraphs = False,
@@ -56,7 +57,7 @@ def tune_command(
     batch and tree. The few settings that come out fastest then decode for real. Takes minutes, not the hours of measuring all.
     """
     options = {**locals()}
-    from ..eval.config import EvalConfig, SuiteConfig
+    from ..eval.config import EvalConfig
     from ..eval.run import check_inputs
     from ..eval.tune.run import tune
     from ..models.drafters.saved.download import HUB_ID, resolve_drafter
@@ -64,7 +65,7 @@ def tune_command(
     sizes = sorted(set(batch_sizes or [1]))
     if max_new_tokens < 2:
         raise ValueError(f"--max-new-tokens is {max_new_tokens}; the first token is the prefill's, so it must be at least 2")
-    suites = [SuiteConfig(name=suite, path=suite_path, revision=suite_revision, limit=limit)]
+    suites = [chosen_suite(suite, suite_path, revision=suite_revision, limit=limit)]
     settings = [parse_setting(text) for text in setting or []]
     choices = {"settings": settings or [{}], "temperatures": [temperature], "batch_sizes": sizes}
     config = config_from(EvalConfig, options, suites=suites, **choices)

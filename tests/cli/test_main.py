@@ -71,6 +71,6 @@ def test_an_unknown_recipe_lists_the_known_ones(tmp_path: Path) -> None:
 def test_a_plan_tells_what_a_distillation_takes_and_leaves_nothing(tmp_path: Path) -> None:
     result = call(*OUTRIDER, "run", "--plan", "conf=demo", "data.limit=20", "num_threads=1", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    for told in ("examples", "tokens of text", "forwards", "time", "disk", "GB are free"):
+    for told in ("examples", "tokens of text", "forward passes", "time", "disk", "GB are free"):
         assert told in result.stdout
     assert list(tmp_path.iterdir()) == []

@@ -128,13 +128,13 @@ def tuned_choice(directory: Path, target: HFTarget, *, batch_size: int = 1, temp
     )
 
 
-def load_tuned(directory: Path, target: HFTarget, *, batch_size: int = 1, temperature: float = 0.0) -> Drafter[Any, Any]:
+def load_tuned(directory: Path | str, target: HFTarget, *, batch_size: int = 1, temperature: float = 0.0) -> Drafter[Any, Any]:
     """Load the drafter of a directory with the setting that was chosen for this setup.
 
     Returns a `NullDrafter` if plain decoding is faster. Raises ValueError like `load_drafter` and
     `tuned_choice`.
     """
-    choice = tuned_choice(directory, target, batch_size=batch_size, temperature=temperature)
+    choice = tuned_choice(Path(directory), target, batch_size=batch_size, temperature=temperature)
     if choice.setting is None:
         return NullDrafter()
     return load_drafter(directory, target, **choice.setting)

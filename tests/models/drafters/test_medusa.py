@@ -327,7 +327,7 @@ def test_a_replayed_drafter_proposes_what_a_plain_one_does(target, rule):
         ({"tree_paths": [[0], []]}, r"tree_paths\[1\]=\[\]: must not be empty"),
         ({"tree_paths": [[-1]]}, r"tree_paths\[0\]\[0\]=-1: must be at least 0"),
         ({"num_heads": 1, "tree_paths": [[0], [0, 0]]}, "more ranks than the 1 heads"),
-        ({"tree_paths": [[300]]}, "names rank 300, and the target has 300 tokens"),
+        ({"tree_paths": [[300]]}, "has rank 300, and the target has 300 tokens"),
         ({"tree_paths": [["0"]]}, "must be a whole number"),
         ({"num_head": 4}, "no option num_head"),
     ],
