@@ -173,6 +173,7 @@ defaults:
 
 train: {steps: 200}
 eval: {settings: [{}]}
+export: {formats: [medusa]}
 """
 
 
