@@ -35,9 +35,10 @@ def describe_unexportable(refusals: Mapping[str, str | None]) -> str | None:
     """Describe why no format at all can hold the drafter; None if one can."""
     if None in refusals.values():
         return None
+    reasons = "; ".join(filter(None, refusals.values())) or "there is no export format for its kind"
     return (
-        f"no serving engine will be able to load this drafter: {'; '.join(filter(None, refusals.values()))}. To train it "
-        "anyway without this warning, set export.allow_no_format=true"
+        f"no serving engine will be able to load this drafter: {reasons}. To train it anyway without this warning, set "
+        "export.allow_no_format=true"
     )
 
 
