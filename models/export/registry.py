@@ -74,8 +74,8 @@ def engine_format(engine: str, directory: Path) -> str:
     if saved.kind not in served:
         others = ", ".join(name for name, format in FORMATS.items() if format.kind == saved.kind) or "no format"
         raise ValueError(
-            f"--to is {engine}, which serves no drafter of the kind {saved.kind}; it serves {', '.join(served)}. {directory} can "
-            f"be written as {others}"
+            f"--to is {engine}, which serves no drafter of the kind {saved.kind}; it serves {', '.join(served)}. {directory} "
+            f"can be written as {others}"
         )
     if engine == "vllm" and saved.drafter.get("feature_layers") is not None:
         return "speculators"  # `eagle3` has no place for layers of one's own
