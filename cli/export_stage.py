@@ -104,8 +104,8 @@ def _package(drafter: Path, package: Path, options: CardOptions, *, overwrite: b
             with replacing_directory(package) as folder:
                 new.rename(folder)  # an empty one
     log.info("%s is the folder for the Hub", package)
-    for name, what, option in names_left_open(card):
-        log.info("the card's commands say %s for %s: export.%s=user/name writes its name", name, what, option)
+    for what, option in names_left_open(card):
+        log.info("the card names %s by a local folder: export.%s=user/name writes its name on the Hub", what, option)
     return True
 
 
