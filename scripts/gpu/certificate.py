@@ -67,7 +67,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def fresh_drafter(folder: Path) -> Path:
-    """A drafter with its first weights, saved."""
+    """Save a drafter with its first weights."""
     target = load_target(TargetConfig(name_or_path=str(TARGET), dtype="float32"), torch.device("cpu"))
     torch.manual_seed(0)
     save_drafter(build_drafter(parse_drafter(FRESH), target), folder, target.identity)

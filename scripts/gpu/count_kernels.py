@@ -159,7 +159,7 @@ class OneAccepted:
 
 
 def decode_step(kind: str, layers: int, *, graphs: bool) -> dict[str, Any]:
-    """The counts of one step of one row, by phase."""
+    """Return the counts of one step of one row, by phase."""
     counted = Counted()
     options, rule = KINDS[kind]
     recorder = CountingRecorder(counted)
@@ -204,7 +204,7 @@ def decoding_drafter(options: dict[str, Any] | None, target: HFTarget, form: dic
 
 @functools.cache
 def narrow(layers: int) -> Any:
-    """A model of so many layers and tiny widths.
+    """Make a model of so many layers and tiny widths.
 
     A target is made anew around it for each count.
     """
@@ -249,7 +249,7 @@ TRAINED_KINDS = {
 
 
 def training_step(kind: str, layers: int) -> dict[str, Any]:
-    """The counts of a micro batch, by phase."""
+    """Return the counts of a micro batch, by phase."""
     counted, target = Counted(), target_of(narrow(layers))
     drafter = build_drafter(parse_drafter({"kind": kind}), target).train()
     loss = TRAINED_KINDS[kind]

@@ -129,9 +129,7 @@ class Case:
 
 
 def cases(args: argparse.Namespace, device: torch.device) -> Iterator[Case]:
-    """The ends of the grid first, so that a budget that runs out costs what lies between;
-    compilation takes longest.
-    """
+    """Return the cases of the grid, its ends first, so that a short budget visits both."""
     forms = [form for form in args.forms if device.type == "cuda" or not FORMS[form].get("cuda_graphs")]
     ends = {min(args.batches), max(args.batches)}
     for is_end in (True, False):
@@ -219,7 +217,7 @@ class Bench:
             torch.cuda.empty_cache()
 
     def attempt(self, case: Case, *, in_time: bool) -> tuple[str, dict[str, Any]]:
-        """The list of the report that a case belongs to, and its record there."""
+        """Return the list of the report that a case belongs to, and its record there."""
         record = dataclasses.asdict(case)
         if not in_time or self.is_broken:
             return "skipped", record
@@ -280,7 +278,7 @@ class Bench:
         }
 
     def drafter(self, case: Case, target: HFTarget) -> tuple[Any, float]:
-        """The drafter, and the bytes of weights and cache that it reads in a step."""
+        """Return the drafter, and the bytes of weights and cache that it reads in a step."""
         if case.drafter == "nothing":
             return NullDrafter(), 0
         if case.drafter == "draft_model":
@@ -324,7 +322,7 @@ def count_reads(steps: Iterator[Any], device: torch.device) -> tuple[float, floa
 
 
 def is_usable(device: torch.device, stream: torch.cuda.Stream | None) -> bool:
-    """Whether the process can go on after an error, in the stream that it was in.
+    """Return whether the process can go on after an error, in the same stream.
 
     A capture that failed may have left another one behind. After some errors CUDA refuses all
     further work of a process.

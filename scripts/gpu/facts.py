@@ -1,4 +1,4 @@
-"""What there is on this machine: the card, its driver, torch, and the packages that outrider needs.
+"""Record this machine: the card, its driver, torch, and the packages that outrider needs.
 
     python scripts/gpu/facts.py --output facts.json
 
@@ -63,12 +63,12 @@ def installed(name: str) -> str | None:
 
 
 def numbers(text: str) -> list[int]:
-    """A version's release numbers: those before `+cu130` or `rc1`."""
+    """Return the release numbers of a version: those before `+cu130` or `rc1`."""
     return [int(number) for number in re.findall(r"\d+", re.split(r"[a-z+]", text)[0])]
 
 
 def card() -> dict[str, Any]:
-    """What torch sees, and the reason where torch does not see a card."""
+    """Return what torch sees of a card, and the reason where torch sees none."""
     try:
         import torch
     except (ImportError, OSError) as error:  # OSError: a library of CUDA is missing
@@ -128,7 +128,7 @@ Remedy: {remedy}. `--only facts` lists what is installed and what is missing. `-
 
 
 def nvidia_smi() -> str | None:
-    """The cards that the driver names. None where it names none, and where there is no driver."""
+    """Return the cards that the driver names; None without any, or without a driver."""
     try:
         done = subprocess.run(NVIDIA_SMI, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -137,7 +137,7 @@ def nvidia_smi() -> str | None:
 
 
 def commit() -> str | None:
-    """The commit that is checked out, with `-dirty` where files differ from it.
+    """Return the commit that is checked out, with `-dirty` where files differ from it.
 
     None without git or a repository.
     """

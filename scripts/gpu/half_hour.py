@@ -126,7 +126,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def choose_form(asks_for_tiny: bool, names: Sequence[str]) -> tuple[str, str]:
-    """The form, and a line that names it and the reason.
+    """Return the form, and a line that names it and the reason.
 
     Ends the script where torch does not see the machine's card.
     """
@@ -267,7 +267,7 @@ def kill_group(leader: int) -> None:
 
 
 def read_report(scratch: Path, part: Part) -> tuple[Any, str | None]:
-    """The part's report, and what is wrong with it."""
+    """Return the part's report, and what is wrong with it."""
     if not part.writes_report:
         return None, None
     path = report_path(scratch, part.name)
@@ -293,7 +293,7 @@ def last_lines(log: Path) -> list[str]:
 
 
 def judged(part: Part, record: Record, *, tiny: bool) -> Record:
-    """The record with its verdict, the reason where it failed, and what came of each check."""
+    """Return the record with its verdict, and with the result of each check."""
     checks = [check for check in part.checks if not (tiny and check.only_on_gpu)]
     subject = record["report"] if part.writes_report else "\n".join(record["last_lines"])
     record["checks"] = [checked(check, subject) for check in checks]
@@ -314,7 +314,7 @@ def problem_of(record: Record) -> str | None:
 
 
 def checked(check: Check, report: Any) -> Record:
-    """What was expected, what was found, and whether they agree."""
+    """Return what was expected, what was measured, and whether they agree."""
     try:
         found = check.value(report)
     except (LookupError, TypeError, ValueError, ZeroDivisionError):
@@ -339,7 +339,7 @@ def expected(check: Check) -> str:
 
 
 def read_records(path: Path) -> dict[str, Record]:
-    """What earlier calls have run. A file that was cut off counts as none."""
+    """Read the records of earlier calls. A file that was cut off counts as none."""
     try:
         return dict(json.loads(path.read_text())["parts"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -359,7 +359,7 @@ def publish(call: Call, records: dict[str, Record]) -> None:
 
 
 def page(call: Call, records: dict[str, Record]) -> str:
-    """The readable form."""
+    """Return the report as a page of Markdown."""
     lines = [f"# The first half hour on a GPU: {call.form} form", "", call.form_line, *machine(records)]
     lines += [f"Commit {call.commit or 'unknown'}."]
     for name, record in records.items():
@@ -381,7 +381,7 @@ def page(call: Call, records: dict[str, Record]) -> str:
 
 
 def machine(records: dict[str, Record]) -> list[str]:
-    """What the facts say of the machine."""
+    """Return what the facts say of the machine."""
     facts = (records.get("facts") or {}).get("report") or {}
     packages = facts.get("packages") or {}
     if not facts:

@@ -218,7 +218,7 @@ def train_parts(scratch: Path) -> Iterator[Part]:
 
 
 def rows(report: Report, **wanted: Any) -> list[dict[str, Any]]:
-    """The rows with these values. Raises LookupError where there are none."""
+    """Return the rows with these values. Raises LookupError where there are none."""
     found = [row for row in report["rows"] if all(row[name] == value for name, value in wanted.items())]
     if not found:
         raise LookupError(f"no row with {wanted}")

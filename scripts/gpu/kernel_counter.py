@@ -69,7 +69,7 @@ class Counted(TorchDispatchMode):
         return output
 
     def within(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, whose kernels count as this phase's."""
+        """Wrap the function so that its kernels count as this phase's."""
 
         @functools.wraps(function)
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -125,7 +125,7 @@ def num_kernels(function: Any, args: Any, kwargs: Any, output: Any) -> int:
 
 
 class CountingRecorder:
-    """In place of `CudaGraphRecorder`: a replay calls the function again, and counts as one launch."""
+    """Stand-in of `CudaGraphRecorder`: a replay calls the function and counts as one launch."""
 
     def __init__(self, counted: Counted) -> None:
         self.counted, self.num_recordings = counted, 0

@@ -103,7 +103,7 @@ def ending_with_this_process() -> Callable[[], None]:
 
 
 def losses(metrics: Path) -> dict[int, float]:
-    """The loss of each step that is recorded. A last line that is half written counts as none."""
+    """Return the loss of each recorded step. A half-written last line counts as none."""
     found = {}
     for line in metrics.read_text().splitlines() if metrics.exists() else ():
         try:

@@ -72,7 +72,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def trace(args: argparse.Namespace, device: torch.device, form: str) -> Iterator[Kernel]:
-    """The kernels of some steps of tree decoding."""
+    """Record the kernels of some steps of tree decoding."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     target = target_of(random_llama(SHAPES[args.shape][0], dtype, device), **FORMS[form])
     width, length = SHAPES_OF_TREES[NODES]
@@ -131,7 +131,7 @@ def summary(kernels: Iterable[Kernel]) -> dict[str, Any]:
 
 
 def group_of(name: str) -> str:
-    """The kind of a kernel."""
+    """Return the kind of a kernel."""
     lower = name.lower()
     return next((group for group, parts in GROUPS.items() if any(part in lower for part in parts)), OTHER)
 

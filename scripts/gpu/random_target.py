@@ -51,7 +51,7 @@ def open_device(name: str | None, *, cudnn_attention: bool = False) -> torch.dev
 
 
 def random_llama(shape: dict[str, int], dtype: torch.dtype, device: torch.device) -> LlamaForCausalLM:
-    """A Llama of this shape, its weights drawn on the device."""
+    """Make a Llama of this shape, with weights drawn on the device."""
     config = LlamaConfig(**shape, bos_token_id=None, eos_token_id=None, pad_token_id=None)
     config._attn_implementation = "sdpa"
     with torch.device("meta"):
@@ -66,7 +66,7 @@ def random_llama(shape: dict[str, int], dtype: torch.dtype, device: torch.device
 
 
 def target_of(model: LlamaForCausalLM, **form: Any) -> HFTarget:
-    """The target around a model, in one of the forms of passes that `HFTarget` has."""
+    """Wrap a model as a target, in one of the forms of passes that `HFTarget` has."""
     identity = TargetIdentity(
         name="random",
         revision=None,
@@ -82,7 +82,7 @@ def target_of(model: LlamaForCausalLM, **form: Any) -> HFTarget:
 
 
 def weight_bytes(model: LlamaForCausalLM) -> int:
-    """Of all weights that a pass reads: of the embeddings, a few rows only."""
+    """Return the bytes of all weights that a pass reads: of embeddings, a few rows only."""
     embeddings = model.get_input_embeddings().weight
     return sum(each.numel() * each.element_size() for each in model.parameters() if each is not embeddings)
 

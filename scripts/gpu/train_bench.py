@@ -156,7 +156,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def run_kind(kind: str, target: HFTarget, args: argparse.Namespace, deadline: float) -> Iterator[tuple[str, dict[str, Any]]]:
-    """All cases of a kind, the smallest first: where each goes in the report, and what it came to."""
+    """Run all cases of a kind, the smallest first; yield each with its result."""
     todo = sorted(
         (Case(kind, seq, batch) for seq, batch in itertools.product(args.lengths, args.batches)),
         key=lambda case: (case.num_tokens, case.seq),
@@ -181,7 +181,7 @@ def run_kind(kind: str, target: HFTarget, args: argparse.Namespace, deadline: fl
 
 
 def make_measure(kind: str, target: HFTarget, args: argparse.Namespace, deadline: float) -> Measure:
-    """What measures a case. Models and optimizers that all cases of a kind share are made once."""
+    """Make the function that measures a case. Cases of a kind share models and optimizers."""
     if kind == DISTILL:
         return Labelling(target, args, deadline)
     return TrainingStep(TRAININGS[kind], kind, target, args, deadline)
@@ -218,7 +218,7 @@ class Labelling:
 
 
 def simple_target(shape: str, dtype: torch.dtype, device: torch.device) -> HFTarget:
-    """A random target whose next token depends on the last one alone."""
+    """Make a random target whose next token depends on the last one alone."""
     model = random_llama(SHAPES[shape], dtype, device)
     with torch.no_grad():
         for layer in model.model.layers:
@@ -229,7 +229,7 @@ def simple_target(shape: str, dtype: torch.dtype, device: torch.device) -> HFTar
 
 @torch.no_grad()
 def next_tokens(target: HFTarget) -> torch.Tensor:
-    """The token that the target writes after each [vocab], if its layers added nothing.
+    """Return the token that the target writes after each [vocab], without its layers.
 
     On the CPU.
     """
@@ -297,7 +297,7 @@ class TrainingStep:
         }
 
     def operations(self, case: Case, positions: int) -> train_flops.Operations:
-        """Of a step: the target's layers as deep as they are read, and the drafter."""
+        """Count the operations of a step: the target's layers that are read, and the drafter."""
         config, depths = self.target.model.config, self.args.horizon - 1
         num_layers = config.num_hidden_layers if self.reads.hidden_states else max(self.reads.layers)
         target_pass = train_flops.target_pass(config, case.batch, case.seq, num_layers)

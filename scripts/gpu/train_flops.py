@@ -45,12 +45,12 @@ def layer_weights(config: Any, input_width: int | None = None) -> int:
 
 
 def pair_operations(config: Any) -> int:
-    """Of attention in a layer, forward, for a pair of query and key."""
+    """Count the forward operations of attention in a layer, for a query and a key."""
     return 4 * config.num_attention_heads * head_dim_of(config)
 
 
 def target_pass(config: Any, batch: int, seq: int, num_layers: int) -> Operations:
-    """The first `num_layers` layers over `batch` texts of `seq` tokens, without head and gradient."""
+    """Count `num_layers` layers over `batch` texts of `seq` tokens, without head and gradient."""
     pairs = batch * seq * (seq + 1) / 2
     linear = FORWARD * layer_weights(config) * batch * seq
     return Operations(num_layers * linear, num_layers * pairs * pair_operations(config))
