@@ -1,4 +1,4 @@
-"""What is a trained drafter worth after its target has been fine-tuned?
+"""Measure what a trained drafter is worth after its target has been fine-tuned.
 
 Steps to get back, from a warm and from a cold start.
 
@@ -191,7 +191,7 @@ def token_loss(model: Any, rows: torch.Tensor) -> float:
 
 
 def train_original(folder: Path, args: argparse.Namespace) -> Path:
-    """The drafter of the original target, on the texts of the demo."""
+    """Train the drafter of the original target on the demo's texts."""
     train_py(folder, args, "data.seed=0", "train.seed=0", f"train.validation_texts={args.validation_texts}")
     return folder / "drafter"
 
@@ -202,7 +202,7 @@ def original_level(folder: Path) -> float:
 
 
 def recipes(args: argparse.Namespace, drafter: Path) -> dict[str, dict[str, Any]]:
-    """What each way of training changes in the demo's."""
+    """Return what each way of training changes in the demo's recipe."""
     register()
     with initialize_config_module("outrider.conf", version_base="1.3"):
         recipe = compose("config", overrides=["conf=adapt_demo"]).train
@@ -261,7 +261,7 @@ def folder_name(arm: str, seed: int) -> str:
 
 
 def as_override(value: Any) -> str:
-    """A dictionary, a path or a plain value as Hydra's command line has it."""
+    """Write a dictionary, a path or a plain value as an override of Hydra."""
     if isinstance(value, dict):
         return "{" + ",".join(f"{key}:{as_override(each)}" for key, each in value.items()) + "}"
     if isinstance(value, Path):
@@ -273,9 +273,7 @@ def as_override(value: Any) -> str:
 
 
 def figures_of(run: Path, seed: int, arms: Sequence[str]) -> dict[str, Any]:
-    """The curve of each way, and the steps and tokens that it took to the level of the full
-    training.
-    """
+    """Return the curve of each way, and the steps to each level of the full training."""
     curves = {arm: curve(run / "variants" / folder_name(arm, seed) / "train" / METRICS_FILE) for arm in arms}
     level = curves["cold"][-1]["tokens_per_step"]
     reached = {
@@ -289,8 +287,9 @@ def figures_of(run: Path, seed: int, arms: Sequence[str]) -> dict[str, Any]:
 
 
 def curve(path: Path) -> list[dict[str, Any]]:
-    """Tokens per step of decoding at each measurement, and how many tokens of text had been read
-    and positions trained on.
+    """Return tokens per step and tokens read at each measurement.
+
+    The positions trained on are in it too.
     """
     records = read_records(path)
     seen = {record["step"]: record for record in records if "tokens_seen" in record}
@@ -358,8 +357,9 @@ LABELS = {
 
 
 def plot(record: dict[str, Any], path: Path) -> None:
-    """Tokens per step over steps: a thin line for each seed, a thick one for their mean; the levels
-    as lines across.
+    """Plot tokens per step over steps: thin lines for seeds, a thick one for their mean.
+
+    The levels are lines across.
     """
     import matplotlib as mpl
 

@@ -1,4 +1,6 @@
-"""How long does a checkpoint hold up training?
+"""Measure how long a checkpoint holds up training.
+
+The model has 100 million parameters with the state of AdamW, by default.
 
 A model of 100 million parameters with AdamW's state, by default.
 
@@ -65,7 +67,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """The medians of each way, and what they are of."""
+    """Return the medians of each way of writing, and the cycles that they are of."""
     accelerator = Accelerator()
     layers = [nn.Linear(args.width, args.width) for _ in range(args.layers)]
     model = nn.Sequential(*layers)
@@ -110,7 +112,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def saver_of(
     method: str, checkpoints: Checkpoints | None, accelerator: Accelerator, folder: Path, number: int
 ) -> tuple[Callable[[], None], Callable[[], None]]:
-    """What takes a checkpoint, and what waits until it is complete."""
+    """Return a function that takes a checkpoint, and one that waits until it is complete."""
     if method == "none":
         return (lambda: None), (lambda: None)
     if checkpoints is not None:

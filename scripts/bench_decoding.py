@@ -1,5 +1,4 @@
-"""What the decode loop costs beside the target's own passes, and its speed beside transformers'
-assisted generation.
+"""Measure the decode loop beside bare passes and transformers' assisted generation.
 
     python scripts/bench_decoding.py --target models/demo_target --threads 2
 
@@ -88,7 +87,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def first_layers(args: argparse.Namespace, target: HFTarget) -> HFTarget:
-    """The target's first layers with its embeddings, norm and head."""
+    """Make a draft model of the target's first layers, embeddings, norm and head."""
     small = load_target(TargetConfig(name_or_path=args.target, dtype=args.dtype))
     small.model.base_model.layers = small.model.base_model.layers[: args.draft_layers]
     small.model.config.num_hidden_layers = args.draft_layers
@@ -97,7 +96,7 @@ def first_layers(args: argparse.Namespace, target: HFTarget) -> HFTarget:
 
 @torch.inference_mode()
 def measure_overhead(target: HFTarget, prompt: torch.Tensor, num_steps: int) -> dict[str, float]:
-    """Seconds of a whole step with a tree of 16 nodes, and of the bare forward pass that is in it."""
+    """Measure a step with a tree of 16 nodes, and the bare forward pass in it."""
     rule = GreedyAcceptance()
     generator = torch.Generator(target.device).manual_seed(0)
     output = target.prefill(Prompts.of(prompt[None]), max_new_tokens=num_steps, max_nodes=len(TREE))

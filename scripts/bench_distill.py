@@ -1,5 +1,4 @@
-"""Measure distillation: against decoding the same labels with transformers' `generate`, and in
-units of plain prefills.
+"""Measure distillation beside transformers' `generate`, and in units of plain prefills.
 
     python scripts/bench_distill.py --target models/demo_target
 
@@ -88,9 +87,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def read_texts(target: HFTarget, args: argparse.Namespace) -> torch.Tensor:
-    """Conversations of the standard library's split for distillation, packed end to end into rows
-    [text, seq].
-    """
+    """Read conversations of the standard library, packed into rows [text, seq]."""
     ids: list[int] = []
     for conversation in code_conversations("distill", Cuts(seed=args.seed)):
         messages = [{"role": turn.role, "content": turn.content} for turn in conversation.turns]
@@ -102,7 +99,7 @@ def read_texts(target: HFTarget, args: argparse.Namespace) -> torch.Tensor:
 
 
 def timed(target: HFTarget, work: Callable[[], Any]) -> tuple[Any, float]:
-    """What `work` gives, and its seconds, those of an accelerator's queue included."""
+    """Return the result of `work` and its seconds, with the accelerator's queue."""
     if target.device.type == "cuda":
         torch.cuda.synchronize(target.device)
     started = time.perf_counter()
@@ -114,7 +111,7 @@ def timed(target: HFTarget, work: Callable[[], Any]) -> tuple[Any, float]:
 
 @torch.inference_mode()
 def prefill(target: HFTarget, batches: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-    """The first greedy token after every position but the last of each text."""
+    """Return the first greedy token after every position but the last of each text."""
     head = target.model.get_output_embeddings()
     tokens = []
     for batch in batches:
@@ -124,8 +121,9 @@ def prefill(target: HFTarget, batches: tuple[torch.Tensor, ...]) -> list[torch.T
 
 
 def label(target: HFTarget, batches: tuple[torch.Tensor, ...], horizon: int) -> tuple[torch.Tensor, float]:
-    """The labels [text, seq, horizon] of every position but the last of each text, and the
-    agreement rate.
+    """Return the labels of every position but the last of each text.
+
+    Labels are [text, seq, horizon], beside the agreement rate.
     """
     labels, num_agreeing, num_positions = [], 0, 0
     for batch in batches:
@@ -149,8 +147,9 @@ def sample_positions(labels: torch.Tensor, count: int, generator: torch.Generato
 
 @torch.inference_mode()
 def decode(target: HFTarget, prefixes: list[torch.Tensor], args: argparse.Namespace) -> torch.Tensor:
-    """The greedy continuations [position, horizon] of `prefixes` by transformers' generate; UNKNOWN
-    after a stop token.
+    """Decode greedy continuations of `prefixes` by transformers' generate.
+
+    They are [position, horizon], UNKNOWN after a stop token.
     """
     continuations = torch.full((len(prefixes), args.horizon), UNKNOWN, device=target.device)
     stop_ids = torch.tensor(target.stop_ids, dtype=torch.long, device=target.device)
@@ -176,9 +175,7 @@ def decode(target: HFTarget, prefixes: list[torch.Tensor], args: argparse.Namesp
 def compare(
     target: HFTarget, prefixes: list[torch.Tensor], labels: torch.Tensor, decoded: torch.Tensor
 ) -> list[dict[str, Any]]:
-    """Where the two disagree: the first differing tokens, and how far apart the plain logits put
-    them.
-    """
+    """Return where two sets of labels differ, with the distance between the logits."""
     mismatches = []
     for index in (labels != decoded).any(1).nonzero()[:, 0].tolist():
         depth = int((labels[index] != decoded[index]).nonzero()[0])

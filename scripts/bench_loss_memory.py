@@ -1,4 +1,4 @@
-"""Does the memory of the training loss grow with labels x vocabulary?
+"""Measure the peak memory of the training loss, forward and backward.
 
 Peak of `objective.score`, forward and backward.
 
@@ -157,8 +157,9 @@ def make_loss(case: dict[str, Any], device: torch.device) -> Callable[[int], Non
 
 
 def make_step(case: dict[str, Any], device: torch.device) -> Callable[[int], None]:
-    """Forward and backward of an EAGLE drafter with so many labels, at STEP_DEPTHS depths, for a
-    target without layers to speak of.
+    """Make a function that runs forward and backward of an EAGLE drafter.
+
+    It has STEP_DEPTHS depths, and its target has next to no layers.
     """
     vocab, hidden = case["vocab"], case["hidden"]
     sizes = {"hidden_size": hidden, "intermediate_size": 11 * hidden // 4, "num_attention_heads": hidden // 64}
@@ -186,7 +187,7 @@ def make_step(case: dict[str, Any], device: torch.device) -> Callable[[int], Non
 
 
 def make_batch(num_labels: int, vocab: int, hidden: int, device: torch.device) -> DrafterBatch:
-    """A text whose continuations are itself, with a label at each of its first `num_labels` tokens."""
+    """Make a text whose continuations are itself, with `num_labels` labels."""
     text = torch.randint(vocab, (1, num_labels + 2), device=device)
     positions = torch.ones_like(text, dtype=torch.bool)
     positions[:, num_labels:] = False
@@ -200,14 +201,14 @@ def make_batch(num_labels: int, vocab: int, hidden: int, device: torch.device) -
 
 
 def one_step(head: nn.Linear, target_head: nn.Linear, states: torch.Tensor, batch: DrafterBatch, loss: str) -> None:
-    """The training loss, as drafters take it."""
+    """Compute the training loss in chunks, as drafters are trained."""
     vocabulary = DraftVocabulary(size=head.out_features)
     labels, objective = Labels.of(batch), Objective(loss=LossKind(loss), head=target_head)
     score(head, (states,), labels, batch, objective, vocabulary=vocabulary).sums.sum().backward()
 
 
 def whole_step(head: nn.Linear, target_head: nn.Linear, states: torch.Tensor, batch: DrafterBatch, loss: str) -> None:
-    """The same loss of all logits at once."""
+    """Compute the same loss of all logits at once."""
     labels = Labels.of(batch)
     logits = head(states)
     if loss == "cross_entropy":
@@ -220,9 +221,7 @@ def whole_step(head: nn.Linear, target_head: nn.Linear, states: torch.Tensor, ba
 
 
 def start_counting(device: torch.device) -> list[bytes]:
-    """Begin with a counter that stands at what is in use now; the ballast that it takes to be kept
-    meanwhile.
-    """
+    """Start a memory counter at what is in use now; return the ballast to keep."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return []

@@ -1,4 +1,4 @@
-"""Is our baseline an honest one?
+"""Compare plain decoding by our loop with transformers' `generate` and its KV cache.
 
 Plain decoding by our loop against transformers' `generate` with its KV cache.
 

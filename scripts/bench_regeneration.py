@@ -1,4 +1,4 @@
-"""Measure regeneration: how many tokens a second each engine writes, and that they write the same.
+"""Measure the tokens per second of each engine, and that all write the same.
 
     python scripts/bench_regeneration.py --drafter outputs/demo/drafter
 
@@ -99,7 +99,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def configurations(args: argparse.Namespace) -> dict[str, DistillConfig]:
-    """The engines by name, the plain decoder first."""
+    """Return the engines by name, the plain decoder first."""
     common: dict[str, Any] = {
         "mode": "regenerate",
         "max_new_tokens": args.max_new_tokens,
@@ -117,7 +117,7 @@ def configurations(args: argparse.Namespace) -> dict[str, DistillConfig]:
 
 
 def first_requests(target: HFTarget, data: DataConfig) -> list[Request]:
-    """The first question of every conversation."""
+    """Return the first question of every conversation."""
     conversations, _ = load_conversations(data)
     return [
         Request(

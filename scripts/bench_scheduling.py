@@ -1,5 +1,6 @@
-"""Measure length-aware scheduling in the padded engine, after S3 (arXiv 2306.06000), on a real
-distribution of lengths.
+"""Measure scheduling by length in the padded engine, on real lengths.
+
+The method is S3's (arXiv 2306.06000).
 
     python scripts/bench_scheduling.py --data ../shared/data/chat/alpaca_eval_outputs.jsonl.gz
 
@@ -107,9 +108,7 @@ class LeavingDecoder(BatchDecoder):
 
 
 class ClassicDecoder(LeavingDecoder):
-    """A row that has ended idles in its place until the batch ends: it is computed, and nothing of
-    it is kept.
-    """
+    """Decoder that computes a row which has ended until its batch ends, as in S3."""
 
     def _select(self, rows: list[int], unfinished: list[int]) -> list[int]:
         return rows
@@ -208,7 +207,7 @@ def measure(work: Workload, policy: Policy, decode: Decode, budget: int) -> Meas
 
 
 def describe(mode: str, maximum: int, name: str, rounds: Rounds) -> dict[str, Any]:
-    """The medians of one policy, and its speed in units of others', round by round."""
+    """Return the medians of one policy, and its speed over that of others."""
     results = rounds[mode, maximum, name]
 
     def times(other: str) -> dict[str, Any] | None:
@@ -234,8 +233,9 @@ def describe(mode: str, maximum: int, name: str, rounds: Rounds) -> dict[str, An
 
 
 def study(records: dict[int, Record], args: argparse.Namespace, target: HFTarget) -> list[dict[str, Any]]:
-    """How well held-out prompts' buckets are told, by what is learnt from and how much: means over
-    draws of the lessons.
+    """Measure how well lengths are predicted, by predictor and number of lessons.
+
+    Figures are means over draws of the lessons.
     """
     held_out = [number for number in records if number >= HELD_OUT]
     early = [number for number in records if number < HELD_OUT]
@@ -273,9 +273,10 @@ def study(records: dict[int, Record], args: argparse.Namespace, target: HFTarget
 def count(
     predictors: dict[str, tuple[LengthPredictor, bool]], records: dict[int, Record], args: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Batches and their steps at full lengths, nothing decoded: where steps cost the same for few
-    rows as for many, as on an accelerator whose time is the reading of weights, that is the
-    time.
+    """Count batches and steps at full lengths, without decoding.
+
+    Where a step costs the same for few rows as for many, as on an accelerator that is bound by
+    reading weights, steps are time.
     """
     rows = []
     for maximum in (
@@ -300,7 +301,7 @@ def count(
 
 
 def counting(lengths: Sequence[int]) -> Callable[[Sequence[Waiting], Sequence[int], int], list[Decoded]]:
-    """A `Decode` that only counts tokens."""
+    """Make a `Decode` that only counts tokens."""
 
     def decode(batch: Sequence[Waiting], limits: Sequence[int], least: int) -> list[Decoded]:
         new = [min(lengths[row.index] - row.num_written, limit) for row, limit in zip(batch, limits, strict=True)]

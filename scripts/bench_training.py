@@ -1,5 +1,4 @@
-"""Training against a straightforward loop at equal loss, step by step on the same texts, labels and
-positions.
+"""Measure training beside a straightforward loop with equal losses.
 
     python scripts/bench_training.py                                  # on the demo's own texts
     python scripts/bench_training.py --data CHAT.jsonl.gz --output benchmarks/training_chat.json    # on chats of mixed lengths
@@ -59,7 +58,7 @@ Logits = list[Float[torch.Tensor, "batch seq vocab"]]
 
 
 def plain_loss(drafter: Any, kind: str, model: Any, batch: DrafterBatch) -> torch.Tensor:
-    """The sum over the trained depths, of logits at all positions of the padded batch."""
+    """Sum the loss over the trained depths, of logits at all positions."""
     output = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask.long(), output_hidden_states=True)
     states = [each.detach() for each in output.hidden_states]
     given = batch.continuations[..., :-1].clamp(min=0)
@@ -147,7 +146,7 @@ def plain_unroll(
 
 
 def pad_to(batch: DrafterBatch, length: int) -> DrafterBatch:
-    """The same batch with more padding."""
+    """Return the batch with more padding."""
     fill = {"input_ids": 0, "attention_mask": False, "positions": False, "continuations": UNKNOWN}
     values = {}
     for name, padding in fill.items():
@@ -170,7 +169,7 @@ class Arm:
     optimizer: torch.optim.Optimizer
 
     def step(self, index: int, num_labels: int) -> tuple[float, float, float]:
-        """The mean loss, and how long the step took: by the clock, and of the processor."""
+        """Run a step; return its mean loss and its seconds by clock and processor."""
         clock, processor = time.perf_counter(), time.process_time()
         loss = self.loss(index) / num_labels
         loss.backward()
@@ -257,8 +256,9 @@ def folder(args: argparse.Namespace) -> Path:
 
 
 def recipe(args: argparse.Namespace, kind: str, positions: int | None, *, own_length: bool = False) -> RunConfig:
-    """The demo's, with this kind of drafter, and texts of --max-length or of the `own_length` of
-    their recipe.
+    """Return the demo's recipe with this kind of drafter and this length of texts.
+
+    Texts have --max-length tokens, or with `own_length` those of the recipe.
     """
     overrides = [
         f"drafter={kind}_demo",

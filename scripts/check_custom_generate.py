@@ -1,5 +1,4 @@
-"""Does a packaged drafter decode in plain transformers, with the same tokens as `model.generate`,
-and how fast?
+"""Compare a packaged drafter in plain transformers with `model.generate`.
 
 Needs torch and transformers, and nothing of outrider. An environment with no more than that:
 
@@ -87,8 +86,9 @@ def compare(model: Any, inputs: Any, folder: str, options: argparse.Namespace, c
 
 
 def take_turns(ways: dict[str, Callable[[], torch.Tensor]], repeats: int, calls: list[int]) -> tuple[dict[str, Any], ...]:
-    """Of each way its tokens, the model's passes, and the median of its seconds, None where no
-    repeat is timed.
+    """Return the tokens, passes and median seconds of each way of decoding.
+
+    The seconds are None where no repeat is timed.
     """
     tokens, passes = {}, {}
     seconds: dict[str, list[float]] = {name: [] for name in ways}

@@ -1,4 +1,4 @@
-"""Does decoding accept what training measured?
+"""Compare what training measured with what decoding accepts on other prompts.
 
 The drafters of a run on prompts that neither saw.
 

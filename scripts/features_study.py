@@ -1,5 +1,4 @@
-"""What storing the target's states costs and saves: bytes, errors, tokens per step, and the time of
-a step.
+"""Measure what storing the target's states costs and saves.
 
     python scripts/features_study.py --folder outputs/features_study --output benchmarks/features_study.json
 
@@ -104,7 +103,7 @@ def main() -> None:
 
 
 def recipe(args: argparse.Namespace, trial: Trial, seed: int = 0) -> RunConfig:
-    """The demo's, with this trial's drafter."""
+    """Return the demo's recipe with this trial's drafter."""
     overrides = [
         "num_threads=1",
         f"seed={seed}",
@@ -123,7 +122,7 @@ def recipe(args: argparse.Namespace, trial: Trial, seed: int = 0) -> RunConfig:
 
 
 def store(args: argparse.Namespace, target: HFTarget) -> dict[str, dict[str, float]]:
-    """Label the texts, unless it was done, and write the same shards with every choice of states.
+    """Label the texts once, and write the shards with every choice of states.
 
     Returns the states' mean relative errors by type and kind, over the first shard.
     """
@@ -214,9 +213,7 @@ def run_trial(args: argparse.Namespace, target: HFTarget, trial: Trial, seed: in
 
 
 def time_steps(args: argparse.Namespace, target: HFTarget) -> dict[str, float]:
-    """Median seconds of an EAGLE-3 step on stored states and on recomputed ones, in turns on the
-    same texts.
-    """
+    """Time EAGLE-3 steps on stored states and on recomputed ones, in turns."""
     config = recipe(args, Trial(drafter="eagle3", shards="none"))
     torch.manual_seed(0)
     drafter = build_drafter(parse_drafter(config.drafter), target).train()

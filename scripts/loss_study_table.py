@@ -1,5 +1,4 @@
-"""Tokens per step by loss, over the seeds: what `accelerate launch train.py conf=loss_study_demo`
-is made for.
+"""Print tokens per step by training loss, over the seeds.
 
     python scripts/loss_study_table.py outputs/loss_study_demo --output benchmarks/loss_study.json
 
@@ -58,7 +57,7 @@ def read_figures(folder: Path) -> list[dict[str, Any]]:
 
 
 def table(figures: Iterable[dict[str, Any]]) -> str:
-    """A Markdown table, the best mean first.
+    """Return a Markdown table, the best mean first.
 
     Differences are seed by seed: a seed's prompts are the same for all.
     """

@@ -1,4 +1,4 @@
-"""Does a drafter draft better when it has learned from the target's own answers?
+"""Measure whether a drafter gains from the target's own answers, at equal labels.
 
 The demo's ReDrafter, at equal labels.
 

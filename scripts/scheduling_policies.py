@@ -86,9 +86,7 @@ def make_workload(
     count: int | None,
     max_new_tokens: int,
 ) -> Workload:
-    """`count` requests in an order of chance, the held-out prompts first chosen; all where it is
-    None.
-    """
+    """Choose `count` requests at random, the held-out prompts first."""
     draw = random.Random(args.seed)
     early = [number for number in records if number < HELD_OUT]
     draw.shuffle(early)
@@ -215,8 +213,9 @@ def predict(predictor: LengthPredictor, work: Workload, *, knows_lengths: bool, 
 
 
 class Experienced:
-    """Predicted reservations that start from answers seen before: those to the first requests of
-    `predicted`.
+    """Predictor that starts from answers seen before.
+
+    They are the answers to the first requests of `predicted`.
     """
 
     def __init__(self, predicted: Predicted, seen: list[int]) -> None:

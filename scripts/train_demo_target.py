@@ -88,8 +88,9 @@ def parse_args() -> argparse.Namespace:
 
 
 def load_or_train_tokenizer(directory: Path, vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer trained on the target's own files (never on a file of another
-    purpose).
+    """Load or train a byte-level BPE tokenizer on the target's own files.
+
+    No file of another purpose is read.
     """
     if not (directory / "tokenizer.json").exists():
         tokenizer = Tokenizer(models.BPE())
@@ -131,9 +132,7 @@ def model_config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
 
 
 def token_stream(tokenizer: PreTrainedTokenizerFast, split: Split, seed: int, with_tests: bool = True) -> torch.Tensor:
-    """All conversations of a split, rendered by the chat template and packed end to end in a random
-    order.
-    """
+    """Render all conversations of a split, and pack them end to end at random."""
     conversations = list(code_conversations(split, Cuts(seed=seed)))
     if not with_tests:
         conversations = [conversation for conversation in conversations if "test" not in conversation.id.split("/")]
@@ -164,9 +163,7 @@ def batches(tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace, first_
 
 
 def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace, device: torch.device) -> float:
-    """Train `model` in place, from the last checkpoint where there is one; the seconds spent in all
-    runs together.
-    """
+    """Train `model` in place, from its last checkpoint; return the seconds in all."""
     # Muon is for the matrices between hidden layers; embeddings and norms keep AdamW.
     matrices = [p for name, p in model.model.layers.named_parameters() if p.ndim == 2]
     rest = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
@@ -221,8 +218,9 @@ def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, args: arg
 
 
 def average(model: LlamaForCausalLM, checkpoint: Path, share: float) -> None:
-    """Mix the weights with an earlier checkpoint's: of two that lie close, the mean predicts better
-    than either.
+    """Mix the weights with those of an earlier checkpoint.
+
+    Of two that lie close, the mean predicts better than either.
     """
     earlier = torch.load(checkpoint, map_location=model.device, weights_only=True)["model"]
     with torch.no_grad():
@@ -231,7 +229,7 @@ def average(model: LlamaForCausalLM, checkpoint: Path, share: float) -> None:
 
 
 def decay_start(steps: int) -> int:
-    """The first step of the last part: falling learning rate, no tests, no loops."""
+    """Return the first step of the last part: falling rate, no tests, no loops."""
     return round(steps * (1 - DECAY_SHARE))
 
 
@@ -269,7 +267,10 @@ def loop_loss(model: LlamaForCausalLM, batch: torch.Tensor) -> torch.Tensor:
 
 
 def ngram_keys(texts: torch.Tensor, size: int, vocab_size: int) -> torch.Tensor:
-    """A number for each run of `size` tokens, [batch, seq - size + 1]; equal where the runs are."""
+    """Return a number for each n-gram: [batch, seq - size + 1].
+
+    Equal n-grams have equal numbers.
+    """
     keys = torch.zeros_like(texts[:, size - 1 :])
     for offset in range(size):
         keys = keys * vocab_size + texts[:, offset : texts.shape[1] - size + 1 + offset]
@@ -300,8 +301,9 @@ def heldout_loss(model, tokenizer, seq_len: int, device: torch.device, max_batch
 
 @torch.no_grad()
 def greedy_quality(model, tokenizer, device: torch.device, num_prompts: int = 50, new_tokens: int = 128) -> dict[str, float]:
-    """Mean share of distinct 4-grams among `new_tokens` greedy tokens: a loop repeats itself and
-    scores near zero.
+    """Return the mean share of distinct 4-grams among `new_tokens` greedy tokens.
+
+    A loop repeats itself and scores near zero.
     """
     conversations = list(code_conversations("target_heldout", Cuts(seed=1)))
     shares = []

@@ -1,4 +1,4 @@
-"""Does Apple's own code say of a ReDrafter what outrider says, whichever of the two wrote it?
+"""Compare ReDrafters with Apple's own code, whichever of the two wrote them.
 
 Apple's code (github.com/apple/ml-recurrent-drafter) is in no package index, and wants older
 versions of other packages, so this runs in turns: outrider's Python makes a target, drafters, their
@@ -44,7 +44,7 @@ SAID_FILE = "said.pt"
 
 
 def make(directory: Path) -> bool:
-    """The target, and a folder for each case with its export and what outrider says."""
+    """Make the target, and a folder for each case with its export and our results."""
     from outrider.models.export.apple import FORMAT
     from outrider.models.export.formats import write_folder
 
@@ -105,7 +105,7 @@ def skip_package_file() -> None:
 
 @torch.no_grad()
 def their_search(model: Any, directory: Path) -> dict[str, torch.Tensor]:
-    """The same by Apple's own search."""
+    """Run the same beam search by Apple's code."""
     from recurrent_drafting.modeling_drafter import BeamShape
 
     embeddings = torch.nn.Embedding.from_pretrained(torch.load(directory / "embeddings.pt", weights_only=True))

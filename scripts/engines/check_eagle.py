@@ -1,5 +1,4 @@
-"""Does EAGLE's own code say of an EAGLE-1 drafter what outrider says, whichever of the two wrote
-it?
+"""Compare EAGLE-1 drafters with EAGLE's own code, whichever of the two wrote them.
 
 Its package on PyPI, eagle-llm 1.2.1 (github.com/SafeAILab/EAGLE), wants older versions of other packages, so this runs in
 turns: outrider's Python makes a target, drafters, their exports and what they say; a Python that has EAGLE loads the
@@ -50,7 +49,7 @@ SAID_FILE = "said.pt"
 
 
 def make(directory: Path) -> bool:
-    """The target, and a folder for each case with its export and what outrider says."""
+    """Make the target, and a folder for each case with its export and our results."""
     from outrider.models.export.eagle1 import SGLANG, VLLM
     from outrider.models.export.formats import write_folder
 
@@ -84,7 +83,7 @@ def as_released(export: Path, target: Path) -> Path:
 
 @torch.no_grad()
 def their_logits(model: Any, tokens: torch.Tensor) -> list[torch.Tensor]:
-    """As `chained_logits`, by EAGLE's own target and layer."""
+    """Compute what `chained_logits` does, by EAGLE's own target and layer."""
     text, head, layer = tokens[:, : NUM_TOKENS + 1], model.base_model.lm_head, model.ea_layer
     features = model.base_model.model(text)[0][:, :-1]
     hidden, cache = layer(features, input_ids=text[:, 1:], use_cache=True)

@@ -1,4 +1,4 @@
-"""Does Medusa's own code say of its heads what outrider says, whichever of the two wrote them?
+"""Compare heads with Medusa's own code, whichever of the two wrote them.
 
 Its package on PyPI, medusa-llm 0.1 (github.com/FasterDecoding/Medusa), wants older versions of
 other packages, so this runs in turns: outrider's Python makes a target, a drafter, its export and
@@ -32,7 +32,7 @@ SAID_FILE = "said.pt"
 
 
 def make(directory: Path) -> bool:
-    """The target, and a folder with the export and what outrider says."""
+    """Make the target, and a folder with the export and our results."""
     from outrider.models.export.formats import write_folder
     from outrider.models.export.medusa import REFERENCE
 
@@ -54,7 +54,7 @@ def rename_target(config: Path, target: Path) -> None:
 
 @torch.no_grad()
 def our_logits(drafter: Any, target: Any) -> list[torch.Tensor]:
-    """The logits of each head at each token of a text: [NUM_TOKENS, VOCAB]."""
+    """Return the logits of each head at each token of a text: [NUM_TOKENS, VOCAB]."""
     text = make_tokens()[:, :NUM_TOKENS]
     hidden, _ = target.hidden_states(text)
     logits: torch.Tensor = drafter.logits(hidden[0])

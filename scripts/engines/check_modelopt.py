@@ -1,5 +1,4 @@
-"""Does outrider say of an EAGLE-3 drafter of NVIDIA's Model Optimizer what the Model Optimizer
-says?
+"""Compare EAGLE-3 drafters of NVIDIA's Model Optimizer with what outrider imports.
 
 Its drafters are published for vLLM, SGLang and TensorRT-LLM. It reads none that others wrote, so
 this goes one way: outrider's Python makes a target; a Python that has the Model Optimizer makes
@@ -35,14 +34,14 @@ SAID_FILE = "said.pt"
 
 
 def make(directory: Path) -> bool:
-    """The target."""
+    """Make the target."""
     make_target(directory / "target", ROPE)
     print(f"the target is in {directory / 'target'}")
     return True
 
 
 def write(directory: Path) -> bool:
-    """The Model Optimizer's Python: make drafters, and write each with what it says."""
+    """Make drafters in the Model Optimizer's Python, and write each with its results."""
     import modelopt.torch.speculative as speculative
     from modelopt.torch.export import export_speculative_decoding
     from modelopt.torch.speculative.config import eagle3_default_config
@@ -74,7 +73,7 @@ def write(directory: Path) -> bool:
 
 @torch.no_grad()
 def their_logits(model: Any, tokens: torch.Tensor) -> list[torch.Tensor]:
-    """As `chained_logits`, by the Model Optimizer's hooks on the target, and its drafter."""
+    """Compute what `chained_logits` does, by the Model Optimizer's hooks and drafter."""
     from transformers.cache_utils import DynamicCache
 
     drafter, embed = model.eagle_module, model.get_input_embeddings()

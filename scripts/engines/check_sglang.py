@@ -1,5 +1,4 @@
-"""Does SGLang's own model code take our exports whole, and say of an EAGLE-3 drafter what outrider
-says?
+"""Check that SGLang's model code loads our exports, and compare its logits with ours.
 
 SGLang's models of drafters (python/sglang/srt/models) are plain Python over layers that want a GPU.
 So this imports the models' own files alone, with plain layers in place of SGLang's: what a
@@ -55,7 +54,7 @@ SAID_FILE = "said.pt"
 
 
 def make(directory: Path) -> bool:
-    """The target, and a folder for each case with its export and what outrider says."""
+    """Make the target, and a folder for each case with its export and our results."""
     from outrider.models.export import eagle1, eagle3
     from outrider.models.export.formats import write_folder
 
@@ -114,7 +113,7 @@ def their_logits(model: Any, features: torch.Tensor, tokens: torch.Tensor) -> li
 
 
 def compare_exports(directory: Path) -> bool:
-    """The Python that has SGLang: load each export, and compare."""
+    """Load each export in the Python that has SGLang, and compare."""
     alike = True
     for name in EAGLE1:
         load(directory / name)

@@ -1,4 +1,4 @@
-"""Does SpecForge say of an EAGLE-3 drafter what outrider says, whichever of the two wrote it?
+"""Compare EAGLE-3 drafters with SpecForge, whichever of the two wrote them.
 
 SpecForge (github.com/sgl-project/SpecForge) trains drafters for SGLang, and is of the same project.
 It wants other versions than outrider does, so this runs in turns: outrider's Python makes a target,
@@ -60,7 +60,7 @@ SAID_FILE = "said.pt"
 
 
 def make(directory: Path) -> bool:
-    """The target, and a folder for each case with its export and what outrider says."""
+    """Make the target, and a folder for each case with its export and our results."""
     from outrider.models.export.eagle3 import FORMAT
     from outrider.models.export.formats import write_folder
 

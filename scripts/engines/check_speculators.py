@@ -1,4 +1,4 @@
-"""Does the speculators library say of an export what outrider says of the drafter?
+"""Compare the speculators library's results on an export with ours.
 
 The library wants other versions than outrider does, so this runs twice: with outrider's Python,
 which makes a small target, an EAGLE-3 drafter for it, its export, and what the drafter says; and
