@@ -31,8 +31,7 @@ Span = tuple[int, int]
 
 
 def use_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> None:
-    """Set another chat template: a .jinja file, or a name of one that outrider ships; None does
-    nothing."""
+    """Set the chat template: a .jinja file, or the name of a built-in one; None keeps it."""
     if chat_template is None:
         return
     is_built_in = chat_template in built_in_templates()
@@ -46,8 +45,7 @@ def use_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | N
 
 
 def encode_prompt(messages: Sequence[Turn], tokenizer: PreTrainedTokenizerBase) -> Int[torch.Tensor, "1 seq"]:
-    """Return the token ids of a conversation, followed by the start of the assistant's next
-    turn."""
+    """Return the ids of a conversation and the start of the assistant's next turn."""
     require_template(tokenizer)
     encoded: Any = tokenizer.apply_chat_template(
         [asdict(turn) for turn in messages], add_generation_prompt=True, return_tensors="pt", return_dict=True

@@ -1,4 +1,7 @@
-"""A guard for `python -m outrider.PACKAGE.MODULE`, which would import a module, do nothing and exit with 0."""
+"""A guard for `python -m outrider.PACKAGE.MODULE`.
+
+Without it, Python would import the module, do nothing and exit with 0.
+"""
 
 import sys
 

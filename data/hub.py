@@ -1,4 +1,7 @@
-"""Whether the Hugging Face Hub answers: one short question, in place of the libraries' minutes of retries."""
+"""A short check whether the Hugging Face Hub answers.
+
+It replaces minutes of retries in the libraries.
+"""
 
 import logging
 import os
@@ -8,14 +11,16 @@ from functools import cache
 logger = logging.getLogger(__name__)
 
 TIMEOUT_SECONDS = 4.0
-"""Longest wait for an answer. A second try follows, so a network that drops packets costs twice as much."""
+"""Longest wait for an answer. A second try follows, so a network that drops packets costs twice as
+much."""
 
 
 def use_hub() -> bool:
-    """Return whether the Hub answers. Where it doesn't, the libraries read only their caches from then on.
+    """Return whether the Hub answers.
 
-    Call it before anything that may be downloaded. huggingface_hub alone would try each file six times, for half a
-    minute, with two warnings a try.
+    If it doesn't, the libraries read only their caches from then on. Call it before anything that
+    may be downloaded. huggingface_hub alone would try each file six times, for half a minute, with
+    two warnings a try.
     """
     from huggingface_hub import constants
 
@@ -40,7 +45,10 @@ def why_offline() -> str:
 
 @cache
 def _answers(endpoint: str) -> bool:
-    """Whether anything answers there, whatever it answers. One retry, logged by the first process of a launch."""
+    """Return whether a server answers at `endpoint`, with any status.
+
+    There is one retry, which the first process of a launch logs.
+    """
     from huggingface_hub.utils import get_session, httpx  # its client, which isn't always the package of this name
 
     for is_last in (False, True):

@@ -14,8 +14,10 @@ Packing weighs this cost: attention with a block mask is mostly computed across 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Text n starts at column `columns[n]` of row `rows[n]`. Padding follows the last text of a
-    row."""
+    """Positions of texts: text n starts at row `rows[n]`, column `columns[n]`.
+
+    Padding follows the last text of a row.
+    """
 
     lengths: tuple[int, ...]
     rows: tuple[int, ...]

@@ -149,6 +149,7 @@ def questions(turns: Sequence[Turn]) -> list[list[Turn]]:
 def answer_seed(seed: int, conversation_id: str, turn: int) -> int:
     """Return the seed of one answer.
 
-    It doesn't depend on the order of work or on other answers. It has 31 bits, which all servers accept.
+    It doesn't depend on the order of work or on other answers. It has 31 bits, which all servers
+    accept.
     """
     return int.from_bytes(hashlib.sha256(f"{seed}/{turn}/{conversation_id}".encode()).digest()[:4], "big") >> 1

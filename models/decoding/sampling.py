@@ -20,7 +20,8 @@ class Sampling:
     top_k: int | None = None
     """Keep only the k most probable tokens; None keeps all."""
     top_p: float | None = None
-    """Keep the smallest set of most probable tokens with a sum of at least top_p; None keeps all."""
+    """Keep the smallest set of most probable tokens with a sum of at least top_p; None keeps
+    all."""
 
     def __post_init__(self) -> None:
         problems = []

@@ -90,8 +90,11 @@ class DraftModel(TrainableDrafter):
 
     @classmethod
     def for_target(cls, config: DraftModelConfig, target: HFTarget) -> "DraftModel":
-        """Build the drafter. Raises ValueError for another tokenizer, vocabulary size, or bad
-        sizes."""
+        """Build the drafter.
+
+        Raises ValueError if the model has another tokenizer or vocabulary size, or if the sizes are
+        invalid.
+        """
         # 1. Load a model, or build one from a saved or derived architecture.
         if config.architecture is None and torch.get_default_device().type == "meta":
             raise ValueError("a saved draft model needs its `architecture`, which describes its weights; save it again")
@@ -207,8 +210,10 @@ class DraftModel(TrainableDrafter):
         return replace(chain, drawn=Drawn(probs=drawn_from, max_children=1))
 
     def advance(self, drafted: DraftedTree, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> TextState:
-        """Keep all but the last two tokens of the new text: the last token and all accepted nodes
-        but one."""
+        """Keep all but the last two tokens of the new text in the cache.
+
+        These are the last token and all accepted nodes except one.
+        """
         cache, entries = drafted.text.writable(), drafted.entries
         if not drafted.text.is_newest:  # the cache is a copy of the texts without the tree: read the tree again
             self.reader.read_tree(cache, drafted.last_token, tree)

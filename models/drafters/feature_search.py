@@ -25,11 +25,10 @@ deep below the most probable child, and wide near the root."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureState:
-    """State of a batch of texts: what the layer has read, and accepted features that it hasn't
-    read.
+    """State of a batch of texts: entries that the layer has read, and unread features.
 
-    There are `num_accepted + 1` such features per row, and one token fewer: the bonus token arrives
-    with `propose`.
+    The unread features are those that the target accepted last. There are `num_accepted + 1` such
+    features per row, and one token fewer: the bonus token arrives with `propose`.
     """
 
     text: CacheSnapshot

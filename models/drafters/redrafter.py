@@ -73,16 +73,13 @@ class RedrafterConfig:
     """Nodes of the draft tree: the most probable nodes of the beam search. None is the paper's
     tree, the final beams. May be changed when the drafter is loaded."""
     share_prefixes: bool = True
-    """Whether the target reads a prefix that beams share only once (section 3.3).
-
-    Off, it reads every beam in full. The answers are the same, but slower: this only measures what
-    sharing saves. May be changed when the drafter is loaded."""
+    """Whether the target reads a prefix that beams share only once (section 3.3). Off, it reads
+    every beam in full. The answers are the same, but slower: this only measures what sharing saves.
+    May be changed when the drafter is loaded."""
 
     tree_padding: Annotated[str, one_of(*TREE_PADDINGS)] | None = None
     """How the paper's tree is padded. Its number of nodes depends on the prefixes that its beams
-    share.
-
-    `exact`: to the fullest row of the batch, which the host waits for. `bucket`: to the next
+    share. `exact`: to the fullest row of the batch, which the host waits for. `bucket`: to the next
     multiple of a fifth of the largest possible number, so there are few sizes. `full`: to the
     largest possible number, without a wait; the target reads the padding. None is `bucket` if the
     target's passes are compiled or recorded, else `exact`. May be changed when the drafter is
@@ -245,8 +242,7 @@ class Redrafter(ReducedVocabulary, LastStateDrafter):
     def logits(
         self, hidden: Float[torch.Tensor, "*batch hidden"], state: Float[torch.Tensor, "*batch hidden"]
     ) -> Float[torch.Tensor, "*batch draft_vocab"]:
-        """Return logits of the next token from the target's hidden state and the recurrent
-        state."""
+        """Return logits of the next token from hidden state and recurrent state."""
         both = torch.cat([hidden.to(state.dtype), state], dim=-1)
         logits: torch.Tensor = self.head(self.blocks(self.projection(both)))
         return logits

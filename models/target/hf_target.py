@@ -54,8 +54,7 @@ class HFTarget(FrozenModel):
 
     @property
     def form(self) -> str:
-        """How passes over draft trees run: compiled, as CUDA graphs, or eagerly. Speed depends on
-        it."""
+        """How passes over draft trees run (speed depends on it): compiled, in graphs or eager."""
         return " ".join(name for name in ("compiled", "cuda_graphs") if getattr(self, name)) or "eager"
 
     @property
@@ -228,8 +227,7 @@ class HFTarget(FrozenModel):
         self._logits = SharedBuffer()
 
     def release_hooks(self) -> None:
-        """Remove the hooks that read hidden states from the model; the next pass adds them
-        again."""
+        """Remove the hooks that read hidden states; the next pass adds them again."""
         self._captured.detach()
 
     def _require_cache(self) -> TreeCache:
@@ -247,8 +245,7 @@ class HFTarget(FrozenModel):
 
     @torch.inference_mode()
     def _probe(self) -> None:
-        """Raise ValueError if a small tree's logits differ from those of its paths in plain
-        passes."""
+        """Raise ValueError if a small tree's logits differ from plain passes over its paths."""
         # 1. Two prompts of different lengths, and a tree with the paths "a b" and "c", in the order
         # a c b.
         text = torch.arange(3, 15, device=self.device) % self.vocab_size
@@ -288,8 +285,7 @@ class HFTarget(FrozenModel):
     def _read_eagerly(
         self, cache: TreeCache, last_token: Int[torch.Tensor, " batch"], tree: DraftTree
     ) -> Float[torch.Tensor, "batch entry vocab"]:
-        """Return a tree's logits by the eager model: compiling or recording the probe isn't worth
-        it."""
+        """Return a tree's logits by the eager model; recordings of the probe aren't needed."""
         self._trees.begin(cache, tree.num_nodes)
         return self._read_tree(self.model, cache, last_token, tree.tokens, tree.lineage).logits
 

@@ -195,8 +195,10 @@ def _check_directory(name_or_path: str) -> None:
 
 
 def _public_name(name_or_path: str) -> str:
-    """Return the Hub id, or a directory's last name: published checkpoints contain no local
-    path."""
+    """Return the Hub id, or a directory's last name.
+
+    Published checkpoints must not contain local paths.
+    """
     path = Path(name_or_path)
     return path.resolve().name if path.is_dir() else name_or_path
 

@@ -81,8 +81,7 @@ def require_tree_attention(model: PreTrainedModel) -> None:
 
 
 def _length_dependent_rope(config: Any) -> str | None:
-    """Return the kind of rotary embedding if its frequencies depend on the text's length, else
-    None.
+    """Return the rotary embedding's kind if it depends on the text's length, else None.
 
     Such an embedding counts only if the context is longer than the original length.
     """
@@ -252,8 +251,7 @@ ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _grouped_heads_forward)
 
 @contextmanager
 def grouped_heads(model: PreTrainedModel) -> Iterator[None]:
-    """Let a model with sdpa attention read masked texts without repeating keys and values, in a
-    block.
+    """Make masked sdpa attention not repeat keys and values for heads, inside the block.
 
     With a mask, transformers repeats keys and values for every head of a group. That multiplies the
     cache's memory traffic by the group's size, for example by four.

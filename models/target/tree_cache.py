@@ -210,12 +210,11 @@ class TreeCache(Cache):
         return stored[:, :, : self.extent]
 
     def keep(self, entries: Int[torch.Tensor, "batch kept"] | None, counts: Counts) -> None:
-        """Commit the first `counts` of the `entries` of each row's last pass, in order; drop the
-        rest.
+        """Commit the first `counts` of each row's `entries` of the last pass; drop the rest.
 
-        A row that keeps fewer entries than `entries` is wide lists arbitrary others at the end;
-        later passes overwrite them. None keeps the first entries of the pass, which are already in
-        the right columns.
+        Entries are committed in their order. A row that keeps fewer entries than `entries` is wide
+        lists arbitrary others at the end; later passes overwrite them. None keeps the first entries
+        of the pass, which are already in the right columns.
         """
         if entries is not None:
             columns = self._behind(entries.shape[1])
@@ -333,13 +332,11 @@ class CacheSnapshot:
 
     @property
     def is_newest(self) -> bool:
-        """Whether the cache wasn't written since; the entries behind the texts are then valid
-        too."""
+        """Whether the cache wasn't written since; entries after the texts are then valid."""
         return self.cache._version == self.version
 
     def writable(self) -> TreeCache:
-        """Return a writable cache of these texts: the original if the snapshot is the newest, else
-        a copy.
+        """Return a writable cache of these texts: the original if newest, else a copy.
 
         Raises RuntimeError if the memory has been taken over.
         """

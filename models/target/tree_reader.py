@@ -58,8 +58,7 @@ class TreeReader:
         return output
 
     def begin(self, cache: TreeCache, num_nodes: int, num_read: int = 0) -> bool:
-        """Prepare a pass over the last committed token and a tree, without the first `num_read`
-        entries.
+        """Prepare a pass over the last token and a tree, except the first `num_read` entries.
 
         Those entries were read since the last `keep`. Returns whether the cache has moved (see
         `TreeCache.begin_pass`).

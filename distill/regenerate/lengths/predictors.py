@@ -161,7 +161,6 @@ def most_read_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
 
 
 def soft_labels(buckets: Int[torch.Tensor, " request"]) -> Float[torch.Tensor, "request bucket"]:
-    """Spread each bucket's label over its neighbours, as a bell curve of NEIGHBOUR_SPREAD
-    buckets."""
+    """Spread each label over neighbouring buckets, as a bell curve."""
     distance = (torch.arange(NUM_BUCKETS) - buckets[:, None]) / NEIGHBOUR_SPREAD
     return (-(distance**2) / 2).softmax(1)
