@@ -1,4 +1,5 @@
-"""One example as text, with the part that is trained on marked: what shows a wrong chat template at a glance."""
+"""One example as text, with the part that is trained on marked: what shows a wrong chat template at
+a glance."""
 
 from itertools import groupby
 
@@ -18,7 +19,8 @@ VISIBLE = str.maketrans({"\n": "\u21b5\n", "\t": "\u2192"} | {chr(code): "\ufffd
 def preview(example: Example, tokenizer: PreTrainedTokenizerBase, *, coloured: bool = False) -> str:
     """Render the first parts of an example. Trained parts are in [[ ]], or green.
 
-    Line breaks are shown as \u21b5 at the end of a line, tabs as \u2192, and spaces at a part's ends as \u00b7.
+    Line breaks are shown as \u21b5 at the end of a line, tabs as \u2192, and spaces at a part's
+    ends as \u00b7.
     """
     start, end = (GREEN, NO_COLOUR) if coloured else MARKS
     tokens = zip(example.input_ids.tolist(), example.loss_mask.tolist(), strict=True)

@@ -4,8 +4,8 @@ Entry t of a text pairs the embedding of token t + 1 with the target's feature a
 layer's output at entry t predicts token t + 2. It also replaces the feature at t + 1, which the
 target hasn't computed yet (arXiv 2401.15077, section 3.1).
 
-    token after entry      c_0        c_1        c_2        c_0: chosen by the target, c_1..: drafted
-    entry             (c_0, f_i)  (c_1, g_0)  (c_2, g_1)    f: target's feature, g: layer's output
+    token after entry      c_0        c_1        c_2       c_0: chosen by the target, c_1..: drafted
+    entry             (c_0, f_i)  (c_1, g_0)  (c_2, g_1)   f: target's feature, g: layer's output
 """
 
 from abc import abstractmethod

@@ -136,7 +136,7 @@ def require_horizon(spec: DrafterSpec, horizon: int) -> None:
 
 
 def describe_untrained_depths(spec: DrafterSpec, horizon: int) -> str | None:
-    """Describe a search that is deeper than labels of `horizon` tokens; else None."""
+    """Describe a search that is deeper than `horizon` labelled tokens train; else None."""
     option = DRAFTERS[spec.kind].DEPTH_OPTION
     if option is None or getattr(spec.config, option) < horizon:
         return None
