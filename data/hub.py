@@ -29,7 +29,8 @@ def use_hub() -> bool:
     if _answers(constants.ENDPOINT):
         return True
     constants.HF_HUB_OFFLINE = True
-    if (datasets := sys.modules.get("datasets")) is not None:  # it copied the value when it was imported
+    # `datasets` copied the value when it was imported.
+    if (datasets := sys.modules.get("datasets")) is not None:
         datasets.config.HF_HUB_OFFLINE = True
     return False
 
@@ -49,7 +50,8 @@ def _answers(endpoint: str) -> bool:
 
     There is one retry, which the first process of a launch logs.
     """
-    from huggingface_hub.utils import get_session, httpx  # its client, which isn't always the package of this name
+    # huggingface_hub's HTTP client, which isn't always the package httpx.
+    from huggingface_hub.utils import get_session, httpx
 
     for is_last in (False, True):
         try:

@@ -7,7 +7,8 @@ import torch
 from jaxtyping import Int, Shaped
 
 ATTENTION_COLUMNS = 4096
-"""Row length at which attention costs as much as the rest of a model: about six times its width.
+"""Row length at which attention costs as much as the rest of a model: about six times its hidden
+size.
 
 Packing weighs this cost: attention with a block mask is mostly computed across the whole row."""
 

@@ -123,7 +123,8 @@ class DistillConfig:
     @property
     def sampling(self) -> "Sampling":
         """Sampling options of regenerated answers."""
-        from ..models.decoding.sampling import Sampling  # imports torch, which composing a recipe doesn't need
+        # Imports torch, which composing a recipe doesn't need.
+        from ..models.decoding.sampling import Sampling
 
         return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
 

@@ -70,7 +70,7 @@ class Dialogue:
         return self._turn
 
     def next_request(self) -> Request | None:
-        """Return the next request for the target, or None at the end, also at an early one."""
+        """Return the next request for the target; None if the conversation has ended."""
         if self._turn == self.num_turns:
             self._close()
             return None

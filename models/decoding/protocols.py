@@ -50,7 +50,7 @@ class Target(Protocol):
     def has_fixed_shapes(self) -> bool:
         """Whether each new shape of a pass is compiled or recorded first.
 
-        If so, few batch sizes are worth some padding.
+        If so, batches are padded to few different sizes.
         """
 
     @property

@@ -55,7 +55,8 @@ def warp(logits: Float[torch.Tensor, "*batch vocab"], sampling: Sampling) -> Flo
         ranked, order = probs.sort(dim=-1, descending=True, stable=True)
         before = ranked.cumsum(-1) - ranked  # the sum over all more probable tokens
         ranked = ranked.masked_fill(before >= sampling.top_p, 0.0)
-        ranked[..., 0] = ranked[..., 0].clamp(min=torch.finfo(ranked.dtype).tiny)  # the most probable token always stays
+        # The most probable token always stays.
+        ranked[..., 0] = ranked[..., 0].clamp(min=torch.finfo(ranked.dtype).tiny)
         probs = torch.zeros_like(probs).scatter_(-1, order, ranked)
         probs = probs / probs.sum(-1, keepdim=True)
     return probs

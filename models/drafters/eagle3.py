@@ -36,8 +36,8 @@ class Eagle3Config(TreeOptions):
     layer, with the numbers 2, half of the number of layers, and the last but two (fewer if these
     coincide)."""
     draft_vocab_size: PositiveInt | None = None
-    """Number of tokens to draft, the most frequent of the distilled data; None is the whole
-    vocabulary."""
+    """Size of a reduced draft vocabulary, which has the most frequent tokens of the distilled data.
+    None is the whole vocabulary."""
     init: Annotated[str, one_of("random", "target")] = "target"
     """`target`: layer, norm and head start with the weights of the target's last ones, but the
     layer's output projections start at zero, so the latest feature passes through unchanged.

@@ -61,8 +61,8 @@ class RedrafterConfig:
     """`random`, or `target`: start with the target's head; `exit_width` must then be the target's
     hidden size."""
     draft_vocab_size: PositiveInt | None = None
-    """Number of tokens to draft, the most frequent of the distilled data; None is the whole
-    vocabulary."""
+    """Size of a reduced draft vocabulary, which has the most frequent tokens of the distilled data.
+    None is the whole vocabulary."""
     beam_width: PositiveInt = 4
     """Beams of the beam search. May be changed when the drafter is loaded."""
     beam_length: PositiveInt = 5
@@ -162,7 +162,7 @@ class Redrafter(ReducedVocabulary, LastStateDrafter):
     def _start_from(self, target_head: nn.Linear) -> None:
         """Copy the target's head, and pass h through to it unchanged.
 
-        At first the drafter then predicts the target's last token again.
+        At first the drafter then tends to predict the token that the target has just chosen.
         """
         assert isinstance(self.head, nn.Linear)
         if self.head.weight.shape != target_head.weight.shape:

@@ -85,7 +85,8 @@ class DraftModelConfig:
 
 
 CANT_BE_BUILT = (
-    *(StrictDataclassError, TypeError, ValueError),  # values of wrong types, or contradictory values
+    # Values of wrong types, or contradictory values.
+    *(StrictDataclassError, TypeError, ValueError),
     KeyError,  # names that transformers doesn't know
     *(ArithmeticError, AssertionError, RuntimeError),  # impossible sizes of tensors
 )

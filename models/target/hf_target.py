@@ -61,7 +61,7 @@ class HFTarget(FrozenModel):
     def has_fixed_shapes(self) -> bool:
         """Whether each new shape of a pass is compiled or recorded first.
 
-        If so, few shapes are worth some padding.
+        If so, passes are padded to few different shapes.
         """
         return self.compiled or self.cuda_graphs
 
@@ -292,7 +292,8 @@ class HFTarget(FrozenModel):
     def _difference(self, logits: Float[torch.Tensor, " vocab"], text: Int[torch.Tensor, " seq"]) -> float:
         """Return the relative error of logits against a plain pass, each less its mean.
 
-        The mean cancels in softmax, so a difference of means is no error.
+        Softmax ignores a constant that is added to all logits, so a difference of means is no
+        error.
         """
         plain = self.model(text[None], use_cache=False).logits[0, -1].float()
         error = logits.float() - plain

@@ -122,7 +122,8 @@ def tree_attention_mask(
     hidden = hidden_score(dtype)
     added = torch.full((batch, 1 + num_nodes, num_nodes + 3), hidden, dtype=dtype, device=lineage.device)
     added[:, :, :2] = 0
-    added[:, 1:, 1:].scatter_(2, lineage + 1, 0)  # NO_NODE is the last token's column, which all queries see anyway
+    # NO_NODE is the last token's column, which all queries see anyway.
+    added[:, 1:, 1:].scatter_(2, lineage + 1, 0)
     added = added[:, queries]
     # 2. Look these scores up for each cache column. `offset` is 0 and less where text is committed.
     offset = torch.arange(1, extent + 1, device=lengths.device) - lengths[:, None]  # [batch, key]

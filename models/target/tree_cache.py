@@ -46,7 +46,8 @@ def extent_step(device: torch.device, *, is_fixed: bool) -> int:
 class TreeCacheLayer(CacheLayerMixin):
     """One layer's view of the cache: keys and values, [batch, head, capacity, head_dim]."""
 
-    is_sliding = False  # layers with a window keep all columns too: the mask hides those outside the window
+    # Layers with a window keep all columns too: the mask hides those outside the window.
+    is_sliding = False
 
     def __init__(self, cache: "TreeCache") -> None:
         super().__init__()
@@ -152,7 +153,8 @@ class TreeCache(Cache):
             if buffer.shape[2::2] == (num_heads, head_dim) and self._used[index] < len(buffer):
                 self._used[index] += 1
                 return index, self._used[index] - 1
-        num_missing = 2 * len(self.layers) - sum(self._used)  # most layers are alike: room for all that follow
+        # Most layers are alike: room for all that follow.
+        num_missing = 2 * len(self.layers) - sum(self._used)
         # Zeros: columns between a short row and the longest one are masked, and NaN times 0 would
         # be NaN.
         self._buffers.append(states.new_zeros(num_missing, self.max_batch, num_heads, self.capacity, head_dim))

@@ -77,7 +77,8 @@ def target_of(model: LlamaForCausalLM, **form: Any) -> HFTarget:
         hidden_size=model.config.hidden_size,
         vocab_size=model.config.vocab_size,
     )
-    empty = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE()))  # the benchmarks need no text
+    # The benchmarks need no text.
+    empty = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE()))
     return HFTarget(model, empty, identity, **form)
 
 

@@ -308,7 +308,7 @@ class TrainingStep:
         }
 
     def operations(self, case: Case, positions: int) -> train_flops.Operations:
-        """Count the operations of a step, of the target's read layers and of the drafter."""
+        """Count the operations of a step: the target's layers that it runs, and the drafter."""
         config, depths = self.target.model.config, self.args.horizon - 1
         num_layers = config.num_hidden_layers if self.reads.hidden_states else max(self.reads.layers)
         target_pass = train_flops.target_pass(config, case.batch, case.seq, num_layers)

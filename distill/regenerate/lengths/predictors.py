@@ -130,7 +130,8 @@ class ClassifierPredictor:
             padding=True,
             truncation=True,
             max_length=self.read_tokens,
-            split_special_tokens=True,  # a prompt may contain one; T5 and BART fail at a second end-of-text token
+            # A prompt may contain one; T5 and BART fail at a second end-of-text token.
+            split_special_tokens=True,
             return_tensors="pt",
         )
         return {name: values.to(self.device) for name, values in encoded.items()}

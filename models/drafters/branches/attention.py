@@ -36,7 +36,8 @@ class Entries:
 
     def attend(self, query: Query, visible: Visible, scale: float) -> Query:
         """Attend from the last depth's entries to their branch and to the `visible` text."""
-        if query.device.type != "cpu":  # only the CPU has a kernel that takes a mask and returns the log-sum-exp
+        # Only the CPU has a kernel that takes a mask and returns the log-sum-exp.
+        if query.device.type != "cpu":
             return attend_densely(query, self.text, self.branches, visible, scale)
         # A finite score, not minus infinity: a branch may see nothing of the text.
         mask = torch.zeros_like(visible, dtype=query.dtype).masked_fill_(~visible, hidden_score(query.dtype))

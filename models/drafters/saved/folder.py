@@ -150,7 +150,8 @@ def infinite_problems(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     return [
         f"{name} holds numbers that aren't finite"
         for name, tensor in sorted(tensors.items())
-        if tensor.is_floating_point() and not tensor.float().isfinite().all()  # 8-bit types have no isfinite
+        # 8-bit types have no isfinite.
+        if tensor.is_floating_point() and not tensor.float().isfinite().all()
     ]
 
 
