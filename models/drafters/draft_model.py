@@ -65,7 +65,7 @@ class DraftedTree:
     """Keys and values of the texts without their last token; the tree's entries follow them."""
     last_token: Int[torch.Tensor, " batch"]
     entries: Int[torch.Tensor, "batch node"]
-    """Entry of each node in the cache behind the text. Entry 0 is the last token."""
+    """Entry of each node in the cache after the text. Entry 0 is the last token."""
 
 
 class DraftModel(TrainableDrafter):

@@ -253,7 +253,7 @@ class HFTarget(FrozenModel):
         tokens, parents = torch.tensor([[5, 7, 6]] * 2, device=self.device), torch.tensor([[-1, -1, 0]] * 2, device=self.device)
         tree = DraftTree(tokens=tokens % self.vocab_size, parents=parents, max_depth=2)
         last = text[[8, 9]]
-        # 2. Read both prompts, the tree, and then a chain behind different accepted paths in each
+        # 2. Read both prompts, the tree, and then a chain after different accepted paths in each
         # row.
         cache = self._trees.new_cache(2, 24, self.device)
         start = self._prefill(prompts, cache).logits

@@ -151,7 +151,7 @@ def visible_columns(
 ) -> Bool[torch.Tensor, "batch query key"]:
     """Mark which of `extent` cache columns each query sees.
 
-    A query sees the committed columns, and the `related` entries behind them.
+    A query sees the committed columns, and the `related` entries after them.
     """
     column = torch.arange(extent, device=lengths.device) - lengths[:, None]  # [batch, key]: negative where committed
     num_entries = related.shape[2]

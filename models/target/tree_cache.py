@@ -1,9 +1,9 @@
-"""A KV cache that holds committed texts and, behind each text, the nodes of its draft tree.
+"""A KV cache that holds committed texts and, after each text, the nodes of its draft tree.
 
     row 0   a b c d|x y z . . .         | = lengths[0] = 4, then the entries of the last pass
     row 1   e f|x y z . . . . .         | = lengths[1] = 2
 
-Buffers are allocated once and written in place. A pass writes its entries directly behind each
+Buffers are allocated once and written in place. A pass writes its entries directly after each
 row's committed columns. It sees the first `extent` columns; a mask hides the columns that a query
 must not see. Nothing moves until the owner keeps some of the entries.
 
@@ -83,7 +83,7 @@ Slot = tuple[int, int]
 
 
 class TreeCache(Cache):
-    """KV cache of a model's layers, with draft trees behind the committed texts.
+    """KV cache of a model's layers, with draft trees after the committed texts.
 
     All tensors of one shape are slots of one buffer, [slot, batch, head, capacity, head_dim]; so
     committing is one gather for all layers.
@@ -245,7 +245,7 @@ class TreeCache(Cache):
         self._forget_snapshots()
 
     def snapshot(self) -> "CacheSnapshot":
-        """Return the committed texts, and the entries behind them, as a value."""
+        """Return the committed texts, and the entries after them, as a value."""
         return CacheSnapshot(cache=self, version=self._version, lengths=self._host_lengths)
 
     def _forget_snapshots(self) -> None:
@@ -313,7 +313,7 @@ class TreeCache(Cache):
         self.capacity += more
 
     def _behind(self, num_entries: int, *, offset: int = 0, fixed: bool = False) -> slice | Int[torch.Tensor, "batch entry"]:
-        """Return the `num_entries` columns that start `offset` behind each row's committed columns.
+        """Return the `num_entries` columns that start `offset` after each row's committed columns.
 
         They are a slice if all rows are equally long. With `fixed` they are always a tensor, which
         a recording can recompute.
