@@ -24,8 +24,8 @@ def export_command(
         str,
         typer.Option(
             help="vllm or sglang, which choose the format by the drafter's kind; or a format (kind of drafter): "
-            "eagle3 (eagle3; vLLM and SGLang), speculators (eagle3; vLLM), eagle1-vllm (eagle), eagle1-sglang (eagle), medusa (medusa), "
-            "tensorrt-llm (medusa), apple (redrafter), transformers (draft_model; also vLLM and SGLang)."
+            "eagle3 (eagle3; vLLM and SGLang), speculators (eagle3; vLLM), eagle1-vllm (eagle), eagle1-sglang (eagle), "
+            "medusa (medusa), tensorrt-llm (medusa), apple (redrafter), transformers (draft_model; also vLLM and SGLang)."
         ),
     ],
     output: Annotated[Path, typer.Option(help="Folder for the export: a new or empty one, or an earlier export's.")],

@@ -27,7 +27,7 @@ def preview(example: Example, tokenizer: PreTrainedTokenizerBase, *, coloured: b
     parts = [(trained, [id for id, _ in group]) for trained, group in groupby(tokens, key=lambda token: token[1])]
     texts = []
     for trained, ids in parts[:MAX_PARTS]:
-        decoded: str = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        decoded = str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
         text = _shorten(decoded)
         texts.append(f"{start}{text}{end}" if trained else text)
     if len(parts) > MAX_PARTS:
