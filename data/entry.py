@@ -20,7 +20,7 @@ COMMANDS = {
 
 
 def require_entry() -> None:
-    """Exit with an error where Python is about to run a module of outrider that is no entry.
+    """Exit with an error if Python is about to run a module of outrider that is no entry.
 
     Packages call this when they are imported. While `python -m` imports the parents of the module
     that it will run, sys.argv[0] is "-m".

@@ -18,9 +18,9 @@ much."""
 def use_hub() -> bool:
     """Return whether the Hub answers.
 
-    If it doesn't, the libraries read only their caches from then on. Call it before anything that
-    may be downloaded. huggingface_hub alone would try each file six times, for half a minute, with
-    two warnings a try.
+    If it doesn't, the libraries read only their caches from then on. Call this before any possible
+    download. huggingface_hub alone would try each file six times, for half a minute, with two
+    warnings per try.
     """
     from huggingface_hub import constants
 

@@ -1,5 +1,4 @@
-"""One example as text, with the part that is trained on marked: what shows a wrong chat template at
-a glance."""
+"""One example as text with the trained parts marked, which shows a wrong chat template."""
 
 from itertools import groupby
 
@@ -8,11 +7,11 @@ from transformers import PreTrainedTokenizerBase
 from .types import Example
 
 MARKS = ("[[", "]]")
-"""Around the trained parts where there is no colour."""
+"""Marks around the trained parts, if there is no colour."""
 GREEN, NO_COLOUR = "\x1b[32m", "\x1b[0m"
 MAX_PARTS = 6
 MAX_CHARACTERS = 240
-"""Of a part; of a longer one the beginning and the end are shown."""
+"""Most characters of a part; of a longer part the start and the end are shown."""
 VISIBLE = str.maketrans({"\n": "\u21b5\n", "\t": "\u2192"} | {chr(code): "\ufffd" for code in range(32) if code not in (9, 10)})
 
 
@@ -36,7 +35,7 @@ def preview(example: Example, tokenizer: PreTrainedTokenizerBase, *, coloured: b
 
 
 def _shorten(text: str) -> str:
-    """The text with visible white space, and without its middle where it is long."""
+    """Make white space visible, and cut the middle out of a long text."""
     inner = text.strip(" ")
     leading, trailing = len(text) - len(text.lstrip(" ")), len(text) - len(text.rstrip(" "))
     if len(inner) > MAX_CHARACTERS:
