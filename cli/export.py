@@ -33,7 +33,8 @@ def export_command(
 ) -> None:
     """Write a drafter as another program reads it: a serving engine, a library or a release.
 
-    What the format has no place for is refused, with the remedy; nothing is dropped. docs/engines says how each is served.
+    An option that the format can't hold is an error with a remedy; nothing is dropped. How each format is served:
+    docs/how-to/engines.
     """
     import torch  # it, and all that uses it, loads too slowly for --help
 

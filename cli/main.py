@@ -36,12 +36,9 @@ app.command("pull")(pull_command)
 app.add_typer(data_app, name="data")
 
 
-@app.command("run", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command("run", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
 def run_command(context: typer.Context) -> None:
-    """Run a recipe: outrider run conf=demo train.steps=20. On several devices: accelerate launch train.py conf=...
-
-    Takes Hydra's overrides and options, such as --cfg job, which only prints what would run.
-    """
+    """Run a recipe: outrider run conf=demo train.steps=20, or a file of your own: outrider run my.yaml."""
     from .compose import main as run_recipe  # loads torch and transformers
 
     sys.argv = ["outrider run", *context.args]

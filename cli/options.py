@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 import yaml
 
 if TYPE_CHECKING:
+    from ..eval.config import SuiteConfig
     from ..models.target.hf_target import HFTarget
 
 T = TypeVar("T")
@@ -27,7 +28,7 @@ TokenizerOptions = Annotated[
 BatchSizes = Annotated[list[int] | None, typer.Option("--batch-size", help="Prompts decoded together. Repeat for several.")]
 MaxNewTokens = Annotated[int, typer.Option(help="Tokens per answer, at most.")]
 Limit = Annotated[int, typer.Option(help="Draw at most so many prompts.")]
-SuitePath = Annotated[str | None, typer.Option(help="Local file of the suite.")]
+SuitePath = Annotated[str | None, typer.Option(help="Local file of a named suite.")]
 Threads = Annotated[int | None, typer.Option("--threads", help="CPU threads; torch's choice unless given.")]
 PackWeights = Annotated[bool, typer.Option(help="On a CPU, pack linear layers for few rows (more memory).")]
 Seed = Annotated[int, typer.Option(help="Of the prompts that --limit draws, of samples, and of the bootstrap.")]
@@ -41,6 +42,16 @@ def config_from(cls: type[T], options: Mapping[str, Any], **others: Any) -> T:
     names = {field.name for field in fields(cls)}  # type: ignore[arg-type]
     chosen = {name: value for name, value in options.items() if name in names and value is not None}
     return cls(**{**chosen, **others})
+
+
+def chosen_suite(text: str, path: str | None = None, **options: Any) -> "SuiteConfig":
+    """Return the suite of a --suite option, with the path that --suite-path gives it."""
+    from ..eval.config import suite_of
+
+    suite = suite_of(text, **options)
+    if path is not None and suite.path is not None:
+        raise ValueError(f"--suite {text} is a file, and --suite-path gives it another one, {path}; leave --suite-path out")
+    return replace(suite, path=path or suite.path)
 
 
 def load_chosen_target(options: Mapping[str, Any]) -> "HFTarget":

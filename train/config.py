@@ -42,7 +42,8 @@ class TrainConfig:
     """Training of one drafter: a fixed number of optimizer steps over the shards, as many epochs as that takes."""
 
     steps: PositiveInt
-    """Optimizer steps of the whole run."""
+    """Optimizer steps of the whole training. With more steps than before, a finished training resumes from its last
+    checkpoint, on the schedule of the new number; with fewer it is an error."""
     batch_size: PositiveInt = 8
     """Texts per micro batch and process. One step reads batch_size x gradient_accumulation x processes texts."""
     gradient_accumulation: PositiveInt = 1

@@ -1,4 +1,4 @@
-"""Which formats there are. A new one is a module, a row here, and a page in `docs/engines`."""
+"""Which formats there are. A new one is a module, a row here, and a page in `docs/how-to/engines`."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..drafters.base import TrainableDrafter
+from ..drafters.registry import kind_of
 from ..drafters.saved.build import drafter_of_weights, saved_spec
 from ..drafters.saved.folder import read_drafter_config
 from ..drafters.saved.loading import require_fitting_target
@@ -56,6 +57,28 @@ def find_format(name: str) -> Format:
     if name not in FORMATS:
         raise ValueError(f"the format is {name!r}; there are: {', '.join(FORMATS)}")
     return FORMATS[name]
+
+
+def refusals_after_training(fresh: TrainableDrafter, target: HFTarget) -> dict[str, str | None]:
+    """Return for each format of the drafter's kind why it can't hold such a drafter, or None if it can.
+
+    `fresh` is an untrained drafter, and it is of no use afterwards: the function chooses some
+    vocabulary, and sets all weights to 1, since training leaves no weight at the zero that it starts at.
+    """
+    if fresh.wants_token_counts:
+        fresh.choose_draft_vocabulary(torch.arange(target.vocab_size))
+    for parameter in fresh.parameters():
+        parameter.data = torch.ones_like(parameter.data)  # a new tensor: the old one may belong to the target
+    refusals: dict[str, str | None] = {}
+    for name, format in FORMATS.items():
+        if format.kind != kind_of(fresh):
+            continue
+        try:
+            format.write(fresh, target)
+            refusals[name] = None
+        except ValueError as error:
+            refusals[name] = str(error)
+    return refusals
 
 
 def stored_drafter(directory: Path, target: HFTarget) -> TrainableDrafter:

@@ -116,7 +116,7 @@ def cuda_paths() -> Iterator[None]:
 
 
 def _attend_densely(entries: branch_attention.Entries, query: Any, seen: torch.Tensor, scale: float) -> torch.Tensor:
-    return branch_attention.attend_densely(query, entries.text, entries.own, seen, scale)
+    return branch_attention.attend_densely(query, entries.text, entries.branches, seen, scale)
 
 
 # --- decoding

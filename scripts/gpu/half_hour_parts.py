@@ -214,7 +214,7 @@ def train_parts(scratch: Path) -> Iterator[Part]:
     )
 
 
-# --- what is expected. Milliseconds are estimates for an 8B target on an H100: see docs/gpu.md.
+# --- what is expected. Milliseconds are estimates for an 8B target on an H100: see docs/how-to/gpu.md.
 
 
 def rows(report: Report, **wanted: Any) -> list[dict[str, Any]]:

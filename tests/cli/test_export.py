@@ -85,7 +85,7 @@ def test_mistakes_are_named_before_anything_is_loaded(drafter, tiny_target_dir, 
         call("export", drafter, *target, "--to", "medusa", "--dtype", "int8")
     with pytest.raises(ValueError, match="is there already; name a new folder"):
         call("import", drafter, "--target", tiny_target_dir, "--output", drafter)
-    with pytest.raises(ValueError, match="there is no folder nobody/nothing here, and of that name on the Hub"):
+    with pytest.raises(ValueError, match="there is no local folder nobody/nothing, and as a name on the Hub"):
         call("import", "nobody/nothing", *target)
     with pytest.raises(ValueError, match="no/such/folder is neither a folder here nor a name on the Hub"):
         call("import", "no/such/folder", *target)

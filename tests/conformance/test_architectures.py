@@ -215,10 +215,10 @@ def refused_model(case: str) -> PreTrainedModel:
         ("softcap", "set target.attn_implementation to eager"),
         ("recurrent", "layers of type linear_attention"),
         ("longrope", "chooses its rotary frequencies \\(longrope\\)"),
-        ("columns", "cuts windows by column"),
+        ("columns", "cuts windows by cache column"),
         ("own positions", "reads a draft tree differently from plain texts"),
-        ("column numbers", "which columns of its cache to read by their number"),
-        ("encoder-decoder", "can't be driven by 4-D masks, position ids and a cache"),
+        ("column numbers", "cache columns that it reads by their number"),
+        ("encoder-decoder", "doesn't accept 4-D masks, position ids and a cache"),
         ("damaged", "are not all numbers"),
     ],
 )

@@ -200,6 +200,22 @@ def test_the_vicuna_template_has_the_prompt_of_its_training(sentencepiece_like: 
     assert torch.equal(located.loss_mask, example.loss_mask)
 
 
+def test_qwen3_answers_after_an_empty_thinking_block(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    """As Qwen's own template does with enable_thinking=false: in front of the last answer only."""
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    use_chat_template(tokenizer, "qwen3_no_thinking")
+    first = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes."}, {"role": "user", "content": "Bye"}]
+    prompt = tokenizer.apply_chat_template(first, tokenize=False, add_generation_prompt=True)
+    turns = ["user\nHi", "assistant\nYes.", "user\nBye"]
+    earlier = "".join(f"<|im_start|>{turn}<|im_end|>\n" for turn in turns)
+    assert prompt == earlier + "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    whole = [{"role": "system", "content": "Be brief."}, *first, {"role": "assistant", "content": "Ciao."}]
+    text = tokenizer.apply_chat_template(whole, tokenize=False)
+    assert text == f"<|im_start|>system\nBe brief.<|im_end|>\n{prompt}Ciao.<|im_end|>\n"
+    (example,) = encode([chat(ANSWERS)], tokenizer)
+    assert [tokenizer.decode(run).strip() for run in runs(example)] == [f"{answer}<|im_end|>" for answer in ANSWERS]
+
+
 def test_a_chat_template_is_a_file_a_name_or_the_tokenizers_own(
     tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
@@ -209,7 +225,7 @@ def test_a_chat_template_is_a_file_a_name_or_the_tokenizers_own(
     (tmp_path / "own.jinja").write_text(CHATML)
     use_chat_template(tokenizer, str(tmp_path / "own.jinja"))
     assert tokenizer.chat_template == CHATML
-    with pytest.raises(ValueError, match=r"no chat template 'vicuna': give the path .* or one of vicuna_v1.1"):
+    with pytest.raises(ValueError, match=r"data.chat_template is 'vicuna'; give the path .*qwen3_no_thinking, vicuna_v1.1"):
         use_chat_template(tokenizer, "vicuna")
 
 
@@ -217,7 +233,7 @@ def test_a_template_without_assistant_tokens_is_an_error(tiny_tokenizer: PreTrai
     """Training without any label would look like normal training with a loss of 0."""
     empty = MARKED.replace("{{ m.content + '<|im_end|>' }}{% endgeneration %}", "{% endgeneration %}{{ m.content }}")
     tokenizer = with_template(tiny_tokenizer, empty)
-    with pytest.raises(ValueError, match=r"no token of 3 conversations is the assistant's.*begins.*3 x no token of the assist"):
+    with pytest.raises(ValueError, match=r"none of 3 conversations has a token.*begins.*3 x no token of the assist"):
         encode([chat(ANSWERS)] * 3, tokenizer)
     tokenizer.chat_template = CHATML.replace("m.content", "m.content | upper")
     with pytest.raises(ValueError, match=r"2 x the chat template changes the answers"):

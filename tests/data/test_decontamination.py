@@ -77,7 +77,7 @@ def test_decontamination_changes_no_other_sampled_conversation(tmp_path: Path) -
     kept, dropped = load_conversations(config, PromptOverlap([suite(question)], 13))
     assert kept == [conversation for conversation in drawn if conversation != drawn[3]]
     assert dropped.total() == 1
-    with pytest.raises(ValueError, match=r"every prompt.*is one of the evaluation's.*eval\.suites"):
+    with pytest.raises(ValueError, match=r"every prompt.*overlaps with the evaluation.*eval\.suites"):
         load_conversations(config, PromptOverlap([suite(*(conversation.turns[0].content for conversation in drawn))], 13))
 
 

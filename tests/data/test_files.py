@@ -124,7 +124,7 @@ def test_neither_the_current_folder_nor_one_around_it_is_replaced(tmp_path: Path
     replace_folder(inner, OLD)
     monkeypatch.chdir(inner)
     for path in (Path(), Path(".."), tmp_path / "a"):
-        with pytest.raises(ValueError, match="folder you are in"):
+        with pytest.raises(ValueError, match="contains the current folder"):
             replace_folder(path, NEW)
     assert contents(inner) == OLD
 
@@ -133,7 +133,7 @@ def test_a_file_is_not_replaced_by_a_folder(tmp_path: Path) -> None:
     path = tmp_path / "out"
     path.write_text("kept")
     for _ in range(2):
-        with pytest.raises(ValueError, match="out is a file.*remove it, or name another"):
+        with pytest.raises(ValueError, match="out is a file.*remove it, or choose another"):
             replace_folder(path, NEW)
     assert contents(tmp_path) == {"out": "kept"}
 

@@ -197,17 +197,17 @@ def lengthen(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "problem"),
     [
-        (cut_in_half, "was cut or altered"),
-        (empty, "was cut or altered"),
-        (flip_one_bit, "was cut or altered"),
-        (lengthen, "was cut or altered"),
+        (cut_in_half, "was truncated or altered"),
+        (empty, "was truncated or altered"),
+        (flip_one_bit, "was truncated or altered"),
+        (lengthen, "was truncated or altered"),
         (Path.unlink, "is missing"),
     ],
 )
 def test_a_damaged_shard_is_named_with_its_remedy(damage, problem: str, tmp_path: Path) -> None:
     entries = [write_shard(tmp_path, index, make_examples(prefix=f"shard{index}")) for index in range(2)]
     damage(tmp_path / entries[1].file)
-    message = f"shard-00001.safetensors {problem}.*Delete it and shard-00001.json.*makes just this shard anew"
+    message = f"shard-00001.safetensors {problem}.*Delete it and shard-00001.json.*recomputes only this shard"
     with pytest.raises(ValueError, match=message):
         read_shard(tmp_path, entries[1])
     with pytest.raises(ValueError, match=message):
@@ -310,7 +310,7 @@ def test_labels_of_another_horizon_than_the_manifests_are_refused(tmp_path: Path
 
 def test_shards_of_two_runs_in_one_folder_are_refused(tmp_path: Path) -> None:
     entries = [write_shard(tmp_path, index, make_examples()) for index in range(2)]
-    with pytest.raises(ValueError, match="names an example twice"):
+    with pytest.raises(ValueError, match="lists an example twice"):
         make_manifest(entries)
 
 

@@ -113,7 +113,7 @@ def test_drops_are_counted_by_reason(tmp_path: Path) -> None:
         "turn without the texts 'from' and 'value'": 2,
         "record without a list 'conversations'": 2,
         "record is not an object": 1,
-        "text with half a surrogate pair, which is no Unicode text": 1,
+        "text with half a surrogate pair, which isn't valid Unicode": 1,
     }
     assert dropped.total() + len(conversations) == len(records) + 1
 
@@ -167,9 +167,9 @@ def test_a_data_set_of_another_form_is_an_error_with_the_reasons(tmp_path: Path)
         ("a.jsonl", b'{"a": 1}\n{"a": 2\n', "a.jsonl, line 2, column .*not JSON.*one JSON object per line.*cut"),
         ("a.json", b'[{"a": 1},\n{"a": 2}', "a.json, line 2, column .*not JSON"),
         ("a.jsonl", b"\xff\xfe{}", "a.jsonl is not UTF-8"),
-        ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 9, mtime=0)[:-12], "a.jsonl.gz is not a whole gzip file"),
-        ("a.jsonl.gz", b'{"a": 1}\n', "a.jsonl.gz is not a whole gzip file"),
-        ("a.parquet", b"PAR1 nonsense", "a.parquet is not a whole Parquet file"),
+        ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 9, mtime=0)[:-12], "a.jsonl.gz is not a complete gzip file"),
+        ("a.jsonl.gz", b'{"a": 1}\n', "a.jsonl.gz is not a complete gzip file"),
+        ("a.parquet", b"PAR1 nonsense", "a.parquet is not a complete Parquet file"),
         ("a.csv", b"a,b\n", "a.csv: unknown kind of data file '.csv'; use one of .json, .jsonl"),
     ],
 )
@@ -213,9 +213,9 @@ def test_one_file_of_a_hub_data_set_is_read_without_datasets(tmp_path: Path, mon
 
 
 def test_an_unreachable_hub_is_explained() -> None:
-    with pytest.raises(ValueError, match=r"cannot load split 'train' of the data set 'org/none'.*give its path"):
+    with pytest.raises(ValueError, match=r"data.path is 'org/none': split 'train' .*HF_HUB_OFFLINE is set.*data.path=FILE"):
         load("org/none")
-    with pytest.raises(ValueError, match=r"cannot load the file 'a.json' of the data set 'org/none'.*give its path"):
+    with pytest.raises(ValueError, match=r"data.path is 'org/none': the file 'a.json' .*HF_HUB_OFFLINE is set"):
         load("org/none", file="a.json")
 
 

@@ -78,18 +78,20 @@ def test_a_limit_samples_by_seed_keeps_the_order_and_changes_the_revision(tmp_pa
 )
 def test_a_record_that_is_no_prompt_is_an_error_with_its_number(change: dict[str, object], tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [question(81), question(82, **change)])
-    with pytest.raises(ValueError, match=r"a.jsonl, record 2: not a prompt of mt_bench"):
+    with pytest.raises(ValueError, match=r"a.jsonl, line 2: not a prompt of mt_bench"):
         load_suite("mt_bench", path)
 
 
 def test_repeated_ids_unknown_suites_and_empty_limits_are_errors(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="two prompts with the id '81'"):
         load_suite("mt_bench", write(tmp_path / "a.jsonl", [question(81), question(81)]))
-    with pytest.raises(ValueError, match="unknown suite 'mtbench'; the suites are mt_bench, .*stdlib. Prompts of your own"):
+    with pytest.raises(
+        ValueError, match="unknown suite 'mtbench'; the suites are mt_bench, .*stdlib..*prompts of your own.*mtbench.jsonl"
+    ):
         load_suite("mtbench")
     with pytest.raises(ValueError, match="limit of suite 'stdlib' is 0"):
         load_suite("stdlib", limit=0)
-    with pytest.raises(ValueError, match=r"cannot load .*HuggingFaceH4/mt_bench_prompts.*give its path"):
+    with pytest.raises(ValueError, match=r"HuggingFaceH4/mt_bench_prompts.* neither a local file nor in the cache"):
         load_suite("mt_bench")
 
 
@@ -128,7 +130,7 @@ def test_code_and_grade_school_problems_are_read_from_their_published_files(tmp_
     suite = load_suite("gsm8k", write(tmp_path / "test.jsonl", sums))
     assert [(prompt.id, prompt.turns) for prompt in suite.prompts] == [("0", ("What is 1 + 1?",)), ("1", ("What is 2 + 1?",))]
     for name, path in (("gsm8k", file), ("human_eval", tmp_path / "test.jsonl")):
-        with pytest.raises(ValueError, match=f"record 1: not a prompt of {name}"):
+        with pytest.raises(ValueError, match=f"(line|record) 1: not a prompt of {name}"):
             load_suite(name, str(path))
 
 
@@ -202,12 +204,12 @@ def test_a_users_prompts_and_conversations_are_a_suite_of_any_name(tmp_path: Pat
 )
 def test_an_ambiguous_record_of_a_users_suite_is_an_error_with_the_forms(record: dict[str, object], tmp_path: Path) -> None:
     path = write(tmp_path / "mine.jsonl", [{"prompt": "Hm?"}, record])
-    with pytest.raises(ValueError, match=r"mine.jsonl, record 2: not a prompt of mine: .*Records are \{\"prompt\": TEXT\}"):
+    with pytest.raises(ValueError, match=r"mine.jsonl, line 2: not a prompt of mine: .*Records are \{\"prompt\": TEXT\}"):
         load_suite("mine", path)
 
 
 def test_a_suite_name_that_is_no_file_name_is_an_error(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"prompt": "Hm?"}])
     for name in ("../mine", "", ".hidden", "a b", "a/b"):
-        with pytest.raises(ValueError, match="files are named after it"):
+        with pytest.raises(ValueError, match="a suite's name is"):
             load_suite(name, path)

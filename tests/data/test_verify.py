@@ -42,11 +42,11 @@ def cut(path: Path) -> None:
 
 SHARD, SIDECAR = "shard-00001.safetensors", "shard-00001.json"
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "a flipped bit": (lambda folder: flip(folder / SHARD), f"{SHARD} was cut or altered"),
-    "a cut shard": (lambda folder: cut(folder / SHARD), f"{SHARD} was cut or altered"),
+    "a flipped bit": (lambda folder: flip(folder / SHARD), f"{SHARD} was truncated or altered"),
+    "a cut shard": (lambda folder: cut(folder / SHARD), f"{SHARD} was truncated or altered"),
     "a missing shard": (lambda folder: (folder / SHARD).unlink(), f"{SHARD} is missing"),
     "a missing sidecar": (lambda folder: (folder / SIDECAR).unlink(), f"{SIDECAR} is missing"),
-    "a sidecar of another shard": (lambda folder: bend(folder / SIDECAR, "num_labels", 1), f"{SIDECAR} is missing, or doesn't"),
+    "a sidecar of another shard": (lambda folder: bend(folder / SIDECAR, "num_labels", 1), f"{SIDECAR} is missing, or differs"),
     "a cut sidecar": (lambda folder: cut(folder / SIDECAR), f"{SIDECAR} is not a JSON file"),
     "a stray shard": (
         lambda folder: shutil.copy(folder / SHARD, folder / "shard-00002.safetensors") and None,
@@ -75,8 +75,8 @@ def test_all_damage_is_reported_at_once(folder: Path, capsys: pytest.CaptureFixt
     with pytest.raises(typer.Exit, match="1"):
         verify_command(folder)
     errors = capsys.readouterr().err
-    assert "shard-00000.safetensors was cut or altered" in errors
-    assert f"{SHARD} was cut or altered" in errors
+    assert "shard-00000.safetensors was truncated or altered" in errors
+    assert f"{SHARD} was truncated or altered" in errors
 
 
 def test_the_finished_part_of_an_unfinished_folder_is_checked(folder: Path) -> None:
@@ -86,7 +86,7 @@ def test_the_finished_part_of_an_unfinished_folder_is_checked(folder: Path) -> N
     assert len(problems) == 1
     assert "not complete (2 shards are there)" in problems[0]
     flip(folder / SHARD)
-    assert any("was cut or altered" in problem for problem in label_store(folder).find_damage()[1])
+    assert any("was truncated or altered" in problem for problem in label_store(folder).find_damage()[1])
 
 
 def test_shards_of_another_target_are_reported(folder: Path, tiny_target_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,7 +41,7 @@ def test_a_server_needs_an_address_and_no_other_engine_takes_one() -> None:
         regenerating(engine="openai")
     with pytest.raises(ValueError, match="engine is 'auto'; leave them out"):
         regenerating(base_url="http://localhost:8000/v1")
-    with pytest.raises(ValueError, match="drafter_settings are those of a drafter"):
+    with pytest.raises(ValueError, match="drafter_settings are set, and no drafter"):
         regenerating(drafter_settings={"beam_width": 4})
     with pytest.raises(ValueError, match="only the engine decoder uses one"):
         regenerating(engine="openai", base_url="http://localhost:8000/v1", drafter="outputs/demo/drafter")
@@ -55,7 +55,7 @@ def test_a_server_needs_an_address_and_no_other_engine_takes_one() -> None:
     ],
 )
 def test_an_invalid_address_is_an_error_that_shows_no_password(url: str) -> None:
-    with pytest.raises(ValueError, match="base_url is no address.*OPENAI_API_KEY") as error:
+    with pytest.raises(ValueError, match="base_url is not an address.*OPENAI_API_KEY") as error:
         regenerating(engine="openai", base_url=url)
     assert "secret" not in str(error.value)
 

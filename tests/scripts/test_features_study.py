@@ -12,16 +12,14 @@ REPOSITORY = Path(__file__).parents[2]
 SCRIPT = REPOSITORY / "scripts" / "features_study.py"
 
 
-def test_the_readme_has_the_table_of_bytes_per_token(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_docs_list_the_bytes_of_a_token(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--bytes"])
     runpy.run_path(str(SCRIPT), run_name="__main__")
     rows = capsys.readouterr().out.splitlines()[2:]
     assert len(rows) == 6
-    readme = (REPOSITORY / "README.md").read_text()
+    page = (REPOSITORY / "docs" / "explanation" / "labels.md").read_text()
     for row in rows:
-        assert row in readme
+        assert row in page
 
 
 def test_the_table_lists_tokens_per_step_of_every_seed() -> None:

@@ -164,10 +164,10 @@ def test_damaged_shards_are_named_before_any_labelling(
     shard = folder / "shard-00002.safetensors"
     whole = shard.read_bytes()
     shard.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match="was cut or altered"):
+    with pytest.raises(ValueError, match="was truncated or altered"):
         run(CONFIG, data, target, folder)
     shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    with pytest.raises(ValueError, match="was cut or altered"):
+    with pytest.raises(ValueError, match="was truncated or altered"):
         run(CONFIG, data, target, folder)
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from outrider.data.loops import LOOP_TOKENS
 from outrider.data.types import Conversation, Turn
 from outrider.distill.regenerate.answers import AnsweredExample
 from outrider.distill.regenerate.dialogues import (
@@ -14,11 +15,9 @@ from outrider.distill.regenerate.dialogues import (
     AFTER_DROP,
     EMPTY,
     LOOP,
-    LOOP_TOKENS,
     NO_ROOM,
     Dialogue,
     answer_seed,
-    ends_in_a_loop,
     questions,
 )
 from outrider.distill.regenerate.engine import Answer, Limits
@@ -178,21 +177,6 @@ def test_degenerate_answers_are_dropped_and_earlier_turns_are_kept(
     first, _ = play(talk, tiny_tokenizer, [answer], limits=limits)
     assert first.examples == []
     assert first.dropped == {reason: 1, AFTER_DROP: 2}
-
-
-def test_loops_are_distinguished_from_repetition_in_a_text() -> None:
-    text = list(range(100, 200))
-    assert not ends_in_a_loop(text)
-    assert ends_in_a_loop(text + [7] * LOOP_TOKENS)
-    assert ends_in_a_loop(text + [1, 2, 3, 4, 5, 6, 7, 8] * 8)
-    assert ends_in_a_loop([5, 6] * 8)
-    assert ends_in_a_loop([5] * 8)
-    assert not ends_in_a_loop([5] * 7)  # a short answer may well be "ha ha ha"
-    assert not ends_in_a_loop([])
-    assert not ends_in_a_loop(text + [7] * (LOOP_TOKENS - 1))  # a table's rule
-    assert not ends_in_a_loop([7] * LOOP_TOKENS + text)
-    assert not ends_in_a_loop([7] * 20 + text[: LOOP_TOKENS - 20])
-    assert not ends_in_a_loop(text + [1, 2, 3, 4, 5, 6, 7, 8, 9] * 20)  # rows of a table
 
 
 def test_a_prompt_without_room_for_an_answer_is_dropped_with_later_turns(tiny_tokenizer: PreTrainedTokenizerFast) -> None:

@@ -254,14 +254,14 @@ def test_all_damage_to_answers_is_reported_at_once(
     errors = capsys.readouterr().err
     for damage in (
         "answers-00000.jsonl is missing",
-        "answers-00001.jsonl was cut or altered",
+        "answers-00001.jsonl was truncated or altered",
         "answers-00002.json is missing",
     ):
         assert damage in errors
     answer_store(folder).save(replace(answer_store(folder).load(), complete=False, shards=[]))
     with pytest.raises(typer.Exit, match="1"):  # finished shards of an incomplete run are checked
         verify_command(folder)
-    assert "answers-00001.jsonl was cut or altered" in capsys.readouterr().err
+    assert "answers-00001.jsonl was truncated or altered" in capsys.readouterr().err
 
 
 def test_damaged_answers_are_named_before_any_work(
@@ -272,7 +272,7 @@ def test_damaged_answers_are_named_before_any_work(
     monkeypatch.setattr(module, "open_engine", no_engine)
     path = folder / "answers-00002.jsonl"
     path.write_bytes(path.read_bytes()[:-5])
-    with pytest.raises(ValueError, match="cut or altered"):
+    with pytest.raises(ValueError, match="truncated or altered"):
         run(CONFIG, data, target, folder)
     path = folder / "answers-00001.json"
     path.write_text(path.read_text()[:-3])
@@ -361,7 +361,7 @@ def test_a_run_with_only_empty_answers_is_an_error_with_the_reasons(
         yield Mute()
 
     monkeypatch.setattr(module, "open_engine", open_mute)
-    with pytest.raises(ValueError, match="none of 8 conversations an answer.*empty answer"):
+    with pytest.raises(ValueError, match="answers to 8 conversations can be used.*empty answer"):
         run(CONFIG, data, target, tmp_path / "answers")
 
 

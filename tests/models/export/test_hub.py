@@ -182,7 +182,7 @@ def test_a_concurrent_commit_is_not_overwritten(hub: Hub, folder: Path) -> None:
             repository.commit("main", {"theirs.txt": b"new"})
 
     hub.objects = Racing()
-    with pytest.raises(ValueError, match="HTTP 412: the branch has changed since it was looked at"):
+    with pytest.raises(ValueError, match="HTTP 412: the branch has changed since the command read it"):
         push(folder, REPO)
     assert repository.commits[repository.branches["main"]] == {"theirs.txt": b"new"}
 
@@ -210,7 +210,7 @@ def test_an_invalid_token_is_an_error_that_never_shows_it(hub, folder, monkeypat
     ("part", "status", "message"),
     [
         ("/commit/", 403, "HTTP 403: your token may not do this"),
-        ("/preupload/", 409, "HTTP 409: the repository is there already"),
+        ("/preupload/", 409, "HTTP 409: the repository exists already"),
         ("/objects/", 403, "HTTP 403"),
         ("/api/repos/create", 400, "HTTP 400: the Hub answers"),
     ],
@@ -255,7 +255,7 @@ def test_an_unreachable_hub_is_an_error_with_the_remedy(hub, folder, tmp_path, m
         push(folder, REPO)
     with pytest.raises(ValueError, match="can't be reached|connection to the Hub broke"):
         pull(REPO, tmp_path / "pulled")
-    with pytest.raises(ValueError, match="there is no folder user/drafter here, .* isn't in the cache"):
+    with pytest.raises(ValueError, match="there is no local folder user/drafter, .* isn't in the cache"):
         resolve_drafter(REPO)
 
 
@@ -336,7 +336,7 @@ def test_an_existing_folder_is_preferred_to_a_name_on_the_hub(hub, tmp_path, mon
     assert resolve_drafter("user/drafter") == Path("user/drafter")
     assert resolve_drafter("/no/such/folder") == Path("/no/such/folder")
     assert not hub.requests
-    with pytest.raises(ValueError, match="there is no folder outputs/drafter here, .* HTTP 404"):
+    with pytest.raises(ValueError, match="there is no local folder outputs/drafter, .* HTTP 404"):
         resolve_drafter("outputs/drafter")
 
 

@@ -49,7 +49,7 @@ def trees(target: Any, drafter: Any) -> list[tuple[Any, Any]]:
 
 def test_every_format_has_a_case_and_a_page():
     assert CASES.keys() == FORMATS.keys()
-    pages = Path(__file__).parents[3] / "docs" / "engines"
+    pages = Path(__file__).parents[3] / "docs" / "how-to" / "engines"
     written = {name for page in pages.glob("*.md") for name in re.findall(r"--to ([\w-]+)", page.read_text())}
     assert written == FORMATS.keys()
     linked = re.findall(r"\]\((\w+\.md)\)", (pages / "README.md").read_text())

@@ -99,5 +99,5 @@ def test_a_model_without_a_plan_is_refused(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("other", [{"compiled": True}, {"device": "cpu"}, {"quantization": {"method": "torchao"}}])
 def test_options_that_conflict_with_tensor_parallel_are_an_error(other: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=rf"tensor_parallel doesn't go together with {next(iter(other))}"):
+    with pytest.raises(ValueError, match=rf"tensor_parallel doesn't work together with {next(iter(other))}"):
         TargetConfig(name_or_path="here", tensor_parallel=True, **other)

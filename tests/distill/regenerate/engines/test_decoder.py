@@ -136,5 +136,5 @@ def test_auto_is_the_decoder_on_every_device(
 def test_a_target_without_a_stop_token_is_refused(target: HFTarget, limits: Limits) -> None:
     assert target.model.generation_config is not None
     target.model.generation_config.eos_token_id = None
-    with pytest.raises(ValueError, match="names no stop token"), open_engine(DistillConfig(mode="regenerate"), target, limits):
+    with pytest.raises(ValueError, match="has no stop token"), open_engine(DistillConfig(mode="regenerate"), target, limits):
         pass
