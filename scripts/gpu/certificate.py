@@ -1,11 +1,12 @@
-"""`outrider certify` of the demo's target on a device, with the drafter of a run, or a fresh one
-where that is missing.
+"""`outrider certify` of the demo's target on a device, with the drafter of a run.
+
+Without a trained drafter it uses a fresh one.
 
     python scripts/gpu/certificate.py --drafter outputs/demo/drafter --dtype bfloat16 --output certificate.json
 
-A fresh drafter's drafts are hardly ever accepted, but they are read, so masks, positions and caches
-are certified all the same. The certificate's oracle, which knows the answers, sees to it that
-drafts are accepted.
+Drafts of a fresh drafter are hardly ever accepted, but the target reads them. So masks, positions
+and caches are certified too. The certificate's oracle knows the answers, and its drafts are
+accepted.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from outrider.models.target.loading import load_target
 
 TARGET = Path(__file__).parents[2] / "models" / "demo_target"
 SMALL = {"NUM_TEXTS": 16, "SAMPLED_BATCH_SIZE": 16}
-"""For a CPU, which takes minutes to sample as many texts as a certificate usually has."""
+"""Smaller sizes for a CPU, where the usual number of sampled texts takes minutes."""
 FRESH = {"kind": "redrafter", "exit_width": 256, "head_init": "target", "beam_width": 4, "beam_length": 3, "tree_nodes": 5}
 
 
@@ -67,7 +68,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def fresh_drafter(folder: Path) -> Path:
-    """A drafter with its first weights, saved."""
+    """Save a drafter with its initial weights; return its folder."""
     target = load_target(TargetConfig(name_or_path=str(TARGET), dtype="float32"), torch.device("cpu"))
     torch.manual_seed(0)
     save_drafter(build_drafter(parse_drafter(FRESH), target), folder, target.identity)

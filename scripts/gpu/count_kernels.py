@@ -1,21 +1,24 @@
-"""How many kernels a GPU would launch in a decode step, in labelling and in a training step:
-counted on a CPU.
+"""Counts, made on a CPU, of the kernels that a GPU would launch.
+
+They cover a decode step, labelling and a training step.
 
     python scripts/gpu/count_kernels.py --output benchmarks/gpu_kernels.json   # two minutes on one core
 
-A launch costs the host about 5 us, whatever the kernel does, so a step of many small kernels takes
-the host's time and not the card's. The number of kernels depends on the number of layers and not on
-their widths: the models here are tiny and have as many layers as one of 8B. They run on a CPU in
-bfloat16, along the paths that CUDA takes (`cuda_paths`).
+Every launch takes the host about 5 us, so the host limits a step of many small kernels. The number
+of kernels depends on the number of layers and not on their widths. So the models here are tiny, and
+have as many layers as an 8B model. They run on a CPU in bfloat16, with CUDA's code paths
+(`cuda_paths`).
 
-Counted is every operator that writes memory. Views, shapes and allocations launch nothing;
-`KERNELS` lists what launches several. So it is an estimate, for eager PyTorch: a compiler would
-fuse many of these kernels. Its use is to compare, and to notice when a change adds some.
+Every operator that writes memory counts. Views, shapes and allocations launch nothing; `KERNELS`
+lists the operators that launch several kernels. The result is an estimate for eager PyTorch: a
+compiler would fuse many of these kernels. Its use is to compare, and to notice a change that adds
+kernels.
 
-- `decoding`: of a step in which a draft token is accepted, by phase. Under CUDA graphs a replay is one launch, and
-  `kernels` counts what the graphs run while `launches` counts replays and what stays outside of them.
-- `labelling`: of `label_continuations`, the prefill and each further token.
-- `training`: of a micro batch, the target's pass, the loss and the backward pass.
+- `decoding`: a step in which a draft token is accepted, by phase. With CUDA graphs a replay is one
+  launch. `kernels` counts the kernels inside the graphs, and `launches` counts replays and kernels
+  outside of graphs.
+- `labelling`: `label_continuations`, with the prefill and each further token.
+- `training`: a micro-batch, with the target's pass, the loss and the backward pass.
 - `host_reads`: how often the host waits for the device (see `host_reads.py`).
 """
 
@@ -61,9 +64,9 @@ NARROW = {
     "num_key_value_heads": 1,
     "head_dim": 16,
 }
-"""Widths, with groups of as many heads as in a model of 8B."""
+"""Widths; the groups have as many heads as in an 8B model."""
 PROMPT_TOKENS, SETTLED_STEPS = 20, 2
-"""Of the prompt that is answered; steps before those of which one is counted."""
+"""Length of the prompt, and number of steps before the counted step."""
 HORIZON = 5
 LABELLED = Case("labelling", seq=512, batch=4)
 TRAINED = Case("training", seq=64, batch=2)
@@ -90,19 +93,17 @@ def main() -> None:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=LLAMA_8B["num_hidden_layers"], help="of the target")
+    parser.add_argument("--layers", type=int, default=LLAMA_8B["num_hidden_layers"], help="layers of the target")
     parser.add_argument("--output", type=Path, default=Path("gpu_kernels.json"))
     return parser.parse_args()
 
 
-# --- the paths that CUDA takes
+# --- code paths of CUDA
 
 
 @contextlib.contextmanager
 def cuda_paths() -> Iterator[None]:
-    """Within, what chooses by the device takes on a CPU what it takes on CUDA: all of those
-    choices, in one place.
-    """
+    """Use CUDA's code paths on a CPU, for all choices that depend on the device."""
     with contextlib.ExitStack() as stack:
         for owner, name, on_cuda in (
             (tree_attention, "has_grouped_kernel", lambda device: False),
@@ -135,12 +136,13 @@ KINDS: dict[str, tuple[dict[str, Any] | None, Any]] = {
     "redrafter, T = 1": (REDRAFTER, SpeculativeSampling(sampling=Sampling(temperature=1.0))),
     "redrafter, top-p": (REDRAFTER, SpeculativeSampling(sampling=Sampling(temperature=1.0, top_p=0.9))),
 }
-"""Drafters and rules. The host reads the size of ReDrafter's tree once more, to cut its padding, unless it stays padded."""
+"""Drafters and rules. ReDrafter needs one more host read, to remove the padding of its tree."""
 
 
 class OneAccepted:
-    """Counts the rule's decision, then accepts the first draft token in its place, since a random
-    drafter's never is.
+    """Rule that counts the real decision's kernels, and then accepts the first draft token.
+
+    Tokens of a random drafter would never be accepted.
     """
 
     lossless = False
@@ -159,7 +161,7 @@ class OneAccepted:
 
 
 def decode_step(kind: str, layers: int, *, graphs: bool) -> dict[str, Any]:
-    """The counts of one step of one row, by phase."""
+    """Count the kernels of one step of one row, by phase."""
     counted = Counted()
     options, rule = KINDS[kind]
     recorder = CountingRecorder(counted)
@@ -175,7 +177,8 @@ def decode_step(kind: str, layers: int, *, graphs: bool) -> dict[str, Any]:
         for _ in range(1 + SETTLED_STEPS):
             next(steps)
         num_recordings = -1
-        while num_recordings != recorder.num_recordings:  # a tree of a new size is recorded
+        # repeat if a tree of a new size was recorded
+        while num_recordings != recorder.num_recordings:
             num_recordings = recorder.num_recordings
             counted.reset()
             next(steps)
@@ -190,9 +193,7 @@ def decode_step(kind: str, layers: int, *, graphs: bool) -> dict[str, Any]:
 
 
 def decoding_drafter(options: dict[str, Any] | None, target: HFTarget, form: dict[str, Any]) -> Any:
-    """A drafter with fresh weights as evaluation runs it: replayed where the target is, if it can
-    be.
-    """
+    """Make a drafter with fresh weights as evaluation runs it, recorded if possible."""
     if options is None:
         return NullDrafter()
     if options["kind"] == "draft_model":
@@ -204,9 +205,9 @@ def decoding_drafter(options: dict[str, Any] | None, target: HFTarget, form: dic
 
 @functools.cache
 def narrow(layers: int) -> Any:
-    """A model of so many layers and tiny widths.
+    """Make a model with a number of layers and tiny widths.
 
-    A target is made anew around it for each count.
+    Each count makes a new target around it.
     """
     return random_llama({**LLAMA_8B, **NARROW, "num_hidden_layers": layers}, DTYPE, CPU)
 
@@ -215,8 +216,9 @@ def narrow(layers: int) -> Any:
 
 
 def labelling(layers: int) -> dict[str, Any]:
-    """The counts of labelling all positions of `LABELLED`: a random target never agrees with the
-    text, so each is a branch.
+    """Count the kernels of labelling all positions of `LABELLED`.
+
+    A random target never agrees with the text, so each position has a branch.
     """
     counted, target = Counted(), target_of(narrow(layers))
     texts = torch.randint(target.vocab_size, (LABELLED.batch, LABELLED.seq), generator=torch.Generator().manual_seed(0))
@@ -245,11 +247,11 @@ TRAINED_KINDS = {
     "eagle3": "kl",
     "draft_model": "cross_entropy",
 }
-"""And the loss of the recipes for a target of 8B."""
+"""Trained kinds, with the losses of the recipes for 8B targets."""
 
 
 def training_step(kind: str, layers: int) -> dict[str, Any]:
-    """The counts of a micro batch, by phase."""
+    """Count the kernels of a micro-batch, by phase."""
     counted, target = Counted(), target_of(narrow(layers))
     drafter = build_drafter(parse_drafter({"kind": kind}), target).train()
     loss = TRAINED_KINDS[kind]
@@ -259,8 +261,8 @@ def training_step(kind: str, layers: int) -> dict[str, Any]:
     with counted, Transfers(counted.read):
         filled = counted.within("target", with_hidden_states)(batch, target, reads)
         with torch.autocast(CPU.type, dtype=DTYPE):
-            found = counted.within("loss", drafter.loss)(filled, objective)
-        counted.within("backward", lambda: found.sums.sum().backward())()
+            loss_record = counted.within("loss", drafter.loss)(filled, objective)
+        counted.within("backward", lambda: loss_record.sums.sum().backward())()
     return {
         "kind": kind,
         "kernels": {phase: counted.kernels[phase] for phase in ("target", "loss", "backward")},

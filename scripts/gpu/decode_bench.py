@@ -1,13 +1,16 @@
-"""What a decode step costs on a GPU: plain decoding and tree decoding, eager, compiled and as CUDA
-graphs.
+"""Benchmark of decode steps on a GPU: plain and tree decoding, in every form.
+
+The forms are eager, compiled and CUDA graphs.
 
     python scripts/gpu/decode_bench.py --output "$OUT/decode.json"             # 8B-shaped Llama, bf16, under 8 minutes
     python scripts/gpu/decode_bench.py --shape tiny --output /tmp/decode.json  # anywhere, in seconds
 
-The target and the drafters have random weights of real sizes, so no download is needed. Every step does all the work of a real
-one: the drafter's search, the target's pass over the tree, the acceptance rule, the cache's commit. Random drafters would be
-refused at once, so how much is accepted is set: `--acceptance` is the probability that the next token of the tree's deepest
-path is. Trees have a shape of their own (`SHAPES_OF_TREES`: nodes and depth), whatever the search found.
+The target and the drafters have random weights of real sizes, so no download is needed. Every step
+does all the work of a real one: the drafter's search, the target's pass over the tree, the
+acceptance rule, and the cache's commit. Drafts of a random drafter would always be rejected, so the
+acceptance is an option: `--acceptance` is the probability that the next token of the tree's deepest
+path is accepted. `SHAPES_OF_TREES` has the nodes and depths of trees, independent of the search's
+result.
 
 So what is measured is milliseconds per step; tokens per second follow from the acceptance that was
 set and say nothing about any drafter. `break_even` does: the tokens per step and row from which on
@@ -20,9 +23,9 @@ one, between the reads with which each ends; medians are reported, and
 - `host_reads`: values read from the device per step; on CUDA `synchronisations` too, as PyTorch's own debug mode sees them;
 - `compilations`: graphs that `torch.compile` made during the case.
 
-What doesn't fit the time budget is listed as skipped, what fails with its error: the file is always
-written. After an error that leaves the device unusable (CUDA has some), the cases that were to come
-are listed as skipped too.
+Cases beyond the time budget are listed as skipped, and failed cases with their errors: the file is
+always written. After some errors CUDA leaves the device unusable; then all later cases are listed
+as skipped too.
 """
 
 import argparse
@@ -60,7 +63,7 @@ FORMS = {
     "compiled_cuda_graph": {"compiled": True, "cuda_graphs": True},
 }
 SHAPES_OF_TREES = {1: (1, 1), 2: (1, 2), 4: (1, 4), 8: (2, 4), 16: (4, 5), 32: (8, 5), 64: (16, 5)}
-"""Beam width and length of the search, by nodes of the tree; the tree is as deep as the search is long."""
+"""Beam width and length of the search by nodes of the tree; the length is the tree's depth."""
 DRAFT_LENGTH = 4
 COUNTED_STEPS = 4
 
@@ -88,14 +91,14 @@ def main() -> None:
         "failed": [],
         "environment": dataclasses.asdict(describe_environment(device)),
     }
-    torch._dynamo.config.fail_on_recompile_limit_hit = True  # what is called compiled must be
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # no silent fallback to eager code
     bench = Bench(args, model, draft, bandwidth)
     for case in tqdm(list(cases(args, device)), unit="case"):
         list_name, record = bench.attempt(case, in_time=time.perf_counter() - started < args.budget_seconds)
         report[list_name].append(record)
         add_break_even(report["rows"])
         report["seconds"] = time.perf_counter() - started
-        write_json(args.output, report)  # each time: what is measured is kept
+        write_json(args.output, report)  # after each case, so that no measurement is lost
     print_report(report)
     print(f"Written to {args.output}")
 
@@ -110,8 +113,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--warm-up", type=int, default=5)
-    parser.add_argument("--budget-seconds", type=float, default=300, help="no case is begun after so many seconds")
-    parser.add_argument("--dtype", default=None, help="bfloat16, on a CPU float32, unless given")
+    parser.add_argument("--budget-seconds", type=float, default=300, help="seconds after which no case starts")
+    parser.add_argument("--dtype", default=None, help="by default bfloat16, on a CPU float32")
     parser.add_argument("--device", default=None)
     parser.add_argument("--cudnn-attention", action="store_true", help="let PyTorch choose cuDNN's kernels for attention too")
     parser.add_argument("--output", type=Path, default=Path("decode_bench.json"))
@@ -120,7 +123,7 @@ def parse_args() -> argparse.Namespace:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One way to decode. `nodes` is the tree's size: 0 is plain decoding."""
+    """One form of decoding; `nodes` is the tree's size, 0 for plain decoding."""
 
     form: str
     drafter: str
@@ -129,8 +132,9 @@ class Case:
 
 
 def cases(args: argparse.Namespace, device: torch.device) -> Iterator[Case]:
-    """The ends of the grid first, so that a budget that runs out costs what lies between;
-    compilation takes longest.
+    """Yield the ends of the grid first, since the time budget may run out.
+
+    Compiled forms are last, since compilation takes longest.
     """
     forms = [form for form in args.forms if device.type == "cuda" or not FORMS[form].get("cuda_graphs")]
     ends = {min(args.batches), max(args.batches)}
@@ -144,8 +148,9 @@ def cases(args: argparse.Namespace, device: torch.device) -> Iterator[Case]:
 
 
 class ShapedDrafter:
-    """A drafter whose tree is given another shape: a path as deep as the search, and the other
-    nodes beside its first one.
+    """Drafter whose tree has another shape: a path of the search's depth, and siblings.
+
+    The other nodes are siblings of the path's first node.
     """
 
     def __init__(self, drafter: Any, num_nodes: int, depth: int, device: torch.device) -> None:
@@ -169,8 +174,9 @@ class ShapedDrafter:
 
 
 class SettableAcceptance:
-    """Does greedy acceptance's work, then accepts as many tokens of the deepest path as chance
-    says: for timing only.
+    """Rule with the work of greedy acceptance, which then accepts a random number of tokens.
+
+    The tokens are those of the deepest path. This rule is for timing only.
     """
 
     lossless = False
@@ -192,9 +198,7 @@ class SettableAcceptance:
 
 
 class Bench:
-    """The models, and the targets around them: one per form, since what is compiled or recorded is
-    kept in it.
-    """
+    """The models, and one target per form, which holds compiled and recorded code."""
 
     def __init__(self, args: argparse.Namespace, model: Any, draft: Any, bandwidth: float) -> None:
         self.args, self.model, self.draft, self.bandwidth = args, model, draft, bandwidth
@@ -202,8 +206,8 @@ class Bench:
         self.device = model.device
         self.stream = torch.cuda.current_stream() if self.device.type == "cuda" else None
         self.is_broken = False
-        # Made once, on the device: of a billion parameters each time would take longer than what is
-        # measured.
+        # Build it once, on the device: building a billion parameters per case would take longer
+        # than the measurement.
         with model.device:
             options = {"kind": "redrafter", "head_init": "random", "tree_nodes": 1}
             self.redrafter: Any = (
@@ -211,7 +215,7 @@ class Bench:
             )
 
     def forget(self) -> None:
-        """Begin anew, with all memory free."""
+        """Drop all targets and compiled code, and free all memory."""
         self.targets.clear()
         torch._dynamo.reset()
         gc.collect()  # a target and its recorded functions refer to each other
@@ -219,7 +223,7 @@ class Bench:
             torch.cuda.empty_cache()
 
     def attempt(self, case: Case, *, in_time: bool) -> tuple[str, dict[str, Any]]:
-        """The list of the report that a case belongs to, and its record there."""
+        """Measure a case; return the report's list that it belongs to, and its record."""
         record = dataclasses.asdict(case)
         if not in_time or self.is_broken:
             return "skipped", record
@@ -227,7 +231,7 @@ class Bench:
             return "rows", record | self.measure(case)
         except (RuntimeError, ValueError) as error:  # out of memory, an operator that can't be captured
             record["error"] = str(error)[:500]
-        # Only here are the frames gone that held the case's memory.
+        # Here the frames that held the case's memory are gone.
         self.is_broken = not is_usable(self.device, self.stream)
         if not self.is_broken:
             self.forget()
@@ -246,7 +250,7 @@ class Bench:
         prompts = torch.randint(vocab, (case.batch, args.prompt_tokens), generator=generator).to(target.device)
         rule = SettableAcceptance(args.acceptance, target.device)
         num_steps = args.warm_up + args.steps
-        most = 6  # tokens per step: the same room in every case, so that the cache keeps its shape
+        most = 6  # tokens per step, equal in every case, so that the cache keeps its shape
         compiled_before = compilations()
 
         def steps(*, timed: bool = False) -> Iterator[Any]:
@@ -280,14 +284,14 @@ class Bench:
         }
 
     def drafter(self, case: Case, target: HFTarget) -> tuple[Any, float]:
-        """The drafter, and the bytes of weights and cache that it reads in a step."""
+        """Return the drafter, and the bytes of weights and cache that it reads in a step."""
         if case.drafter == "nothing":
             return NullDrafter(), 0
         if case.drafter == "draft_model":
-            own = target_of(self.draft, **FORMS[case.form])
+            draft_target = target_of(self.draft, **FORMS[case.form])
             cache_bytes = case.batch * self.args.prompt_tokens * cache_bytes_per_token(self.draft)
             bytes_per_pass = weight_bytes(self.draft) + cache_bytes
-            return DraftModel(DraftModelConfig(length=case.nodes), own), case.nodes * bytes_per_pass
+            return DraftModel(DraftModelConfig(length=case.nodes), draft_target), case.nodes * bytes_per_pass
         config, (width, length) = self.redrafter.config, SHAPES_OF_TREES[case.nodes]
         config.beam_width, config.beam_length, config.tree_nodes = width, length, case.nodes
         drafter = ShapedDrafter(self.redrafter, case.nodes, length, target.device)
@@ -302,16 +306,16 @@ def cache_bytes_per_token(model: LlamaForCausalLM) -> int:
 
 
 def count_reads(steps: Iterator[Any], device: torch.device) -> tuple[float, float | None]:
-    """Reads per step, and on CUDA synchronisations per step as PyTorch itself notices them."""
+    """Count host reads per step, and on CUDA also PyTorch's count of synchronizations."""
     next(steps)
-    next(steps)  # what happens once has happened
+    next(steps)  # work that is done only once is done by now
     with patched_reads() as reads:
         for _ in range(COUNTED_STEPS):
             next(steps)
     num_reads = sum(reads.values()) / COUNTED_STEPS
     if device.type != "cuda":
         return num_reads, None
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
@@ -319,15 +323,15 @@ def count_reads(steps: Iterator[Any], device: torch.device) -> tuple[float, floa
                 next(steps)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    synchronisations = sum("called a synchronizing" in str(each.message) for each in found)
+    synchronisations = sum("called a synchronizing" in str(warning.message) for warning in caught)
     return num_reads, synchronisations / COUNTED_STEPS
 
 
 def is_usable(device: torch.device, stream: torch.cuda.Stream | None) -> bool:
-    """Whether the process can go on after an error, in the stream that it was in.
+    """Return whether the process can continue after an error, in its original stream.
 
-    A capture that failed may have left another one behind. After some errors CUDA refuses all
-    further work of a process.
+    A failed capture may leave another stream active. After some errors CUDA fails all further work of a
+    process.
     """
     if stream is None:
         return True
@@ -340,13 +344,14 @@ def is_usable(device: torch.device, stream: torch.cuda.Stream | None) -> bool:
 
 
 def compilations() -> int:
-    """Graphs that torch.compile has made so far in this process."""
+    """Return the number of graphs that torch.compile has made so far in this process."""
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def add_break_even(rows: list[dict[str, Any]]) -> None:
-    """Tokens per step and row from which on a step is worth its time: that over a step of the
-    fastest plain decoding.
+    """Add the break-even: a step's time divided by that of the fastest plain decoding.
+
+    A step is faster if it yields more tokens per row than this.
     """
     for row in rows:
         same_batch = [

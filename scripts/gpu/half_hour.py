@@ -1,28 +1,28 @@
-"""The first half hour on a GPU, by itself: what works, how fast it is, and where that differs from
-what is expected.
+"""The first half hour on a GPU: checks and benchmarks, compared with expected values.
 
     scripts/gpu/first_half_hour.sh            # everything; 25 minutes at most
-    scripts/gpu/first_half_hour.sh --tiny     # on a CPU, in two minutes: does this script work?
+    scripts/gpu/first_half_hour.sh --tiny     # on a CPU, in two minutes: a check of this script
 
-The parts are those of `half_hour_parts.py`. Each is a process of its own with a time limit, so one
-that fails or hangs costs no other. A later call does not run a part again, whatever came of it,
-unless `--again` is given. So a machine on which a command may last ten minutes is used in several
+The parts are those of `half_hour_parts.py`. Each is a process with a time limit, so a part that
+fails or hangs does not stop the others. A later call does not run a part again, whatever its
+result, unless `--again` is given. On a machine where a command may last ten minutes, use several
 calls, each with `--minutes 9.5`. The results:
 
-- `first_half_hour.json`: of each part the command, the commit, exit status, seconds, last lines, its own report, the verdict;
-- `first_half_hour.md`: the same for a reader: what was expected, what was found.
+- `first_half_hour.json`: for each part the command, the commit, the exit status, seconds, last lines,
+  its report and the verdict;
+- `first_half_hour.md`: the same for a reader, with expected and measured values.
 
-The tiny form writes `first_half_hour_tiny.json` and `.md`, so it never replaces what a GPU has
-measured. Without `--tiny` it runs only where neither torch nor nvidia-smi sees a card. Where
-nvidia-smi names one that torch does not see, nothing is run.
+The tiny form writes `first_half_hour_tiny.json` and `.md`, so it never replaces a GPU's results.
+Without `--tiny` it runs only if neither torch nor nvidia-smi sees a GPU. If nvidia-smi names a GPU
+that torch does not see, nothing runs.
 
-Verdicts: `ok`; `look` where something is not as expected, or wasn't measured; `failed` where a part
-ended with an error, ran out of time or left no report. The exit status is 1 where one of the chosen
-parts failed, 2 where nothing could be run, and 128 and the signal's number after SIGHUP, SIGINT or
-SIGTERM. After such a signal the running part is killed, and both files are written.
+The verdicts are `ok`; `look` if a value is not as expected or was not measured; and `failed` if a
+part ended with an error, ran out of time or left no report. The exit status is 1 if a chosen part
+failed, 2 if nothing could run, and 128 plus the signal's number after SIGHUP, SIGINT or SIGTERM.
+After such a signal the running part is killed, and both files are written.
 
-Nothing but Python's own library is imported here: a machine that lacks packages still gets its
-report.
+This script imports only Python's standard library, so that a machine without packages gets its
+report too.
 """
 
 import argparse
@@ -45,32 +45,32 @@ from killed_recipe import ending_with_this_process
 
 GPU, TINY = "gpu", "tiny"
 FILES = {GPU: "first_half_hour", TINY: "first_half_hour_tiny"}
-"""The names of each form's two files, without their endings."""
+"""Names of the two files of each form, without their endings."""
 TAIL_LINES, LINE_CHARACTERS = 40, 300
-"""Of a part's output that are kept."""
+"""Limits of the stored output of a part."""
 OK, LOOK, FAILED = "ok", "look", "failed"
 POLL_SECONDS = 0.05
 STOP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 
 Record = dict[str, Any]
-"""What came of a part."""
+"""Result of a part."""
 
 
 @dataclass
 class Call:
-    """What holds for all parts of one call."""
+    """Settings and state of one call, for all of its parts."""
 
     form: str
     form_line: str
-    """The form, and why it was taken."""
+    """The form and the reason for it."""
     commit: str | None
     every_part: Sequence[Part]
     scratch: Path
     out: Path
     stop_signal: int | None = None
-    """The first signal that asked for the end."""
+    """The first signal that stopped the script."""
     stopped_part: str | None = None
-    """The part that ran then."""
+    """The part that ran when the signal came."""
 
 
 def main() -> None:
@@ -96,12 +96,14 @@ def main() -> None:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     out, scratch = Path(os.environ.get("OUT", "gpu_first")), Path("outputs/first_half_hour")
-    parser.add_argument("--out", type=Path, default=out, help="where the two files go: $OUT unless given, else gpu_first")
-    parser.add_argument("--scratch", type=Path, default=scratch, help="what the parts write, and what has run")
-    parser.add_argument("--tiny", action="store_true", help="small shapes on a CPU; on a machine without a card always")
-    parser.add_argument("--only", nargs="+", help="the parts whose names begin so")
-    parser.add_argument("--again", action="store_true", help="run parts that have run")
-    parser.add_argument("--minutes", type=float, default=60, help="begin no part that may not end within them")
+    parser.add_argument("--out", type=Path, default=out, help="folder of the two files; by default $OUT or else gpu_first")
+    parser.add_argument(
+        "--scratch", type=Path, default=scratch, help="folder for the parts' files and the record of finished parts"
+    )
+    parser.add_argument("--tiny", action="store_true", help="small shapes on a CPU; the default on a machine without a GPU")
+    parser.add_argument("--only", nargs="+", help="run parts whose names start with one of these")
+    parser.add_argument("--again", action="store_true", help="run finished parts again")
+    parser.add_argument("--minutes", type=float, default=60, help="start no part that may not end within these minutes")
     args = parser.parse_args()
     known = [part.name for part in parts(args.scratch)]
     for start in args.only or ():
@@ -126,9 +128,9 @@ def parse_args() -> argparse.Namespace:
 
 
 def choose_form(asks_for_tiny: bool, names: Sequence[str]) -> tuple[str, str]:
-    """The form, and a line that names it and the reason.
+    """Choose the form; return it and a line with the reason.
 
-    Ends the script where torch does not see the machine's card.
+    Ends the script if torch does not see the machine's GPU.
     """
     tiny = "TINY FORM, small shapes on a CPU: no speed is measured. Reason:"
     if asks_for_tiny:
@@ -149,9 +151,9 @@ def choose_form(asks_for_tiny: bool, names: Sequence[str]) -> tuple[str, str]:
 
 
 def run_parts(call: Call, chosen: Sequence[Part], records: dict[str, Record], args: argparse.Namespace) -> None:
-    """Run the parts that have not run yet and that may end in time.
+    """Run the unfinished parts that may end in time.
 
-    Each is added to the records, and published.
+    Each result is added to the records and published.
     """
     ends_at = time.monotonic() + 60 * args.minutes
     for part in chosen:
@@ -172,20 +174,21 @@ def run_parts(call: Call, chosen: Sequence[Part], records: dict[str, Record], ar
                 call.stopped_part = part.name
                 return
             records[part.name] = judged(part, record, tiny=call.form == TINY)
-            publish(call, records)  # after each part: what has run is kept
+            publish(call, records)  # after each part, so that no result is lost
             say(f"=== {part.name}: {record['verdict']}, {record['seconds']:.0f} s")
 
 
 def at_commit(record: Record, now: str | None) -> str:
-    """Where a part was run at another commit than the present one: which."""
+    """Return a note on the commit of a part, if it is not the present one."""
     earlier = record.get("commit")
     return f", at commit {earlier or 'unknown'}, not {now or 'unknown'}" if earlier != now else ""
 
 
 @contextlib.contextmanager
 def noting_signals(call: Call) -> Iterator[None]:
-    """Note the first signal that asks for the end, and nothing more: no write is cut off, no child
-    is left behind.
+    """Record the first stop signal, and do nothing else.
+
+    So no write is interrupted, and no child process is left.
     """
 
     def note(number: int, frame: object) -> None:
@@ -193,7 +196,7 @@ def noting_signals(call: Call) -> Iterator[None]:
 
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     for number, handler in before.items():
-        # nohup ignores SIGHUP, so that the script outlives the terminal
+        # With nohup SIGHUP is ignored, so that the script survives its terminal.
         if handler != signal.SIG_IGN:
             signal.signal(number, note)
     try:
@@ -204,7 +207,7 @@ def noting_signals(call: Call) -> Iterator[None]:
 
 
 def say(line: str) -> None:
-    """Print a line. Where the terminal or the reading end of a pipe is gone, print no more."""
+    """Print a line; if the terminal or the pipe's reader is gone, print nothing from then on."""
     try:
         print(line, flush=True)
     except OSError:
@@ -212,7 +215,7 @@ def say(line: str) -> None:
 
 
 def run(part: Part, command: Sequence[str], call: Call) -> Record:
-    """Run a part's command, for as long as it may take, and collect what it left."""
+    """Run a part's command within its time limit, and collect its results."""
     report_path(call.scratch, part.name).unlink(missing_ok=True)
     log = call.scratch / f"{part.name}.log"
     run_commit = commit()
@@ -225,9 +228,9 @@ def run(part: Part, command: Sequence[str], call: Call) -> Record:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            # A group of its own, to be killed with its children. A terminal's signals reach only
-            # this script's group, so this script has to end the part. Where this script is killed
-            # with SIGKILL, Linux kills the part.
+            # A new process group, so that the part can be killed with its children. A terminal's
+            # signals reach only this script's group, so this script has to end the part. If this
+            # script is killed with SIGKILL, Linux kills the part.
             process_group=0,
             preexec_fn=ending_with_this_process(),  # noqa: PLW1509 - this process has no threads
         )
@@ -251,7 +254,7 @@ def run(part: Part, command: Sequence[str], call: Call) -> Record:
 
 
 def wait(process: subprocess.Popen[bytes], limit_seconds: float, call: Call) -> bool:
-    """Wait for the end of a part, or for a signal. Whether the limit came first."""
+    """Wait for the end of a part or for a signal; return whether the time limit came first."""
     ends_at = time.monotonic() + limit_seconds
     while process.poll() is None and call.stop_signal is None:
         if time.monotonic() >= ends_at:
@@ -261,30 +264,28 @@ def wait(process: subprocess.Popen[bytes], limit_seconds: float, call: Call) -> 
 
 
 def kill_group(leader: int) -> None:
-    """Kill whatever is left of a part: of a process that has ended, its children."""
+    """Kill the processes of a part; if its first process has ended, the children."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)
 
 
 def read_report(scratch: Path, part: Part) -> tuple[Any, str | None]:
-    """The part's report, and what is wrong with it."""
+    """Read the part's report; return the report and its problem, if any."""
     if not part.writes_report:
         return None, None
     path = report_path(scratch, part.name)
     if not path.exists():
         return None, f"it left no {path.name}"
     try:
-        # NaN is Python's, and no JSON
+        # Python writes NaN, which is not valid JSON.
         return json.loads(path.read_text(), parse_constant=lambda name: None), None
     except ValueError as error:
         return None, f"{path.name} is no JSON: {error}"
 
 
 def last_lines(log: Path) -> list[str]:
-    """The end of a part's output; of a progress bar, which goes back to the line's beginning, its
-    last state.
-    """
-    with open(log, errors="replace", newline="\n") as file:  # so that "\r" stays
+    """Return the end of a part's output, with the last state of each progress bar."""
+    with open(log, errors="replace", newline="\n") as file:  # newline="\n" keeps "\r"
         lines = [line.rstrip().rpartition("\r")[2] for line in file]
     return [line[:LINE_CHARACTERS] for line in lines if line][-TAIL_LINES:]
 
@@ -293,7 +294,7 @@ def last_lines(log: Path) -> list[str]:
 
 
 def judged(part: Part, record: Record, *, tiny: bool) -> Record:
-    """The record with its verdict, the reason where it failed, and what came of each check."""
+    """Add the verdict to the record, with the results of checks and the reason of a failure."""
     checks = [check for check in part.checks if not (tiny and check.only_on_gpu)]
     subject = record["report"] if part.writes_report else "\n".join(record["last_lines"])
     record["checks"] = [checked(check, subject) for check in checks]
@@ -314,19 +315,19 @@ def problem_of(record: Record) -> str | None:
 
 
 def checked(check: Check, report: Any) -> Record:
-    """What was expected, what was found, and whether they agree."""
+    """Compare a value of the report with its bounds; return the check's record."""
     try:
-        found = check.value(report)
+        measured = check.value(report)
     except (LookupError, TypeError, ValueError, ZeroDivisionError):
-        found = None
-    if not isinstance(found, int | float):
-        found = None
+        measured = None
+    if not isinstance(measured, int | float):
+        measured = None
     fits = (
-        found is not None
-        and (check.least is None or found >= check.least)
-        and (check.most is None or found <= check.most)  # NaN is neither above nor below
+        measured is not None
+        and (check.least is None or measured >= check.least)
+        and (check.most is None or measured <= check.most)  # false for NaN
     )
-    return {"says": check.says, "expected": expected(check), "found": found, "verdict": OK if fits else LOOK}
+    return {"says": check.says, "expected": expected(check), "found": measured, "verdict": OK if fits else LOOK}
 
 
 def expected(check: Check) -> str:
@@ -339,7 +340,7 @@ def expected(check: Check) -> str:
 
 
 def read_records(path: Path) -> dict[str, Record]:
-    """What earlier calls have run. A file that was cut off counts as none."""
+    """Read the results of earlier calls; a truncated file counts as none."""
     try:
         return dict(json.loads(path.read_text())["parts"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -347,7 +348,7 @@ def read_records(path: Path) -> dict[str, Record]:
 
 
 def publish(call: Call, records: dict[str, Record]) -> None:
-    """Write both files, each whole or not at all."""
+    """Write both files atomically."""
     ordered = {part.name: records[part.name] for part in call.every_part if part.name in records}
     whole = {"form": call.form, "commit": call.commit, "parts": ordered}
     for folder in (call.scratch, call.out):
@@ -359,7 +360,7 @@ def publish(call: Call, records: dict[str, Record]) -> None:
 
 
 def page(call: Call, records: dict[str, Record]) -> str:
-    """The readable form."""
+    """Write the page for readers."""
     lines = [f"# The first half hour on a GPU: {call.form} form", "", call.form_line, *machine(records)]
     lines += [f"Commit {call.commit or 'unknown'}."]
     for name, record in records.items():
@@ -381,7 +382,7 @@ def page(call: Call, records: dict[str, Record]) -> str:
 
 
 def machine(records: dict[str, Record]) -> list[str]:
-    """What the facts say of the machine."""
+    """Describe the machine, from the part facts."""
     facts = (records.get("facts") or {}).get("report") or {}
     packages = facts.get("packages") or {}
     if not facts:
@@ -395,16 +396,17 @@ def machine(records: dict[str, Record]) -> list[str]:
 
 
 def section(name: str, record: Record) -> list[str]:
-    """A part: its command, what was expected and found, and where it failed or is to be looked at,
-    the details.
+    """Write a part's section: the command, expected and measured values, and details.
+
+    Details are given if the part failed or has the verdict `look`.
     """
     command = " ".join(record["command"]).replace(f"{REPOSITORY}/", "")
     lines = [f"## {name}: {record['verdict']}", "", f"`{command}`"]
     if record["checks"]:
         lines += ["", "| what | expected | found | verdict |", "| --- | --- | ---: | --- |"]
     for check in record["checks"]:
-        found = "not measured" if check["found"] is None else f"{check['found']:.4g}"
-        lines.append(f"| {check['says']} | {check['expected']} | {found} | {check['verdict']} |")
+        measured = "not measured" if check["found"] is None else f"{check['found']:.4g}"
+        lines.append(f"| {check['says']} | {check['expected']} | {measured} | {check['verdict']} |")
     if record["problem"] is not None:
         lines += ["", f"**Failed**: {record['problem']}. Its last lines:", "", "```", *record["last_lines"], "```"]
     elif record["verdict"] == LOOK:

@@ -1,8 +1,7 @@
-"""What `half_hour.py` runs: the parts, the seconds that each may take, and what is expected of
-each.
+"""Parts that `half_hour.py` runs, with their time limits and expected values.
 
-Nothing but Python's own library is imported here, so that a machine that lacks packages still gets
-its report.
+This module imports only Python's standard library, so that a machine without packages gets its
+report too.
 """
 
 import re
@@ -30,22 +29,22 @@ LIMITS = {
     "train": 170,
     "profile": 70,
 }
-"""Seconds after which a part is killed. What it has written until then is kept. Together they are 25 minutes at most."""
+"""Seconds after which a part is killed, at most 25 minutes together. Its files are kept."""
 
 DETAIL_LINES, DETAIL_CHARACTERS = 60, 1000
-"""Of a report that the page shows where a part is to be looked at."""
+"""Limits of a report on the page, for parts with the verdict `look`."""
 
 Report = Any
-"""What a part has written: a JSON value, or the end of its output where it writes none."""
+"""The result of a part: a JSON value, or the end of its output."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One thing that is expected of a part's report: a value between `least` and `most`."""
+    """Expected value of a part's report, between `least` and `most`."""
 
     says: str
     value: Callable[[Report], Any]
-    """Raises LookupError, TypeError or ValueError where the report doesn't hold it."""
+    """Function that reads the value; it raises LookupError, TypeError or ValueError without it."""
     least: float | None = None
     most: float | None = None
     only_on_gpu: bool = False
@@ -53,12 +52,12 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A command, the JSON file that it writes, and what is expected of that."""
+    """Command, the JSON file that it writes, and the expected values in it."""
 
     name: str
     command: Sequence[str]
     tiny: Sequence[str] | None
-    """The command on a CPU; None where the part is for a GPU alone."""
+    """The command on a CPU; None for parts that need a GPU."""
     checks: Sequence[Check] = ()
     writes_report: bool = True
     tiny_environment: dict[str, str] = field(default_factory=dict)
@@ -69,7 +68,7 @@ class Part:
 
 
 def parts(scratch: Path) -> list[Part]:
-    """All parts, in their order. Reports and bulky files go to `scratch`."""
+    """List all parts in their order; reports and large files go to `scratch`."""
     return [
         Part(
             name="facts",
@@ -98,11 +97,11 @@ def parts(scratch: Path) -> list[Part]:
 
 
 QUICK_TESTS = ("tests/gpu/test_attention_on_gpu.py",)
-"""Run on a CPU too: enough to know that the tests are found and that the device is chosen as it should."""
+"""Tests of the tiny form: they show that tests are found and that the device is chosen."""
 
 
 def script(name: str, scratch: Path, part: str, *options: str) -> tuple[str, ...]:
-    """One of the scripts beside this one, which writes the report of a part."""
+    """Make the command of a script in this folder that writes the report of a part."""
     return (sys.executable, str(SCRIPTS / name), "--output", str(report_path(scratch, part)), *options)
 
 
@@ -214,15 +213,16 @@ def train_parts(scratch: Path) -> Iterator[Part]:
     )
 
 
-# --- what is expected. Milliseconds are estimates for an 8B target on an H100: see docs/how-to/gpu.md.
+# --- expected values. Milliseconds are estimates for an 8B target on an H100: see
+# docs/how-to/gpu.md.
 
 
 def rows(report: Report, **wanted: Any) -> list[dict[str, Any]]:
-    """The rows with these values. Raises LookupError where there are none."""
-    found = [row for row in report["rows"] if all(row[name] == value for name, value in wanted.items())]
-    if not found:
+    """Return the rows with these values; raises LookupError if there are none."""
+    matching = [row for row in report["rows"] if all(row[name] == value for name, value in wanted.items())]
+    if not matching:
         raise LookupError(f"no row with {wanted}")
-    return found
+    return matching
 
 
 def most_of(name: str, **wanted: Any) -> Callable[[Report], Any]:
@@ -234,7 +234,7 @@ def least_of(name: str, **wanted: Any) -> Callable[[Report], Any]:
 
 
 def failures(report: Report) -> int:
-    """Cases that failed, but for those that the memory was too small for."""
+    """Count the cases that failed, except those that ran out of memory."""
     return sum("out of memory" not in case["error"].lower() for case in report["failed"])
 
 
@@ -331,18 +331,18 @@ PROFILE = (
 )
 
 
-# --- what the page shows of a report that is not as expected
+# --- details of a report on the page
 
 
 def details(report: Report) -> list[str]:
-    """List a report's values in lines, with what failed or is missing first.
+    """List a report's values in lines, with failures and missing packages first.
 
-    None of a report that is no JSON object.
+    A report that is no JSON object has no lines.
     """
     if not isinstance(report, dict):
         return []
     lines = []
-    # the rest keeps its order
+    # all other values keep their order
     for name in sorted(report, key=lambda name: name not in ("failed", "missing", "older")):
         value = report[name]
         if isinstance(value, list) and any(isinstance(item, dict) for item in value):

@@ -1,14 +1,13 @@
-"""Runs a recipe, kills it with SIGKILL in its training, runs the same command again, and compares
-what both computed.
+"""Script that kills a recipe during training, runs it again, and compares the results.
 
     python scripts/gpu/killed_recipe.py --folder outputs/killed --kill-at 50 --output recipe.json -- \\
         python train.py conf=demo train.steps=200 train.checkpoint_every=20
 
-With several steps from one checkpoint to the next (train.checkpoint_every), those between the last
-checkpoint and the kill are computed twice. `largest_difference` is that of their losses, relative:
-0 on a CPU, some 1e-3 on a GPU, whose sums come in another order each time. The recipe must run in
-one process, without a launcher: that process is what is killed. On Linux the recipe ends when this
-script ends, also by SIGKILL.
+Steps between the last checkpoint (train.checkpoint_every) and the kill are computed twice.
+`largest_difference` is the relative difference of their losses. It is 0 on a CPU, and about 1e-3 on
+a GPU, where the order of sums varies. The recipe must run in one process, without a launcher, since
+the script kills this process with SIGKILL. On Linux the recipe ends when this script ends, also
+after SIGKILL.
 """
 
 import argparse
@@ -61,18 +60,18 @@ def main() -> None:
 
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
-    """Our options, and behind `--` the command."""
+    """Parse our options, and the command after `--`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, required=True, help="the run's output_dir; what is there is removed")
+    parser.add_argument("--folder", type=Path, required=True, help="the run's output_dir; its contents are removed")
     parser.add_argument("--kill-at", type=int, required=True, help="training step at which the run is killed")
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("command", nargs="+", help="the recipe's; output_dir and train.log_every are added")
+    parser.add_argument("command", nargs="+", help="command of the recipe; output_dir and train.log_every are added")
     args = parser.parse_args()
     return args, [*args.command, f"output_dir={args.folder}", "train.log_every=1"]
 
 
 def run_until(command: list[str], metrics: Path, step: int) -> bool:
-    """Run the command and kill it when `step` is recorded. Whether that came before its end."""
+    """Run the command and kill it when `step` is recorded; return whether it was killed."""
     ending = ending_with_this_process()
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=ending)  # noqa: PLW1509 - no threads here
     while process.poll() is None:
@@ -85,11 +84,9 @@ def run_until(command: list[str], metrics: Path, step: int) -> bool:
 
 
 def ending_with_this_process() -> Callable[[], None]:
-    """Make the function with which a child asks Linux to be killed when this process ends, however
-    it ends.
+    """Return a `preexec_fn` that makes Linux kill the child when this process ends.
 
-    For `preexec_fn`. The child's own children do not inherit the request. On other systems the
-    function does nothing.
+    The child's own children do not inherit this. On other systems the function does nothing.
     """
     parent = os.getpid()
 
@@ -103,15 +100,15 @@ def ending_with_this_process() -> Callable[[], None]:
 
 
 def losses(metrics: Path) -> dict[int, float]:
-    """The loss of each step that is recorded. A last line that is half written counts as none."""
-    found = {}
+    """Read the loss of each recorded step; an incomplete last line is ignored."""
+    by_step = {}
     for line in metrics.read_text().splitlines() if metrics.exists() else ():
         try:
             record: dict[str, Any] = json.loads(line)
         except ValueError:
             continue
-        found[record["step"]] = record["loss"]
-    return found
+        by_step[record["step"]] = record["loss"]
+    return by_step
 
 
 if __name__ == "__main__":

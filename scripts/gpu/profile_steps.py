@@ -1,12 +1,11 @@
-"""Where the time of decode steps goes on a GPU, by kind of kernel, and how long the card waits
-between kernels.
+"""Profile of decode steps on a GPU: time by kind of kernel, and gaps between kernels.
 
     python scripts/gpu/profile_steps.py --output "$OUT/profile.json"               # 8B-shaped Llama, ReDrafter, CUDA graphs
     python scripts/gpu/profile_steps.py --shape tiny --output /tmp/profile.json    # anywhere: operators of a CPU, no graphs
 
-One trace of torch.profiler over a few steps. Shares are of the time in which the device computed;
-`idle_share` is the part of the whole trace in which it did not, `longest_gaps` are the longest
-times between two kernels.
+It is one trace of torch.profiler over a few steps. Shares refer to the time in which the device
+computed. `idle_share` is the share of the whole trace without computation, and `longest_gaps` are
+the longest times between two kernels.
 """
 
 import argparse
@@ -31,7 +30,7 @@ GROUPS = {
     "matrix": ("gemm", "gemv", "nvjet", "cutlass", "splitk", "aten::mm", "aten::addmm", "aten::bmm"),
     "copies": ("memcpy", "memset", "copy"),
 }
-"""Kinds of kernels, by parts of their names. The first that fits counts: CUTLASS has kernels for attention too."""
+"""Kinds of kernels by parts of their names. The first match counts, since CUTLASS is in two."""
 OTHER = "other"
 NUM_GAPS, NUM_KERNELS = 10, 15
 WARM_UP_STEPS = 8
@@ -72,7 +71,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def trace(args: argparse.Namespace, device: torch.device, form: str) -> Iterator[Kernel]:
-    """The kernels of some steps of tree decoding."""
+    """Yield the kernels of a few steps of tree decoding."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     target = target_of(random_llama(SHAPES[args.shape][0], dtype, device), **FORMS[form])
     width, length = SHAPES_OF_TREES[NODES]
@@ -97,12 +96,12 @@ def trace(args: argparse.Namespace, device: torch.device, form: str) -> Iterator
         if device.type == "cuda":
             if event.device_type == DeviceType.CUDA:
                 yield Kernel(event.name, start, event.time_range.end)
-        else:  # operators call each other: each with its own time
+        else:  # operators call each other, so use the time without the called operators
             yield Kernel(event.name, start, start + event.self_cpu_time_total)
 
 
 def summary(kernels: Iterable[Kernel]) -> dict[str, Any]:
-    """Shares by kind, the longest gaps, and the kernels that took longest.
+    """Compute shares by kind, the longest gaps, and the kernels with most time.
 
     Raises ValueError for a trace without kernels.
     """
@@ -131,7 +130,7 @@ def summary(kernels: Iterable[Kernel]) -> dict[str, Any]:
 
 
 def group_of(name: str) -> str:
-    """The kind of a kernel."""
+    """Return the kind of a kernel."""
     lower = name.lower()
     return next((group for group, parts in GROUPS.items() if any(part in lower for part in parts)), OTHER)
 

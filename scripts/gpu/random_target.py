@@ -1,7 +1,6 @@
-"""What the benchmarks share: targets of real sizes with random weights, and what the device does at
-its best.
+"""Shared code of the benchmarks: random targets of real sizes, and limits of the device.
 
-Beside the scripts that import it, since those are run from here and not installed.
+The module is in this folder because the scripts that import it are not installed.
 """
 
 import time
@@ -37,12 +36,13 @@ TINY = {
     "max_position_embeddings": 1024,
 }
 MATRIX_SIZES = {True: (4096, 8192, 16384), False: (256, 512)}
-"""On CUDA, and elsewhere."""
+"""Sizes of matrices, on CUDA (True) and on other devices."""
 
 
 def open_device(name: str | None, *, cudnn_attention: bool = False) -> torch.device:
-    """The device to measure on, the first accelerator unless named. cuDNN's attention is off, as
-    `load_target` has it, unless that is what is measured.
+    """Return the device of the benchmark, by default the first accelerator.
+
+    As in `load_target`, cuDNN's attention is off unless it is measured.
     """
     device = torch.device(name or torch.accelerator.current_accelerator(check_available=True) or "cpu")
     if not cudnn_attention:
@@ -51,7 +51,7 @@ def open_device(name: str | None, *, cudnn_attention: bool = False) -> torch.dev
 
 
 def random_llama(shape: dict[str, int], dtype: torch.dtype, device: torch.device) -> LlamaForCausalLM:
-    """A Llama of this shape, its weights drawn on the device."""
+    """Make a Llama of this shape, with weights sampled on the device."""
     config = LlamaConfig(**shape, bos_token_id=None, eos_token_id=None, pad_token_id=None)
     config._attn_implementation = "sdpa"
     with torch.device("meta"):
@@ -60,13 +60,13 @@ def random_llama(shape: dict[str, int], dtype: torch.dtype, device: torch.device
     torch.manual_seed(0)
     for parameter in model.parameters():
         parameter.fill_(1.0) if parameter.ndim == 1 else parameter.normal_(std=0.02)
-    # Of the rotary embeddings nothing is a parameter: to_empty has left them unset.
+    # Rotary embeddings have no parameters, and to_empty left their buffers unset.
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
     return model
 
 
 def target_of(model: LlamaForCausalLM, **form: Any) -> HFTarget:
-    """The target around a model, in one of the forms of passes that `HFTarget` has."""
+    """Make a target around a model, with options of `HFTarget` such as cuda_graphs."""
     identity = TargetIdentity(
         name="random",
         revision=None,
@@ -77,26 +77,26 @@ def target_of(model: LlamaForCausalLM, **form: Any) -> HFTarget:
         hidden_size=model.config.hidden_size,
         vocab_size=model.config.vocab_size,
     )
-    empty = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE()))  # nothing here has a text
+    # the benchmarks have no texts
+    empty = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE()))
     return HFTarget(model, empty, identity, **form)
 
 
 def weight_bytes(model: LlamaForCausalLM) -> int:
-    """Of all weights that a pass reads: of the embeddings, a few rows only."""
+    """Count the bytes of weights that a pass reads, without the embeddings."""
     embeddings = model.get_input_embeddings().weight
-    return sum(each.numel() * each.element_size() for each in model.parameters() if each is not embeddings)
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters() if parameter is not embeddings)
 
 
 def memory_bandwidth(device: torch.device) -> float:
-    """Bytes per second of reading a buffer that no cache holds, as the evaluation's roofline
-    measures it.
-    """
+    """Measure bytes per second when reading a large buffer, as the evaluation's roofline does."""
     return 1e9 * measure_bandwidth(MAX_ACCELERATOR_BYTES if device.type != "cpu" else 2**26, device)
 
 
 def matrix_rate(device: torch.device, dtype: torch.dtype, rounds: int = 10) -> float:
-    """Operations per second, a multiplication and an addition being two, of products of square
-    matrices of the best size.
+    """Measure operations per second of matrix products, for square matrices of the best size.
+
+    A multiplication and an addition count as two operations.
     """
     best = 0.0
     for size in MATRIX_SIZES[device.type == "cuda"]:
