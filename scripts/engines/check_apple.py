@@ -40,7 +40,7 @@ THEIRS: dict[str, dict[str, Any]] = {
     "as_vicunas": {"num_draft_layers": 2, "exit_dim": 2 * HIDDEN, "rnn": True},
     "with_projection": {"num_draft_layers": 1, "exit_dim": 24, "rnn": True},
 }
-SAID_FILE = "said.pt"
+RESULTS_FILE = "results.pt"
 
 
 def make(directory: Path) -> bool:
@@ -53,7 +53,7 @@ def make(directory: Path) -> bool:
     for name, options in OURS.items():
         drafter = make_drafter(target, kind="redrafter", initial_state="zero", **options)
         write_folder(FORMAT, drafter, directory / name, target)
-        torch.save(our_search(drafter), directory / name / SAID_FILE)
+        torch.save(our_search(drafter), directory / name / RESULTS_FILE)
     print(f"{len(OURS)} exports are in {directory}")
     return True
 
@@ -138,14 +138,14 @@ def compare_and_write(directory: Path) -> bool:
     for name in OURS:
         model, info = Drafter.from_pretrained(directory / name, output_loading_info=True)
         assert not any(info.values()), info
-        said = torch.load(directory / name / SAID_FILE, weights_only=True)
+        said = torch.load(directory / name / RESULTS_FILE, weights_only=True)
         alike &= compare_searches(name, their_search(model.eval(), directory), said)
     for name, options in THEIRS.items():
         torch.manual_seed(7)
         model = Drafter(DrafterConfig(vocab_size=VOCAB, hidden_size=HIDDEN, **options)).eval()
         randomise(model)
         model.save_pretrained(directory / name)
-        torch.save(their_search(model, directory), directory / name / SAID_FILE)
+        torch.save(their_search(model, directory), directory / name / RESULTS_FILE)
     return alike
 
 
@@ -156,7 +156,7 @@ def import_theirs(directory: Path) -> bool:
     alike, target = True, load_target(directory / "target")
     for name in THEIRS:
         assert format_of(directory / name).name == "apple"
-        said = torch.load(directory / name / SAID_FILE, weights_only=True)
+        said = torch.load(directory / name / RESULTS_FILE, weights_only=True)
         alike &= compare_searches(name, our_search(import_drafter(directory / name, target)), said)
     return alike
 

@@ -45,7 +45,7 @@ OURS: dict[str, dict[str, Any]] = {
 """Options of the drafter, by the format."""
 THEIRS: dict[str, dict[str, Any]] = {"as_vicunas": {}, "grouped_heads_without_bias": {"num_key_value_heads": 2, "bias": False}}
 """What EAGLE's configurations for training say besides."""
-SAID_FILE = "said.pt"
+RESULTS_FILE = "results.pt"
 
 
 def make(directory: Path) -> bool:
@@ -57,7 +57,7 @@ def make(directory: Path) -> bool:
     for format in (SGLANG, VLLM):
         drafter = make_drafter(target, kind="eagle", **OURS[format.name])
         write_folder(format, drafter, directory / format.name, target)
-        torch.save(chained_logits(drafter, target, tokens), directory / format.name / SAID_FILE)
+        torch.save(chained_logits(drafter, target, tokens), directory / format.name / RESULTS_FILE)
     print(f"{len(OURS)} exports are in {directory}")
     return True
 
@@ -103,12 +103,12 @@ def compare_and_write(directory: Path) -> bool:
         model = EaModel.from_pretrained(
             base_model_path=str(target), ea_model_path=str(as_released(directory / name, target))
         ).eval()
-        expected = torch.load(directory / name / SAID_FILE, weights_only=True)
+        expected = torch.load(directory / name / RESULTS_FILE, weights_only=True)
         alike &= compare(name, their_logits(model, tokens), expected)
     for name, options in THEIRS.items():
         write(directory / name, options, target)
         model = EaModel.from_pretrained(base_model_path=str(target), ea_model_path=str(directory / name)).eval()
-        torch.save(their_logits(model, tokens), directory / name / SAID_FILE)
+        torch.save(their_logits(model, tokens), directory / name / RESULTS_FILE)
     return alike
 
 
@@ -161,7 +161,7 @@ def import_theirs(directory: Path) -> bool:
     alike, tokens, target = True, make_tokens(), load_target(directory / "target")
     for name in THEIRS:
         assert format_of(directory / name).kind == "eagle"
-        expected = torch.load(directory / name / SAID_FILE, weights_only=True)
+        expected = torch.load(directory / name / RESULTS_FILE, weights_only=True)
         alike &= compare(name, chained_logits(import_drafter(directory / name, target), target, tokens), expected)
     return alike
 

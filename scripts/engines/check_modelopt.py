@@ -30,7 +30,7 @@ THEIRS: dict[str, dict[str, Any]] = {
     "longer_context": {"draft_vocab_size": 50, "rope_scaling": YARN},
 }
 """Options of the drafter's architecture."""
-SAID_FILE = "said.pt"
+RESULTS_FILE = "results.pt"
 
 
 def make(directory: Path) -> bool:
@@ -67,7 +67,7 @@ def write(directory: Path) -> bool:
             drafted = torch.randperm(VOCAB)[:num_outputs].sort().values
             model.eagle_module.d2t.copy_(drafted - torch.arange(num_outputs))
         export_speculative_decoding(model.eval(), export_dir=directory / name)
-        torch.save(their_logits(model, make_tokens()), directory / name / SAID_FILE)
+        torch.save(their_logits(model, make_tokens()), directory / name / RESULTS_FILE)
     return True
 
 
@@ -100,7 +100,7 @@ def import_theirs(directory: Path) -> bool:
     alike, tokens, target = True, make_tokens(), load_target(directory / "target")
     for name in THEIRS:
         assert format_of(directory / name).name == "eagle3"
-        expected = torch.load(directory / name / SAID_FILE, weights_only=True)
+        expected = torch.load(directory / name / RESULTS_FILE, weights_only=True)
         alike &= compare(name, chained_logits(import_drafter(directory / name, target), target, tokens), expected)
     return alike
 

@@ -50,7 +50,7 @@ EAGLE3: dict[str, dict[str, Any]] = {
 }
 """Options of the drafter."""
 EAGLE1 = {"eagle1_without_bias": {"bias": False}, "eagle1_with_bias": {"bias": True}}
-SAID_FILE = "said.pt"
+RESULTS_FILE = "results.pt"
 
 
 def make(directory: Path) -> bool:
@@ -65,7 +65,7 @@ def make(directory: Path) -> bool:
         said = {"features": read_features(drafter, target, tokens), "logits": chained_logits(drafter, target, tokens)}
         said["drafted"] = torch.arange(VOCAB) if drafter.vocabulary.tokens is None else drafter.vocabulary.tokens
         said["embeddings"] = target.embed_tokens.weight.clone()
-        torch.save(said, directory / name / SAID_FILE)
+        torch.save(said, directory / name / RESULTS_FILE)
     for name, options in EAGLE1.items():
         write_folder(eagle1.SGLANG, make_drafter(target, kind="eagle", **options), directory / name, target)
     print(f"{len(EAGLE3) + len(EAGLE1)} exports are in {directory}")
@@ -119,7 +119,7 @@ def compare_exports(directory: Path) -> bool:
         load(directory / name)
         print(f"{name}: taken whole")
     for name in EAGLE3:
-        said = torch.load(directory / name / SAID_FILE, weights_only=True)
+        said = torch.load(directory / name / RESULTS_FILE, weights_only=True)
         model = load(directory / name)
         drafted = torch.arange(VOCAB) if model.get_hot_token_id() is None else model.get_hot_token_id()
         assert drafted.tolist() == said["drafted"].tolist()

@@ -42,7 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
         "feature_layers": [1, 4, 6],
     },
 }
-SAID_FILE = "said.pt"
+RESULTS_FILE = "results.pt"
 
 
 def make(directory: Path) -> bool:
@@ -60,7 +60,7 @@ def make(directory: Path) -> bool:
         said["speculators_config"]["verifier"]["name_or_path"] = str((directory / "target").resolve())
         config.write_text(json.dumps(said, indent=2))
         logits = unrolled_logits(drafter, target, tokens)
-        torch.save({"features": read_features(drafter, target, tokens), "logits": logits}, directory / name / SAID_FILE)
+        torch.save({"features": read_features(drafter, target, tokens), "logits": logits}, directory / name / RESULTS_FILE)
     print(f"{len(CASES)} exports are in {directory}")
     return True
 
@@ -72,7 +72,7 @@ def compare_exports(directory: Path) -> bool:
 
     alike = True
     for name in CASES:
-        said = torch.load(directory / name / SAID_FILE, weights_only=True)
+        said = torch.load(directory / name / RESULTS_FILE, weights_only=True)
         model: Any = SpeculatorModel.from_pretrained(directory / name)
         model = model.float().eval()
         found: list[torch.Tensor] = []

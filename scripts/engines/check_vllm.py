@@ -53,7 +53,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 """Options of the drafter."""
 CLASSES = {"eagle": "EagleLlamaForCausalLM", "eagle3": "Eagle3LlamaForCausalLM"}
-SAID_FILE, TARGET_LAYERS = "said.pt", 8
+RESULTS_FILE, TARGET_LAYERS = "results.pt", 8
 
 
 def make(directory: Path) -> bool:
@@ -70,7 +70,7 @@ def make(directory: Path) -> bool:
         said |= {"embeddings": target.embed_tokens.weight.clone(), "head": target.head.weight.clone()}
         drafted = None if options["kind"] == "eagle" else drafter.vocabulary.tokens
         said["drafted"] = torch.arange(VOCAB) if drafted is None else drafted
-        torch.save(said, directory / name / SAID_FILE)
+        torch.save(said, directory / name / RESULTS_FILE)
     print(f"{len(CASES)} exports are in {directory}")
     return True
 
@@ -129,7 +129,7 @@ def compare_exports(directory: Path) -> bool:
     """Load each export in the Python that has vLLM's files, and compare."""
     alike = True
     for name, options in CASES.items():
-        said = torch.load(directory / name / SAID_FILE, weights_only=True)
+        said = torch.load(directory / name / RESULTS_FILE, weights_only=True)
         found = their_logits(load(directory / name, options["kind"]), said, make_tokens(), options["kind"])
         alike &= compare(name, found, said["logits"])
     return alike
