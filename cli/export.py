@@ -23,9 +23,9 @@ def export_command(
     to: Annotated[
         str,
         typer.Option(
-            help="vllm or sglang, which choose the format by the drafter's kind; or a format (kind of drafter): "
-            "eagle3 (eagle3; vLLM and SGLang), speculators (eagle3; vLLM), eagle1-vllm (eagle), eagle1-sglang (eagle), "
-            "medusa (medusa), tensorrt-llm (medusa), apple (redrafter), transformers (draft_model; also vLLM and SGLang)."
+            help="vllm or sglang: the engine's format for the drafter's kind. Or a format (kind of drafter): eagle3 (eagle3; "
+            "vLLM and SGLang), speculators (eagle3; vLLM), eagle1-vllm (eagle), eagle1-sglang (eagle), medusa (medusa), "
+            "tensorrt-llm (medusa), apple (redrafter), transformers (draft_model; also vLLM and SGLang)."
         ),
     ],
     output: Annotated[Path, typer.Option(help="Folder for the export: a new or empty one, or an earlier export's.")],

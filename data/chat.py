@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 LARGE_LOSS = 0.1
-"""Share of the tokens: where `max_length` cuts off more, drafters hardly see the ends of answers."""
+"""Share of tokens lost to `max_length` above which drafters hardly see the ends of answers."""
 BATCH_SIZE = 256
 """Conversations per call of the tokenizer."""
 
@@ -36,8 +36,7 @@ Span = tuple[int, int]
 
 
 def use_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> None:
-    """Set another chat template: a .jinja file, or a name of one that outrider ships; None does
-    nothing."""
+    """Set the chat template: a .jinja file, or the name of a built-in one; None keeps it."""
     if chat_template is None:
         return
     is_built_in = chat_template in built_in_templates()
@@ -51,8 +50,7 @@ def use_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | N
 
 
 def encode_prompt(messages: Sequence[Turn], tokenizer: PreTrainedTokenizerBase) -> Int[torch.Tensor, "1 seq"]:
-    """Return the token ids of a conversation, followed by the start of the assistant's next
-    turn."""
+    """Return the ids of a conversation and the start of the assistant's next turn."""
     require_template(tokenizer)
     encoded: Any = tokenizer.apply_chat_template(
         [asdict(turn) for turn in messages], add_generation_prompt=True, return_tensors="pt", return_dict=True
@@ -69,6 +67,7 @@ def encode_conversations(
     answer are left out; tokens after `max_length` are cut. Raises ValueError if the tokenizer lacks
     a requirement, or if no example is left: a mask of zeros would train on nothing.
     """
+    # 1. Render and tokenize the conversations, in batches.
     template = require_template(tokenizer)
     examples: list[Example] = []
     dropped: Counter[str] = Counter()
@@ -83,6 +82,7 @@ def encode_conversations(
             else:
                 rendered.append((conversation.id, *result))
         examples += _tokenize(rendered, tokenizer, max_length, dropped, lost)
+    # 2. Check that there are examples, and report cuts.
     if not examples:
         reasons = ", ".join(f"{count} x {reason}" for reason, count in dropped.most_common())
         raise ValueError(
@@ -95,7 +95,7 @@ def encode_conversations(
 
 
 def _log_cuts(lost: Sequence[int], num_kept: int, max_length: int) -> None:
-    """Log how many examples are cut at `max_length`, and the share of all tokens that they lose."""
+    """Log how many examples are cut at `max_length`, and the share of lost tokens."""
     num_cut, share = sum(map(bool, lost)), sum(lost) / max(1, num_kept + sum(lost))
     logger.log(
         logging.WARNING if share > LARGE_LOSS else logging.INFO,

@@ -158,8 +158,10 @@ class Manifest(BaseManifest):
 
 
 def examples_sha256(examples: Iterable[Example]) -> str:
-    """Return a digest of the examples' ids, tokens and masks in order; equal digests mean equal
-    work."""
+    """Return a digest of the examples in order; equal digests mean equal work.
+
+    It covers ids, tokens and masks.
+    """
     digest = hashlib.sha256()
     for example in examples:
         digest.update(f"{example.id}\0{len(example.input_ids)}\0".encode())

@@ -1,4 +1,4 @@
-"""One example as text, with the part that is trained on marked: what shows a wrong chat template at a glance."""
+"""One example as text with the trained parts marked, which shows a wrong chat template."""
 
 from itertools import groupby
 
@@ -7,18 +7,19 @@ from transformers import PreTrainedTokenizerBase
 from .types import Example
 
 MARKS = ("[[", "]]")
-"""Around the trained parts where there is no colour."""
+"""Marks around the trained parts, if there is no colour."""
 GREEN, NO_COLOUR = "\x1b[32m", "\x1b[0m"
 MAX_PARTS = 6
 MAX_CHARACTERS = 240
-"""Of a part; of a longer one the beginning and the end are shown."""
+"""Most characters of a part; of a longer part the start and the end are shown."""
 VISIBLE = str.maketrans({"\n": "\u21b5\n", "\t": "\u2192"} | {chr(code): "\ufffd" for code in range(32) if code not in (9, 10)})
 
 
 def preview(example: Example, tokenizer: PreTrainedTokenizerBase, *, coloured: bool = False) -> str:
     """Render the first parts of an example. Trained parts are in [[ ]], or green.
 
-    Line breaks are shown as \u21b5 at the end of a line, tabs as \u2192, and spaces at a part's ends as \u00b7.
+    Line breaks are shown as \u21b5 at the end of a line, tabs as \u2192, and spaces at a part's
+    ends as \u00b7.
     """
     start, end = (GREEN, NO_COLOUR) if coloured else MARKS
     tokens = zip(example.input_ids.tolist(), example.loss_mask.tolist(), strict=True)
@@ -34,7 +35,7 @@ def preview(example: Example, tokenizer: PreTrainedTokenizerBase, *, coloured: b
 
 
 def _shorten(text: str) -> str:
-    """The text with visible white space, and without its middle where it is long."""
+    """Make white space visible, and cut the middle out of a long text."""
     inner = text.strip(" ")
     leading, trailing = len(text) - len(text.lstrip(" ")), len(text) - len(text.rstrip(" "))
     if len(inner) > MAX_CHARACTERS:

@@ -51,8 +51,7 @@ engines."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabellingStats(LabelStats):
-    """Work of labelling one shard; `seconds` are those of labelling, without reading and
-    writing."""
+    """Work of labelling one shard; `seconds` don't include reading and writing."""
 
     seconds: float
 
@@ -110,8 +109,7 @@ def distill(
 
 
 def describe_labels(config: DistillConfig, data: DataConfig, target: HFTarget, plan: Sequence[Sequence[Example]]) -> Manifest:
-    """Return the manifest of these shards before any exists: everything that decides their
-    content."""
+    """Return the manifest of these shards, before any exists."""
     data_sha256 = examples_sha256(example for shard in plan for example in shard)
     return Manifest(
         format_version=FORMAT_VERSION,
@@ -133,8 +131,7 @@ def describe_labels(config: DistillConfig, data: DataConfig, target: HFTarget, p
 def missing_examples(
     config: DistillConfig, data: DataConfig, target: HFTarget, examples: Sequence[Example], output_dir: Path
 ) -> list[Example]:
-    """Return the unlabelled examples. Raises ValueError if the folder holds another run's
-    shards."""
+    """Return the unlabelled examples. Raises ValueError if the folder is another run's."""
     plan, store = plan_shards(examples, config.shard_examples), label_store(output_dir)
     store.require_same(describe_labels(config, data, target, plan))
     return store.missing(plan)

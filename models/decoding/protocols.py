@@ -50,7 +50,7 @@ class Target(Protocol):
     def has_fixed_shapes(self) -> bool:
         """Whether each new shape of a pass is compiled or recorded first.
 
-        If so, few batch sizes are worth some padding.
+        If so, batches are padded to few different sizes.
         """
 
     @property
@@ -105,8 +105,7 @@ class Drafter(Protocol[State, Drafted]):
         """Return a tree that hangs from `last_token`, and what `advance` needs of the proposal."""
 
     def advance(self, drafted: Drafted, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> State:
-        """Return the state after the accepted path; `output` is the target's output for the
-        tree."""
+        """Return the state after the accepted path; `output` is the target's for the tree."""
 
     def select(self, state: State, rows: Sequence[int]) -> State:
         """Return the state of these rows of the batch only.

@@ -20,7 +20,8 @@ class Sampling:
     top_k: int | None = None
     """Keep only the k most probable tokens; None keeps all."""
     top_p: float | None = None
-    """Keep the smallest set of most probable tokens with a sum of at least top_p; None keeps all."""
+    """Keep the smallest set of most probable tokens with a sum of at least top_p; None keeps
+    all."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -54,7 +55,8 @@ def warp(logits: Float[torch.Tensor, "*batch vocab"], sampling: Sampling) -> Flo
         ranked, order = probs.sort(dim=-1, descending=True, stable=True)
         before = ranked.cumsum(-1) - ranked  # the sum over all more probable tokens
         ranked = ranked.masked_fill(before >= sampling.top_p, 0.0)
-        ranked[..., 0] = ranked[..., 0].clamp(min=torch.finfo(ranked.dtype).tiny)  # the most probable token always stays
+        # The most probable token always stays.
+        ranked[..., 0] = ranked[..., 0].clamp(min=torch.finfo(ranked.dtype).tiny)
         probs = torch.zeros_like(probs).scatter_(-1, order, ranked)
         probs = probs / probs.sum(-1, keepdim=True)
     return probs

@@ -215,8 +215,10 @@ def _check_directory(name_or_path: str) -> None:
 
 
 def _public_name(name_or_path: str) -> str:
-    """Return the Hub id, or a directory's last name: published checkpoints contain no local
-    path."""
+    """Return the Hub id, or a directory's last name.
+
+    Published checkpoints must not contain local paths.
+    """
     path = Path(name_or_path)
     return path.resolve().name if path.is_dir() else name_or_path
 
@@ -224,7 +226,8 @@ def _public_name(name_or_path: str) -> str:
 def _parse_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
-        torch.empty(1, device=device).tolist()  # the name may be valid, but the device absent or unusable (meta)
+        # The name may be valid, but the device absent or unusable (meta).
+        torch.empty(1, device=device).tolist()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ValueError(f"there is no device {name!r} ({error}); use one like cpu, cuda or cuda:1") from error
     return device

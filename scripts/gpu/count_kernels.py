@@ -101,8 +101,10 @@ def parse_args() -> argparse.Namespace:
 
 @contextlib.contextmanager
 def cuda_paths() -> Iterator[None]:
-    """Choose CUDA's code paths on a CPU, inside the block: all choices that depend on the
-    device."""
+    """Choose CUDA's code paths on a CPU, inside the block.
+
+    All choices that depend on the device are here.
+    """
     with contextlib.ExitStack() as stack:
         for owner, name, on_cuda in (
             (tree_attention, "has_grouped_kernel", lambda device: False),

@@ -96,7 +96,8 @@ def main() -> None:
         "failed": [],
         "environment": dataclasses.asdict(describe_environment(device)),
     }
-    torch._dynamo.config.fail_on_recompile_limit_hit = True  # cases called compiled must be compiled
+    # Cases called compiled must be compiled.
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
     # 2. Case after case.
     bench = Bench(args, model, draft, bandwidth)
     for case in tqdm(list(cases(args, device)), unit="case"):

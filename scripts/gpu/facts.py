@@ -107,8 +107,7 @@ def seen_by_torch() -> dict[str, Any]:
 
 
 def unseen(listed: str, seen: dict[str, Any]) -> str:
-    """Return the message if nvidia-smi lists a GPU that torch doesn't see: state, rule and
-    remedy."""
+    """Return the error message if nvidia-smi lists a GPU that torch doesn't see."""
     version, cuda_version, hidden = seen.get("torch"), seen.get("cuda_version"), os.environ.get("CUDA_VISIBLE_DEVICES")
     if version is None:
         torch, remedy = "torch cannot be imported", INSTALL

@@ -114,6 +114,7 @@ def report_path(scratch: Path, part: str) -> Path:
 
 
 def recipe_parts(scratch: Path) -> Iterator[Part]:
+    # 1. The demo's recipe, killed once during training.
     folder = scratch / "demo"
     recipe = (sys.executable, "train.py", "conf=demo")
     yield Part(
@@ -132,6 +133,7 @@ def recipe_parts(scratch: Path) -> Iterator[Part]:
         tiny_environment={"ACCELERATE_USE_CPU": "true"},
         checks=RECIPE,
     )
+    # 2. Certificates of its drafter, in two types and with CUDA graphs.
     drafter = ("--drafter", str(folder / "drafter"))
     for dtype in ("float32", "bfloat16"):
         name = f"certificate_{dtype}"
@@ -160,6 +162,7 @@ def decode_parts(scratch: Path) -> Iterator[Part]:
     def bench(name: str, *options: str) -> tuple[str, ...]:
         return script("decode_bench.py", scratch, name, *options)
 
+    # One part per form of decoding; only the first has a tiny form for a CPU.
     on_cpu = ("--device", "cpu", "--forms", "eager", "--trees", "8", "--prompt-tokens", "16", "--steps", "6", "--warm-up", "1")
     yield Part(
         name="decode_tiny",

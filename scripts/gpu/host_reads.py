@@ -95,7 +95,7 @@ def waits_for_device(function: Any, args: tuple[Any, ...]) -> bool:
 def patched_reads() -> Iterator[Mapping[str, int]]:
     """Count calls of `METHODS` by patching the tensor class.
 
-    Compiled code runs as usual then, which it doesn't under a mode.
+    Compiled code then runs as usual. Under a torch mode it would not.
     """
     counts: Counter[str] = Counter()
 

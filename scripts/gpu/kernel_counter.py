@@ -41,7 +41,7 @@ NO_KERNEL = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided"
 class Counted(TorchDispatchMode):
     """Counts kernels, launches, replays and host reads by phase.
 
-    During a replay kernels run, but nothing is launched.
+    Kernels of a replay count as kernels, but not as launches.
     """
 
     def __init__(self) -> None:

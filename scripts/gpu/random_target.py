@@ -77,13 +77,13 @@ def target_of(model: LlamaForCausalLM, **form: Any) -> HFTarget:
         hidden_size=model.config.hidden_size,
         vocab_size=model.config.vocab_size,
     )
-    empty = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE()))  # the benchmarks need no text
+    # The benchmarks need no text.
+    empty = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE()))
     return HFTarget(model, empty, identity, **form)
 
 
 def weight_bytes(model: LlamaForCausalLM) -> int:
-    """Return the bytes of all weights that a pass reads; of the embeddings it reads only a few
-    rows."""
+    """Return the bytes of weights that a pass reads: all except most embeddings."""
     embeddings = model.get_input_embeddings().weight
     return sum(weight.numel() * weight.element_size() for weight in model.parameters() if weight is not embeddings)
 

@@ -160,8 +160,10 @@ def parse_args() -> argparse.Namespace:
 
 
 def run_kind(kind: str, target: HFTarget, args: argparse.Namespace, deadline: float) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Run all cases of a kind, the smallest first. Yield each one's list in the report, and
-    record."""
+    """Run all cases of a kind, the smallest first.
+
+    Yields the name of each case's list in the report, and its record.
+    """
     todo = sorted(
         (Case(kind, seq, batch) for seq, batch in itertools.product(args.lengths, args.batches)),
         key=lambda case: (case.num_tokens, case.seq),
@@ -186,8 +188,10 @@ def run_kind(kind: str, target: HFTarget, args: argparse.Namespace, deadline: fl
 
 
 def make_measure(kind: str, target: HFTarget, args: argparse.Namespace, deadline: float) -> Measure:
-    """Return the function that measures a case. All cases of a kind share its models and
-    optimizers."""
+    """Return the function that measures a case.
+
+    All cases of a kind share its models and optimizers.
+    """
     if kind == DISTILL:
         return Labelling(target, args, deadline)
     return TrainingStep(TRAININGS[kind], kind, target, args, deadline)
@@ -304,8 +308,7 @@ class TrainingStep:
         }
 
     def operations(self, case: Case, positions: int) -> train_flops.Operations:
-        """Count the operations of a step: of the target's layers that are read, and of the
-        drafter."""
+        """Count the operations of a step: the target's layers that it runs, and the drafter."""
         config, depths = self.target.model.config, self.args.horizon - 1
         num_layers = config.num_hidden_layers if self.reads.hidden_states else max(self.reads.layers)
         target_pass = train_flops.target_pass(config, case.batch, case.seq, num_layers)
@@ -350,8 +353,10 @@ def random_batch(case: Case, vocab_size: int, horizon: int, max_positions: int) 
 
 
 def timed(work: Callable[[], Any], device: torch.device, args: argparse.Namespace, deadline: float) -> dict[str, Any]:
-    """Measure `work`: median and quartiles of seconds in up to `args.steps` rounds, and peak
-    memory."""
+    """Measure median and quartiles of the seconds of `work`, and its peak memory.
+
+    There are up to `args.steps` rounds.
+    """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     for _ in range(args.warm_up):

@@ -53,8 +53,7 @@ def pair_operations(config: Any) -> int:
 
 
 def target_pass(config: Any, batch: int, seq: int, num_layers: int) -> Operations:
-    """Return the operations of `num_layers` layers over `batch` texts, without head and
-    gradient."""
+    """Return the operations of `num_layers` layers, without head and gradient."""
     pairs = batch * seq * (seq + 1) / 2
     linear = FORWARD * layer_weights(config) * batch * seq
     return Operations(num_layers * linear, num_layers * pairs * pair_operations(config))

@@ -158,7 +158,7 @@ ALPACA = {"instruction": "Say {i}", "input": "", "output": "it"}
 
 @pytest.mark.parametrize(
     ("record", "source", "first"),
-    [(SHAREGPT, "sharegpt", "Hi "), (ALPACA, "alpaca", "Say "), ({"text": "word"}, "text", None)],
+    [(SHAREGPT, "sharegpt", "Hi "), (ALPACA, "alpaca", "Say "), ({"text": "words"}, "text", None)],
 )
 def test_the_form_of_the_records_is_found(record: dict[str, object], source: str, first: str | None, tmp_path: Path) -> None:
     path = tmp_path / "data.json"

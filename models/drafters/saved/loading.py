@@ -65,7 +65,10 @@ def load_drafter(
 
 
 def require_fitting_target(directory: Path, trained_for: TargetIdentity, target: TargetIdentity) -> None:
-    """Raise ValueError for a target of another shape or tokenizer. Tokenizers are compared where both are known."""
+    """Raise ValueError for a target of another shape or tokenizer.
+
+    Tokenizers are compared only if both are known.
+    """
     names = ["hidden_size", "vocab_size"]
     if trained_for.tokenizer_sha256 and target.tokenizer_sha256:
         names.append("tokenizer_sha256")
