@@ -2,8 +2,8 @@
 
 The forms are eager, compiled and CUDA graphs.
 
-    python scripts/gpu/decode_bench.py --output "$OUT/decode.json"             # 8B-shaped Llama, bf16, under 8 minutes
-    python scripts/gpu/decode_bench.py --shape tiny --output /tmp/decode.json  # anywhere, in seconds
+    python scripts/gpu/decode_bench.py --output "$OUT/decode.json"             # 8B shape, 8 minutes
+    python scripts/gpu/decode_bench.py --shape tiny --output /tmp/decode.json  # any machine
 
 The target and the drafters have random weights of real sizes, so no download is needed. Every step
 does all the work of a real one: the drafter's search, the target's pass over the tree, the
@@ -12,15 +12,17 @@ acceptance is an option: `--acceptance` is the probability that the next token o
 path is accepted. `SHAPES_OF_TREES` has the nodes and depths of trees, independent of the search's
 result.
 
-So what is measured is milliseconds per step; tokens per second follow from the acceptance that was
-set and say nothing about any drafter. `break_even` does: the tokens per step and row from which on
-a tree of that size is faster than the fastest plain decoding of that batch. Steps are timed one by
-one, between the reads with which each ends; medians are reported, and
+The main figure is milliseconds per step. Tokens per second follow from the given acceptance, so
+they are no property of a drafter. `break_even` is the number of tokens per step and row above which
+a tree of this size is faster than the fastest plain decoding of the batch. Steps are timed one by
+one, from one host read to the next. The report has medians, and:
 
-- `phase_milliseconds`: drafting, verifying, accepting, with a synchronisation after each, so their sum exceeds a step's time;
-- `bandwidth_share`: the bytes that a step must read at least (weights of target and drafter, KV caches), divided by its time,
-  as a share of the fastest of a copy and a sum of large tensors measured in the same run;
-- `host_reads`: values read from the device per step; on CUDA `synchronisations` too, as PyTorch's own debug mode sees them;
+- `phase_milliseconds`: drafting, verifying and accepting. A synchronization follows each phase, so
+  their sum exceeds a step's time.
+- `bandwidth_share`: the minimum of bytes that a step must read (weights of target and drafter, KV
+  caches), divided by its time. It is a share of the memory bandwidth measured in the same run.
+- `host_reads`: values read from the device per step. On CUDA `synchronisations` is PyTorch's own
+  count, from its debug mode.
 - `compilations`: graphs that `torch.compile` made during the case.
 
 Cases beyond the time budget are listed as skipped, and failed cases with their errors: the file is
@@ -330,8 +332,8 @@ def count_reads(steps: Iterator[Any], device: torch.device) -> tuple[float, floa
 def is_usable(device: torch.device, stream: torch.cuda.Stream | None) -> bool:
     """Return whether the process can continue after an error, in its original stream.
 
-    A failed capture may leave another stream active. After some errors CUDA fails all further work of a
-    process.
+    A failed capture may leave another stream active. After some errors CUDA fails all further work
+    of a process.
     """
     if stream is None:
         return True

@@ -8,8 +8,8 @@ fails or hangs does not stop the others. A later call does not run a part again,
 result, unless `--again` is given. On a machine where a command may last ten minutes, use several
 calls, each with `--minutes 9.5`. The results:
 
-- `first_half_hour.json`: for each part the command, the commit, the exit status, seconds, last lines,
-  its report and the verdict;
+- `first_half_hour.json`: for each part the command, the commit, the exit status, seconds, last
+  lines, its report and the verdict;
 - `first_half_hour.md`: the same for a reader, with expected and measured values.
 
 The tiny form writes `first_half_hour_tiny.json` and `.md`, so it never replaces a GPU's results.

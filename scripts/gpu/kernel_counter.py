@@ -123,7 +123,7 @@ def num_kernels(function: Any, args: Any, kwargs: Any, output: Any) -> int:
 
 
 class CountingRecorder:
-    """Replacement for `CudaGraphRecorder`: a replay calls the function and counts as one launch."""
+    """Replacement for `CudaGraphRecorder` that counts a replay as one launch."""
 
     def __init__(self, counted: Counted) -> None:
         self.counted, self.num_recordings = counted, 0

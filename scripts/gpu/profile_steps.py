@@ -1,7 +1,7 @@
 """Profile of decode steps on a GPU: time by kind of kernel, and gaps between kernels.
 
-    python scripts/gpu/profile_steps.py --output "$OUT/profile.json"               # 8B-shaped Llama, ReDrafter, CUDA graphs
-    python scripts/gpu/profile_steps.py --shape tiny --output /tmp/profile.json    # anywhere: operators of a CPU, no graphs
+    python scripts/gpu/profile_steps.py --output "$OUT/profile.json"               # 8B shape, CUDA graphs
+    python scripts/gpu/profile_steps.py --shape tiny --output /tmp/profile.json    # any machine
 
 It is one trace of torch.profiler over a few steps. Shares refer to the time in which the device
 computed. `idle_share` is the share of the whole trace without computation, and `longest_gaps` are

@@ -2,20 +2,20 @@
 
 The figures are tokens per second, peak memory, and the share of the GPU's matrix rate.
 
-    python scripts/gpu/train_bench.py --output "$OUT/train.json"              # Llama-3.1-8B's shape, bf16, within 10 minutes
-    python scripts/gpu/train_bench.py --shape tiny --output /tmp/train.json   # anywhere, in seconds
+    python scripts/gpu/train_bench.py --output "$OUT/train.json"              # 8B shape, 10 minutes
+    python scripts/gpu/train_bench.py --shape tiny --output /tmp/train.json   # any machine
 
 They are measured by length and number of texts, with random weights, so that no download is needed:
 
-- `distill`: labelling every position with the target's next `--horizon` tokens (`label_continuations`). The work
-  depends on how often the target agrees with the text. So the outputs of the random target's layers
-  are scaled down, at the same cost: its next token then depends on the last token alone. Texts are
-  sampled so that the target agrees with a share `--agreement` of the tokens. The record has the
-  measured share.
-- `redrafter`, `medusa`, `eagle3`: a training step of the recipes for such a target (`TRAININGS`). It has the
-  target's pass for the drafter's inputs, loss, gradients, clipping and AdamW. The drafter's weights are
-  in float32, with bf16 autocast if the target is in bf16. `target_seconds` is the time of the target's
-  pass, which stored states would save.
+- `distill`: labelling every position with the target's next `--horizon` tokens
+  (`label_continuations`). The work depends on how often the target agrees with the text. So the
+  outputs of the random target's layers are scaled down, at the same cost: its next token then
+  depends on the last token alone. Texts are sampled so that the target agrees with a share
+  `--agreement` of the tokens. The record has the measured share.
+- `redrafter`, `medusa`, `eagle3`: a training step of the recipes for such a target (`TRAININGS`).
+  It has the target's pass for the drafter's inputs, loss, gradients, clipping and AdamW. The
+  drafter's weights are in float32, with bf16 autocast if the target is in bf16. `target_seconds` is
+  the time of the target's pass, which stored states would save.
 
 Tokens per second are tokens of text. After a warm-up, steps are timed one by one between
 synchronizations, and medians are reported. `matrix_share` is the number of necessary operations, by

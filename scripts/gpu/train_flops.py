@@ -74,8 +74,8 @@ def labelling(config: Any, batch: int, seq: int, num_branch_tokens: int) -> Oper
 def redrafter(drafter: Any, *, positions: int, depths: int) -> Operations:
     """Count operations of a ReDrafter's training step, with `positions` labels at each depth.
 
-    The head has full rank. The states of the first depth are embeddings. At later depths, the token is
-    multiplied by W, and the previous state by U.
+    The head has full rank. The states of the first depth are embeddings. At later depths, the token
+    is multiplied by W, and the previous state by U.
     """
     hidden, width, outputs = drafter.hidden_size, drafter.exit_width, drafter.head.out_features
     recurrence = (depths - 1) * (TRAINED + FROZEN_INPUTS) * hidden**2 - (TRAINED - FROZEN_INPUTS) * hidden**2
