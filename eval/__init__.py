@@ -1,1 +1,4 @@
-"""Measures drafters: the same loop with and without them, recorded turn by turn, told as tables and plots."""
+"""Measures drafters.
+
+The same loop with and without them, recorded turn by turn, told as tables and plots.
+"""
