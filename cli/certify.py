@@ -32,8 +32,9 @@ def certify_command(
     rules: Annotated[bool, typer.Option(help="Certify the acceptance rules too (a few minutes).")] = True,
     output: Annotated[Path, typer.Option(help="Where the certificate goes.")] = Path("certificate.json"),
 ) -> None:
-    """Certify that decoding is lossless: the acceptance rules exactly, and a target with drafters on real prompts.
+    """Certify that decoding is lossless.
 
+    The acceptance rules are enumerated exactly, and a target with drafters decodes real prompts.
     Exits with 1 where anything fails.
     """
     options = {**locals()}
@@ -72,7 +73,10 @@ def certify_command(
 def _certify_decoding(
     config: "EvalConfig", drafter: list[Path], options: dict[str, Any]
 ) -> "tuple[list[CertificateLine], dict[str, Any], torch.device]":
-    """Certify decoding with each drafter. Return the lines, what they are about, and the target's device."""
+    """Certify decoding with each drafter.
+
+    Return the lines, what they are about, and the target's device.
+    """
     from ..data.files import sha256_file
     from ..eval.certify.certificate import certify_decoding
     from ..eval.measure.methods import method_specs, proposer, recorded_methods

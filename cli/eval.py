@@ -60,7 +60,8 @@ def eval_command(
 ) -> None:
     """Measure drafters against plain decoding, on the same prompts and through the same loop.
 
-    Interrupted, the same command resumes where it stopped. Exits with 1 where a drafter's answers are not the target's own.
+    Interrupted, the same command resumes where it stopped. Exits with 1 where a drafter's answers
+    are not the target's own.
     """
     options = {**locals()}
     from ..eval.config import EvalConfig
@@ -89,7 +90,10 @@ def _measure(config: "EvalConfig", drafters: list[Path], output: Path, options: 
 
 
 def _print_results(rows: "Sequence[Row]", output: Path) -> bool:
-    """Print the table and name what isn't lossless, or not proven to be. Returns whether all is."""
+    """Print the table and name what isn't lossless, or not proven to be.
+
+    Returns whether all is.
+    """
     from ..eval.results.rows import is_broken, is_unproven, method_name
     from ..eval.results.tables import print_table
 
@@ -121,7 +125,10 @@ def _by_suite(texts: list[str], names: list[str], option: str, what: str) -> dic
 
 
 def _settings(texts: list[str], **options: list[int] | None) -> list[dict[str, Any]]:
-    """One setting per text, or per combination of the options' values; what isn't given stays as the drafter has it."""
+    """Return one setting per text, or per combination of the options' values.
+
+    What isn't given stays as the drafter has it.
+    """
     chosen = {name: values for name, values in options.items() if values}
     if texts and chosen:
         raise ValueError("--setting says all that a method changes; leave out --beam-width, --beam-length and --tree-nodes")

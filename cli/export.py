@@ -34,8 +34,8 @@ def export_command(
 ) -> None:
     """Write a drafter as another program reads it: a serving engine, a library or a release.
 
-    An option that the format can't hold is an error with a remedy; nothing is dropped. How each format is served:
-    docs/how-to/engines.
+    A drafter with anything that the format can't hold is an error; nothing is dropped. docs/how-to/engines
+    shows how to serve each.
     """
     import torch  # it, and all that uses it, loads too slowly for --help
 
@@ -68,10 +68,10 @@ def import_command(
     folder_revision: Annotated[str | None, typer.Option(help="The folder's revision on the Hub.")] = None,
     revision: Revision = None,
 ) -> None:
-    """Make a drafter of a published checkpoint of EAGLE, EAGLE-3, Medusa, ReDrafter or a draft model.
+    """Make a drafter of a published EAGLE, EAGLE-3, Medusa, ReDrafter or draft model.
 
-    Only plain tensors are read, never code, and only where they fit the target. The target needs a tokenizer for a draft model
-    alone: the other kinds read its weights and sizes.
+    Only plain tensors are read, never code, and only where they fit the target. The target needs a
+    tokenizer for a draft model alone: the other kinds read its weights and sizes.
     """
     from ..models.drafters import save_drafter
     from ..models.drafters.registry import kind_of
@@ -97,6 +97,9 @@ def import_command(
 
 
 def _load(target: str, revision: str | None, *, needs_tokenizer: bool) -> "HFTarget":
-    """Load the target on the CPU, as stored: only its sizes, embeddings, head and at most its tokenizer are read."""
+    """Load the target on the CPU, as stored.
+
+    Only its sizes, embeddings, head and at most its tokenizer are read.
+    """
     options = {"target": target, "revision": revision, "device": "cpu", "dtype": "auto"}
     return load_chosen_target(options, needs_tokenizer=needs_tokenizer)

@@ -26,9 +26,10 @@ def package_command(
     ] = None,
     repo: Annotated[str | None, typer.Option(help="Hub id of the drafter, for the commands in the card.")] = None,
 ) -> None:
-    """Make a folder for the Hub: the drafter, a model card, and the code with which plain transformers decodes with it.
+    """Make a folder for the Hub.
 
-    Nothing leaves this machine: `outrider push` uploads it.
+    The drafter, a model card, and the code with which plain transformers decodes with it. Nothing
+    leaves this machine: `outrider push` uploads it.
     """
     # They load torch.
     from ..eval.report.card import CardOptions, model_card
@@ -59,9 +60,10 @@ def push_command(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be uploaded; no network.")] = False,
     message: Annotated[str, typer.Option(help="The commit's message.")] = "",
 ) -> None:
-    """Upload a drafter to the Hub. A bare drafter becomes a folder first, as `outrider package` makes it without options.
+    """Upload a drafter to the Hub.
 
-    The token is that of `hf auth login`, or HF_TOKEN.
+    A bare drafter becomes a folder first, as `outrider package` makes it without options. The token
+    is that of `hf auth login`, or HF_TOKEN.
     """
     from huggingface_hub.utils import validate_repo_id
 
@@ -106,7 +108,8 @@ def pull_command(
 ) -> None:
     """Download a drafter's folder from the Hub, code included, which isn't run.
 
-    To evaluate a drafter none of this is needed: `outrider eval --drafter user/name` downloads what it reads.
+    To evaluate a drafter none of this is needed: `outrider eval --drafter user/name` downloads what
+    it reads.
     """
     from ..models.export.hub import pull
 

@@ -51,10 +51,11 @@ def tune_command(
     tokenizer_options: shared.TokenizerOptions = None,
     seed: shared.Seed = 0,
 ) -> None:
-    """Find the setting in which a drafter decodes fastest here, for each batch size, and whether it pays at all.
+    """Find the setting in which a drafter decodes fastest here, for each batch size.
 
-    The target answers some prompts once; every setting drafts for those answers, and the target's step is timed by the size of
-    batch and tree. The few settings that come out fastest then decode for real. Takes minutes, not the hours of measuring all.
+    The target answers some prompts once; every setting drafts for those answers, and the target's
+    step is timed by the size of batch and tree. The few settings that come out fastest then decode
+    for real. Takes minutes, not the hours of measuring all.
     """
     options = {**locals()}
     from ..eval.config import EvalConfig
@@ -109,7 +110,10 @@ def _print_tuning(tuning: "Tuning", name_of: NameOf, written_to: Path | None, ou
 
 
 def tuning_table(tuning: "Tuning", batch_size: int, name_of: NameOf) -> Table:
-    """The settings that are fastest for a batch size, and plain decoding: as predicted, and as measured where they were."""
+    """Return the settings that are fastest for a batch size, and plain decoding.
+
+    As predicted, and as measured where they were.
+    """
     table = Table(title=f"Batches of {batch_size}: decoded tokens/s; own ms is a step's time beside the target's")
     table.add_column("setting", overflow="fold", min_width=15)
     for column in ("tok/step", "nodes", "own ms", "predicted", "measured", "speedup"):
@@ -134,7 +138,7 @@ def tuning_table(tuning: "Tuning", batch_size: int, name_of: NameOf) -> Table:
 
 
 def verdict(tuning: "Tuning", batch_size: int, name_of: NameOf) -> str:
-    """The choice for a batch size in a sentence, and what a check says of it in another."""
+    """Return the choice for a batch size in a sentence, and what a check says of it in another."""
     choice = tuning.choices[batch_size]
     if choice.setting is None:
         tried = [each for each in tuning.finals if each.batch_size == batch_size and each.setting is not None]

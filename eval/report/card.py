@@ -1,7 +1,8 @@
-"""A drafter's model card: the page that the Hub shows, with the figures of its evaluations and what is known besides.
+"""A drafter's model card.
 
-Every figure comes from a file of the run that made it, and only from runs with these very weights. What no file tells is left
-out, or said to be unknown.
+The page that the Hub shows, with the figures of its evaluations and what is known besides. Every
+figure comes from a file of the run that made it, and only from runs with these very weights. What
+no file tells is left out, or said to be unknown.
 """
 
 import json
@@ -62,7 +63,8 @@ class CardOptions:
 def model_card(drafter: Path, options: CardOptions) -> str:
     """Write the text of README.md.
 
-    Raises ValueError for evaluations, a run or a certificate that aren't of this drafter, or of its target.
+    Raises ValueError for evaluations, a run or a certificate that aren't of this drafter, or of its
+    target.
     """
     # 1. What the drafter's folder holds.
     saved, facts = read_drafter_config(drafter), read_training_facts(drafter)
@@ -127,7 +129,10 @@ def model_card(drafter: Path, options: CardOptions) -> str:
 
 
 def _require_rows(run: Run, weights: str) -> list[Row]:
-    """The rows of one evaluation that are of these weights. Raises ValueError where there are none."""
+    """Return the rows of one evaluation that are of these weights.
+
+    Raises ValueError where there are none.
+    """
     rows, methods = _rows_of(run, weights), run.info.config["methods"]
     if not rows and weights in (method["weights"] for method in methods.values()):
         raise ValueError(
@@ -142,7 +147,7 @@ def _require_rows(run: Run, weights: str) -> list[Row]:
 
 
 def rows_of(evaluation: Path, drafter: Path) -> list[Row]:
-    """The rows of an evaluation that are of this drafter's weights."""
+    """Return the rows of an evaluation that are of this drafter's weights."""
     return _rows_of(read_run(evaluation, evaluation.name), sha256_file(drafter / WEIGHTS_FILE))
 
 
@@ -153,7 +158,7 @@ def _rows_of(run: Run, weights: str) -> list[Row]:
 
 
 def _measurement(run: Run, rows: Sequence[Row], saved: DrafterFile) -> dict[str, Any]:
-    """The figures of one evaluation, and where they were measured."""
+    """Return the figures of one evaluation, and where they were measured."""
     place, config = run.info.environment, run.info.config
     return {
         "table": markdown_table([_line(row, run, saved) for row in rows], left=("Prompts", "Decoding", "Setting", "Lossless")),
@@ -183,7 +188,10 @@ def _line(row: Row, run: Run, saved: DrafterFile) -> dict[str, str]:
 
 
 def _results(row: Row, run: Run, saved: DrafterFile) -> list[EvalResult]:
-    """A row's figures as the Hub shows them; none where the answers weren't the target's."""
+    """Return a row's figures as the Hub shows them.
+
+    None where the answers weren't the target's.
+    """
     if is_broken(row):
         return []
     dataset, _, revision = (row["prompt_set_source"] or row["suite"]).partition("@")
@@ -205,7 +213,7 @@ def _results(row: Row, run: Run, saved: DrafterFile) -> list[EvalResult]:
 
 
 def _setting(row: Row, run: Run, saved: DrafterFile) -> str:
-    """Return the setting of a measurement, with options that have been changed in the drafter's file since."""
+    """Return the setting of a measurement, and options that were changed since."""
     method = run.info.config["methods"][row["method"]]
     if method["setting"] is None:
         return setting_words(saved.kind, {}, None)
@@ -221,7 +229,10 @@ def _with_interval(value: float | None, interval: Sequence[float] | None, unit: 
 
 
 def _read_certificate(path: Path | None, saved: DrafterFile, weights: str) -> Certificate | None:
-    """A certificate of this drafter and its target. Raises ValueError for another one."""
+    """Return a certificate of this drafter and its target.
+
+    Raises ValueError for another one.
+    """
     if path is None:
         return None
     certificate = read_certificate(path)
@@ -253,7 +264,10 @@ def _code(text: str) -> str:
 
 
 def _data(run: Path, saved: DrafterFile, weights: str) -> list[str]:
-    """The data of a training run. Raises ValueError for a run that made another drafter."""
+    """Return the data of a training run.
+
+    Raises ValueError for a run that made another drafter.
+    """
     config_path, homes = run / "config.yaml", [run, *sorted(run.glob("variants/*"))]
     weights_of_home = {home: path for home in homes if (path := home / "drafter" / WEIGHTS_FILE).is_file()}
     if not config_path.is_file() or not weights_of_home:
@@ -289,7 +303,7 @@ def _template_name(template: str | None) -> str:
 
 
 def _run_sections(path: Path, variant: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The data and the drafter of a run's configuration, or of one of its variants."""
+    """Return the data and the drafter of a run's configuration, or of one of its variants."""
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
         changes = config["variants"][variant].get("drafter", {}) if variant else {}
@@ -299,7 +313,10 @@ def _run_sections(path: Path, variant: str) -> tuple[dict[str, Any], dict[str, A
 
 
 def _public(name: str | None, run: Path) -> str | None:
-    """A name on the Hub; None for a path of somebody's machine, told to the run in one of the folders that it lies in."""
+    """Return a name on the Hub.
+
+    None for a path of somebody's machine, told to the run in one of the folders that it lies in.
+    """
     if not name or HUB_ID.fullmatch(name) is None or Path(name).suffix in DATA_SUFFIXES:
         return None
     return None if any((folder / name).exists() for folder in (Path.cwd(), *run.resolve().parents)) else name

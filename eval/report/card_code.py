@@ -1,4 +1,7 @@
-"""Lines of code in a model card: how its target is loaded, quantised where the drafter was trained for that."""
+"""Lines of code in a model card.
+
+How its target is loaded, quantised where the drafter was trained for that.
+"""
 
 import json
 from collections.abc import Mapping
@@ -9,7 +12,10 @@ CLASSES = {"bitsandbytes": "BitsAndBytesConfig", "gptq": "GPTQConfig", "awq": "A
 
 
 def quantization_code(options: Mapping[str, Any] | None) -> tuple[str, str]:
-    """Return the import lines of a quantisation and its argument of `from_pretrained`; both empty without one."""
+    """Return the import lines of a quantisation and its argument of `from_pretrained`.
+
+    Both empty without one.
+    """
     if not options:
         return "", ""
     arguments = {name: value for name, value in options.items() if name not in ("method", "type")}

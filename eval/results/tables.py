@@ -58,7 +58,10 @@ def cells(row: Row) -> dict[str, str]:
 
 
 def headline(rows: Sequence[Row]) -> str:
-    """Return the result in one sentence: the method with the highest speedup, as the geometric mean over the row groups."""
+    """Return the result in one sentence.
+
+    The method with the highest speedup, as the geometric mean over the row groups.
+    """
     # 1. The lossless methods that have a speedup in every group.
     groups = _groups(rows)
     speedups: dict[str, list[Row]] = {}
@@ -87,9 +90,10 @@ def _verdict(rows: Sequence[Row]) -> str:
 
 
 def footnotes(rows: Sequence[Row], *, costs: bool = True) -> list[str]:
-    """Return what a reader must know to judge the numbers: the lines of `templates/footnotes.jinja`.
+    """Return what a reader must know to judge the numbers.
 
-    Without `costs` the notes on COST_COLUMNS are left out.
+    The lines of `templates/footnotes.jinja`. Without `costs` the notes on COST_COLUMNS are left
+    out.
     """
     loader = PackageLoader("outrider.eval", "templates")
     # A note is one line, whatever a name holds.
@@ -131,13 +135,16 @@ def loop_note(row: Row) -> str:
 
 
 def _worst_outliers(rows: Sequence[Row]) -> list[tuple[Row, dict[str, Any]]]:
-    """The outliers that took longest, measured by their method's median."""
+    """Return the outliers that took longest, measured by their method's median."""
     outliers = [(row, outlier) for row in rows for outlier in row["outliers"]]
     return sorted(outliers, key=lambda pair: -pair[1]["ratio"])[:NUM_OUTLIERS_NAMED]
 
 
 def escape_markdown(text: str) -> str:
-    """Escape a text for Markdown, on one line. Underscores within a word stay: they mean nothing there."""
+    """Escape a text for Markdown, on one line.
+
+    Underscores within a word stay: they mean nothing there.
+    """
     text = re.sub(r"[\\`*|<>&$~]", r"\\\g<0>", " ".join(text.split()))
     return re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\\_", text)
 
@@ -157,7 +164,10 @@ def texts(rows: Sequence[Row], columns: Sequence[str]) -> list[dict[str, str]]:
 
 
 def markdown_table(lines: Sequence[Mapping[str, str]], left: Collection[str]) -> str:
-    """Write texts by column as a table of Markdown; all columns but those of `left` are aligned to the right."""
+    """Write texts by column as a table of Markdown.
+
+    All columns but those of `left` are aligned to the right.
+    """
     table: list[Iterable[str]] = [map(escape_markdown, lines[0]), ("---" if name in left else "---:" for name in lines[0])]
     table += [map(escape_markdown, line.values()) for line in lines]
     return "\n".join(f"| {' | '.join(line)} |" for line in table)

@@ -1,4 +1,6 @@
-"""Apple's directory format of a ReDrafter: `config.json` and `model.safetensors` under other names.
+"""Apple's directory format of a ReDrafter.
+
+`config.json` and `model.safetensors` under other names.
 
     rnn_u.{weight,bias}              U and b: what multiplies the state, and the bias       recurrence.weight, input.bias
     rnn_w.weight                     W: what multiplies the embedding                       input.weight
@@ -6,9 +8,10 @@
     lm_head.{i}.linear.{weight,bias}                                                        blocks.{i}.linear.{weight,bias}
     lm_head.{num_draft_layers}.weight                                                       head.weight
 
-s_0 = 0, s_t = SiLU(W e_t + U s_{t-1} + b): a drafter with `initial_state: zero`. Names and formula are those of
-`recurrent_drafting/modeling_drafter.py` in github.com/apple/ml-recurrent-drafter. Tensors are the same numbers in both layouts.
-`beam_length` there counts the token that the target has chosen, and here doesn't; it is no part of the folder.
+s_0 = 0, s_t = SiLU(W e_t + U s_{t-1} + b): a drafter with `initial_state: zero`. Names and formula
+are those of `recurrent_drafting/modeling_drafter.py` in github.com/apple/ml-recurrent-drafter.
+Tensors are the same numbers in both layouts. `beam_length` there counts the token that the target
+has chosen, and here doesn't; it is no part of the folder.
 """
 
 from typing import Any
@@ -37,7 +40,7 @@ OTHER_KEYS = frozenset(
 
 
 def write(drafter: Redrafter, target: HFTarget) -> FolderContents:
-    """Raises ValueError for what the format has no place for."""
+    """Raise ValueError for what the format has no place for."""
     config, problems = drafter.config, []
     if config.rnn and config.initial_state != "zero":
         problems.append(
@@ -66,7 +69,7 @@ def write(drafter: Redrafter, target: HFTarget) -> FolderContents:
 
 
 def read(folder: Folder, target: HFTarget) -> Reading:
-    """Raises ValueError for a configuration that is none of Apple's, or of another target's sizes."""
+    """Raise ValueError for a configuration that isn't Apple's, or not of this target's sizes."""
     config = folder.config
     problems = [f"no {name}" for name in (*SIZES, "rnn") if name not in config]
     problems += [f"an unknown key {name}" for name in sorted(config.keys() - {*SIZES, "rnn"} - OTHER_KEYS)]
