@@ -12,6 +12,7 @@ from .errors import user_errors
 from .eval import eval_command
 from .export import export_command, import_command
 from .hub import package_command, pull_command, push_command
+from .init import init_command
 from .reference import options_command, recipes_command
 from .report import report_command
 from .tune import tune_command
@@ -22,6 +23,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command("init")(init_command)
 app.command("recipes")(recipes_command)
 app.command("options")(options_command)
 app.command("eval")(eval_command)

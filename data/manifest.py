@@ -32,6 +32,7 @@ class TargetIdentity:
     config_sha256: str
     quantization: str
     tokenizer_sha256: str
+    """Empty where the target was loaded without a tokenizer."""
     hidden_size: int
     vocab_size: int
 

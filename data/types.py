@@ -6,14 +6,12 @@ tokens after a position), `node` (draft tokens of a tree), `depth`, `vocab`, `hi
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
 
+from .roles import Role as Role
 from .states import StoredStates
-
-Role = Literal["system", "user", "assistant"]
 
 UNKNOWN = -1
 """Label of an unknown token: beyond the end of the text, after a stop token, or not requested."""

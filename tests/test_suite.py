@@ -26,7 +26,7 @@ RULES = {
 }
 COMMANDS = {
     "certify": "tests/eval/certify/test_certificate.py::test_a_target_and_a_drafter_are_certified",
-    "data verify": "tests/data/test_verify.py::test_a_whole_folder_passes",
+    "data verify": "tests/data/test_verify.py::test_an_undamaged_folder_passes",
     "eval": "tests/eval/test_cli.py::test_widths_become_methods_and_the_table_is_printed",
     "export": "tests/cli/test_export.py::test_a_drafter_goes_out_and_comes_back",
     "import": "tests/cli/test_export.py::test_a_drafter_goes_out_and_comes_back",

@@ -4,6 +4,8 @@ It skips complete shards, and so resumes after an interruption.
 """
 
 import logging
+import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +23,7 @@ from ...data.config import DataConfig
 from ...data.decontamination import PromptOverlap
 from ...data.files import write_json
 from ...data.manifest import FORMAT_VERSION, Manifest, ShardEntry, examples_sha256
+from ...data.preview import MARKS, preview
 from ...data.shards import label_store, write_shard
 from ...data.sources import describe_drops, load_conversations
 from ...data.store import STATS_SUFFIX
@@ -86,6 +89,11 @@ def distill(
     plan, store = plan_shards(examples, config.shard_examples), label_store(output_dir)
     manifest = describe_labels(config, data, target, plan)
     store.require_same(manifest)
+    if store.missing(plan):
+        coloured = sys.stderr.isatty() and "NO_COLOR" not in os.environ
+        marks = "green" if coloured else f"between {MARKS[0]} and {MARKS[1]}"
+        text = preview(examples[0], target.tokenizer, coloured=coloured)
+        logger.info("the first example, with what is trained on %s:\n%s", marks, text)
     require_space(config, target, store.missing(plan), output_dir)
     worker = Worker.of(accelerator, tensor_parallel=target.tensor_parallel)
     return run_shards(

@@ -44,7 +44,7 @@ class Target(Protocol):
 
     @property
     def context_length(self) -> int:
-        """Tokens, prompt and answer together, that the target can hold."""
+        """Most tokens of prompt and answer together."""
 
     @property
     def has_fixed_shapes(self) -> bool:
@@ -65,7 +65,7 @@ class Target(Protocol):
         Each row gets room for `max_new_tokens` and for trees of `max_nodes` nodes. All outputs of
         this batch have the `features` of `feature_layers`.
 
-        Raises ValueError where a prompt fills the context window.
+        Raises ValueError if a prompt fills the context window.
         """
 
     def verify(self, last_token: Int[torch.Tensor, " batch"], tree: DraftTree) -> TargetOutput:
@@ -121,7 +121,7 @@ class SizedDrafter(Protocol):
 
     @property
     def tree_sizes(self) -> Sequence[int]:
-        """Return all numbers of nodes that its trees have where shapes are recorded."""
+        """Return all possible numbers of nodes of its trees, if shapes are recorded."""
 
 
 @runtime_checkable

@@ -142,7 +142,6 @@ def score(
     every loss off the text. Depths from `trained_depths` on have no sums, only counts and hits.
     """
     # 1. Find each label's depth, and the labels that have a teacher's distribution.
-    # 1. Name each label's depth, and which labels the target's distribution teaches.
     known = labels.known
     num_depths = known.shape[1]
     depth = torch.arange(num_depths, device=known.device).expand_as(known)[known]

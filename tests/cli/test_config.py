@@ -251,7 +251,10 @@ def test_a_start_that_cannot_be_is_told_before_anything_is_loaded(trained: Path,
 
 
 PAGE = DOCS / "how-to" / "several-gpus.md"
-QUANTISED = re.findall(r"(?:train\.py|outrider run) (.*'target\.quantization=.*)", PAGE.read_text())
+QUANTISED = [
+    f"conf={recipe} {options}"
+    for recipe, options in re.findall(r"outrider run (\w+) ('target\.quantization=.*)", PAGE.read_text())
+]
 
 
 @pytest.mark.parametrize("command", QUANTISED)

@@ -1,4 +1,4 @@
-"""Damage to a folder of shards: each kind is found and named, and all kinds at once."""
+"""Damage to a folder of shards: every kind is detected and named, also several at once."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_whole_folder_passes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_undamaged_folder_passes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     manifest, problems = label_store(folder).find_damage()
     assert problems == []
     assert len(manifest.shards) == 2
@@ -69,17 +69,17 @@ def test_damage_is_found_and_named_with_a_remedy(damage: str, folder: Path) -> N
     assert any(remedy in problems[0] for remedy in ("Delete", "delete"))
 
 
-def test_all_damage_is_told_at_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_damage_is_reported_at_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flip(folder / "shard-00000.safetensors")
     cut(folder / SHARD)
     with pytest.raises(typer.Exit, match="1"):
         verify_command(folder)
-    told = capsys.readouterr().err
-    assert "shard-00000.safetensors was truncated or altered" in told
-    assert f"{SHARD} was truncated or altered" in told
+    errors = capsys.readouterr().err
+    assert "shard-00000.safetensors was truncated or altered" in errors
+    assert f"{SHARD} was truncated or altered" in errors
 
 
-def test_an_unfinished_folder_is_checked_as_far_as_it_goes(folder: Path) -> None:
+def test_the_finished_part_of_an_unfinished_folder_is_checked(folder: Path) -> None:
     manifest, _ = label_store(folder).find_damage()
     label_store(folder).save(replace(manifest, shards=[], complete=False))
     _, problems = label_store(folder).find_damage()
@@ -89,10 +89,10 @@ def test_an_unfinished_folder_is_checked_as_far_as_it_goes(folder: Path) -> None
     assert any("was truncated or altered" in problem for problem in label_store(folder).find_damage()[1])
 
 
-def test_another_target_is_told(folder: Path, tiny_target_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shards_of_another_target_are_reported(folder: Path, tiny_target_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit, match="1"):
         verify_command(folder, target=str(tiny_target_dir))
-    told = capsys.readouterr().err
-    assert "they are of the target 'tiny'" in told
-    assert "weights_sha256" in told
-    assert "tokenizer_sha256" in told
+    errors = capsys.readouterr().err
+    assert "they are of the target 'tiny'" in errors
+    assert "weights_sha256" in errors
+    assert "tokenizer_sha256" in errors

@@ -1,4 +1,4 @@
-"""The tables of the study of stored states."""
+"""Tables of the study of stored states."""
 
 import runpy
 import sys
@@ -22,7 +22,7 @@ def test_the_docs_list_the_bytes_of_a_token(monkeypatch: pytest.MonkeyPatch, cap
         assert row in page
 
 
-def test_tokens_per_step_stand_seed_by_seed() -> None:
+def test_the_table_lists_tokens_per_step_of_every_seed() -> None:
     table = runpy.run_path(str(SCRIPT))["results_table"]
     trial = {"drafter": "eagle3", "loss": "kl", "shards": "int8"}
     rows = table([{**trial, "tokens_per_step": 2.0}, {**trial, "tokens_per_step": 2.5}]).splitlines()
