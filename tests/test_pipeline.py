@@ -129,7 +129,7 @@ def test_one_command_distils_trains_and_evaluates(finished: tuple[Path, str]) ->
     assert drafter["training"]["parameters"] == drafter["parameters"]
     assert f"the results lie in {folder}" in printed
     assert printed.count("the first example, with what is trained on between [[ and ]]") == 1
-    assert "redrafter" in printed
+    assert "ReDrafter" in printed
 
 
 def test_regeneration_with_a_drafter_gives_the_same_answers_as_without(
