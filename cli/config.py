@@ -17,11 +17,13 @@ from pydantic_core import PydanticCustomError
 
 from ..data.config import DataConfig
 from ..data.fields import OPTIONS, Distinct, PositiveInt, Seed, one_of, problems_of, raise_problems, under
+from ..data.paths import require_paths
 from ..distill.config import DistillConfig
 from ..eval.config import EvalConfig
 from ..models.export.config import ExportConfig
 from ..models.target.config import TargetConfig
 from ..train.config import TrainConfig
+from .inputs import named_paths
 
 if TYPE_CHECKING:
     from ..models.drafters.saved.build import DrafterSpec
@@ -59,7 +61,8 @@ class RunConfig:
     stages: Distinct[Annotated[str, one_of(*STAGES)]] = field(default_factory=lambda: list(STAGES))
     """Which of distill, train, eval, export to run. They run in this order, however they are listed."""
     plan: bool = False
-    """Only print what the stage distill would take (`--plan` is short for it): tokens, forwards, time and bytes on disk."""
+    """Only print what the stages that are left would take (`--plan` is short for it): time, memory and disk. Speeds are
+    measured for some seconds, the rest is computed; nothing is written."""
     seed: Seed = 0
     """Of everything that draws at random, where a section doesn't say otherwise."""
     num_threads: PositiveInt | None = None
@@ -83,10 +86,6 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         problems = []
-        if self.plan and "distill" not in self.stages:
-            problems.append(
-                f"plan tells what the stage distill would take, and stages is {self.stages}; add it, or leave plan out"
-            )
         if self.target.tensor_parallel and "eval" in self.stages:
             problems.append(
                 f"target.tensor_parallel is on, and stages is {self.stages}: evaluation runs in one process, which must hold "
@@ -220,9 +219,10 @@ def _is_other_kind(changes: dict[str, Any], drafter: dict[str, Any]) -> bool:
 def to_run_config(composed: DictConfig) -> RunConfig:
     """The typed config of a composed one. Raises one ValueError with all problems, each under its option's full name."""
     try:
-        problems = [f"{key}: Missing mandatory value" for key in sorted(OmegaConf.missing_keys(composed))]
+        problems = list(missing_values(composed).values())
         if not problems:
             values: Any = OmegaConf.to_container(composed, resolve=True, enum_to_str=True)
+            require_paths(named_paths(values))
             return TypeAdapter(RunConfig).validate_json(json.dumps(values))
     except ValidationError as error:
         # pydantic skips RunConfig's own checks where a field failed: those of the drafters can do without it.
@@ -231,9 +231,19 @@ def to_run_config(composed: DictConfig) -> RunConfig:
         problems = _lines(error)
     # Sections interpolate the run's seed: its fault is named once.
     problems = [line for line in dict.fromkeys(problems) if line.partition(".")[2] not in problems]
+    raise ValueError(problem_report(problems))
+
+
+def missing_values(composed: DictConfig) -> dict[str, str]:
+    """Return a message for each option that must have a value and has none, by its name."""
+    return {key: f"{key}: Missing mandatory value; give {key}=VALUE" for key in sorted(OmegaConf.missing_keys(composed))}
+
+
+def problem_report(problems: list[str]) -> str:
+    """Return one message with all problems of a configuration."""
     layout = TextWrapper(80, initial_indent="  - ", subsequent_indent="    ", break_on_hyphens=False, break_long_words=False)
     lines = "\n".join(map(layout.fill, problems))
-    raise ValueError(f"{len(problems)} problem(s) in the configuration:\n{lines}")
+    return f"{len(problems)} problem(s) in the configuration:\n{lines}"
 
 
 def _lines(error: ValidationError | OmegaConfBaseException, section: str = "") -> list[str]:

@@ -34,8 +34,8 @@ def export_command(
 ) -> None:
     """Write a drafter as another program reads it: a serving engine, a library or a release.
 
-    A drafter with anything that the format can't hold is an error; nothing is dropped. docs/engines
-    shows how to serve each.
+    An option that the format can't hold is an error with a remedy; nothing is dropped. How each
+    format is served: docs/how-to/engines.
     """
     import torch  # it, and all that uses it, loads too slowly for --help
 

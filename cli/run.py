@@ -1,7 +1,7 @@
 """The pipeline: the stages of a recipe, one after the other."""
 
+import dataclasses
 import logging
-from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -9,38 +9,34 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from omegaconf import OmegaConf
-from rich.console import Console
-from rich.table import Table
 from yaml import YAMLError
 
 from ..data.chat import use_chat_template
 from ..data.decontamination import PromptOverlap
 from ..data.files import atomic_write_text, locked
 from ..data.shards import label_store
-from ..data.sources import load_conversations
-from ..data.suites import load_suite
-from ..data.types import Example
-from ..distill.estimate import estimate, estimate_regeneration, estimate_table, regeneration_table
-from ..distill.label.continuations import require_branch_attention
-from ..distill.label.run import distill, load_examples, missing_examples
+from ..data.sources import require_data
+from ..data.suites import PromptSet
+from ..distill.label.run import distill
 from ..distill.regenerate.engines.openai import require_client
-from ..distill.regenerate.run import missing_conversations, regenerate
+from ..distill.regenerate.run import regenerate
 from ..eval.results.rows import Row, is_broken
 from ..eval.results.tables import print_table
-from ..eval.run import check_inputs, evaluate
+from ..eval.run import check_inputs, evaluate, load_suites
 from ..models.drafters import build_drafter
-from ..models.drafters.saved.build import require_horizon
+from ..models.drafters.saved.build import describe_untrained_depths, require_horizon
 from ..models.drafters.saved.folder import read_drafter_config
+from ..models.export.registry import refusals_after_training
 from ..models.target.hf_target import HFTarget
 from ..models.target.loading import load_target
-from ..models.target.tensor_parallel import Worker
 from ..train.division import with_accumulation
 from ..train.launch import make_accelerator
 from ..train.processes import require_supported_launch
 from ..train.run import train
 from ..train.tracking import require_tracker
 from .config import RunConfig
-from .export_stage import export, require_exportable, require_fitting_certificate
+from .export_stage import describe_unexportable, export, require_exportable, require_fitting_certificate
+from .plan import print_plan
 
 log = logging.getLogger(__name__)
 
@@ -80,11 +76,13 @@ def run(config: RunConfig) -> None:
 def _run_stages(config: RunConfig, folder: Path, as_run: dict[str, Any], accelerator: Accelerator) -> None:
     target = load_target(config.target, accelerator.device)
     if "train" in config.stages:
-        _require_trainable(config, target)
+        for warning in require_trainable(config, target):
+            if accelerator.is_main_process:
+                log.warning("%s", warning)
     tokenizer = target.tokenizer
     use_chat_template(tokenizer, config.data.chat_template)
     if config.plan:
-        _print_plan(config, target, folder, accelerator)
+        _plan(config, target, folder, accelerator)
         return
     if "distill" in config.stages:
         _distill(config, target, folder, accelerator)
@@ -111,15 +109,25 @@ def _run_stages(config: RunConfig, folder: Path, as_run: dict[str, Any], acceler
         raise SystemExit(NOT_LOSSLESS)
 
 
-def _require_trainable(config: RunConfig, target: HFTarget) -> None:
-    """Raise ValueError before the distillation for sizes that don't fit the target, and for what could be neither trained nor
-    exported."""
+def require_trainable(config: RunConfig, target: HFTarget) -> list[str]:
+    """Check before the distillation that each drafter can be trained, and exported as the recipe says.
+
+    Returns warnings, each once: of drafters that no format can hold, and of searches that go deeper
+    than the labels train. Raises ValueError for sizes that don't fit the target.
+    """
+    warnings: list[str | None] = []
+    is_distilled = "distill" not in config.stages and not config.plan
+    horizon = label_store(Path(config.output_dir) / "distill").load().horizon if is_distilled else config.distill.horizon
     for drafter in config.drafter_runs():
         fresh = build_drafter(drafter.drafter, target)
         if drafter.train.loss.needs_teacher:
             target.require_plain_head()
+        refusals = refusals_after_training(fresh, target)
         if "export" in config.stages:
-            require_exportable(config.export, fresh, target)
+            require_exportable(config.export, refusals)
+        warnings.append(None if config.export.allow_no_format else describe_unexportable(refusals))
+        warnings.append(describe_untrained_depths(drafter.drafter, horizon))
+    return [warning for warning in dict.fromkeys(warnings) if warning is not None]
 
 
 def _distill(config: RunConfig, target: HFTarget, folder: Path, accelerator: Accelerator) -> None:
@@ -130,34 +138,17 @@ def _distill(config: RunConfig, target: HFTarget, folder: Path, accelerator: Acc
     accelerator.wait_for_everyone()
 
 
-def _print_plan(config: RunConfig, target: HFTarget, folder: Path, accelerator: Accelerator) -> None:
-    """What is left of the distillation would take. All processes measure, since they will share the machine; the first one
-    prints."""
-    overlap, data, options = prompt_overlap(config), config.data, config.distill
-    num_workers = Worker.of(accelerator, tensor_parallel=target.tensor_parallel).num_workers
-    tables: list[Table] = []
-    examples: list[Example] = []
-    if options.mode == "regenerate":
-        conversations, unread = load_conversations(data, overlap)
-        dropped = Counter[str]()
-        if missing := missing_conversations(options, data, target, conversations, folder / "answers"):
-            told, examples = estimate_regeneration(options, data, target, missing, unread, num_workers)
-            tables.append(regeneration_table(told))
-    else:
-        examples, dropped = load_examples(data, target.tokenizer, overlap)
-        examples = missing_examples(options, data, target, examples, folder / "distill")
-    if examples:
-        require_branch_attention(target, max(len(example.input_ids) for example in examples) + max(options.horizon - 2, 0))
-        accelerator.wait_for_everyone()
-        tables.append(estimate_table(estimate(options, target, examples, dropped, folder, num_workers)))
-    if accelerator.is_main_process:
-        for table in tables:
-            Console().print(table)
-        if not tables:
-            log.info(
-                "nothing is left to do: %s is complete", folder / ("answers" if options.mode == "regenerate" else "distill")
-            )
-    accelerator.wait_for_everyone()
+def _plan(config: RunConfig, target: HFTarget, folder: Path, accelerator: Accelerator) -> None:
+    """Print what is left of the run, without the evaluation's prompts where they can't be read."""
+    overlap: PromptOverlap | None = None
+    suites: list[PromptSet] | None = None
+    try:
+        suites = load_suites(config.eval) if "eval" in config.stages else None
+        overlap = prompt_overlap(config) if {"distill", "train"} & set(config.stages) else None
+    except ValueError as error:
+        if accelerator.is_main_process:
+            log.warning("planned without the evaluation and without its prompts kept out of the data: %s", error)
+    print_plan(config, target, folder, accelerator, overlap=overlap, suites=suites)
 
 
 def prompt_overlap(config: RunConfig) -> PromptOverlap | None:
@@ -165,12 +156,13 @@ def prompt_overlap(config: RunConfig) -> PromptOverlap | None:
     num_words = config.data.overlap_words
     if num_words is None:
         return None
+    whole = [dataclasses.replace(suite, limit=None) for suite in config.eval.suites]
     try:
-        suites = [load_suite(suite.name, suite.path, revision=suite.revision) for suite in config.eval.suites]
-    except (ValueError, OSError) as error:
+        suites = load_suites(dataclasses.replace(config.eval, suites=whole, batch_sizes=[1]))
+    except ValueError as error:
         raise ValueError(
-            f"the evaluation's prompts are kept out of the data, and can't be read: {error}. Give local files "
-            "(eval.suites=[{name: mt_bench, path: FILE}]), or keep every prompt (data.overlap_words=null)"
+            f"the evaluation's prompts are kept out of the data, and can't be read: {error}; or train on every prompt "
+            "(data.overlap_words=null)"
         ) from error
     return PromptOverlap(suites, num_words)
 
@@ -192,8 +184,12 @@ def _as_run(config: RunConfig, path: Path) -> dict[str, Any]:
 
 
 def _check_inputs(config: RunConfig) -> None:
-    """The evaluation's prompts, and what earlier stages left: a mistake shows before the target is loaded."""
-    if "distill" in config.stages and config.distill.engine == "openai" and not config.plan:
+    """Check the data, the evaluation's prompts, and what earlier stages left, before the target is loaded."""
+    if "distill" in config.stages:
+        require_data(config.data)
+    if config.plan:
+        return  # what is missing of earlier stages doesn't keep a plan from the others
+    if "distill" in config.stages and config.distill.engine == "openai":
         require_client()
     for drafter in config.drafter_runs() if "train" in config.stages else ():
         require_tracker(drafter.train)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from ..models.drafters.base import TrainableDrafter
 from ..models.drafters.saved.folder import read_training_facts
 from ..models.target.hf_target import HFTarget
 from ..models.target.packed_linears import packed_linears
-from .config import EvalConfig
+from .config import EvalConfig, SuiteConfig
 from .measure.audit import audit
 from .measure.bench import Bench, answer_seed
 from .measure.environment import describe_environment
@@ -147,9 +147,17 @@ def acceptance_rule(acceptance: str, temperature: float) -> AcceptanceRule:
 def load_suites(config: EvalConfig) -> list[PromptSet]:
     """Return the suites' prompts.
 
-    Raises ValueError for an unknown or empty suite.
+    Raises ValueError for unknown, unreadable or empty suites, with all that can't be read at once.
     """
-    suites = [load_suite(suite.name, suite.path, suite.limit, config.seed, suite.revision) for suite in config.suites]
+    suites, unreadable = [], {}
+    for chosen in config.suites:
+        try:
+            suites.append(load_suite(chosen.name, chosen.path, chosen.limit, config.seed, chosen.revision))
+        except (ValueError, OSError) as error:
+            unreadable[chosen.name] = str(error)
+    if unreadable:
+        problems = "; ".join(unreadable.values())
+        raise ValueError(f"{problems}. Give local files: {with_files(config.suites, unreadable)}")
     for suite in suites:
         if not suite.prompts:
             raise ValueError(f"the suite {suite.name} has no prompts; check its file")
@@ -159,6 +167,20 @@ def load_suites(config: EvalConfig) -> list[PromptSet]:
                 "fill no such batch; raise the suite's limit, or lower the batch size"
             )
     return suites
+
+
+def with_files(suites: Sequence[SuiteConfig], names: Collection[str]) -> str:
+    """Return the option eval.suites, as typed, with a local file for each of `names`.
+
+    For example `eval.suites=[{name: mt_bench, path: FILE, limit: 10}, {name: stdlib}]`.
+    """
+    items = []
+    for suite in suites:
+        options = {name: value for name, value in dataclasses.asdict(suite).items() if value is not None}
+        if suite.name in names:
+            options = {"name": suite.name, "path": "FILE", **{k: v for k, v in options.items() if k == "limit"}}
+        items.append("{" + ", ".join(f"{name}: {value}" for name, value in options.items()) + "}")
+    return f"eval.suites=[{', '.join(items)}]"
 
 
 def recorded_config(

@@ -1,6 +1,6 @@
 """Which formats there are.
 
-A new one is a module, a row here, and a page in `docs/engines`.
+A new one is a module, a row here, and a page in `docs/how-to/engines`.
 """
 
 from collections.abc import Mapping
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..drafters.base import TrainableDrafter
+from ..drafters.registry import kind_of
 from ..drafters.saved.build import drafter_of_weights, saved_spec
 from ..drafters.saved.folder import read_drafter_config
 from ..drafters.saved.loading import require_fitting_target
@@ -69,6 +70,29 @@ def find_format(name: str) -> Format:
         formats = ", ".join(f"{format.name} ({format.kind})" for format in FORMATS.values())
         raise ValueError(f"the format is {name!r}; there are (each for a kind of drafter): {formats}")
     return FORMATS[name]
+
+
+def refusals_after_training(fresh: TrainableDrafter, target: HFTarget) -> dict[str, str | None]:
+    """Return by format of the drafter's kind why it can't hold the drafter, or None.
+
+    `fresh` is an untrained drafter, and it is of no use afterwards: the function chooses some
+    vocabulary, and sets all weights to 1, since training leaves no weight at the zero that it
+    starts at.
+    """
+    if fresh.wants_token_counts:
+        fresh.choose_draft_vocabulary(torch.arange(target.vocab_size))
+    for parameter in fresh.parameters():
+        parameter.data = torch.ones_like(parameter.data)  # a new tensor: the old one may belong to the target
+    refusals: dict[str, str | None] = {}
+    for name, format in FORMATS.items():
+        if format.kind != kind_of(fresh):
+            continue
+        try:
+            format.write(fresh, target)
+            refusals[name] = None
+        except ValueError as error:
+            refusals[name] = str(error)
+    return refusals
 
 
 def engine_format(engine: str, directory: Path) -> str:

@@ -1,4 +1,4 @@
-"""Does Apple's own code say of a ReDrafter what outrider says, whichever of the two wrote it?
+"""Compare ReDrafters with Apple's own code, whichever of the two wrote them.
 
 Apple's code (github.com/apple/ml-recurrent-drafter) is in no package index, and wants older
 versions of other packages, so this runs in turns: outrider's Python makes a target, drafters, their
@@ -40,11 +40,11 @@ THEIRS: dict[str, dict[str, Any]] = {
     "as_vicunas": {"num_draft_layers": 2, "exit_dim": 2 * HIDDEN, "rnn": True},
     "with_projection": {"num_draft_layers": 1, "exit_dim": 24, "rnn": True},
 }
-SAID_FILE = "said.pt"
+RESULTS_FILE = "results.pt"
 
 
 def make(directory: Path) -> bool:
-    """The target, and a folder for each case with its export and what outrider says."""
+    """Make the target, and a folder for each case with its export and our results."""
     from outrider.models.export.apple import FORMAT
     from outrider.models.export.formats import write_folder
 
@@ -53,7 +53,7 @@ def make(directory: Path) -> bool:
     for name, options in OURS.items():
         drafter = make_drafter(target, kind="redrafter", initial_state="zero", **options)
         write_folder(FORMAT, drafter, directory / name, target)
-        torch.save(our_search(drafter), directory / name / SAID_FILE)
+        torch.save(our_search(drafter), directory / name / RESULTS_FILE)
     print(f"{len(OURS)} exports are in {directory}")
     return True
 
@@ -105,7 +105,7 @@ def skip_package_file() -> None:
 
 @torch.no_grad()
 def their_search(model: Any, directory: Path) -> dict[str, torch.Tensor]:
-    """The same by Apple's own search."""
+    """Run the same beam search by Apple's code."""
     from recurrent_drafting.modeling_drafter import BeamShape
 
     embeddings = torch.nn.Embedding.from_pretrained(torch.load(directory / "embeddings.pt", weights_only=True))
@@ -138,14 +138,14 @@ def compare_and_write(directory: Path) -> bool:
     for name in OURS:
         model, info = Drafter.from_pretrained(directory / name, output_loading_info=True)
         assert not any(info.values()), info
-        said = torch.load(directory / name / SAID_FILE, weights_only=True)
+        said = torch.load(directory / name / RESULTS_FILE, weights_only=True)
         alike &= compare_searches(name, their_search(model.eval(), directory), said)
     for name, options in THEIRS.items():
         torch.manual_seed(7)
         model = Drafter(DrafterConfig(vocab_size=VOCAB, hidden_size=HIDDEN, **options)).eval()
         randomise(model)
         model.save_pretrained(directory / name)
-        torch.save(their_search(model, directory), directory / name / SAID_FILE)
+        torch.save(their_search(model, directory), directory / name / RESULTS_FILE)
     return alike
 
 
@@ -156,7 +156,7 @@ def import_theirs(directory: Path) -> bool:
     alike, target = True, load_target(directory / "target")
     for name in THEIRS:
         assert format_of(directory / name).name == "apple"
-        said = torch.load(directory / name / SAID_FILE, weights_only=True)
+        said = torch.load(directory / name / RESULTS_FILE, weights_only=True)
         alike &= compare_searches(name, our_search(import_drafter(directory / name, target)), said)
     return alike
 

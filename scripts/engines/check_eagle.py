@@ -1,5 +1,4 @@
-"""Does EAGLE's own code say of an EAGLE-1 drafter what outrider says, whichever of the two wrote
-it?
+"""Compare EAGLE-1 drafters with EAGLE's own code, whichever of the two wrote them.
 
 Its package on PyPI, eagle-llm 1.2.1 (github.com/SafeAILab/EAGLE), wants older versions of other packages, so this runs in
 turns: outrider's Python makes a target, drafters, their exports and what they say; a Python that has EAGLE loads the
@@ -46,11 +45,11 @@ OURS: dict[str, dict[str, Any]] = {
 """Options of the drafter, by the format."""
 THEIRS: dict[str, dict[str, Any]] = {"as_vicunas": {}, "grouped_heads_without_bias": {"num_key_value_heads": 2, "bias": False}}
 """What EAGLE's configurations for training say besides."""
-SAID_FILE = "said.pt"
+RESULTS_FILE = "results.pt"
 
 
 def make(directory: Path) -> bool:
-    """The target, and a folder for each case with its export and what outrider says."""
+    """Make the target, and a folder for each case with its export and our results."""
     from outrider.models.export.eagle1 import SGLANG, VLLM
     from outrider.models.export.formats import write_folder
 
@@ -58,7 +57,7 @@ def make(directory: Path) -> bool:
     for format in (SGLANG, VLLM):
         drafter = make_drafter(target, kind="eagle", **OURS[format.name])
         write_folder(format, drafter, directory / format.name, target)
-        torch.save(chained_logits(drafter, target, tokens), directory / format.name / SAID_FILE)
+        torch.save(chained_logits(drafter, target, tokens), directory / format.name / RESULTS_FILE)
     print(f"{len(OURS)} exports are in {directory}")
     return True
 
@@ -84,7 +83,7 @@ def as_released(export: Path, target: Path) -> Path:
 
 @torch.no_grad()
 def their_logits(model: Any, tokens: torch.Tensor) -> list[torch.Tensor]:
-    """As `chained_logits`, by EAGLE's own target and layer."""
+    """Compute what `chained_logits` does, by EAGLE's own target and layer."""
     text, head, layer = tokens[:, : NUM_TOKENS + 1], model.base_model.lm_head, model.ea_layer
     features = model.base_model.model(text)[0][:, :-1]
     hidden, cache = layer(features, input_ids=text[:, 1:], use_cache=True)
@@ -104,12 +103,12 @@ def compare_and_write(directory: Path) -> bool:
         model = EaModel.from_pretrained(
             base_model_path=str(target), ea_model_path=str(as_released(directory / name, target))
         ).eval()
-        expected = torch.load(directory / name / SAID_FILE, weights_only=True)
+        expected = torch.load(directory / name / RESULTS_FILE, weights_only=True)
         alike &= compare(name, their_logits(model, tokens), expected)
     for name, options in THEIRS.items():
         write(directory / name, options, target)
         model = EaModel.from_pretrained(base_model_path=str(target), ea_model_path=str(directory / name)).eval()
-        torch.save(their_logits(model, tokens), directory / name / SAID_FILE)
+        torch.save(their_logits(model, tokens), directory / name / RESULTS_FILE)
     return alike
 
 
@@ -162,7 +161,7 @@ def import_theirs(directory: Path) -> bool:
     alike, tokens, target = True, make_tokens(), load_target(directory / "target")
     for name in THEIRS:
         assert format_of(directory / name).kind == "eagle"
-        expected = torch.load(directory / name / SAID_FILE, weights_only=True)
+        expected = torch.load(directory / name / RESULTS_FILE, weights_only=True)
         alike &= compare(name, chained_logits(import_drafter(directory / name, target), target, tokens), expected)
     return alike
 

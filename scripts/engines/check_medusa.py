@@ -1,4 +1,4 @@
-"""Does Medusa's own code say of its heads what outrider says, whichever of the two wrote them?
+"""Compare heads with Medusa's own code, whichever of the two wrote them.
 
 Its package on PyPI, medusa-llm 0.1 (github.com/FasterDecoding/Medusa), wants older versions of
 other packages, so this runs in turns: outrider's Python makes a target, a drafter, its export and
@@ -28,11 +28,11 @@ ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 OURS = "ours"
 THEIRS = {"as_published": (3, 1), "two_blocks": (2, 2), "one_head": (1, 1)}
 """Heads and blocks."""
-SAID_FILE = "said.pt"
+RESULTS_FILE = "results.pt"
 
 
 def make(directory: Path) -> bool:
-    """The target, and a folder with the export and what outrider says."""
+    """Make the target, and a folder with the export and our results."""
     from outrider.models.export.formats import write_folder
     from outrider.models.export.medusa import REFERENCE
 
@@ -41,7 +41,7 @@ def make(directory: Path) -> bool:
     write_folder(REFERENCE, drafter, directory / OURS, target)
     # Medusa loads the target by this name: here it is no repository of the Hub's.
     rename_target(directory / OURS / "config.json", directory / "target")
-    torch.save(our_logits(drafter, target), directory / OURS / SAID_FILE)
+    torch.save(our_logits(drafter, target), directory / OURS / RESULTS_FILE)
     print(f"the export is in {directory / OURS}")
     return True
 
@@ -54,7 +54,7 @@ def rename_target(config: Path, target: Path) -> None:
 
 @torch.no_grad()
 def our_logits(drafter: Any, target: Any) -> list[torch.Tensor]:
-    """The logits of each head at each token of a text: [NUM_TOKENS, VOCAB]."""
+    """Return the logits of each head at each token of a text: [NUM_TOKENS, VOCAB]."""
     text = make_tokens()[:, :NUM_TOKENS]
     hidden, _ = target.hidden_states(text)
     logits: torch.Tensor = drafter.logits(hidden[0])
@@ -72,11 +72,11 @@ def compare_and_write(directory: Path) -> bool:
         assert found.shape[1:] == (1, NUM_TOKENS, VOCAB)
         return [each[0] for each in found]
 
-    expected = torch.load(directory / OURS / SAID_FILE, weights_only=True)
+    expected = torch.load(directory / OURS / RESULTS_FILE, weights_only=True)
     alike = compare(OURS, logits(OURS), expected)
     for name, (num_heads, num_layers) in THEIRS.items():
         write(directory / name, num_heads, num_layers, directory / "target")
-        torch.save(logits(name), directory / name / SAID_FILE)
+        torch.save(logits(name), directory / name / RESULTS_FILE)
     return alike
 
 
@@ -105,7 +105,7 @@ def import_theirs(directory: Path) -> bool:
         assert format_of(directory / name).name == "medusa"
         drafter = import_drafter(directory / name, target)
         assert (drafter.config.num_heads, drafter.config.num_layers) == sizes
-        expected = torch.load(directory / name / SAID_FILE, weights_only=True)
+        expected = torch.load(directory / name / RESULTS_FILE, weights_only=True)
         alike &= compare(name, our_logits(drafter, target), expected)
     return alike
 

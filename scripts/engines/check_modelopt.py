@@ -1,5 +1,4 @@
-"""Does outrider say of an EAGLE-3 drafter of NVIDIA's Model Optimizer what the Model Optimizer
-says?
+"""Compare EAGLE-3 drafters of NVIDIA's Model Optimizer with what outrider imports.
 
 Its drafters are published for vLLM, SGLang and TensorRT-LLM. It reads none that others wrote, so
 this goes one way: outrider's Python makes a target; a Python that has the Model Optimizer makes
@@ -31,18 +30,18 @@ THEIRS: dict[str, dict[str, Any]] = {
     "longer_context": {"draft_vocab_size": 50, "rope_scaling": YARN},
 }
 """Options of the drafter's architecture."""
-SAID_FILE = "said.pt"
+RESULTS_FILE = "results.pt"
 
 
 def make(directory: Path) -> bool:
-    """The target."""
+    """Make the target."""
     make_target(directory / "target", ROPE)
     print(f"the target is in {directory / 'target'}")
     return True
 
 
 def write(directory: Path) -> bool:
-    """The Model Optimizer's Python: make drafters, and write each with what it says."""
+    """Make drafters in the Model Optimizer's Python, and write each with its results."""
     import modelopt.torch.speculative as speculative
     from modelopt.torch.export import export_speculative_decoding
     from modelopt.torch.speculative.config import eagle3_default_config
@@ -68,13 +67,13 @@ def write(directory: Path) -> bool:
             drafted = torch.randperm(VOCAB)[:num_outputs].sort().values
             model.eagle_module.d2t.copy_(drafted - torch.arange(num_outputs))
         export_speculative_decoding(model.eval(), export_dir=directory / name)
-        torch.save(their_logits(model, make_tokens()), directory / name / SAID_FILE)
+        torch.save(their_logits(model, make_tokens()), directory / name / RESULTS_FILE)
     return True
 
 
 @torch.no_grad()
 def their_logits(model: Any, tokens: torch.Tensor) -> list[torch.Tensor]:
-    """As `chained_logits`, by the Model Optimizer's hooks on the target, and its drafter."""
+    """Compute what `chained_logits` does, by the Model Optimizer's hooks and drafter."""
     from transformers.cache_utils import DynamicCache
 
     drafter, embed = model.eagle_module, model.get_input_embeddings()
@@ -101,7 +100,7 @@ def import_theirs(directory: Path) -> bool:
     alike, tokens, target = True, make_tokens(), load_target(directory / "target")
     for name in THEIRS:
         assert format_of(directory / name).name == "eagle3"
-        expected = torch.load(directory / name / SAID_FILE, weights_only=True)
+        expected = torch.load(directory / name / RESULTS_FILE, weights_only=True)
         alike &= compare(name, chained_logits(import_drafter(directory / name, target), target, tokens), expected)
     return alike
 

@@ -1,5 +1,4 @@
-"""Does SGLang's own model code take our exports whole, and say of an EAGLE-3 drafter what outrider
-says?
+"""Check that SGLang's model code loads our exports, and compare its logits with ours.
 
 SGLang's models of drafters (python/sglang/srt/models) are plain Python over layers that want a GPU.
 So this imports the models' own files alone, with plain layers in place of SGLang's: what a
@@ -51,11 +50,11 @@ EAGLE3: dict[str, dict[str, Any]] = {
 }
 """Options of the drafter."""
 EAGLE1 = {"eagle1_without_bias": {"bias": False}, "eagle1_with_bias": {"bias": True}}
-SAID_FILE = "said.pt"
+RESULTS_FILE = "results.pt"
 
 
 def make(directory: Path) -> bool:
-    """The target, and a folder for each case with its export and what outrider says."""
+    """Make the target, and a folder for each case with its export and our results."""
     from outrider.models.export import eagle1, eagle3
     from outrider.models.export.formats import write_folder
 
@@ -66,7 +65,7 @@ def make(directory: Path) -> bool:
         said = {"features": read_features(drafter, target, tokens), "logits": chained_logits(drafter, target, tokens)}
         said["drafted"] = torch.arange(VOCAB) if drafter.vocabulary.tokens is None else drafter.vocabulary.tokens
         said["embeddings"] = target.embed_tokens.weight.clone()
-        torch.save(said, directory / name / SAID_FILE)
+        torch.save(said, directory / name / RESULTS_FILE)
     for name, options in EAGLE1.items():
         write_folder(eagle1.SGLANG, make_drafter(target, kind="eagle", **options), directory / name, target)
     print(f"{len(EAGLE3) + len(EAGLE1)} exports are in {directory}")
@@ -114,13 +113,13 @@ def their_logits(model: Any, features: torch.Tensor, tokens: torch.Tensor) -> li
 
 
 def compare_exports(directory: Path) -> bool:
-    """The Python that has SGLang: load each export, and compare."""
+    """Load each export in the Python that has SGLang, and compare."""
     alike = True
     for name in EAGLE1:
         load(directory / name)
         print(f"{name}: taken whole")
     for name in EAGLE3:
-        said = torch.load(directory / name / SAID_FILE, weights_only=True)
+        said = torch.load(directory / name / RESULTS_FILE, weights_only=True)
         model = load(directory / name)
         drafted = torch.arange(VOCAB) if model.get_hot_token_id() is None else model.get_hot_token_id()
         assert drafted.tolist() == said["drafted"].tolist()

@@ -1,4 +1,4 @@
-"""Does SpecForge say of an EAGLE-3 drafter what outrider says, whichever of the two wrote it?
+"""Compare EAGLE-3 drafters with SpecForge, whichever of the two wrote them.
 
 SpecForge (github.com/sgl-project/SpecForge) trains drafters for SGLang, and is of the same project.
 It wants other versions than outrider does, so this runs in turns: outrider's Python makes a target,
@@ -56,11 +56,11 @@ OURS: dict[str, dict[str, Any]] = {
 """Options of the drafter."""
 THEIRS = {"of_sglangs_exporter": 50, "of_the_hubs_exporter": VOCAB}
 """Tokens that are drafted."""
-SAID_FILE = "said.pt"
+RESULTS_FILE = "results.pt"
 
 
 def make(directory: Path) -> bool:
-    """The target, and a folder for each case with its export and what outrider says."""
+    """Make the target, and a folder for each case with its export and our results."""
     from outrider.models.export.eagle3 import FORMAT
     from outrider.models.export.formats import write_folder
 
@@ -70,7 +70,7 @@ def make(directory: Path) -> bool:
         write_folder(FORMAT, drafter, directory / name, target)
         said = {"features": read_features(drafter, target, tokens), "logits": unrolled_logits(drafter, target, tokens)}
         said["drafted"] = torch.arange(VOCAB) if drafter.vocabulary.tokens is None else drafter.vocabulary.tokens
-        torch.save(said, directory / name / SAID_FILE)
+        torch.save(said, directory / name / RESULTS_FILE)
     print(f"{len(OURS)} exports are in {directory}")
     return True
 
@@ -116,16 +116,16 @@ def compare_and_write(directory: Path) -> bool:
     """SpecForge's Python: load each export and compare; then write drafters of its own."""
     alike, tokens, target = True, make_tokens(), directory / "target"
     for name in OURS:
-        said = torch.load(directory / name / SAID_FILE, weights_only=True)
+        said = torch.load(directory / name / RESULTS_FILE, weights_only=True)
         model = load(directory / name, target)
         assert (torch.arange(len(model.d2t)) + model.d2t).tolist() == said["drafted"].tolist()
         assert model.t2d.nonzero()[:, 0].tolist() == said["drafted"].tolist()
         alike &= compare(name, their_logits(model, said["features"], tokens), said["logits"])
-    features = torch.load(directory / "whole_vocabulary" / SAID_FILE, weights_only=True)["features"]
+    features = torch.load(directory / "whole_vocabulary" / RESULTS_FILE, weights_only=True)["features"]
     for name, draft_vocab_size in THEIRS.items():
         drafted = write(directory / name, draft_vocab_size, target)
         said = {"logits": their_logits(load(directory / name, target), features, tokens), "drafted": drafted}
-        torch.save(said, directory / name / SAID_FILE)
+        torch.save(said, directory / name / RESULTS_FILE)
     return alike
 
 
@@ -191,7 +191,7 @@ def import_theirs(directory: Path) -> bool:
     alike, tokens, target = True, make_tokens(), load_target(directory / "target")
     for name in THEIRS:
         assert format_of(directory / name).name == "eagle3"
-        said = torch.load(directory / name / SAID_FILE, weights_only=True)
+        said = torch.load(directory / name / RESULTS_FILE, weights_only=True)
         drafter = import_drafter(directory / name, target).float()
         tokens_of_outputs = torch.arange(VOCAB) if drafter.vocabulary.tokens is None else drafter.vocabulary.tokens
         assert tokens_of_outputs.tolist() == said["drafted"].tolist()

@@ -1,4 +1,4 @@
-"""Does the speculators library say of an export what outrider says of the drafter?
+"""Compare the speculators library's results on an export with ours.
 
 The library wants other versions than outrider does, so this runs twice: with outrider's Python,
 which makes a small target, an EAGLE-3 drafter for it, its export, and what the drafter says; and
@@ -42,7 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
         "feature_layers": [1, 4, 6],
     },
 }
-SAID_FILE = "said.pt"
+RESULTS_FILE = "results.pt"
 
 
 def make(directory: Path) -> bool:
@@ -60,7 +60,7 @@ def make(directory: Path) -> bool:
         said["speculators_config"]["verifier"]["name_or_path"] = str((directory / "target").resolve())
         config.write_text(json.dumps(said, indent=2))
         logits = unrolled_logits(drafter, target, tokens)
-        torch.save({"features": read_features(drafter, target, tokens), "logits": logits}, directory / name / SAID_FILE)
+        torch.save({"features": read_features(drafter, target, tokens), "logits": logits}, directory / name / RESULTS_FILE)
     print(f"{len(CASES)} exports are in {directory}")
     return True
 
@@ -72,7 +72,7 @@ def compare_exports(directory: Path) -> bool:
 
     alike = True
     for name in CASES:
-        said = torch.load(directory / name / SAID_FILE, weights_only=True)
+        said = torch.load(directory / name / RESULTS_FILE, weights_only=True)
         model: Any = SpeculatorModel.from_pretrained(directory / name)
         model = model.float().eval()
         found: list[torch.Tensor] = []

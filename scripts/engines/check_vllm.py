@@ -1,4 +1,4 @@
-"""Does vLLM's own model code take our exports whole, and say of drafters what outrider says?
+"""Check that vLLM's model code loads our exports, and compare its logits with ours.
 
 vLLM's models of drafters (vllm/model_executor/models) are plain Python over layers that want a GPU.
 So this imports the models' own files alone, with plain layers in place of vLLM's: what a
@@ -53,11 +53,11 @@ CASES: dict[str, dict[str, Any]] = {
 }
 """Options of the drafter."""
 CLASSES = {"eagle": "EagleLlamaForCausalLM", "eagle3": "Eagle3LlamaForCausalLM"}
-SAID_FILE, TARGET_LAYERS = "said.pt", 8
+RESULTS_FILE, TARGET_LAYERS = "results.pt", 8
 
 
 def make(directory: Path) -> bool:
-    """The target, and a folder for each case with its export and what outrider says."""
+    """Make the target, and a folder for each case with its export and our results."""
     from outrider.models.export import eagle1, eagle3, speculators
     from outrider.models.export.formats import write_folder
 
@@ -70,7 +70,7 @@ def make(directory: Path) -> bool:
         said |= {"embeddings": target.embed_tokens.weight.clone(), "head": target.head.weight.clone()}
         drafted = None if options["kind"] == "eagle" else drafter.vocabulary.tokens
         said["drafted"] = torch.arange(VOCAB) if drafted is None else drafted
-        torch.save(said, directory / name / SAID_FILE)
+        torch.save(said, directory / name / RESULTS_FILE)
     print(f"{len(CASES)} exports are in {directory}")
     return True
 
@@ -109,7 +109,7 @@ def load(path: Path, kind: str) -> Any:
 
 @torch.no_grad()
 def their_logits(model: Any, said: dict[str, Any], tokens: torch.Tensor, kind: str) -> list[torch.Tensor]:
-    """As `chained_logits`, by vLLM's model, which reads texts without a dimension of the batch."""
+    """Compute what `chained_logits` does, by vLLM's model, which has no batch dimension."""
     model.model.embed_tokens.weight.data = said["embeddings"]  # as vLLM shares the target's
     hidden = said["features"][0] if kind == "eagle" else model.combine_hidden_states(said["features"][0])
     given, places, logits = tokens[0, 1 : NUM_TOKENS + 1], torch.arange(NUM_TOKENS), []
@@ -126,10 +126,10 @@ def their_logits(model: Any, said: dict[str, Any], tokens: torch.Tensor, kind: s
 
 
 def compare_exports(directory: Path) -> bool:
-    """The Python that has vLLM's files: load each export, and compare."""
+    """Load each export in the Python that has vLLM's files, and compare."""
     alike = True
     for name, options in CASES.items():
-        said = torch.load(directory / name / SAID_FILE, weights_only=True)
+        said = torch.load(directory / name / RESULTS_FILE, weights_only=True)
         found = their_logits(load(directory / name, options["kind"]), said, make_tokens(), options["kind"])
         alike &= compare(name, found, said["logits"])
     return alike

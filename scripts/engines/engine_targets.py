@@ -60,7 +60,7 @@ def make_target(directory: Path, rope: dict[str, Any]) -> Any:
 
 
 def load_target(directory: Path) -> Any:
-    """The target that `make_target` wrote."""
+    """Load the target that `make_target` wrote."""
     from outrider.models.target import loading as target
     from outrider.models.target.config import TargetConfig
 
@@ -68,12 +68,12 @@ def load_target(directory: Path) -> Any:
 
 
 def make_tokens() -> torch.Tensor:
-    """A text, and tokens to draft after it: [1, NUM_TOKENS + DEPTHS]."""
+    """Make a text, and tokens to draft after it: [1, NUM_TOKENS + DEPTHS]."""
     return torch.randint(VOCAB, (1, NUM_TOKENS + DEPTHS), generator=torch.Generator().manual_seed(2))
 
 
 def make_drafter(target: Any, **options: Any) -> Any:
-    """A drafter whose every number matters, as after training."""
+    """Make a drafter in which every number matters, as after training."""
     from outrider.models.drafters import build_drafter, parse_drafter
 
     torch.manual_seed(1)
@@ -154,7 +154,7 @@ def compare(name: str, found: Sequence[torch.Tensor], expected: Sequence[torch.T
 
 
 def run(doc: str | None, steps: dict[str, Callable[[Path], bool]]) -> None:
-    """The command line of a check: one step of it on a folder, which the first step makes.
+    """Run the command line of a check: one step of it on a folder.
 
     Exits with 1 where a step finds that the two programs differ.
     """

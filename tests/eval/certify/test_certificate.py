@@ -86,7 +86,7 @@ def test_target_and_drafter_are_certified_as_replayed_graphs(
 
     monkeypatch.setattr(graphs, "CudaGraphRecorder", make_recorder)
     target = HFTarget(tiny_target.model, tiny_target.tokenizer, tiny_target.identity, cuda_graphs=True)
-    monkeypatch.setattr(targets, "load_target", lambda config: target)
+    monkeypatch.setattr(targets, "load_target", lambda config, **options: target)
     torch.manual_seed(0)
     options = {"kind": "redrafter", "beam_width": 2, "beam_length": 3, "tree_nodes": 4}
     save_drafter(build_drafter(parse_drafter(options), tiny_target), tmp_path / "drafter", tiny_target.identity)

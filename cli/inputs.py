@@ -1,0 +1,53 @@
+"""The local files and folders that a composed recipe names, for a check before torch is loaded."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ..data.paths import NamedPath, built_in_templates
+
+DATA_FILE = "an existing file, or a data set id of the Hub (owner/name)"
+MODEL = "a directory with config.json, or a Hub id (owner/name)"
+DRAFTER = "a drafter's folder, or its name on the Hub (user/name)"
+
+
+def named_paths(values: Mapping[str, Any]) -> Iterator[NamedPath]:
+    """The paths that the run's stages read, with their options. Values of a wrong type are left to the schema."""
+    stages = values.get("stages") or []
+    yield from _path(values, "target", "name_or_path", MODEL)
+    if _get(values, "data", "chat_template") not in (templates := built_in_templates()):
+        yield from _path(values, "data", "chat_template", f"a .jinja file, or one of {', '.join(templates)}", is_local=True)
+    if "distill" in stages:
+        yield from _path(values, "data", "path", DATA_FILE)
+        yield from _path(values, "distill", "drafter", DRAFTER)
+        yield from _path(values, "distill", "predictor", f"none, light, or {MODEL}")
+    if "eval" in stages or ("distill" in stages and _get(values, "data", "overlap_words") is not None):
+        suites = _get(values, "eval", "suites")
+        for index, suite in enumerate(suites if isinstance(suites, list) else []):
+            if isinstance(suite, Mapping) and isinstance(suite.get("path"), str):
+                yield NamedPath(option=f"eval.suites[{index}].path", value=suite["path"], expected=DATA_FILE)
+    if "train" in stages:
+        yield from _drafter_paths("drafter", values.get("drafter"))
+        variants = values.get("variants")
+        for name, changes in variants.items() if isinstance(variants, Mapping) else ():
+            if isinstance(changes, Mapping):
+                yield from _drafter_paths(f"variants.{name}.drafter", changes.get("drafter"))
+    if "export" in stages:
+        yield from _path(values, "export", "certificate", "a certificate of `outrider certify`", is_local=True)
+
+
+def _drafter_paths(option: str, drafter: Any) -> Iterator[NamedPath]:
+    if isinstance(drafter, Mapping):
+        for name, expected in (("start_from", DRAFTER), ("path", MODEL)):
+            if isinstance(drafter.get(name), str):
+                yield NamedPath(option=f"{option}.{name}", value=drafter[name], expected=expected)
+
+
+def _path(values: Mapping[str, Any], section: str, name: str, expected: str, *, is_local: bool = False) -> Iterator[NamedPath]:
+    value = _get(values, section, name)
+    if isinstance(value, str):
+        yield NamedPath(option=f"{section}.{name}", value=value, expected=expected, is_local=is_local)
+
+
+def _get(values: Mapping[str, Any], section: str, name: str) -> Any:
+    options = values.get(section)
+    return options.get(name) if isinstance(options, Mapping) else None

@@ -1,0 +1,228 @@
+"""`--plan`: what the stages that are left would take, in time, memory and disk, without writing anything."""
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from accelerate import Accelerator
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from ..data.decontamination import PromptOverlap
+from ..data.manifest import MANIFEST_FILE
+from ..data.shards import label_store, read_shard
+from ..data.sources import load_conversations
+from ..data.suites import PromptSet
+from ..data.types import DistilledExample, Example
+from ..distill.estimate import (
+    TIME,
+    estimate,
+    estimate_regeneration,
+    estimate_table,
+    format_time,
+    make_table,
+    regeneration_table,
+)
+from ..distill.label.continuations import require_branch_attention
+from ..distill.label.features import free_bytes
+from ..distill.label.run import label_shard, load_examples, missing_examples
+from ..distill.regenerate.run import missing_conversations
+from ..eval.estimate import estimate_evaluation
+from ..eval.records.names import SUMMARY_FILE
+from ..models.drafters.saved.folder import WEIGHTS_FILE
+from ..models.export.registry import FORMATS
+from ..models.target.hf_target import HFTarget
+from ..models.target.tensor_parallel import Worker
+from ..train.checkpoint import latest_checkpoint, read_marker
+from ..train.division import with_accumulation
+from ..train.estimate import TrainingEstimate, estimate_training
+from ..train.results import CHECKPOINTS_DIR, describe_run, is_trained
+from .config import DrafterRun, RunConfig
+
+WIDTH = 80
+SAMPLE_TEXTS = 32
+"""Texts that steps of training are timed on, at most."""
+SAMPLE_PORTION = 4
+LABELLING_SECONDS = 5.0
+"""Where no shard is there, so many of them are labelled as this takes, a portion at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePlan:
+    """What one stage takes."""
+
+    table: Table
+    seconds: float
+    num_bytes: int = 0
+
+
+def print_plan(
+    config: RunConfig,
+    target: HFTarget,
+    folder: Path,
+    accelerator: Accelerator,
+    *,
+    overlap: PromptOverlap | None,
+    suites: Sequence[PromptSet] | None,
+) -> None:
+    """Print a table for each stage that is left, and one line for the whole run. All processes measure, the first one prints.
+
+    `suites` is None where the evaluation's prompts can't be read: then evaluation isn't planned.
+    """
+    plans: dict[str, list[StagePlan]] = {}
+    examples: list[Example] = []
+    drafter_bytes = {run.drafter_dir: _file_bytes(run.drafter_dir / WEIGHTS_FILE) for run in config.drafter_runs()}
+    if "distill" in config.stages:
+        plans["distill"], examples = _plan_distill(config, target, folder, accelerator, overlap)
+    if "train" in config.stages:
+        trained = _plan_train(config, target, folder, accelerator, examples, overlap)
+        plans["train"] = [_training_plan(config, run, estimate) for run, estimate in trained]
+        drafter_bytes |= {run.drafter_dir: estimate.drafter_bytes for run, estimate in trained}
+    if "eval" in config.stages and suites is not None and accelerator.is_main_process:
+        is_done = not plans.get("train") and (folder / "eval" / SUMMARY_FILE).is_file()
+        plans["eval"] = [] if is_done else [_plan_eval(config, suites, target)]
+    if "export" in config.stages:
+        plans["export"] = [_plan_export(config, drafter_bytes)]
+    if accelerator.is_main_process:
+        _print(plans, folder)
+    accelerator.wait_for_everyone()
+
+
+def _print(plans: Mapping[str, Sequence[StagePlan]], folder: Path) -> None:
+    console = Console(highlight=False)
+    console = Console(highlight=False, width=min(WIDTH, console.width))
+    for name, stages in plans.items():
+        for stage in stages:
+            console.print(stage.table)
+        if not stages:
+            console.print(f"{name}: nothing is left to do, {folder} has it\n", soft_wrap=True)
+    stages = [stage for each in plans.values() for stage in each]
+    needed, free = sum(stage.num_bytes for stage in stages), free_bytes(folder)
+    short = " [bold red]NOT ENOUGH[/]" if needed > free else ""
+    seconds = sum((stage.seconds for stage in stages), 0.0)
+    console.print(
+        f"[bold]Whole run: {format_time(seconds)}, {_size(needed)} on disk[/] ({_size(free)} are free){short}", soft_wrap=True
+    )
+
+
+def _plan_distill(
+    config: RunConfig, target: HFTarget, folder: Path, accelerator: Accelerator, overlap: PromptOverlap | None
+) -> tuple[list[StagePlan], list[Example]]:
+    """Plan what is left of the distillation. Return examples of the data too: those that are left, or as there will be."""
+    data, options = config.data, config.distill
+    num_workers = Worker.of(accelerator, tensor_parallel=target.tensor_parallel).num_workers
+    plans: list[StagePlan] = []
+    examples: list[Example] = []
+    if options.mode == "regenerate":
+        conversations, unread = load_conversations(data, overlap)
+        dropped = Counter[str]()
+        if missing := missing_conversations(options, data, target, conversations, folder / "answers"):
+            answers, examples = estimate_regeneration(options, data, target, missing, unread, num_workers)
+            plans.append(StagePlan(table=regeneration_table(answers), seconds=answers.seconds))
+    else:
+        examples, dropped = load_examples(data, target.tokenizer, overlap)
+        examples = missing_examples(options, data, target, examples, folder / "distill")
+    if examples:
+        require_branch_attention(target, max(len(example.input_ids) for example in examples) + max(options.horizon - 2, 0))
+        accelerator.wait_for_everyone()
+        labels = estimate(options, target, examples, dropped, folder, num_workers)
+        plans.append(StagePlan(table=estimate_table(labels), seconds=labels.seconds, num_bytes=labels.num_bytes))
+    return plans, examples
+
+
+def _plan_train(
+    config: RunConfig,
+    target: HFTarget,
+    folder: Path,
+    accelerator: Accelerator,
+    examples: Sequence[Example],
+    overlap: PromptOverlap | None,
+) -> list[tuple[DrafterRun, TrainingEstimate]]:
+    """Estimate each training that isn't finished."""
+    unfinished = []
+    manifest_file = folder / "distill" / MANIFEST_FILE
+    for run in config.drafter_runs():
+        steps_done = 0
+        if manifest_file.is_file() and (manifest := label_store(folder / "distill").load()).complete:
+            options = with_accumulation(run.train, accelerator.num_processes)
+            if is_trained(options, describe_run(options, run.drafter, manifest, accelerator), run.train_dir, run.drafter_dir):
+                continue
+            checkpoint = latest_checkpoint(run.train_dir / CHECKPOINTS_DIR)
+            steps_done = 0 if checkpoint is None else int(read_marker(checkpoint)["step"])
+        unfinished.append((run, steps_done))
+    if not unfinished:
+        return []
+    sample = _labelled_sample(config, target, folder, examples, overlap)
+    return [
+        (run, estimate_training(run.train, run.drafter, target, sample, accelerator, steps_done=steps_done))
+        for run, steps_done in unfinished
+    ]
+
+
+def _labelled_sample(
+    config: RunConfig, target: HFTarget, folder: Path, examples: Sequence[Example], overlap: PromptOverlap | None
+) -> list[DistilledExample]:
+    """Some examples with their labels: of a finished shard, or labelled now."""
+    store = label_store(folder / "distill")
+    if (store.directory / MANIFEST_FILE).is_file() and (entry := store.read_entry(0)) is not None:
+        return read_shard(store.directory, entry)[:SAMPLE_TEXTS]
+    texts = list(examples) or load_examples(config.data, target.tokenizer, overlap)[0]
+    drawn, labelled = Random(0).sample(texts, min(SAMPLE_TEXTS, len(texts))), list[DistilledExample]()
+    started = time.perf_counter()
+    with tqdm(disable=True) as progress:
+        while len(labelled) < len(drawn) and time.perf_counter() - started < LABELLING_SECONDS:
+            portion = drawn[len(labelled) : len(labelled) + SAMPLE_PORTION]
+            labelled += label_shard(config.distill, target, portion, progress)[0]
+    return labelled
+
+
+def _training_plan(config: RunConfig, run: DrafterRun, plan: TrainingEstimate) -> StagePlan:
+    name = f" {run.drafter_dir.parent.name}" if config.variants else ""
+    memory = (
+        f"{_size(plan.target_bytes)} target + {_size(plan.state_bytes)} drafter (weights, gradients, AdamW) + at most "
+        f"{_size(plan.chunk_bytes)} a tensor of logits (computed; activations come on top)"
+    )
+    rows = {
+        "drafter": f"{run.drafter.kind}, {plan.parameters:,} parameters",
+        "steps": f"{plan.num_steps:,} of {plan.texts_per_step:,} texts, about {plan.tokens_per_step:,.0f} tokens",
+        "speed": f"{plan.seconds_per_step:.3g} s a step, measured on a fresh drafter; without validation",
+        TIME: format_time(plan.seconds),
+        "memory": memory,
+        "disk": f"{_size(plan.disk_bytes)}: {plan.num_checkpoints - 1} checkpoints, one more while it is written, and drafters "
+        "(computed)",
+    }
+    return StagePlan(table=make_table(f"train{name}", rows), seconds=plan.seconds, num_bytes=plan.disk_bytes)
+
+
+def _plan_eval(config: RunConfig, suites: Sequence[PromptSet], target: HFTarget) -> StagePlan:
+    num_methods = 1 + sum(len(run.settings) for run in config.drafter_runs())
+    plan = estimate_evaluation(config.eval, suites, num_methods, target)
+    speeds = ", ".join(f"{speed:,.0f} in batches of {size}" for size, speed in plan.tokens_per_second.items())
+    rows = {
+        "answers": f"{plan.num_answers:,}: {plan.num_prompts:,} prompts x {num_methods} methods x temperatures, batch sizes, "
+        "turns and repeats",
+        "speed": f"plain decoding, tokens a second: {speeds} (measured)",
+        TIME: f"{format_time(plan.seconds)}, if all answers reach {plan.max_new_tokens} tokens at the speed of plain decoding",
+    }
+    return StagePlan(table=make_table("eval", rows), seconds=plan.seconds)
+
+
+def _plan_export(config: RunConfig, drafter_bytes: Mapping[Path, int]) -> StagePlan:
+    num_bytes = sum(
+        drafter_bytes[run.drafter_dir] * (1 + sum(FORMATS[name].kind == run.drafter.kind for name in config.export.formats))
+        for run in config.drafter_runs()
+    )
+    rows = {"disk": f"{_size(num_bytes)} for the package and {len(config.export.formats)} format(s) (computed)"}
+    return StagePlan(table=make_table("export", rows), seconds=0.0, num_bytes=num_bytes)
+
+
+def _file_bytes(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"

@@ -1,0 +1,64 @@
+"""A short check whether the Hugging Face Hub answers.
+
+It replaces minutes of retries in the libraries.
+"""
+
+import logging
+import os
+import sys
+from functools import cache
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT_SECONDS = 4.0
+"""Longest wait for an answer. A second try follows, so a network that drops packets costs twice as
+much."""
+
+
+def use_hub() -> bool:
+    """Return whether the Hub answers.
+
+    If it doesn't, the libraries read only their caches from then on. Call this before any possible
+    download. huggingface_hub alone would try each file six times, for half a minute, with two
+    warnings per try.
+    """
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    if _answers(constants.ENDPOINT):
+        return True
+    constants.HF_HUB_OFFLINE = True
+    # `datasets` copied the value when it was imported.
+    if (datasets := sys.modules.get("datasets")) is not None:
+        datasets.config.HF_HUB_OFFLINE = True
+    return False
+
+
+def why_offline() -> str:
+    """Return why nothing is downloaded, after `use_hub` has returned False."""
+    from huggingface_hub import constants
+
+    if os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE"):
+        return "nothing is downloaded, since HF_HUB_OFFLINE is set"
+    return f"the Hub ({constants.ENDPOINT}) can't be reached"
+
+
+@cache
+def _answers(endpoint: str) -> bool:
+    """Return whether a server answers at `endpoint`, with any status.
+
+    There is one retry, which the first process of a launch logs.
+    """
+    # huggingface_hub's HTTP client, which isn't always the package httpx.
+    from huggingface_hub.utils import get_session, httpx
+
+    for is_last in (False, True):
+        try:
+            get_session().head(endpoint, timeout=TIMEOUT_SECONDS)
+        except (httpx.HTTPError, OSError) as error:
+            if not is_last and os.environ.get("RANK", "0") == "0":
+                logger.warning("the Hub (%s) can't be reached (%s); trying once more", endpoint, error)
+        else:
+            return True
+    return False

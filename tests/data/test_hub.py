@@ -1,0 +1,34 @@
+"""The Hub is asked once, and quickly, before the libraries retry for half a minute."""
+
+import logging
+import time
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from outrider.data import hub
+from outrider.data.raw_records import load_records
+
+REFUSING = "http://127.0.0.1:9"
+
+
+def test_a_hub_that_refuses_is_asked_twice_and_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", REFUSING)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    hub._answers.cache_clear()
+    started = time.monotonic()
+    with caplog.at_level(logging.WARNING), pytest.raises(ValueError, match=f"the Hub .{REFUSING}. can't be reached"):
+        load_records("me/data", file="a.json")
+    assert time.monotonic() - started < 5
+    assert [record.name for record in caplog.records] == ["outrider.data.hub"]
+    assert constants.HF_HUB_OFFLINE, "the libraries were to read their caches alone from then on"
+    assert not hub.use_hub()
+
+
+def test_offline_mode_is_named_as_the_reason() -> None:
+    assert not hub.use_hub()
+    assert "HF_HUB_OFFLINE is set" in hub.why_offline()
