@@ -54,7 +54,7 @@ docs: $(DOCS_STAMP) ## Build the documentation into build/docs; a warning is an 
 
 package: $(STAMP) ## Build wheel and source distribution into dist/, and check both
 	rm -rf dist
-	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m build --no-isolation --quiet
 	$(BIN)/twine check --strict dist/*
 	$(BIN)/check-wheel-contents dist/*.whl
 

@@ -25,6 +25,7 @@ def certify_command(
     limit: shared.Limit = 10,
     max_new_tokens: shared.MaxNewTokens = 64,
     dtype: Annotated[str, typer.Option(help="float32 compares tokens; bfloat16 and float16 audit margins.")] = "float32",
+    quantization: shared.Quantization = None,
     device: shared.Device = None,
     compiled: shared.Compiled = False,
     cuda_graphs: shared.CudaGraphs = False,
@@ -40,8 +41,10 @@ def certify_command(
         raise ValueError("nothing to certify: give --target and --drafter, or leave --no-rules out")
     if (target is None) != (not drafter):
         raise ValueError("--target and --drafter go together; give both, or neither to certify the rules alone")
-    if target is None and (compiled or cuda_graphs):
-        raise ValueError("--compiled and --cuda-graphs are forms of a target, and there is none; give --target and --drafter")
+    if target is None and (compiled or cuda_graphs or quantization):
+        raise ValueError(
+            "--compiled, --cuda-graphs and --quantization are forms of a target, and there is none; give --target and --drafter"
+        )
     import torch  # it, and all that uses it, loads too slowly for --help
 
     from ..eval.certify.certificate import certificate_table, certify_rules, false_alarm_rate, passes, write_certificate
@@ -94,6 +97,7 @@ def _certify_decoding(
         "weights_sha256": target.identity.weights_sha256,
         "suite": config.suites[0].name,
         "dtype": str(target.dtype).removeprefix("torch."),
+        "quantization": target.identity.quantization,
         "form": target.form,
         "drafters": {name: sha256_file(path / WEIGHTS_FILE) for name, path in folders.items()},
     }

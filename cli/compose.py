@@ -91,12 +91,12 @@ def _take_files(overrides: list[str]) -> tuple[list[str], dict[str, RecipeFile],
             continue
         is_list = value.startswith("[")
         recipes: Any = OverridesParser.create().parse_override(override).value() if is_list else [value]
-        chosen = []
+        chosen: list[str] = []
         for recipe in recipes:
             path = None if recipe in choices("conf") else find_recipe_file(str(recipe))
             if path is not None:
                 name = f"file_{len(files)}"
-                files[name], wrong = read_recipe_file(path)
+                files[name], wrong = read_recipe_file(path, below=chosen)
                 problems += wrong
                 chosen.append(name)
             elif problem := unknown_choice("conf", recipe):

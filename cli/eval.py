@@ -50,6 +50,7 @@ def eval_command(
     chat_template: shared.ChatTemplate = None,
     tokenizer_options: shared.TokenizerOptions = None,
     dtype: shared.Dtype = None,
+    quantization: shared.Quantization = None,
     device: shared.Device = None,
     compiled: shared.Compiled = False,
     cuda_graphs: shared.CudaGraphs = False,

@@ -35,9 +35,10 @@ def describe_unexportable(refusals: Mapping[str, str | None]) -> str | None:
     """Describe why no format at all can hold the drafter; None if one can."""
     if None in refusals.values():
         return None
+    reasons = "; ".join(filter(None, refusals.values())) or "there is no export format for its kind"
     return (
-        f"no serving engine will be able to load this drafter: {'; '.join(filter(None, refusals.values()))}. To train it "
-        "anyway without this warning, set export.allow_no_format=true"
+        f"no serving engine will be able to load this drafter: {reasons}. To train it anyway without this warning, set "
+        "export.allow_no_format=true"
     )
 
 
@@ -103,8 +104,8 @@ def _package(drafter: Path, package: Path, options: CardOptions, *, overwrite: b
             with replacing_directory(package) as folder:
                 new.rename(folder)  # an empty one
     log.info("%s is the folder for the Hub", package)
-    for name, what, option in names_left_open(card):
-        log.info("the card's commands say %s for %s: export.%s=user/name writes its name", name, what, option)
+    for what, option in names_left_open(card):
+        log.info("the card names %s by a local folder: export.%s=user/name writes its name on the Hub", what, option)
     return True
 
 

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from .options import parse_quantization
+
 
 def package_command(
     drafter: Annotated[Path, typer.Argument(help="A drafter's directory: the `drafter/` folder of a run.")],
@@ -19,6 +21,9 @@ def package_command(
         str | None, typer.Option("--licence", "--license", help="The Hub's name of it, such as apache-2.0.")
     ] = None,
     base_model: Annotated[str | None, typer.Option(help="Hub id of the target, where it was trained from a directory.")] = None,
+    quantization: Annotated[
+        str | None, typer.Option(help="How the card loads the target, as --quantization of eval; else as it was for training.")
+    ] = None,
     repo: Annotated[str | None, typer.Option(help="Hub id of the drafter, for the commands in the card.")] = None,
 ) -> None:
     """Make a folder for the Hub: the drafter, a model card, and the code with which plain transformers decodes with it.
@@ -30,12 +35,18 @@ def package_command(
     from ..models.export.package import make_package, package_files
 
     options = CardOptions(
-        evaluations=records or (), run=run, certificate=certificate, licence=licence, base_model=base_model, repo=repo
+        evaluations=records or (),
+        run=run,
+        certificate=certificate,
+        licence=licence,
+        base_model=base_model,
+        quantization=parse_quantization(quantization),
+        repo=repo,
     )
     card = model_card(drafter, options)
     make_package(drafter, output, card, certificate)
     _print_files(package_files(output))
-    _tell_names_left_open(card)
+    _print_names_left_open(card)
     typer.echo(f'model.generate(..., custom_generate="{output}", trust_remote_code=True) decodes with it')
 
 
@@ -68,7 +79,7 @@ def push_command(
         _print_files(files)
         card = files.get(README_FILE)
         if card is not None:
-            _tell_names_left_open(card.read_text(encoding="utf-8"))
+            _print_names_left_open(card.read_text(encoding="utf-8"))
         if CERTIFICATE_FILE in files and not read_certificate(files[CERTIFICATE_FILE]).passed:
             typer.echo(f"{CERTIFICATE_FILE} says that decoding with this drafter is NOT LOSSLESS")
         visibility = "public" if public else "private"
@@ -128,12 +139,12 @@ def _package(drafter: Path, output: Path, repo: str) -> Path:
     return output
 
 
-def _tell_names_left_open(card: str) -> None:
+def _print_names_left_open(card: str) -> None:
     from ..models.export.package import names_left_open
 
-    for name, what, option in names_left_open(card):
+    for what, option in names_left_open(card):
         flag = f"--{option.replace('_', '-')}"
-        typer.echo(f"the card's commands say {name} for {what}: `outrider package {flag} user/name` writes its name")
+        typer.echo(f"the card names {what} by a local folder: `outrider package {flag} user/name` writes its name on the Hub")
 
 
 def _print_files(files: dict[str, Path]) -> None:

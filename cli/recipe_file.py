@@ -1,7 +1,7 @@
 """A recipe of the user's own: a YAML file anywhere, as Hydra reads it beside the packaged recipes."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,14 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from .describe import GROUPS, choices
+from .describe import recipes as packaged_recipes
 from .keys import closest, unknown_keys
 
 SUFFIXES = (".yaml", ".yml")
 PATH_OPTIONS = ("path", "name_or_path", "chat_template", "start_from", "certificate")
 """Last parts of the options that may name a local file."""
+COMPLETE_WITH = {"target": "name_or_path", "data": "source", "drafter": "kind", "eval": "suites"}
+"""A section with this key is complete: nothing of the demo's choice of that group is below it."""
 
 
 @dataclass(kw_only=True)
@@ -58,10 +61,11 @@ def find_recipe_file(name: str) -> Path | None:
     return next((candidate for candidate in candidates if candidate.is_file()), None)
 
 
-def read_recipe_file(path: Path) -> tuple[RecipeFile, list[str]]:
+def read_recipe_file(path: Path, below: Sequence[str] = ()) -> tuple[RecipeFile, list[str]]:
     """Read a recipe's file. Returns what of it can be composed, and a line for each problem in it.
 
-    Raises ValueError where it is no YAML file, or not a mapping.
+    `below` has the names of the recipes that it is applied on top of. Raises ValueError where it is
+    no YAML file, or not a mapping.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -77,7 +81,7 @@ def read_recipe_file(path: Path) -> tuple[RecipeFile, list[str]]:
         raise ValueError(f"{path} is not a recipe: it must be a mapping of options, such as `train: {{steps: 20}}`")
     defaults = values.pop("defaults", None) or []
     recipe = RecipeFile(path=path, values=values, defaults=[], lines=lines)
-    problems = _take_defaults(recipe, defaults if isinstance(defaults, list) else [defaults])
+    problems = _take_defaults(recipe, defaults if isinstance(defaults, list) else [defaults], below)
     for name, message in unknown_keys({key: value for key, value in values.items() if key != "hydra"}).items():
         problems.append(f"{recipe.where(name)}: {message}")
         if not name.endswith(".kind"):
@@ -87,8 +91,9 @@ def read_recipe_file(path: Path) -> tuple[RecipeFile, list[str]]:
     return recipe, problems
 
 
-def _take_defaults(recipe: RecipeFile, entries: list[Any]) -> list[str]:
-    """Fill in the recipe's defaults list, in the order that Hydra demands. Returns a line for each wrong entry."""
+def _take_defaults(recipe: RecipeFile, entries: list[Any], below: Sequence[str]) -> list[str]:
+    """Fill in the recipe's defaults list, in the order that Hydra demands. Returns a line for each
+    wrong entry."""
     others: list[Any] = []
     overrides: dict[str, Any] = {}
     problems = []
@@ -106,14 +111,27 @@ def _take_defaults(recipe: RecipeFile, entries: list[Any]) -> list[str]:
                 others.append(value)
             else:
                 overrides[f"override /{group}"] = value
+    below = [*below, *(name for name in others if name != "_self_")]
+    for group in _complete_sections(recipe.values, below):
+        overrides.setdefault(f"override /{group}", None)
     if "_self_" not in others:
         others.append("_self_")
-    # A drafter that is described by its kind needs none of another drafter's settings.
-    drafter = recipe.values.get("drafter")
-    if isinstance(drafter, dict) and drafter.get("kind") is not None:
-        overrides.setdefault("override /drafter", None)
     recipe.defaults = [*others, *({key: value} for key, value in overrides.items())]
     return problems
+
+
+def _complete_sections(values: Mapping[str, Any], below: Sequence[str]) -> Iterator[str]:
+    """The groups of which no choice is read, since a section of the recipe takes its place.
+
+    On top of another recipe a section changes that one's, unless it describes another kind of drafter.
+    """
+    known = packaged_recipes()
+    kinds = [known[name].drafter.removesuffix("_demo") for name in below if name in known]
+    for group, key in COMPLETE_WITH.items():
+        section = values.get(group)
+        name = section.get(key) if isinstance(section, dict) else None
+        if name is not None and (not below or (group == "drafter" and name not in kinds)):
+            yield group
 
 
 def unknown_choice(group: str, name: Any) -> str | None:

@@ -116,7 +116,7 @@ def require_trainable(config: RunConfig, target: HFTarget) -> list[str]:
     than the labels train. Raises ValueError for sizes that don't fit the target.
     """
     warnings: list[str | None] = []
-    is_distilled = "distill" not in config.stages
+    is_distilled = "distill" not in config.stages and not config.plan
     horizon = label_store(Path(config.output_dir) / "distill").load().horizon if is_distilled else config.distill.horizon
     for drafter in config.drafter_runs():
         fresh = build_drafter(drafter.drafter, target)

@@ -41,6 +41,7 @@ def tune_command(
     output: Annotated[Path, typer.Option(help="Folder for all predictions.")] = Path("outputs/tune"),
     revision: shared.Revision = None,
     dtype: shared.Dtype = None,
+    quantization: shared.Quantization = None,
     device: shared.Device = None,
     compiled: shared.Compiled = False,
     cuda_graphs: shared.CudaGraphs = False,

@@ -1,4 +1,4 @@
-"""Conversations, prompts, shards and batches: the lowest package, which imports no other one of outrider."""
+"""Conversations, prompts, shards and batches. Imports no other package of outrider."""
 
 from .entry import require_entry
 

@@ -6,6 +6,7 @@ fails for an answer whose first character no token covers, such as a space under
 trims its offsets.)
 """
 
+import logging
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -22,7 +23,11 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from .paths import TEMPLATES, built_in_templates
 from .types import Conversation, Example, Turn
 
+logger = logging.getLogger(__name__)
+
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+LARGE_LOSS = 0.1
+"""Share of tokens lost to `max_length` above which drafters hardly see the ends of answers."""
 BATCH_SIZE = 256
 """Conversations per call of the tokenizer."""
 
@@ -31,8 +36,7 @@ Span = tuple[int, int]
 
 
 def use_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> None:
-    """Set another chat template: a .jinja file, or a name of one that outrider ships; None does
-    nothing."""
+    """Set the chat template: a .jinja file, or the name of a built-in one; None keeps it."""
     if chat_template is None:
         return
     is_built_in = chat_template in built_in_templates()
@@ -46,8 +50,7 @@ def use_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | N
 
 
 def encode_prompt(messages: Sequence[Turn], tokenizer: PreTrainedTokenizerBase) -> Int[torch.Tensor, "1 seq"]:
-    """Return the token ids of a conversation, followed by the start of the assistant's next
-    turn."""
+    """Return the ids of a conversation and the start of the assistant's next turn."""
     require_template(tokenizer)
     encoded: Any = tokenizer.apply_chat_template(
         [asdict(turn) for turn in messages], add_generation_prompt=True, return_tensors="pt", return_dict=True
@@ -64,9 +67,11 @@ def encode_conversations(
     answer are left out; tokens after `max_length` are cut. Raises ValueError if the tokenizer lacks
     a requirement, or if no example is left: a mask of zeros would train on nothing.
     """
+    # 1. Render and tokenize the conversations, in batches.
     template = require_template(tokenizer)
     examples: list[Example] = []
     dropped: Counter[str] = Counter()
+    lost: list[int] = []  # tokens that each example loses
     for start in range(0, len(conversations), BATCH_SIZE):
         rendered: list[tuple[str, str, list[Span]]] = []
         for conversation in conversations[start : start + BATCH_SIZE]:
@@ -76,7 +81,8 @@ def encode_conversations(
                 dropped[result] += 1
             else:
                 rendered.append((conversation.id, *result))
-        examples += _tokenize(rendered, tokenizer, max_length, dropped)
+        examples += _tokenize(rendered, tokenizer, max_length, dropped, lost)
+    # 2. Check that there are examples, and report cuts.
     if not examples:
         reasons = ", ".join(f"{count} x {reason}" for reason, count in dropped.most_common())
         raise ValueError(
@@ -84,7 +90,19 @@ def encode_conversations(
             f"{tokenizer.name_or_path!r}, which begins {template[:60]!r}; dropped: {reasons}. Check the template, above all "
             "the text between its generation markers, or set data.chat_template to another"
         )
+    _log_cuts(lost, sum(len(example.input_ids) for example in examples), max_length)
     return examples, dropped
+
+
+def _log_cuts(lost: Sequence[int], num_kept: int, max_length: int) -> None:
+    """Log how many examples are cut at `max_length`, and the share of lost tokens."""
+    num_cut, share = sum(map(bool, lost)), sum(lost) / max(1, num_kept + sum(lost))
+    logger.log(
+        logging.WARNING if share > LARGE_LOSS else logging.INFO,
+        "%d of %d examples are cut at data.max_length %d, which loses %.1f %% of all tokens%s",
+        *(num_cut, len(lost), max_length, 100 * share),
+        f": raise data.max_length (the longest has {max_length + max(lost)} tokens)" if share > LARGE_LOSS else "",
+    )
 
 
 def require_template(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -194,7 +212,11 @@ def _locate_answers(
 
 
 def _tokenize(
-    rendered: list[tuple[str, str, list[Span]]], tokenizer: PreTrainedTokenizerBase, max_length: int, dropped: Counter[str]
+    rendered: list[tuple[str, str, list[Span]]],
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    dropped: Counter[str],
+    lost: list[int],
 ) -> list[Example]:
     if not rendered:
         return []
@@ -209,6 +231,7 @@ def _tokenize(
         elif not mask[1:max_length].any():
             dropped[f"no token of the assistant within max_length {max_length}"] += 1
         else:
+            lost.append(max(0, len(ids) - max_length))
             examples.append(Example(id=id, input_ids=torch.tensor(ids[:max_length]), loss_mask=mask[:max_length].clone()))
     return examples
 

@@ -82,8 +82,7 @@ def collate(
 def _thin(
     positions: list[Bool[torch.Tensor, " _"]], max_positions: int | None, generator: torch.Generator
 ) -> list[Bool[torch.Tensor, " _"]]:
-    """Keep at most `max_positions` of all texts together; the choice doesn't depend on the
-    layout."""
+    """Keep at most `max_positions` of all texts together, whatever the layout."""
     together = torch.cat(positions)
     chosen = together.nonzero().squeeze(1)
     if max_positions is None or len(chosen) <= max_positions:

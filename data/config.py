@@ -16,16 +16,13 @@ class DataConfig:
     """The data of a run: its source, its format, and how much of it to use."""
 
     source: Annotated[str, one_of(*SOURCES)]
-    """Format of the records.
-
-    One of `sharegpt` (conversations: [{from, value}]), `messages` ([{role, content}], as in
-    UltraChat), `alpaca` (instruction, input, output), `text` (text or source code files) and
-    `stdlib` (Python's standard library; needs no path)."""
+    """Format of the records. One of `sharegpt` (conversations: [{from, value}]), `messages`
+    ([{role, content}], as in UltraChat), `alpaca` (instruction, input, output), `text` (text or
+    source code files) and `stdlib` (Python's standard library; needs no path)."""
 
     path: str | None = None
-    """A local file, or a data set id of the Hub.
-
-    Files are .json or .jsonl (plain or .gz), or .parquet; for `text`, any file or directory."""
+    """A local file, or a data set id of the Hub. Files are .json or .jsonl (plain or .gz), or
+    .parquet; for `text`, any file or directory."""
 
     split: str = "train"
     """Split of a data set of the Hub, or of the standard library (use `distill`). Local files have
@@ -52,9 +49,7 @@ class DataConfig:
 
     overlap_words: PositiveInt | None = 13
     """Decontamination: drop conversations with a prompt that shares this many consecutive words
-    with an evaluation prompt of the run.
-
-    See arXiv 2005.14165, appendix C. None keeps all."""
+    with an evaluation prompt of the run. See arXiv 2005.14165, appendix C. None keeps all."""
 
     chat_template: str | None = None
     """Chat template in place of the tokenizer's: a .jinja file, or a name of one that ships with

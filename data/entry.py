@@ -1,4 +1,7 @@
-"""A guard for `python -m outrider.PACKAGE.MODULE`, which would import a module, do nothing and exit with 0."""
+"""A guard for `python -m outrider.PACKAGE.MODULE`.
+
+Without it, Python would import the module, do nothing and exit with 0.
+"""
 
 import sys
 
@@ -17,7 +20,7 @@ COMMANDS = {
 
 
 def require_entry() -> None:
-    """Exit with an error where Python is about to run a module of outrider that is no entry.
+    """Exit with an error if Python is about to run a module of outrider that is no entry.
 
     Packages call this when they are imported. While `python -m` imports the parents of the module
     that it will run, sys.argv[0] is "-m".

@@ -66,7 +66,10 @@ class OneOf:
 
 
 def one_of(*choices: str) -> AfterValidator:
-    """Return a validator that allows only these strings. (OmegaConf doesn't support `Literal`.)"""
+    """Return a validator that allows only these strings.
+
+    OmegaConf doesn't support `Literal`.
+    """
     return AfterValidator(OneOf(choices))
 
 
@@ -77,8 +80,7 @@ def raise_problems(problems: list[str]) -> None:
 
 
 def under(section: str, line: str, options: Container[str]) -> str:
-    """Put a message under its section: after a dot where it begins with the name of one of its
-    options."""
+    """Prefix a message with its section, with a dot if an option's name comes first."""
     separator = "." if re.split(r"\W", line, maxsplit=1)[0] in options else ": "
     return f"{section}{separator}{line}" if section else line
 

@@ -49,8 +49,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing_directory(path: Path) -> Iterator[Path]:
-    """Yield a new, empty folder; it replaces the folder `path` when the block ends without an
-    error.
+    """Yield a new folder that replaces `path` when the block ends without an error.
 
     On an error the new folder is removed and `path` stays as it was. A full disk raises the OSError
     of `replacing`. A killed process leaves the old folder or the new one. It may also leave
@@ -152,8 +151,7 @@ def naming_full_disk(path: Path, kept: str) -> Iterator[None]:
 
 
 def atomic_write_bytes(path: Path, data: bytes) -> None:
-    """Write `data` to `path` atomically; its folder is created if missing. Errors as in
-    `replacing`."""
+    """Write `data` to `path` atomically, and create its folder. Errors as in `replacing`."""
     with replacing(path) as temporary:
         temporary.write_bytes(data)
 

@@ -1,4 +1,7 @@
-"""Whether the Hugging Face Hub answers: one short question, in place of the libraries' minutes of retries."""
+"""A short check whether the Hugging Face Hub answers.
+
+It replaces minutes of retries in the libraries.
+"""
 
 import logging
 import os
@@ -8,14 +11,16 @@ from functools import cache
 logger = logging.getLogger(__name__)
 
 TIMEOUT_SECONDS = 4.0
-"""Longest wait for an answer. A second try follows, so a network that drops packets costs twice as much."""
+"""Longest wait for an answer. A second try follows, so a network that drops packets costs twice as
+much."""
 
 
 def use_hub() -> bool:
-    """Return whether the Hub answers. Where it doesn't, the libraries read only their caches from then on.
+    """Return whether the Hub answers.
 
-    Call it before anything that may be downloaded. huggingface_hub alone would try each file six times, for half a
-    minute, with two warnings a try.
+    If it doesn't, the libraries read only their caches from then on. Call this before any possible
+    download. huggingface_hub alone would try each file six times, for half a minute, with two
+    warnings per try.
     """
     from huggingface_hub import constants
 
@@ -24,7 +29,8 @@ def use_hub() -> bool:
     if _answers(constants.ENDPOINT):
         return True
     constants.HF_HUB_OFFLINE = True
-    if (datasets := sys.modules.get("datasets")) is not None:  # it copied the value when it was imported
+    # `datasets` copied the value when it was imported.
+    if (datasets := sys.modules.get("datasets")) is not None:
         datasets.config.HF_HUB_OFFLINE = True
     return False
 
@@ -40,8 +46,12 @@ def why_offline() -> str:
 
 @cache
 def _answers(endpoint: str) -> bool:
-    """Whether anything answers there, whatever it answers. One retry, logged by the first process of a launch."""
-    from huggingface_hub.utils import get_session, httpx  # its client, which isn't always the package of this name
+    """Return whether a server answers at `endpoint`, with any status.
+
+    There is one retry, which the first process of a launch logs.
+    """
+    # huggingface_hub's HTTP client, which isn't always the package httpx.
+    from huggingface_hub.utils import get_session, httpx
 
     for is_last in (False, True):
         try:

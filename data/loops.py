@@ -5,14 +5,16 @@ from collections.abc import Sequence
 LOOP_TOKENS = 64
 """Tokens at an answer's end that the cycle must fill. A shorter answer must consist of it."""
 LOOP_REPEATS = 8
-"""Least number of times that the cycle is run through there. The longest cycle has LOOP_TOKENS / LOOP_REPEATS tokens."""
+"""Least number of repetitions of the cycle. The longest cycle has LOOP_TOKENS / LOOP_REPEATS
+tokens."""
 
 
 def ends_in_a_loop(tokens: Sequence[int]) -> bool:
-    """Return whether the last LOOP_TOKENS tokens are one cycle, repeated LOOP_REPEATS times or more.
+    """Return whether the last LOOP_TOKENS tokens repeat one cycle.
 
-    A shorter answer counts if all of its tokens do: `a` nine times, or `a b` eight times. A table's
-    rule or a row of blanks inside an answer doesn't count.
+    The cycle must be repeated LOOP_REPEATS times or more. A shorter answer counts if all of its
+    tokens are such a cycle: `a` nine times, or `a b` eight times. Repetition inside an answer, such
+    as a table's rule or a row of blanks, doesn't count.
     """
     tail = list(tokens[-LOOP_TOKENS:])
     longest = len(tail) // LOOP_REPEATS

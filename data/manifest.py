@@ -32,6 +32,7 @@ class TargetIdentity:
     config_sha256: str
     quantization: str
     tokenizer_sha256: str
+    """Empty where the target was loaded without a tokenizer."""
     hidden_size: int
     vocab_size: int
 
@@ -157,8 +158,10 @@ class Manifest(BaseManifest):
 
 
 def examples_sha256(examples: Iterable[Example]) -> str:
-    """Return a digest of the examples' ids, tokens and masks in order; equal digests mean equal
-    work."""
+    """Return a digest of the examples in order; equal digests mean equal work.
+
+    It covers ids, tokens and masks.
+    """
     digest = hashlib.sha256()
     for example in examples:
         digest.update(f"{example.id}\0{len(example.input_ids)}\0".encode())

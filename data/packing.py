@@ -7,15 +7,18 @@ import torch
 from jaxtyping import Int, Shaped
 
 ATTENTION_COLUMNS = 4096
-"""Row length at which attention costs as much as the rest of a model: about six times its width.
+"""Row length at which attention costs as much as the rest of a model: about six times its hidden
+size.
 
 Packing weighs this cost: attention with a block mask is mostly computed across the whole row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Text n starts at column `columns[n]` of row `rows[n]`. Padding follows the last text of a
-    row."""
+    """Positions of texts: text n starts at row `rows[n]`, column `columns[n]`.
+
+    Padding follows the last text of a row.
+    """
 
     lengths: tuple[int, ...]
     rows: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Local files and folders that options name: all that are missing are listed before any long work."""
+"""Local files and folders of options, checked together before any long work."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedPath:
-    """A value that an option has, and what would be right there."""
+    """The value of an option, and a description of valid values."""
 
     option: str
     value: str
@@ -29,9 +29,10 @@ class NamedPath:
 
 
 def looks_like_path(value: str) -> bool:
-    """Whether a value is a local path and no id of the Hub, which has at most one slash.
+    """Return whether a value is a local path, not an id of the Hub.
 
-    For example ./model, ~/model, a/b/c and data.jsonl are paths; owner/name and gpt2 may be on the Hub.
+    An id has at most one slash. For example ./model, ~/model, a/b/c and data.jsonl are paths;
+    owner/name and gpt2 may be on the Hub.
     """
     is_relative = value in (".", "..") or value.startswith(("./", "../"))
     return is_relative or value.startswith(("/", "~")) or value.endswith(FILE_SUFFIXES) or value.count("/") > 1
@@ -43,7 +44,7 @@ def built_in_templates() -> list[str]:
 
 
 def require_paths(paths: Iterable[NamedPath]) -> None:
-    """Raise one ValueError that lists each option whose local path doesn't exist. Asks no network."""
+    """Raise one ValueError that lists all missing local paths; doesn't use the network."""
     missing = [path for path in paths if path.is_missing]
     if not missing:
         return
@@ -53,5 +54,8 @@ def require_paths(paths: Iterable[NamedPath]) -> None:
 
 
 def _home(value: str) -> str:
-    """What to write in place of `~`, which a shell expands only at the beginning of a word."""
+    """Return what to write in place of `~`.
+
+    A shell expands it only at the beginning of a word.
+    """
     return f" (~ isn't expanded inside an option: write {Path(value).expanduser()})" if value.startswith("~") else ""

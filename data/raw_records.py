@@ -76,7 +76,10 @@ def _json_records(path: Path) -> Iterator[Any]:
 
 
 def line_of_record(path: Path, index: int) -> int | None:
-    """Return the line, from 1, of a file's record `index`. None where records aren't lines: in arrays and Parquet files."""
+    """Return the line of a file's record `index`, counted from 1; None if it has no line.
+
+    Records in arrays and Parquet files have no line.
+    """
     if path.suffix == ".parquet":
         return None
     with _opened(path) as file:
@@ -99,8 +102,7 @@ def _parse_json(text: str, path: Path, line_number: int) -> Any:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[TextIO]:
-    """Open a plain or compressed text file; reading errors become ValueErrors with the file's
-    name."""
+    """Open a text file, plain or gzip. Raises ValueError with its name if it is damaged."""
     # utf-8-sig: some exports begin with a byte order mark, which JSON doesn't allow.
     encoding = "utf-8-sig"
     with gzip.open(path, "rt", encoding=encoding) if path.suffix == ".gz" else path.open(encoding=encoding) as file:

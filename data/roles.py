@@ -1,6 +1,8 @@
 """Roles of speakers, by the names that data sets use."""
 
-from .types import Role
+from typing import Literal
+
+Role = Literal["system", "user", "assistant"]
 
 ROLES: dict[str, Role] = {
     "system": "system",

@@ -74,8 +74,7 @@ def write_shard(directory: Path, index: int, examples: list[DistilledExample]) -
 
 
 def verify_shards(directory: Path, manifest: Manifest) -> None:
-    """Raise ValueError if the manifest isn't complete, or a shard is damaged or has another
-    horizon."""
+    """Raise ValueError if the manifest is incomplete, or a shard is damaged or doesn't fit."""
     if not manifest.complete:
         raise ValueError(f"the distillation in {directory} is not complete; run the stage distill again to resume it")
     for entry in manifest.shards:

@@ -55,7 +55,10 @@ def load_conversations(config: DataConfig, overlap: PromptOverlap | None = None)
 
 
 def require_data(config: DataConfig) -> None:
-    """Read the first record. Raises ValueError, long before all are read, where the data isn't there or isn't readable."""
+    """Read the first record.
+
+    Raises ValueError if the data is missing or unreadable, long before all records are read.
+    """
     if config.path is not None and (config.source != "text" or _has_records(config.path)):
         next(iter(_records(config, config.path)))
 
@@ -66,8 +69,7 @@ def describe_drops(dropped: Counter[str]) -> str:
 
 
 def _parse_alpaca(record: Any) -> Parsed:
-    """Parse `{"instruction": ..., "input": ..., "output": ...}`; the input may be missing or
-    empty."""
+    """Parse `{"instruction": ..., "input": ..., "output": ...}`; input is optional."""
     if not isinstance(record, dict):
         return "record is not an object"
     instruction, context, output = record.get("instruction"), record.get("input") or "", record.get("output")

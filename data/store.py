@@ -60,8 +60,7 @@ class ShardStore(Generic[Entry, M]):
         write_json(self.directory / MANIFEST_FILE, asdict(manifest))
 
     def write(self, index: int, data: bytes, **facts: Any) -> Entry:
-        """Write a shard and then its sidecar, each atomically. `facts` are the entry's other
-        fields."""
+        """Write a shard, then its sidecar, atomically; `facts` are the entry's other fields."""
         path = self.path(index, self.suffix)
         atomic_write_bytes(path, data)
         entry = self.entry(index=index, file=path.name, sha256=hashlib.sha256(data).hexdigest(), **facts)
@@ -137,8 +136,7 @@ class ShardStore(Generic[Entry, M]):
             raise ValueError(f"{self.directory} holds the shards of another run: {'; '.join(changes.values())}. {REMEDY}")
 
     def find_damage(self) -> tuple[M, list[str]]:
-        """Return the manifest, and a list of problems of the shards with remedies. Reads every
-        byte.
+        """Return the manifest, and problems of the shards with remedies. Reads every byte.
 
         For an unfinished run it checks the existing shards. Raises ValueError if the manifest is
         missing or can't be read.

@@ -32,8 +32,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSet:
-    """A named set of prompts. `revision` is a digest of them: equal revisions mean equal
-    prompts."""
+    """A named set of prompts; `revision` is their digest."""
 
     name: str
     revision: str
@@ -136,8 +135,7 @@ def _parse_own(record: Any, index: int) -> Prompt | None:
 
 
 def _own_turns(record: Any) -> list[Any] | None:
-    """Return the user's turns; None for an unknown form or a system message, which no prompt
-    has."""
+    """Return the user's turns; None for an unknown form or a system message."""
     present = [key for key in ("prompt", "turns", "messages", "conversations") if key in record]
     if "prompt" in present and "messages" in present:
         present.remove("prompt")  # UltraChat has the first message twice

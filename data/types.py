@@ -6,14 +6,12 @@ tokens after a position), `node` (draft tokens of a tree), `depth`, `vocab`, `hi
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
 
+from .roles import Role as Role
 from .states import StoredStates
-
-Role = Literal["system", "user", "assistant"]
 
 UNKNOWN = -1
 """Label of an unknown token: beyond the end of the text, after a stop token, or not requested."""
@@ -107,8 +105,7 @@ class TopTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetReads:
-    """Tensors of the target that training reads: last hidden states, inputs of `layers`, top
-    tokens."""
+    """Tensors of the target that training reads besides its tokens."""
 
     hidden_states: bool = False
     layers: tuple[int, ...] = ()
@@ -120,8 +117,7 @@ TOKENS_ONLY = TargetReads()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterBatch:
-    """A batch of labelled examples for a drafter's `loss`, one per row or several packed into a
-    row.
+    """A batch of labelled examples for a drafter's `loss`, one or several per row.
 
     `attention_mask` is True on real tokens. `positions` marks the positions to train, a subset of
     the labelled ones. `hidden_states` are those of the target's last layer after its final norm.

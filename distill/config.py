@@ -51,9 +51,7 @@ class DistillConfig:
 
     top_logprobs: PositiveInt | None = None
     """Number of top tokens of the target stored with log-probabilities, at every position that may
-    be trained.
-
-    train.teacher=top_k learns from them. None stores none."""
+    be trained. train.teacher=top_k learns from them. None stores none."""
 
     shard_examples: PositiveInt = 256
     """Examples per shard. An interruption loses at most one shard, and a shard is held in memory
@@ -61,7 +59,6 @@ class DistillConfig:
 
     batch_tokens: PositiveInt = 8192
     """Tokens of text, padding included, in one forward pass; a longer text is alone in its pass.
-
     The KV cache of a batch is kept until all its labels are computed: lower this if memory runs
     out."""
 
@@ -70,12 +67,10 @@ class DistillConfig:
     target's."""
 
     engine: Annotated[str, one_of(*ENGINES)] = "auto"
-    """Engine that regenerates.
-
-    `decoder` is outrider's decode loop. `batch` is the same without drafters, in batches by
-    predicted length within `kv_budget_gib`. `continuous` is transformers' continuous batching.
-    `openai` is a server at `base_url`. `auto` is `decoder`: no other engine has been measured on a
-    GPU."""
+    """Engine that regenerates. `decoder` is outrider's decode loop. `batch` is the same without
+    drafters, in batches by predicted length within `kv_budget_gib`. `continuous` is transformers'
+    continuous batching. `openai` is a server at `base_url`. `auto` is `decoder`: no other engine
+    has been measured on a GPU."""
 
     temperature: NonNegativeFloat = 0.0
     """Temperature of regenerated answers; 0 is greedy."""
@@ -112,10 +107,8 @@ class DistillConfig:
 
     predictor: Annotated[str, Field(min_length=1)] | None = None
     """Predictor of answer lengths: `none`, `light`, or a directory or Hub id of a
-    sequence-classification model.
-
-    None is `light` for the engine `batch`. With a predictor, the engine `continuous` admits the
-    longest requests first."""
+    sequence-classification model. None is `light` for the engine `batch`. With a predictor, the
+    engine `continuous` admits the longest requests first."""
 
     base_url: str | None = None
     """Address of the server for the engine `openai`, with its version: http://HOST:8000/v1."""
@@ -130,7 +123,8 @@ class DistillConfig:
     @property
     def sampling(self) -> "Sampling":
         """Sampling options of regenerated answers."""
-        from ..models.decoding.sampling import Sampling  # imports torch, which composing a recipe doesn't need
+        # Imports torch, which composing a recipe doesn't need.
+        from ..models.decoding.sampling import Sampling
 
         return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
 

@@ -35,8 +35,7 @@ MEASURED_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """Work of one distillation. Quantities that depend on the target's answers come from a
-    sample."""
+    """Work of one distillation; what depends on the answers comes from a sample."""
 
     num_examples: int
     num_shards: int

@@ -110,8 +110,7 @@ def total(kind: type[T], parts: Collection[T]) -> T:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak memory of this process: on a CUDA device that of tensors, else resident
-    memory."""
+    """Return the peak memory of this process: of tensors on CUDA, else resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

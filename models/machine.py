@@ -69,8 +69,7 @@ def release_memory(device: torch.device) -> None:
 
 
 def turn_off_cudnn_attention(device: torch.device) -> None:
-    """Exclude cuDNN's kernel from PyTorch's attention kernels, in the whole process, on NVIDIA
-    GPUs.
+    """Turn off cuDNN's attention kernel in the whole process, on NVIDIA GPUs.
 
     PyTorch prefers this kernel on an H100. It makes a new plan for every shape and stride of keys,
     queries and masks, which takes tens of milliseconds, and in decoding each step has another

@@ -1,4 +1,4 @@
-"""Write benchmarks/README.md and the README's table of drafters from the records in benchmarks/.
+"""Write benchmarks/README.md and the README's table of drafters from the records.
 
     python scripts/make_benchmarks_page.py           # write both
     python scripts/make_benchmarks_page.py --check   # exit with 1 where a file differs from what would be written
@@ -53,7 +53,10 @@ def page(records: Records) -> str:
 
 
 def with_table(text: str, table: str) -> str:
-    """Return a text with the table between its markers. Raises ValueError where a marker is missing or repeated."""
+    """Return a text with the table between its markers.
+
+    Raises ValueError where a marker is missing or repeated.
+    """
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
         raise ValueError(f"the text must have the lines {BEGIN} and {END} once each, in this order")
     before, rest = text.split(BEGIN)
@@ -61,7 +64,7 @@ def with_table(text: str, table: str) -> str:
 
 
 def report_stale(wanted: dict[Path, str]) -> int:
-    """Print the files that differ from what would be written, and the command that renews them. Returns an exit status."""
+    """Print which files are out of date and what renews them; return an exit status."""
     stale = [path for path, content in wanted.items() if not path.is_file() or path.read_text(encoding="utf-8") != content]
     for path in stale:
         print(f"{path} doesn't fit the records in benchmarks/; renew it with `{COMMAND}`", file=sys.stderr)

@@ -99,7 +99,7 @@ def is_trained(config: TrainConfig, run: Mapping[str, Any], output_dir: Path, dr
                 f"{output_dir / CHECKPOINTS_DIR} holds no checkpoint to resume from. {remedy}"
             )
         return False
-    # With other options of the end, the last checkpoint and the best drafter soon give the new results.
+    # If options of the end changed, the last checkpoint and the best drafter give the new results.
     return summary.drafter_sha256 == _digests(drafter_dir) and summary.end == end_of(config)
 
 

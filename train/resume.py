@@ -1,4 +1,4 @@
-"""The state in a checkpoint beside weights, optimizer and random numbers, and how a run resumes."""
+"""Resuming a run, and the state that its checkpoints hold beside weights and optimizer."""
 
 import logging
 from typing import Any
@@ -45,7 +45,7 @@ def resume(training: Training) -> int:
     training.best.load_state_dict(marker["best"])
     step, position = int(marker["step"]), int(marker["examples_read"])
     training.stream.go_on(step, position)
-    logger.info("going on from %s", checkpoint)
+    logger.info("resuming from %s", checkpoint)
     if steps_of(marker["run"]) != training.config.steps:
         _take_over_steps(training, marker["scheduler"], steps_of(marker["run"]), step)
     _take_over_division(training, Division.of(marker["run"]), step, position)
@@ -53,7 +53,7 @@ def resume(training: Training) -> int:
 
 
 def _take_over_steps(training: Training, scheduler_state: dict[str, Any], steps_before: int, step: int) -> None:
-    """Let a training that gets more steps resume on the schedule of their new number, and log what that changes."""
+    """Resume a training that gets more steps on the schedule of the new number, and log it."""
     # 1. The learning rate of the next step: the checkpoint's is that of the old schedule.
     training.scheduler.load_state_dict({**scheduler_state, "last_epoch": step - 1})
     training.scheduler.step()

@@ -49,8 +49,7 @@ class Segment:
 
 
 class BranchCache:
-    """The live branches of a batch of texts, with the keys and values of their tokens in every
-    layer.
+    """The live branches of a batch of texts, with keys and values of their tokens.
 
     `rows` and `positions` [branch] are each branch's text and the last position of the text that it
     sees, ordered by row, then position. `text_keys` and `text_values` [batch, kv_head, seq,

@@ -5,8 +5,8 @@ Here pass 1 is the usual prefill, which gives the first token after all position
 all positions at once, the token that pass k - 1 chose (see `branch_attention`). And where the
 target's first token equals the text's next token, nothing is decoded at all:
 
-    text            a b c d    continuation(i) = [x(i + 1)] + continuation(i + 1) less its last token
-    first tokens    b x d .    so position 0 borrows from 1, and 2 from 3; only 1 and 3 are branches
+    text           a b c d    continuation(i) = [x(i + 1)] + continuation(i + 1) less its last token
+    first tokens   b x d .    so position 0 borrows from 1, and 2 from 3; only 1 and 3 are branches
 
 With an agreement rate a at the wanted positions, the work is about 1 + (1 - a)(horizon - 1)
 prefills.

@@ -4,6 +4,8 @@ It skips complete shards, and so resumes after an interruption.
 """
 
 import logging
+import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +23,7 @@ from ...data.config import DataConfig
 from ...data.decontamination import PromptOverlap
 from ...data.files import write_json
 from ...data.manifest import FORMAT_VERSION, Manifest, ShardEntry, examples_sha256
+from ...data.preview import MARKS, preview
 from ...data.shards import label_store, write_shard
 from ...data.sources import describe_drops, load_conversations
 from ...data.store import STATS_SUFFIX
@@ -48,8 +51,7 @@ engines."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabellingStats(LabelStats):
-    """Work of labelling one shard; `seconds` are those of labelling, without reading and
-    writing."""
+    """Work of labelling one shard; `seconds` don't include reading and writing."""
 
     seconds: float
 
@@ -86,6 +88,11 @@ def distill(
     plan, store = plan_shards(examples, config.shard_examples), label_store(output_dir)
     manifest = describe_labels(config, data, target, plan)
     store.require_same(manifest)
+    if store.missing(plan):
+        coloured = sys.stderr.isatty() and "NO_COLOR" not in os.environ
+        marks = "green" if coloured else f"between {MARKS[0]} and {MARKS[1]}"
+        text = preview(examples[0], target.tokenizer, coloured=coloured)
+        logger.info("the first example, with what is trained on %s:\n%s", marks, text)
     require_space(config, target, store.missing(plan), output_dir)
     worker = Worker.of(accelerator, tensor_parallel=target.tensor_parallel)
     return run_shards(
@@ -102,8 +109,7 @@ def distill(
 
 
 def describe_labels(config: DistillConfig, data: DataConfig, target: HFTarget, plan: Sequence[Sequence[Example]]) -> Manifest:
-    """Return the manifest of these shards before any exists: everything that decides their
-    content."""
+    """Return the manifest of these shards, before any exists."""
     data_sha256 = examples_sha256(example for shard in plan for example in shard)
     return Manifest(
         format_version=FORMAT_VERSION,
@@ -125,8 +131,7 @@ def describe_labels(config: DistillConfig, data: DataConfig, target: HFTarget, p
 def missing_examples(
     config: DistillConfig, data: DataConfig, target: HFTarget, examples: Sequence[Example], output_dir: Path
 ) -> list[Example]:
-    """Return the unlabelled examples. Raises ValueError if the folder holds another run's
-    shards."""
+    """Return the unlabelled examples. Raises ValueError if the folder is another run's."""
     plan, store = plan_shards(examples, config.shard_examples), label_store(output_dir)
     store.require_same(describe_labels(config, data, target, plan))
     return store.missing(plan)

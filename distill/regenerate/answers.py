@@ -134,8 +134,7 @@ def write_answers(
 
 
 def read_answers(directory: Path, entry: AnswersEntry) -> list[AnsweredExample]:
-    """Read the examples of one shard in order, after checking its digest (see
-    `ShardStore.verify`)."""
+    """Read the examples of one shard in order, after checking its digest."""
     answer_store(directory).verify(entry)
     path = directory / entry.file
     lines = path.read_bytes().splitlines()

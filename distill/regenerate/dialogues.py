@@ -70,7 +70,7 @@ class Dialogue:
         return self._turn
 
     def next_request(self) -> Request | None:
-        """Return the next request for the target, or None at the end, also at an early one."""
+        """Return the next request for the target; None if the conversation has ended."""
         if self._turn == self.num_turns:
             self._close()
             return None
@@ -149,6 +149,7 @@ def questions(turns: Sequence[Turn]) -> list[list[Turn]]:
 def answer_seed(seed: int, conversation_id: str, turn: int) -> int:
     """Return the seed of one answer.
 
-    It doesn't depend on the order of work or on other answers. It has 31 bits, which all servers accept.
+    It doesn't depend on the order of work or on other answers. It has 31 bits, which all servers
+    accept.
     """
     return int.from_bytes(hashlib.sha256(f"{seed}/{turn}/{conversation_id}".encode()).digest()[:4], "big") >> 1

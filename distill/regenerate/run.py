@@ -118,8 +118,7 @@ def missing_conversations(
 
 
 def answer_limits(config: DistillConfig, data: DataConfig, target: HFTarget) -> Limits:
-    """Return limits so that prompt and answer fit an example, and with labels the context
-    window."""
+    """Return limits by which prompt, answer and labels fit into example and context."""
     window = target.context_length - max(config.horizon - 2, 0)
     return Limits(max_new_tokens=config.max_new_tokens, max_tokens=min(data.max_length, window))
 

@@ -25,7 +25,10 @@ GENERATORS: dict[str, Callable[..., str]] = {
 
 
 def fill_markers(text: str) -> str:
-    """Return a page's source with the reference in the place of its markers. Raises KeyError for an unknown name."""
+    """Return a page's source with the reference in place of its markers.
+
+    Raises KeyError for an unknown name.
+    """
     return MARKER.sub(lambda match: GENERATORS[match[1]](*filter(None, [match[2]])), text)
 
 
@@ -40,7 +43,7 @@ def _on_docstring(app: Any, kind: str, name: str, value: Any, options: Any, line
 def _on_signature(
     app: Any, kind: str, name: str, value: Any, options: Any, signature: str | None, returned: str | None
 ) -> tuple[str, str | None] | None:
-    """Leave out the rules in the types of a configuration's options: the page of options has them in words."""
+    """Leave out the rules in the types of options: the options page has them in words."""
     return ("(**options)", None) if signature and "Annotated[" in signature and inspect.isclass(value) else None
 
 

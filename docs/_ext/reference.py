@@ -1,4 +1,4 @@
-"""Makes the Markdown of the reference pages from the code, the recipes and the launch files."""
+"""Markdown of the reference pages, made from the code, the recipes and the launch files."""
 
 import importlib
 import inspect
@@ -100,7 +100,7 @@ def recipes() -> str:
 
 
 def groups() -> str:
-    """Return a section for each group of the configuration but the recipes, with the choices that it has."""
+    """Return a section for each group of the configuration but the recipes."""
     parts = []
     for group in describe.GROUPS:
         if group != "conf":
@@ -125,7 +125,7 @@ def benchmarks() -> str:
 
 
 def record(name: str) -> str:
-    """Return the docstring of a dataclass or TypedDict, `module:Class`, and a table of its fields."""
+    """Return the docstring of `module:Class`, and a table of its fields."""
     module_name, _, class_name = name.partition(":")
     cls = getattr(importlib.import_module(f"outrider.{module_name}"), class_name)
     rows = [(f"`{field}`", f"`{_type_name(kind)}`", _field_docstring(cls, field)) for field, kind in _field_types(cls)]

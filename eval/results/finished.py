@@ -40,17 +40,18 @@ def rows_of(records: Iterable[EvalRecord], info: RunInfo, facts: Facts) -> list[
         drafters=facts.drafters,
         out_of_memory=facts.out_of_memory,
     )
-    name_rows(rows, info)
+    describe_rows(rows, info)
     return rows
 
 
-def name_rows(rows: Iterable[Row], info: RunInfo) -> None:
-    """Write into each row what readers call its method beside the run's other methods."""
+def describe_rows(rows: Iterable[Row], info: RunInfo) -> None:
+    """Write into each row its method's name beside the run's others, and the target's quantisation."""
     training = {row["method"]: row["training"] for row in rows}
     methods = [MethodFacts(key=key, described=info.config["methods"].get(key), training=training[key]) for key in training]
     names = {method.key: str(name) for method, name in zip(methods, method_names(methods), strict=True)}
     for row in rows:
         row["name"] = names[row["method"]]
+        row["quantization"] = info.config["target"].get("quantization", "")
 
 
 def _num_skipped(records: Iterable[EvalRecord], num_turns: Mapping[str, int]) -> dict[GroupKey, int]:
@@ -70,5 +71,5 @@ def read_rows(directory: Path) -> list[Row]:
     rows = read_dataclass(list[Row], path)
     if not rows:
         raise ValueError(f"{path} has no rows; run the evaluation's command again")
-    name_rows(rows, read_info(directory / RUN_FILE))
+    describe_rows(rows, read_info(directory / RUN_FILE))
     return rows

@@ -32,6 +32,8 @@ class Conditions(TypedDict):
     prompt_set_source: str | None
     """Data set of the Hub, ID@COMMIT."""
     dtype: str
+    quantization: NotRequired[str]
+    """Options that the target's weights were quantised by when they were loaded; empty without."""
     temperature: float
     batch_size: int
     """Prompts decoded together; the baseline's answers too."""

@@ -76,9 +76,14 @@ def headline(rows: Sequence[Row]) -> str:
         steps = _number(row["tokens_per_step"], ".2f")
         low, high = row["speedup_ci95"] or (0.0, 0.0)
         doubt = f" The interval [{low:.2f}, {high:.2f}] includes 1, so this may be chance." if low <= 1 <= high else ""
-        return f"Fastest on {group}: {name}. {row['speedup']:.2f}x of plain decoding, {steps} tokens per step.{doubt}"
+        return f"{_verdict([row])} on {group}: {name}. {row['speedup']:.2f}x plain decoding, {steps} tokens per step.{doubt}"
     values = [row["speedup"] or 0.0 for row in best]
-    return f"Fastest in {len(groups)} groups: {name}. {min(values):.2f}x to {max(values):.2f}x of plain decoding."
+    return f"{_verdict(best)} over {len(groups)} groups: {name}. {min(values):.2f}x to {max(values):.2f}x plain decoding."
+
+
+def _verdict(rows: Sequence[Row]) -> str:
+    is_faster = geometric_mean([row["speedup"] or 0.0 for row in rows]) > 1
+    return "Fastest" if is_faster else "No method is faster than plain decoding; the best"
 
 
 def footnotes(rows: Sequence[Row], *, costs: bool = True) -> list[str]:

@@ -60,14 +60,14 @@ def generate(
 
     while places := step.unfinished:
         require_same_batch(target, num_prefills)
-        # 2. Rows leave the batch when their answers have ended.
+        # 2. Drop the rows whose answers have ended.
         kept = kept_places(places, len(tokens), few_sizes=wants_few_sizes(target, rule, generator, step))
         if len(places) < len(step.rows):
             target.select(kept)
             state, acceptance = drafter.select(state, kept), acceptance.select(kept)
         if isinstance(generator, RowSeeds):
             generator = generator.after([count + 1 for count in step.num_accepted], kept)
-        # 3. Draft a tree behind the last committed token.
+        # 3. Draft a tree after the last committed token.
         lap()
         tree, drafted = drafter.propose(state, acceptance.bonus_token, generator=generator)
         draft_seconds = lap()
@@ -177,7 +177,7 @@ def make_step(
         drawn=tree.drawn is not None,
         is_prefill=is_prefill,
         seconds=seconds,
-        # Copies: a recorded drafter overwrites its trees.
+        # Copies, since a recorded drafter overwrites its trees.
         links=(tree.tokens.clone(), tree.parents.clone()) if seconds else None,
     )
 

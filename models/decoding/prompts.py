@@ -29,8 +29,7 @@ class Prompts:
 
     @classmethod
     def of(cls, prompts: Int[torch.Tensor, "batch seq"] | Sequence[Int[torch.Tensor, " _"]]) -> "Prompts":
-        """Build a batch from a tensor of equally long rows, or a sequence of vectors of any
-        lengths."""
+        """Build a batch from a tensor of equally long rows, or from vectors of any lengths."""
         if isinstance(prompts, torch.Tensor):
             return cls(input_ids=prompts, lengths=(prompts.shape[1],) * len(prompts))
         if not prompts:

@@ -44,13 +44,13 @@ class Target(Protocol):
 
     @property
     def context_length(self) -> int:
-        """Tokens, prompt and answer together, that the target can hold."""
+        """Most tokens of prompt and answer together."""
 
     @property
     def has_fixed_shapes(self) -> bool:
         """Whether each new shape of a pass is compiled or recorded first.
 
-        If so, few batch sizes are worth some padding.
+        If so, batches are padded to few different sizes.
         """
 
     @property
@@ -65,7 +65,7 @@ class Target(Protocol):
         Each row gets room for `max_new_tokens` and for trees of `max_nodes` nodes. All outputs of
         this batch have the `features` of `feature_layers`.
 
-        Raises ValueError where a prompt fills the context window.
+        Raises ValueError if a prompt fills the context window.
         """
 
     def verify(self, last_token: Int[torch.Tensor, " batch"], tree: DraftTree) -> TargetOutput:
@@ -105,8 +105,7 @@ class Drafter(Protocol[State, Drafted]):
         """Return a tree that hangs from `last_token`, and what `advance` needs of the proposal."""
 
     def advance(self, drafted: Drafted, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> State:
-        """Return the state after the accepted path; `output` is the target's output for the
-        tree."""
+        """Return the state after the accepted path; `output` is the target's for the tree."""
 
     def select(self, state: State, rows: Sequence[int]) -> State:
         """Return the state of these rows of the batch only.
@@ -121,7 +120,7 @@ class SizedDrafter(Protocol):
 
     @property
     def tree_sizes(self) -> Sequence[int]:
-        """Return all numbers of nodes that its trees have where shapes are recorded."""
+        """Return all possible numbers of nodes of its trees, if shapes are recorded."""
 
 
 @runtime_checkable

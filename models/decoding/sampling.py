@@ -18,9 +18,10 @@ class Sampling:
     temperature: float = 1.0
     """0 is greedy: all probability on the arg-max."""
     top_k: int | None = None
-    """Keep the k likeliest tokens."""
+    """Keep only the k most probable tokens; None keeps all."""
     top_p: float | None = None
-    """Keep the fewest likeliest tokens whose probabilities sum to at least top_p."""
+    """Keep the smallest set of most probable tokens with a sum of at least top_p; None keeps
+    all."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -52,9 +53,10 @@ def warp(logits: Float[torch.Tensor, "*batch vocab"], sampling: Sampling) -> Flo
         probs = probs / probs.sum(-1, keepdim=True)
     if sampling.top_p is not None and sampling.top_p < 1:
         ranked, order = probs.sort(dim=-1, descending=True, stable=True)
-        before = ranked.cumsum(-1) - ranked  # the sum of all likelier tokens
+        before = ranked.cumsum(-1) - ranked  # the sum over all more probable tokens
         ranked = ranked.masked_fill(before >= sampling.top_p, 0.0)
-        ranked[..., 0] = ranked[..., 0].clamp(min=torch.finfo(ranked.dtype).tiny)  # the likeliest always stays
+        # The most probable token always stays.
+        ranked[..., 0] = ranked[..., 0].clamp(min=torch.finfo(ranked.dtype).tiny)
         probs = torch.zeros_like(probs).scatter_(-1, order, ranked)
         probs = probs / probs.sum(-1, keepdim=True)
     return probs
@@ -197,7 +199,7 @@ def wind_clocks(clocks: Float[torch.Tensor, " vocab"], seed: int, position: int)
 
 
 def _generator(device: torch.device, *parts: int) -> torch.Generator:
-    # A string is hashed: neighbouring seeds, positions and decisions get unrelated streams.
+    # Random hashes a string, so neighbouring seeds, positions and decisions get unrelated streams.
     return torch.Generator(device).manual_seed(Random("/".join(map(str, parts))).getrandbits(63))
 
 

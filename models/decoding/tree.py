@@ -14,10 +14,8 @@ class Drawn:
     """Record of how a tree's draft tokens were drawn at random. Exact acceptance needs it."""
 
     probs: Float[torch.Tensor, "batch entry vocab"]
-    """The warped distribution that the children of each entry were drawn from.
-
-    Entry 0 is the last committed token, entry n + 1 is node n.
-    """
+    """The warped distribution that the children of each entry were drawn from. Entry 0 is the last
+    committed token, entry n + 1 is node n."""
     max_children: int
     """Upper bound of the number of siblings."""
     with_replacement: bool = False

@@ -105,9 +105,9 @@ class Step:
     rows: tuple[int, ...]
     tokens: tuple[tuple[int, ...], ...]
     finishes: tuple[Finish | None, ...]
-    """Why the answer ended with this step; None where it hasn't ended."""
+    """Why the answer ended with this step; None if it hasn't ended."""
     num_accepted: tuple[int, ...]
-    """Draft tokens that the target accepted, before any cut."""
+    """Draft tokens that the target accepted, including those cut off at an answer's end."""
     num_nodes: int
     """Draft tokens per row that the target verified, padding included."""
     drawn: bool

@@ -24,7 +24,8 @@ class TrainableDrafter(nn.Module, Drafter[Any, Any], ABC):
     """Dataclass of this kind's options. Its RUNTIME_FIELDS may be changed when a trained drafter is
     loaded."""
     DEPTH_OPTION: ClassVar[str | None] = None
-    """Option with the depth of the search, for a drafter that learns as many depths as labels have."""
+    """Option with the depth of the search, for a drafter that learns as many depths as labels
+    have."""
     config: Any
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "TrainableDrafter":
@@ -54,8 +55,7 @@ class TrainableDrafter(nn.Module, Drafter[Any, Any], ABC):
 
     @classmethod
     def starting_weights(cls, config: Any) -> str | None:
-        """Return the digest of the weights that training starts from, if they are another
-        model's."""
+        """Return the digest of the initial weights, if they are another model's."""
         return None
 
     # --- decoding: see `Drafter`
@@ -74,8 +74,7 @@ class TrainableDrafter(nn.Module, Drafter[Any, Any], ABC):
 
     @property
     def context_length(self) -> int | None:
-        """Tokens, prompt and answer together, that the drafter can read; None for no limit of its
-        own."""
+        """Most tokens of prompt and answer together; None if the target's limit suffices."""
         return None
 
     @property

@@ -84,8 +84,10 @@ def beam_search(
 def likeliest_successors(
     logits: Float[torch.Tensor, "batch beam vocab"], scores: Float[torch.Tensor, "batch beam"], width: int
 ) -> tuple[Int[torch.Tensor, "batch next"], Int[torch.Tensor, "batch next"], Float[torch.Tensor, "batch next"]]:
-    """Return the `width` most probable successors of all beams: outputs, beam indexes, and
-    scores."""
+    """Return the most probable successors of all beams: outputs, beams, and scores.
+
+    There are `width` of them, or fewer if the vocabulary is smaller.
+    """
     # A beam keeps at most `width` successors, so only those are ranked, not beam x vocab.
     top, outputs = logits.topk(min(width, logits.shape[-1]), dim=-1)
     # In this order rounding can't lift a child above its parent: the added term is never above 0.
@@ -95,8 +97,9 @@ def likeliest_successors(
 
 
 def pack_survivors(search: SearchTree) -> DraftTree:
-    """Return the final beams as a tree, with each shared prefix once: the paper's tree (section
-    3.3).
+    """Return the final beams as a tree with each shared prefix once, as in the paper.
+
+    The tree of section 3.3:
 
         beams  A B C        depth 1: A        parents  -1
                A B D   ->   depth 2: B E               0 0

@@ -65,7 +65,7 @@ class DraftedTree:
     """Keys and values of the texts without their last token; the tree's entries follow them."""
     last_token: Int[torch.Tensor, " batch"]
     entries: Int[torch.Tensor, "batch node"]
-    """Entry of each node in the cache behind the text. Entry 0 is the last token."""
+    """Entry of each node in the cache after the text. Entry 0 is the last token."""
 
 
 class DraftModel(TrainableDrafter):
@@ -90,8 +90,11 @@ class DraftModel(TrainableDrafter):
 
     @classmethod
     def for_target(cls, config: DraftModelConfig, target: HFTarget) -> "DraftModel":
-        """Build the drafter. Raises ValueError for another tokenizer, vocabulary size, or bad
-        sizes."""
+        """Build the drafter.
+
+        Raises ValueError if the model has another tokenizer or vocabulary size, or if the sizes are
+        invalid.
+        """
         # 1. Load a model, or build one from a saved or derived architecture.
         if config.architecture is None and torch.get_default_device().type == "meta":
             raise ValueError("a saved draft model needs its `architecture`, which describes its weights; save it again")
@@ -207,10 +210,14 @@ class DraftModel(TrainableDrafter):
         return replace(chain, drawn=Drawn(probs=drawn_from, max_children=1))
 
     def advance(self, drafted: DraftedTree, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> TextState:
-        """Keep all but the last two tokens of the new text: the last token and all accepted nodes
-        but one."""
+        """Keep all but the last two tokens of the new text in the cache.
+
+        These are the last token and all accepted nodes except one.
+        """
         cache, entries = drafted.text.writable(), drafted.entries
-        if not drafted.text.is_newest:  # the cache is a copy of the texts without the tree: read the tree again
+        # A cache that isn't the newest is a copy of the texts without the tree: read the tree
+        # again.
+        if not drafted.text.is_newest:
             self.reader.read_tree(cache, drafted.last_token, tree)
             entries = torch.arange(1, tree.num_nodes + 1, device=entries.device).expand_as(tree.tokens)
         kept = None
@@ -246,7 +253,8 @@ class DraftModel(TrainableDrafter):
         depth = torch.arange(1, num_depths + 1, device=previous.device)[:, None]
         branch_positions = (branches.positions[:, None] + depth).flatten(1)
         positions = torch.cat([batch.position_ids.expand(len(previous), -1), branch_positions], dim=1)
-        positions = positions.clamp(max=self.reader.context_length - 1)  # as in drafting past the context window
+        # Clamp positions, as drafting does past the context window.
+        positions = positions.clamp(max=self.reader.context_length - 1)
         # 2. Read texts and branches.
         states, _ = self.reader.read_texts(
             input_ids=torch.cat([batch.input_ids, previous.flatten(1)], dim=1),
@@ -262,8 +270,8 @@ class DraftModel(TrainableDrafter):
     def _masks(self, visible: torch.Tensor, positions: Int[torch.Tensor, "batch query"]) -> Any:
         """Return the additive mask of each kind of layer, as transformers' models take them.
 
-        A window counts positions, which start again at 0 for each text of a row. `visible` never
-        crosses texts, so this is right.
+        A window is a difference of positions, which start again at 0 for each text of a row. That
+        is right because `visible` already hides other texts.
         """
         back = (positions[:, :, None] - positions[:, None])[:, None]
         by_kind = {kind: visible if window is None else visible & (back < window) for kind, window in self._kinds.items()}

@@ -105,7 +105,7 @@ class Eagle(FeatureDrafter):
         return logits
 
     def loss(self, batch: DrafterBatch, objective: Objective) -> Loss:
-        """Return the regression to the target's next feature plus the objective on tokens.
+        """Return the loss: regression to the next feature, plus the objective on tokens.
 
         Regression counts only where the continuation follows the text (EAGLE-1, section 3.2).
         Untrained depths have no sums. They have counts and hits, for the estimate of accepted

@@ -32,13 +32,12 @@ class Eagle3Config(TreeOptions):
     """Options of an EAGLE-3 drafter: its shape, its training, and how it drafts by default."""
 
     feature_layers: Distinct[NonNegativeInt] | None = None
-    """Layers of the target whose inputs the drafter reads.
-
-    None: an early, a middle and a late layer, with the numbers 2, half of the number of layers, and
-    the last but two (fewer if these coincide)."""
+    """Layers of the target whose inputs the drafter reads. None: an early, a middle and a late
+    layer, with the numbers 2, half of the number of layers, and the last but two (fewer if these
+    coincide)."""
     draft_vocab_size: PositiveInt | None = None
-    """Number of tokens to draft, the most frequent of the distilled data; None is the whole
-    vocabulary."""
+    """Size of a reduced draft vocabulary, which has the most frequent tokens of the distilled data.
+    None is the whole vocabulary."""
     init: Annotated[str, one_of("random", "target")] = "target"
     """`target`: layer, norm and head start with the weights of the target's last ones, but the
     layer's output projections start at zero, so the latest feature passes through unchanged.
@@ -129,8 +128,7 @@ class Eagle3(ReducedVocabulary, FeatureDrafter):
     # --- training
 
     def loss(self, batch: DrafterBatch, objective: Objective) -> Loss:
-        """Return the objective at all depths, each weighted by its power of `loss_decay` (section
-        3.2)."""
+        """Return the objective at all depths, weighted by powers of `loss_decay` (section 3.2)."""
         labels = Labels.of(batch)
         num_depths = labels.tokens.shape[1]
         outputs = self.unroll(batch, labels, self.target_features(batch))

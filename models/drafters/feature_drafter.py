@@ -4,8 +4,8 @@ Entry t of a text pairs the embedding of token t + 1 with the target's feature a
 layer's output at entry t predicts token t + 2. It also replaces the feature at t + 1, which the
 target hasn't computed yet (arXiv 2401.15077, section 3.1).
 
-    token after entry      c_0        c_1        c_2        c_0: chosen by the target, c_1..: drafted
-    entry             (c_0, f_i)  (c_1, g_0)  (c_2, g_1)    f: target's feature, g: layer's output
+    token after entry      c_0        c_1        c_2       c_0: chosen by the target, c_1..: drafted
+    entry             (c_0, f_i)  (c_1, g_0)  (c_2, g_1)   f: target's feature, g: layer's output
 """
 
 from abc import abstractmethod
@@ -44,11 +44,9 @@ class TreeOptions:
     """Form of the layer and shape of the draft tree; loading a drafter may change the tree."""
 
     layer: Annotated[dict[str, Any], AfterValidator(check_form)] | None = None
-    """Form of the decoder layer; None is the target's kind.
-
-    A form has a `model_type` (llama, qwen2 or qwen3), and the options that differ from the target's
-    configuration, under transformers' names. Serving engines draft with Llama's layer, whatever the
-    target's layers are."""
+    """Form of the decoder layer; None is the target's kind. A form has a `model_type` (llama, qwen2
+    or qwen3), and the options that differ from the target's configuration, under transformers'
+    names. Serving engines draft with Llama's layer, whatever the target's layers are."""
     tree: Annotated[str, one_of("dynamic", "static")] = "dynamic"
     """`dynamic`: expand the nodes with the highest probability (EAGLE-2, arXiv 2406.16858, section
     4). `static`: always expand the same ranks (EAGLE-1)."""
@@ -76,8 +74,7 @@ class KeyValues(Protocol):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add keys and values [batch, kv_head, entry, head_dim], and return all that are read
-        now."""
+        """Add keys and values [batch, kv_head, entry, head_dim], and return all to be read."""
 
 
 class FeatureDrafter(TrainableDrafter):
@@ -104,8 +101,7 @@ class FeatureDrafter(TrainableDrafter):
 
     @abstractmethod
     def target_features(self, source: TargetOutput | DrafterBatch) -> Float[torch.Tensor, "batch seq feature"]:
-        """Return the target's features that the drafter reads. Raises ValueError if they are
-        missing."""
+        """Return the features that the drafter reads. Raises ValueError if they are missing."""
 
     @abstractmethod
     def fuse(self, features: Float[torch.Tensor, "*batch feature"]) -> Float[torch.Tensor, "*batch hidden"]:

@@ -25,11 +25,10 @@ deep below the most probable child, and wide near the root."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureState:
-    """State of a batch of texts: what the layer has read, and accepted features that it hasn't
-    read.
+    """State of a batch of texts: entries that the layer has read, and unread features.
 
-    There are `num_accepted + 1` such features per row, and one token fewer: the bonus token arrives
-    with `propose`.
+    The unread features are those that the target accepted last. There are `num_accepted + 1` such
+    features per row, and one token fewer: the bonus token arrives with `propose`.
     """
 
     text: CacheSnapshot
@@ -126,8 +125,9 @@ def search(drafter: FeatureReader, cache: TreeCache, output: Float[torch.Tensor,
     `output` is the layer's output at the last committed token.
     """
     lengths = cache.lengths.device
-    hidden, scores = output[:, None], torch.zeros(len(output), 1, device=output.device)  # of the nodes to expand
-    node = torch.full_like(scores, NO_NODE, dtype=torch.long)  # indexes of these nodes
+    # States and scores of the nodes to expand, and their indexes.
+    hidden, scores = output[:, None], torch.zeros(len(output), 1, device=output.device)
+    node = torch.full_like(scores, NO_NODE, dtype=torch.long)
     # For each of these nodes, which of the entries read so far are the node itself or its
     # ancestors.
     related = torch.zeros(*node.shape, 0, dtype=torch.bool, device=output.device)

@@ -197,8 +197,7 @@ class Medusa(LastStateDrafter):
         return len(self.node_tokens)
 
     def draft(self, state: Float[torch.Tensor, "batch hidden"], last_token: Int[torch.Tensor, " batch"]) -> DraftTree:
-        """Draft the same tree for every text, from each head's most probable tokens (section
-        2.1.2)."""
+        """Draft the same tree for every text, from the heads' most probable tokens (2.1.2)."""
         ranked = self.logits(state).topk(self.num_ranks, dim=-1).indices  # [batch, head, rank]
         tokens = ranked.flatten(1)[:, self.node_tokens]
         return DraftTree(tokens=tokens, parents=self.node_parents.expand_as(tokens), max_depth=self.max_depth)
@@ -237,8 +236,7 @@ class Medusa(LastStateDrafter):
     # --- training
 
     def loss(self, batch: DrafterBatch, objective: Objective) -> Loss:
-        """Return the loss of Medusa-1 (section 2.2.1): only the heads are trained, head k on depth
-        k.
+        """Return the loss of Medusa-1 (section 2.2.1): head k is trained on depth k.
 
         `sums` are weighted losses. Counts and hits are those of all heads, even if only one is
         trained.

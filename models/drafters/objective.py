@@ -65,22 +65,19 @@ class Objective:
     cross-entropy need it."""
     teacher: str = "full"
     """`full`: p of all tokens. `top_k`: p of the top-k tokens in the batch, and of "any other" as
-    one more outcome.
-
-    q is merged in the same way. Merging outcomes makes no divergence larger and no overlap smaller.
-    So training minimises a bound of the loss, which is exact if k is the whole vocabulary. Nothing
-    constrains how q divides the remaining probability."""
+    one more outcome. q is merged in the same way. Merging outcomes makes no divergence larger and
+    no overlap smaller. So training minimises a bound of the loss, which is exact if k is the whole
+    vocabulary. Nothing constrains how q divides the remaining probability."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Labels:
-    """The labelled draft tokens of a batch: `tokens[n, d]` at position n and depth d, where
-    `known`.
+    """The labelled draft tokens of a batch: `tokens[n, d]` at position n and depth d.
 
-    `previous[n, d]` is the token before it, which the drafter reads; at depth 0 the target has
-    already chosen it. `text_index[n, d]` is the index of that token in the text, among all batch x
-    seq tokens. `on_text` marks where the continuation has followed the text so far; there the
-    target's state in the text is also that of the continuation.
+    `known` marks those that exist. `previous[n, d]` is the token before it, which the drafter
+    reads; at depth 0 the target has already chosen it. `text_index[n, d]` is the index of that
+    token in the text, among all batch x seq tokens. `on_text` marks where the continuation has
+    followed the text so far; there the target's state in the text is also that of the continuation.
     """
 
     previous: Int[torch.Tensor, "position depth"]
@@ -91,8 +88,10 @@ class Labels:
 
     @classmethod
     def of(cls, batch: DrafterBatch) -> "Labels":
-        """Read the labels at the batch's positions. Raises ValueError if they leave nothing to
-        draft."""
+        """Read the labels at the batch's positions.
+
+        Raises ValueError if they leave nothing to draft.
+        """
         # 1. The continuations at the labelled positions.
         continuations = batch.continuations[batch.positions]  # [position, horizon]
         if continuations.shape[1] < 2:
@@ -142,7 +141,6 @@ def score(
     every loss off the text. Depths from `trained_depths` on have no sums, only counts and hits.
     """
     # 1. Find each label's depth, and the labels that have a teacher's distribution.
-    # 1. Name each label's depth, and which labels the target's distribution teaches.
     known = labels.known
     num_depths = known.shape[1]
     depth = torch.arange(num_depths, device=known.device).expand_as(known)[known]

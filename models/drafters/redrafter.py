@@ -61,8 +61,8 @@ class RedrafterConfig:
     """`random`, or `target`: start with the target's head; `exit_width` must then be the target's
     hidden size."""
     draft_vocab_size: PositiveInt | None = None
-    """Number of tokens to draft, the most frequent of the distilled data; None is the whole
-    vocabulary."""
+    """Size of a reduced draft vocabulary, which has the most frequent tokens of the distilled data.
+    None is the whole vocabulary."""
     beam_width: PositiveInt = 4
     """Beams of the beam search. May be changed when the drafter is loaded."""
     beam_length: PositiveInt = 5
@@ -73,16 +73,13 @@ class RedrafterConfig:
     """Nodes of the draft tree: the most probable nodes of the beam search. None is the paper's
     tree, the final beams. May be changed when the drafter is loaded."""
     share_prefixes: bool = True
-    """Whether the target reads a prefix that beams share only once (section 3.3).
-
-    Off, it reads every beam in full. The answers are the same, but slower: this only measures what
-    sharing saves. May be changed when the drafter is loaded."""
+    """Whether the target reads a prefix that beams share only once (section 3.3). Off, it reads
+    every beam in full. The answers are the same, but slower: this only measures what sharing saves.
+    May be changed when the drafter is loaded."""
 
     tree_padding: Annotated[str, one_of(*TREE_PADDINGS)] | None = None
     """How the paper's tree is padded. Its number of nodes depends on the prefixes that its beams
-    share.
-
-    `exact`: to the fullest row of the batch, which the host waits for. `bucket`: to the next
+    share. `exact`: to the fullest row of the batch, which the host waits for. `bucket`: to the next
     multiple of a fifth of the largest possible number, so there are few sizes. `full`: to the
     largest possible number, without a wait; the target reads the padding. None is `bucket` if the
     target's passes are compiled or recorded, else `exact`. May be changed when the drafter is
@@ -165,7 +162,7 @@ class Redrafter(ReducedVocabulary, LastStateDrafter):
     def _start_from(self, target_head: nn.Linear) -> None:
         """Copy the target's head, and pass h through to it unchanged.
 
-        At first the drafter then predicts the target's last token again.
+        At first the drafter then tends to predict the token that the target has just chosen.
         """
         assert isinstance(self.head, nn.Linear)
         if self.head.weight.shape != target_head.weight.shape:
@@ -245,8 +242,7 @@ class Redrafter(ReducedVocabulary, LastStateDrafter):
     def logits(
         self, hidden: Float[torch.Tensor, "*batch hidden"], state: Float[torch.Tensor, "*batch hidden"]
     ) -> Float[torch.Tensor, "*batch draft_vocab"]:
-        """Return logits of the next token from the target's hidden state and the recurrent
-        state."""
+        """Return logits of the next token from hidden state and recurrent state."""
         both = torch.cat([hidden.to(state.dtype), state], dim=-1)
         logits: torch.Tensor = self.head(self.blocks(self.projection(both)))
         return logits

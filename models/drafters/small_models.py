@@ -32,9 +32,8 @@ class DraftModelConfig:
 
     path: str | None = None
     """Directory or Hub id of a model to fine-tune, or None for a model of the target's family with
-    the sizes below.
-
-    It needs safetensors weights, and the target's tokenizer and vocabulary size."""
+    the sizes below. It needs safetensors weights, and the target's tokenizer and vocabulary
+    size."""
     tokenizer_options: dict[str, Any] = field(default_factory=dict)
     """Options of the tokenizer at `path`, as in the target's configuration."""
     init: Annotated[str, one_of("random", "target_layers")] = "random"
@@ -86,7 +85,8 @@ class DraftModelConfig:
 
 
 CANT_BE_BUILT = (
-    *(StrictDataclassError, TypeError, ValueError),  # values of wrong types, or contradictory values
+    # Values of wrong types, or contradictory values.
+    *(StrictDataclassError, TypeError, ValueError),
     KeyError,  # names that transformers doesn't know
     *(ArithmeticError, AssertionError, RuntimeError),  # impossible sizes of tensors
 )
@@ -99,8 +99,10 @@ def architecture_of(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def build_model(architecture: dict[str, Any], target: HFTarget) -> PreTrainedModel:
-    """Build a model with random weights, in float32. Raises ValueError for an invalid
-    architecture."""
+    """Build a model with random weights, in float32.
+
+    Raises ValueError for an invalid architecture.
+    """
     try:
         config: Any = AutoConfig.for_model(**architecture)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(

@@ -22,8 +22,10 @@ It is 1 minus a sum in float32; a smaller value would be rounding error.
 
 @dataclass(frozen=True, kw_only=True)
 class Teacher:
-    """The target's distribution after each token of the texts, computed from hidden states when
-    needed."""
+    """The target's distribution after each token of the texts.
+
+    It is computed from hidden states when needed.
+    """
 
     states: Float[torch.Tensor, "token hidden"]
     head: nn.Linear

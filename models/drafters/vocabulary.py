@@ -25,8 +25,10 @@ class DraftVocabulary:
         return self.size if self.tokens is None else len(self.tokens)
 
     def outputs(self, tokens: Int[torch.Tensor, " label"]) -> tuple[Int[torch.Tensor, " label"], Bool[torch.Tensor, " label"]]:
-        """Return the output of each token (an arbitrary one if there is none), and which have
-        one."""
+        """Return the output of each token, and which tokens have one.
+
+        A token without an output gets an arbitrary one.
+        """
         if self.tokens is None:
             return tokens, torch.ones_like(tokens, dtype=torch.bool)
         output = torch.searchsorted(self.tokens, tokens).clamp(max=len(self.tokens) - 1)

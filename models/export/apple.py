@@ -40,13 +40,17 @@ def write(drafter: Redrafter, target: HFTarget) -> FolderContents:
     """Raises ValueError for what the format has no place for."""
     config, problems = drafter.config, []
     if config.rnn and config.initial_state != "zero":
-        problems.append(f"its initial_state is {config.initial_state}, and there s_0 is zero (train with initial_state=zero)")
+        problems.append(
+            f"its initial_state is {config.initial_state}, and there s_0 is zero (train with drafter.initial_state=zero)"
+        )
     if config.head_rank is not None:
-        problems.append(f"its head has rank {config.head_rank}, and there the head is one matrix (train with head_rank=null)")
+        problems.append(
+            f"its head has rank {config.head_rank}, and there the head is one matrix (train with drafter.head_rank=null)"
+        )
     if config.draft_vocab_size is not None:
         problems.append(
             f"it drafts {config.draft_vocab_size} tokens only, and there the head has all of the target's (train with "
-            "draft_vocab_size=null)"
+            "drafter.draft_vocab_size=null)"
         )
     raise_refusal(problems, FORMAT.name)
     described = {

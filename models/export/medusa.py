@@ -79,7 +79,9 @@ def write_tensorrt(drafter: Medusa, target: HFTarget) -> FolderContents:
     """What TensorRT-LLM's conversion reads beside the target. Raises ValueError for heads that it has no place for."""
     problems = _problems(drafter)
     if drafter.config.share_head:
-        problems.append("its heads share the target's output layer, and there each has its own (train with share_head=false)")
+        problems.append(
+            "its heads share the target's output layer, and there each has its own (train with drafter.share_head=false)"
+        )
     raise_refusal(problems, TENSORRT.name)
     layout = _layout(drafter, target, SAFETENSORS_FILE)
     return FolderContents(
@@ -90,13 +92,15 @@ def write_tensorrt(drafter: Medusa, target: HFTarget) -> FolderContents:
 def _problems(drafter: Medusa) -> list[str]:
     config, problems = drafter.config, []
     if config.heads != "residual":
-        problems.append(f"its heads are of the kind {config.heads}, and there they are residual (train with heads=residual)")
+        problems.append(
+            f"its heads are of the kind {config.heads}, and there they are residual (train with drafter.heads=residual)"
+        )
     if config.head_rank is not None:
         problems.append(
-            f"its heads share one of rank {config.head_rank}, and there each has its own (train with head_rank=null)"
+            f"its heads share one of rank {config.head_rank}, and there each has its own (train with drafter.head_rank=null)"
         )
     if any(name.startswith("lm_heads.") and name.endswith(".bias") for name, _ in drafter.named_parameters()):
-        problems.append("its output layers have biases, and there they have none (train with share_head=true)")
+        problems.append("its output layers have biases, and there they have none (train with drafter.share_head=true)")
     return problems
 
 

@@ -45,8 +45,9 @@ ALLOWED = frozenset(
     }
 )
 """Beside safetensors: what a drafter's folder, or one in another program's format, may hold."""
-UNNAMED, UNNAMED_TARGET = "FOLDER", "TARGET"
-"""What the commands of a card call a drafter, and a target, that has no name on the Hub."""
+UNNAMED = "the folder of this card: the drafter has no name on the Hub"
+UNNAMED_TARGET = "a local directory: the target has no name on the Hub"
+"""What a card writes beside the local name of a drafter, or of a target."""
 LICENCE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
 NOT_WEIGHTS = ("optimizer", "scheduler", "trainer_state", "rng_state")
 MOST_PROBLEMS = 10
@@ -92,10 +93,10 @@ def require_names(*, base_model: str | None, repo: str | None, licence: str | No
         raise ValueError(f"licence is {licence!r}; give the Hub's name of it, such as apache-2.0")
 
 
-def names_left_open(card: str) -> list[tuple[str, str, str]]:
-    """What readers of a card couldn't run as it stands: the placeholder, what it stands for, and the option that names it."""
-    places = ((UNNAMED, "the drafter", "repo"), (UNNAMED_TARGET, "its target", "base_model"))
-    return [place for place in places if f'"{place[0]}"' in card]
+def names_left_open(card: str) -> list[tuple[str, str]]:
+    """Return what a card calls by a local name, and the option that gives its name on the Hub."""
+    names = ((UNNAMED, "the drafter", "repo"), (UNNAMED_TARGET, "its target", "base_model"))
+    return [(what, option) for note, what, option in names if note in card]
 
 
 def package_files(folder: Path, called: str = "") -> dict[str, Path]:

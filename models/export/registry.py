@@ -30,6 +30,11 @@ FORMATS: dict[str, Format] = {
     )
 }
 """In the order in which a folder is asked what it is: those told by a key of their own come first."""
+ENGINES: dict[str, dict[str, str]] = {
+    "vllm": {"eagle3": "eagle3", "eagle": "eagle1-vllm", "draft_model": "transformers"},
+    "sglang": {"eagle3": "eagle3", "eagle": "eagle1-sglang", "draft_model": "transformers"},
+}
+"""The format that a serving engine reads, by engine and kind of drafter."""
 
 
 def format_of(directory: Path) -> Format:
@@ -53,9 +58,10 @@ def format_of(directory: Path) -> Format:
 
 
 def find_format(name: str) -> Format:
-    """The format of this name. Raises ValueError for a name that there isn't."""
+    """Return the format of this name. Raises ValueError for an unknown name."""
     if name not in FORMATS:
-        raise ValueError(f"the format is {name!r}; there are: {', '.join(FORMATS)}")
+        formats = ", ".join(f"{format.name} ({format.kind})" for format in FORMATS.values())
+        raise ValueError(f"the format is {name!r}; there are (each for a kind of drafter): {formats}")
     return FORMATS[name]
 
 
@@ -79,6 +85,24 @@ def refusals_after_training(fresh: TrainableDrafter, target: HFTarget) -> dict[s
         except ValueError as error:
             refusals[name] = str(error)
     return refusals
+
+
+def engine_format(engine: str, directory: Path) -> str:
+    """Return the format in which an engine of ENGINES reads the drafter in a directory.
+
+    Raises ValueError, with what the engine serves and how the drafter can be written, for a kind that it doesn't serve.
+    """
+    saved = read_drafter_config(directory)
+    served = ENGINES[engine]
+    if saved.kind not in served:
+        others = ", ".join(name for name, format in FORMATS.items() if format.kind == saved.kind) or "no format"
+        raise ValueError(
+            f"--to is {engine}, which serves no drafter of the kind {saved.kind}; it serves {', '.join(served)}. {directory} "
+            f"can be written as {others}"
+        )
+    if engine == "vllm" and saved.drafter.get("feature_layers") is not None:
+        return "speculators"  # `eagle3` has no place for layers of one's own
+    return served[saved.kind]
 
 
 def stored_drafter(directory: Path, target: HFTarget) -> TrainableDrafter:

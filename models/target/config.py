@@ -21,10 +21,8 @@ class TargetConfig:
     revision: str | None = None
     """Branch, tag or commit on the Hub; None is the default branch."""
     dtype: Annotated[str, one_of(*DTYPES)] = "auto"
-    """Type of the weights and of the computation; `auto` keeps the stored type.
-
-    On a CPU use float32: bfloat16 is emulated there.
-    """
+    """Type of the weights and of the computation; `auto` keeps the stored type. On a CPU use
+    float32: bfloat16 is emulated there."""
     attn_implementation: Annotated[str, one_of("sdpa", "eager")] = "sdpa"
     """Attention function of transformers, sdpa or eager: both support the 4-D masks of draft
     trees."""
@@ -40,18 +38,14 @@ class TargetConfig:
     # A mapping or None, typed Any: Hydra can't put a mapping into an optional field.
     quantization: Annotated[Any, AfterValidator(check_method)] = None
     """Quantise the weights while loading: a `method` (bitsandbytes, torchao, gptq or awq) and its
-    options.
-
-    The options are those of transformers, such as {method: bitsandbytes, load_in_4bit: true} or
-    {method: torchao, type: Int8WeightOnlyConfig}. Leave this out if the stored weights are
+    options. The options are those of transformers, such as {method: bitsandbytes, load_in_4bit:
+    true} or {method: torchao, type: Int8WeightOnlyConfig}. Leave this out if the stored weights are
     quantised already. A quantised target is a different target: label the training data with it
     too."""
     tensor_parallel: bool = False
     """Slice one copy of the target over all processes of the launch, if it doesn't fit on one
-    device.
-
-    Labelling and training support this (see `tensor_parallel`). Evaluation runs in one process, and
-    needs the whole target there."""
+    device. Labelling and training support this (see `tensor_parallel`). Evaluation runs in one
+    process, and needs the whole target there."""
     trust_remote_code: bool = False
     """Run modelling code that comes with the weights. Turn it on only after you have read that
     code."""

@@ -82,8 +82,7 @@ class GraphedFunction(Generic[Output]):
 
 
 class CudaGraphRecorder:
-    """Records with `torch.cuda.graph`. The graphs share scratch memory, so they never run in
-    parallel."""
+    """Records with `torch.cuda.graph`; graphs share scratch memory, so none run in parallel."""
 
     def __init__(self) -> None:
         self._pool: Any = None

@@ -54,15 +54,14 @@ class HFTarget(FrozenModel):
 
     @property
     def form(self) -> str:
-        """How passes over draft trees run: compiled, as CUDA graphs, or eagerly. Speed depends on
-        it."""
+        """How passes over draft trees run (speed depends on it): compiled, in graphs or eager."""
         return " ".join(name for name in ("compiled", "cuda_graphs") if getattr(self, name)) or "eager"
 
     @property
     def has_fixed_shapes(self) -> bool:
         """Whether each new shape of a pass is compiled or recorded first.
 
-        If so, few shapes are worth some padding.
+        If so, passes are padded to few different shapes.
         """
         return self.compiled or self.cuda_graphs
 
@@ -228,8 +227,7 @@ class HFTarget(FrozenModel):
         self._logits = SharedBuffer()
 
     def release_hooks(self) -> None:
-        """Remove the hooks that read hidden states from the model; the next pass adds them
-        again."""
+        """Remove the hooks that read hidden states; the next pass adds them again."""
         self._captured.detach()
 
     def _require_cache(self) -> TreeCache:
@@ -247,8 +245,7 @@ class HFTarget(FrozenModel):
 
     @torch.inference_mode()
     def _probe(self) -> None:
-        """Raise ValueError if a small tree's logits differ from those of its paths in plain
-        passes."""
+        """Raise ValueError if a small tree's logits differ from plain passes over its paths."""
         # 1. Two prompts of different lengths, and a tree with the paths "a b" and "c", in the order
         # a c b.
         text = torch.arange(3, 15, device=self.device) % self.vocab_size
@@ -256,7 +253,7 @@ class HFTarget(FrozenModel):
         tokens, parents = torch.tensor([[5, 7, 6]] * 2, device=self.device), torch.tensor([[-1, -1, 0]] * 2, device=self.device)
         tree = DraftTree(tokens=tokens % self.vocab_size, parents=parents, max_depth=2)
         last = text[[8, 9]]
-        # 2. Read both prompts, the tree, and then a chain behind different accepted paths in each
+        # 2. Read both prompts, the tree, and then a chain after different accepted paths in each
         # row.
         cache = self._trees.new_cache(2, 24, self.device)
         start = self._prefill(prompts, cache).logits
@@ -288,15 +285,15 @@ class HFTarget(FrozenModel):
     def _read_eagerly(
         self, cache: TreeCache, last_token: Int[torch.Tensor, " batch"], tree: DraftTree
     ) -> Float[torch.Tensor, "batch entry vocab"]:
-        """Return a tree's logits by the eager model: compiling or recording the probe isn't worth
-        it."""
+        """Return a tree's logits by the eager model; recordings of the probe aren't needed."""
         self._trees.begin(cache, tree.num_nodes)
         return self._read_tree(self.model, cache, last_token, tree.tokens, tree.lineage).logits
 
     def _difference(self, logits: Float[torch.Tensor, " vocab"], text: Int[torch.Tensor, " seq"]) -> float:
         """Return the relative error of logits against a plain pass, each less its mean.
 
-        The mean cancels in softmax, so a difference of means is no error.
+        Softmax ignores a constant that is added to all logits, so a difference of means is no
+        error.
         """
         plain = self.model(text[None], use_cache=False).logits[0, -1].float()
         error = logits.float() - plain

@@ -17,8 +17,7 @@ class DeepEnough(Exception):  # noqa: N818 - it is no error
 
 
 class PassStates:
-    """Results of a forward pass: the last hidden states after the final norm, and layers'
-    inputs."""
+    """Results of a forward pass: last hidden states after the norm, and layers' inputs."""
 
     last: torch.Tensor
     layer_inputs: torch.Tensor | None

@@ -29,18 +29,25 @@ Models pad their vocabulary to round numbers, which adds a few percent at most.
 """
 
 
-def load_target(config: TargetConfig | str, device: torch.device | None = None, *, safetensors_only: bool = False) -> HFTarget:
+def load_target(
+    config: TargetConfig | str,
+    device: torch.device | None = None,
+    *,
+    safetensors_only: bool = False,
+    needs_tokenizer: bool = True,
+) -> HFTarget:
     """Load the frozen target of a configuration, or of a directory or Hub id.
 
     The device is `config.device`, else `device`, else the first accelerator, else the CPU. With
-    `safetensors_only` no pickled weights are read. On CUDA this turns off cuDNN's attention for the
-    whole process (see `turn_off_cudnn_attention`).
+    `safetensors_only` no pickled weights are read. Without `needs_tokenizer` a target that has no
+    tokenizer is loaded too; its identity then has no digest of a tokenizer. On CUDA this turns off
+    cuDNN's attention for the whole process (see `turn_off_cudnn_attention`).
 
     Raises ValueError if the directory is incomplete or its tokenizer belongs to another model.
     """
     config = TargetConfig(name_or_path=config) if isinstance(config, str) else config
     # 1. The tokenizer takes a second, so its errors come before the weights are loaded.
-    tokenizer = load_tokenizer(config)
+    tokenizer = _load_tokenizer(config, needs_tokenizer)
     device = _parse_device(config.device) if config.device else device or default_device()
     if config.cuda_graphs and device.type != "cuda":
         raise ValueError(f"target.cuda_graphs is on, and the target goes to {device}; choose a CUDA device, or turn it off")
@@ -50,7 +57,7 @@ def load_target(config: TargetConfig | str, device: torch.device | None = None, 
     turn_off_cudnn_attention(model.device)
     # 3. Check that the tokenizer belongs to the model.
     vocab_size = model.config.get_text_config().vocab_size
-    if len(tokenizer) > vocab_size:
+    if tokenizer is not None and len(tokenizer) > vocab_size:
         raise ValueError(
             f"the tokenizer of {config.name_or_path} has {len(tokenizer)} tokens and the model only {vocab_size}; "
             "this is another model's tokenizer: put the right tokenizer files into the directory"
@@ -62,7 +69,7 @@ def load_target(config: TargetConfig | str, device: torch.device | None = None, 
         weights_sha256=weights_digest(config.name_or_path, getattr(model.config, "_commit_hash", None)),
         config_sha256=config_digest(config.name_or_path),
         quantization=describe(config.quantization),
-        tokenizer_sha256=tokenizer_digest(tokenizer),
+        tokenizer_sha256="" if tokenizer is None else tokenizer_digest(tokenizer),
         hidden_size=model.config.get_text_config().hidden_size,
         vocab_size=vocab_size,
     )
@@ -74,8 +81,21 @@ def load_target(config: TargetConfig | str, device: torch.device | None = None, 
         cuda_graphs=config.cuda_graphs,
         tensor_parallel=config.tensor_parallel,
     )
-    _check_stop_tokens(target)
+    if tokenizer is not None:
+        _check_stop_tokens(target)
     return target
+
+
+def _load_tokenizer(config: TargetConfig, needs_tokenizer: bool) -> PreTrainedTokenizerBase | None:
+    """Load the target's tokenizer; return None if it is absent and not needed."""
+    try:
+        return load_tokenizer(config)
+    except ValueError:
+        _check_directory(config.name_or_path)
+        if needs_tokenizer:
+            raise
+        logger.info("%s has no tokenizer: nothing checks that a drafter was trained with the same one", config.name_or_path)
+        return None
 
 
 def load_tokenizer(config: TargetConfig) -> PreTrainedTokenizerBase:
@@ -195,8 +215,10 @@ def _check_directory(name_or_path: str) -> None:
 
 
 def _public_name(name_or_path: str) -> str:
-    """Return the Hub id, or a directory's last name: published checkpoints contain no local
-    path."""
+    """Return the Hub id, or a directory's last name.
+
+    Published checkpoints must not contain local paths.
+    """
     path = Path(name_or_path)
     return path.resolve().name if path.is_dir() else name_or_path
 
@@ -204,7 +226,8 @@ def _public_name(name_or_path: str) -> str:
 def _parse_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
-        torch.empty(1, device=device).tolist()  # the name may be valid, but the device absent or unusable (meta)
+        # The name may be valid, but the device absent or unusable (meta).
+        torch.empty(1, device=device).tolist()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ValueError(f"there is no device {name!r} ({error}); use one like cpu, cuda or cuda:1") from error
     return device

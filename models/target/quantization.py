@@ -45,7 +45,8 @@ def stored_method(name_or_path: str) -> str | None:
     if not path.is_file():
         return None
     stored = json.loads(path.read_text()).get("quantization_config")
-    return None if stored is None else str(stored.get("quant_method", "bitsandbytes"))  # old files lack the key
+    # Old files lack the key.
+    return None if stored is None else str(stored.get("quant_method", "bitsandbytes"))
 
 
 def describe(options: Mapping[str, Any] | None) -> str:
@@ -54,15 +55,16 @@ def describe(options: Mapping[str, Any] | None) -> str:
 
 
 def make_config(options: Mapping[str, Any]) -> Any:
-    """Return transformers' configuration of the options, which are its own apart from `method`.
+    """Build transformers' quantisation configuration from options.
 
-    For torchao the options are a `type`, the name of a configuration class of
-    `torchao.quantization`, and the options of that class. Raises ValueError for unknown options and
-    missing packages.
+    Apart from `method`, the options are those of transformers. For torchao the options are a
+    `type`, the name of a configuration class of `torchao.quantization`, and the options of that
+    class. Raises ValueError for unknown options and missing packages.
     """
     check_method(options)
     require_packages(options["method"])
-    from transformers import AwqConfig, BitsAndBytesConfig, GPTQConfig, TorchAoConfig  # imports optional packages
+    # Imports optional packages.
+    from transformers import AwqConfig, BitsAndBytesConfig, GPTQConfig, TorchAoConfig
 
     method_options = {name: value for name, value in options.items() if name != "method"}
     if options["method"] != "torchao":

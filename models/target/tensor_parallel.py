@@ -24,8 +24,7 @@ from .config import TargetConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worker:
-    """Unit of parallel work with the target: one process, or all of them if they share one
-    target."""
+    """Unit of parallel work: one process, or all of them if they share one target."""
 
     index: int
     num_workers: int

@@ -81,8 +81,7 @@ def require_tree_attention(model: PreTrainedModel) -> None:
 
 
 def _length_dependent_rope(config: Any) -> str | None:
-    """Return the kind of rotary embedding if its frequencies depend on the text's length, else
-    None.
+    """Return the rotary embedding's kind if it depends on the text's length, else None.
 
     Such an embedding counts only if the context is longer than the original length.
     """
@@ -123,7 +122,8 @@ def tree_attention_mask(
     hidden = hidden_score(dtype)
     added = torch.full((batch, 1 + num_nodes, num_nodes + 3), hidden, dtype=dtype, device=lineage.device)
     added[:, :, :2] = 0
-    added[:, 1:, 1:].scatter_(2, lineage + 1, 0)  # NO_NODE is the last token's column, which all queries see anyway
+    # NO_NODE is the last token's column, which all queries see anyway.
+    added[:, 1:, 1:].scatter_(2, lineage + 1, 0)
     added = added[:, queries]
     # 2. Look these scores up for each cache column. `offset` is 0 and less where text is committed.
     offset = torch.arange(1, extent + 1, device=lengths.device) - lengths[:, None]  # [batch, key]
@@ -151,7 +151,7 @@ def visible_columns(
 ) -> Bool[torch.Tensor, "batch query key"]:
     """Mark which of `extent` cache columns each query sees.
 
-    A query sees the committed columns, and the `related` entries behind them.
+    A query sees the committed columns, and the `related` entries after them.
     """
     column = torch.arange(extent, device=lengths.device) - lengths[:, None]  # [batch, key]: negative where committed
     num_entries = related.shape[2]
@@ -252,8 +252,7 @@ ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _grouped_heads_forward)
 
 @contextmanager
 def grouped_heads(model: PreTrainedModel) -> Iterator[None]:
-    """Let a model with sdpa attention read masked texts without repeating keys and values, in a
-    block.
+    """Make masked sdpa attention not repeat keys and values for heads, inside the block.
 
     With a mask, transformers repeats keys and values for every head of a group. That multiplies the
     cache's memory traffic by the group's size, for example by four.

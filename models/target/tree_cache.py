@@ -1,9 +1,9 @@
-"""A KV cache that holds committed texts and, behind each text, the nodes of its draft tree.
+"""A KV cache that holds committed texts and, after each text, the nodes of its draft tree.
 
     row 0   a b c d|x y z . . .         | = lengths[0] = 4, then the entries of the last pass
     row 1   e f|x y z . . . . .         | = lengths[1] = 2
 
-Buffers are allocated once and written in place. A pass writes its entries directly behind each
+Buffers are allocated once and written in place. A pass writes its entries directly after each
 row's committed columns. It sees the first `extent` columns; a mask hides the columns that a query
 must not see. Nothing moves until the owner keeps some of the entries.
 
@@ -46,7 +46,8 @@ def extent_step(device: torch.device, *, is_fixed: bool) -> int:
 class TreeCacheLayer(CacheLayerMixin):
     """One layer's view of the cache: keys and values, [batch, head, capacity, head_dim]."""
 
-    is_sliding = False  # layers with a window keep all columns too: the mask hides those outside the window
+    # Layers with a window keep all columns too: the mask hides those outside the window.
+    is_sliding = False
 
     def __init__(self, cache: "TreeCache") -> None:
         super().__init__()
@@ -82,7 +83,7 @@ Slot = tuple[int, int]
 
 
 class TreeCache(Cache):
-    """KV cache of a model's layers, with draft trees behind the committed texts.
+    """KV cache of a model's layers, with draft trees after the committed texts.
 
     All tensors of one shape are slots of one buffer, [slot, batch, head, capacity, head_dim]; so
     committing is one gather for all layers.
@@ -152,7 +153,8 @@ class TreeCache(Cache):
             if buffer.shape[2::2] == (num_heads, head_dim) and self._used[index] < len(buffer):
                 self._used[index] += 1
                 return index, self._used[index] - 1
-        num_missing = 2 * len(self.layers) - sum(self._used)  # most layers are alike: room for all that follow
+        # Most layers are alike: room for all that follow.
+        num_missing = 2 * len(self.layers) - sum(self._used)
         # Zeros: columns between a short row and the longest one are masked, and NaN times 0 would
         # be NaN.
         self._buffers.append(states.new_zeros(num_missing, self.max_batch, num_heads, self.capacity, head_dim))
@@ -210,12 +212,11 @@ class TreeCache(Cache):
         return stored[:, :, : self.extent]
 
     def keep(self, entries: Int[torch.Tensor, "batch kept"] | None, counts: Counts) -> None:
-        """Commit the first `counts` of the `entries` of each row's last pass, in order; drop the
-        rest.
+        """Commit the first `counts` of each row's `entries` of the last pass; drop the rest.
 
-        A row that keeps fewer entries than `entries` is wide lists arbitrary others at the end;
-        later passes overwrite them. None keeps the first entries of the pass, which are already in
-        the right columns.
+        Entries are committed in their order. A row that keeps fewer entries than `entries` is wide
+        lists arbitrary others at the end; later passes overwrite them. None keeps the first entries
+        of the pass, which are already in the right columns.
         """
         if entries is not None:
             columns = self._behind(entries.shape[1])
@@ -244,7 +245,7 @@ class TreeCache(Cache):
         self._forget_snapshots()
 
     def snapshot(self) -> "CacheSnapshot":
-        """Return the committed texts, and the entries behind them, as a value."""
+        """Return the committed texts, and the entries after them, as a value."""
         return CacheSnapshot(cache=self, version=self._version, lengths=self._host_lengths)
 
     def _forget_snapshots(self) -> None:
@@ -312,7 +313,7 @@ class TreeCache(Cache):
         self.capacity += more
 
     def _behind(self, num_entries: int, *, offset: int = 0, fixed: bool = False) -> slice | Int[torch.Tensor, "batch entry"]:
-        """Return the `num_entries` columns that start `offset` behind each row's committed columns.
+        """Return the `num_entries` columns that start `offset` after each row's committed columns.
 
         They are a slice if all rows are equally long. With `fixed` they are always a tensor, which
         a recording can recompute.
@@ -333,13 +334,11 @@ class CacheSnapshot:
 
     @property
     def is_newest(self) -> bool:
-        """Whether the cache wasn't written since; the entries behind the texts are then valid
-        too."""
+        """Whether the cache wasn't written since; entries after the texts are then valid."""
         return self.cache._version == self.version
 
     def writable(self) -> TreeCache:
-        """Return a writable cache of these texts: the original if the snapshot is the newest, else
-        a copy.
+        """Return a writable cache of these texts: the original if newest, else a copy.
 
         Raises RuntimeError if the memory has been taken over.
         """

@@ -58,8 +58,7 @@ class TreeReader:
         return output
 
     def begin(self, cache: TreeCache, num_nodes: int, num_read: int = 0) -> bool:
-        """Prepare a pass over the last committed token and a tree, without the first `num_read`
-        entries.
+        """Prepare a pass over the last token and a tree, except the first `num_read` entries.
 
         Those entries were read since the last `keep`. Returns whether the cache has moved (see
         `TreeCache.begin_pass`).
@@ -69,7 +68,7 @@ class TreeReader:
 
     def read(self, cache: TreeCache, lineage: Int[torch.Tensor, "batch node depth"], run: Callable[..., Output]) -> Output:
         """Read the entries that `begin` has prepared. A CUDA graph can record this method."""
-        # 1. Positions: a node's depth behind the committed text. Tokens beyond the context window
+        # 1. Positions: a node's depth after the committed text. Tokens beyond the context window
         # are never emitted; their positions are clamped only to stay inside a position table.
         cache.locate()
         num_nodes, lengths = lineage.shape[1], cache.lengths.device

@@ -54,7 +54,7 @@ def predictors(records: Records, name: str) -> str:
 
 
 def counted_steps(records: Records, name: str) -> str:
-    """Return the steps of each policy over those of ours with `light`, counted for several budgets and maxima."""
+    """Return the counted steps of each policy over those of ours with `light`."""
     counted = records.read(name)["counted"]
     ours = {_case(row): row["num_steps"] for row in counted if row["policy"] == "by length, light"}
     rows = []

@@ -5,16 +5,22 @@ from collections.abc import Callable
 from statistics import mean, median, stdev
 from typing import Any
 
+from outrider.eval.records.method_names import setting_words
+
 from .scheduling import SCHEDULING
-from .tables import Records, count, method_name, number, setting_words, table, with_interval
+from .tables import Records, count, method_name, number, table, with_interval
 
 
 def tuning(records: Records, name: str) -> str:
-    """Return what tuning chose for each batch size, and how far it is from the best of a measured grid."""
+    """Return what tuning chose for each batch size, beside the best of a measured grid."""
     record = records.read(name)
     rows = []
     for size, choice in record["choices"].items():
-        setting = "off: plain decoding" if choice["setting"] is None else ", ".join(setting_words(choice["setting"]))
+        setting = (
+            "off: plain decoding"
+            if choice["setting"] is None
+            else setting_words("redrafter", choice["setting"], choice["setting"])
+        )
         errors = _speedup_errors(record["predictions"], record["checked"], int(size))
         rows.append(
             [
@@ -100,7 +106,7 @@ def stored_states(records: Records, name: str) -> str:
 
 
 def teachers(records: Records, name: str) -> str:
-    """Return tokens per step of ReDrafters that learn by KL from stored tokens or from the whole distribution."""
+    """Return tokens per step of ReDrafters that learn by KL, by what teaches them."""
     names = {"bfloat16": "the whole distribution"}
     rows = [
         [
@@ -143,7 +149,7 @@ def _memory(case: dict[str, Any]) -> str:
 
 
 def training_speed(records: Records, name: str) -> str:
-    """Return tokens of text per second of the processor, of the straightforward loop and of ours."""
+    """Return tokens of text per second of the processor, for each way of training."""
     record = records.read(name)
     arms = list(record["cases"][0]["rates"])
     rows = []
@@ -213,7 +219,7 @@ def certificate(records: Records, name: str) -> str:
 
 
 def regenerated_texts(records: Records, name: str) -> str:
-    """Return tokens per step of drafters that learned from the data's texts and from the target's answers."""
+    """Return tokens per step of drafters, by the texts that they learned from."""
     rows = [
         [
             row["texts"],

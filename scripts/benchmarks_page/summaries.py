@@ -3,6 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
+from outrider.eval.records.method_names import PLAIN_DECODING
+from outrider.eval.records.names import BASELINE
+
 from .tables import Records, count, device_name, kind_name, method_name, number, table, with_interval
 
 COMPARISON = "compare_demo/summary.json"
@@ -34,14 +37,14 @@ def conditions(records: Records, name: str, temperature: float = 0.0, suite: str
 
 def tokens_per_step(records: Records, *names: str) -> str:
     """Return tokens per step of several evaluations, for records whose speeds mean nothing."""
-    rows = [row for name in names for row in _rows(records, name, 0.0, None) if row["method"] != "baseline"]
+    rows = [row for name in names for row in _rows(records, name, 0.0, None) if row["method"] != BASELINE]
     cells = [[method_name(row["method"]), number(row["tokens_per_step"]), _verdict(row)] for row in rows]
     return table(["method", "tokens per step", "lossless"], cells)
 
 
 def speedup_by_batch_size(records: Records, name: str) -> str:
     """Return a table of speedups with a column for each batch size."""
-    rows = [row for row in records.read(name) if row["method"] != "baseline"]
+    rows = [row for row in records.read(name) if row["method"] != BASELINE]
     sizes = sorted({row["batch_size"] for row in rows})
     methods = list(dict.fromkeys(row["method"] for row in rows))
     found = {(row["method"], row["batch_size"]): row for row in rows}
@@ -88,13 +91,13 @@ def trainings(records: Records, name: str, estimates: str) -> str:
 
 
 def drafters_table(records: Records) -> str:
-    """Return the README's table: the fastest setting of each kind of drafter, greedily, and the machine."""
+    """Return the README's table: each kind of drafter in its fastest setting, greedily."""
     best: dict[str, dict[str, Any]] = {}
     for row in _rows(records, COMPARISON, 0.0, None):
         kind = method_name(row["method"]).split(", ")[0]
         if kind not in best or row["speedup"] > best[kind]["speedup"]:
             best[kind] = row
-    plain = best.pop(method_name("baseline"))
+    plain = best.pop(PLAIN_DECODING)
     cells = [
         [method_name(row["method"]), number(row["tokens_per_step"]), with_interval(row["speedup"], row["speedup_ci95"], "x")]
         for row in [plain, *sorted(best.values(), key=lambda row: -row["speedup"])]
@@ -111,7 +114,7 @@ def _rows(records: Records, name: str, temperature: float, suite: str | None) ->
 
 
 def _verdict(row: dict[str, Any]) -> str:
-    """The verdict on a row's answers; older records have no words for it."""
+    """Return the verdict on a row's answers; older records have no words for it."""
     return str(row.get("lossless_label") or ("yes" if row["lossless"] else "NO"))
 
 

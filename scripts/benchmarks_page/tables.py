@@ -7,6 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from outrider.eval.records.method_names import PLAIN_DECODING, MethodFacts, setting_words
+from outrider.eval.records.names import BASELINE
+
 
 class Records:
     """The records of a folder, read as JSON."""
@@ -58,7 +61,10 @@ def count(number: int, noun: str) -> str:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, text_columns: int = 1) -> str:
-    """Return a Markdown table. All columns but the first `text_columns` are numbers, set to the right."""
+    """Return a Markdown table.
+
+    All columns but the first `text_columns` are numbers, set to the right.
+    """
     rule = ["---" if index < text_columns else "---:" for index in range(len(columns))]
     lines = [list(columns), rule, *([str(cell) for cell in row] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -91,30 +97,13 @@ KINDS = {
 
 def method_name(method: str) -> str:
     """Return a method by kind and setting: "ReDrafter, 4 beams of 3, 5 nodes"."""
-    if method == "baseline":
-        return "plain decoding"
-    kind, *rest = method.split()
-    options = dict(part.split("=") for part in rest if "=" in part)
-    folders = [part.removesuffix("/drafter") for part in rest if "=" not in part]
-    name = KINDS[folders[0] if folders else kind]
-    if options.get("tree") == "static":
-        name = "EAGLE-1"
-    return ", ".join([name, *setting_words(options)])
-
-
-def setting_words(options: dict[str, Any]) -> list[str]:
-    """Return a drafter's run-time options in words."""
-    words = []
-    if "beam_width" in options:
-        width = int(options["beam_width"])
-        words.append(f"{count(width, 'beam')} of {options['beam_length']}")
-    if options.get("temperature") not in (None, "None"):
-        words.append(f"a drawn chain of {options['length']}")
-    if options.get("tree_nodes") not in (None, "None"):
-        words.append(f"{options['tree_nodes']} nodes")
-    if options.get("share_prefixes") == "False":
-        words.append("without shared prefixes")
-    return words
+    if method == BASELINE:
+        return PLAIN_DECODING
+    facts = MethodFacts(key=method)
+    setting = dict(facts.setting or {})
+    is_static = setting.pop("tree", None) == "static"
+    name = "EAGLE-1" if is_static else KINDS[facts.folder or facts.kind]
+    return ", ".join(filter(None, [name, setting_words(facts.kind, setting, setting)]))
 
 
 def kind_name(name: str) -> str:

@@ -1,12 +1,10 @@
-"""`outrider certify` of the demo's target on a device, with the drafter of a run.
+"""Runs `outrider certify` for the demo's target with a trained or a fresh drafter.
 
-Without a trained drafter it uses a fresh one.
+    python scripts/gpu/certificate.py --drafter outputs/demo/drafter --output certificate.json
 
-    python scripts/gpu/certificate.py --drafter outputs/demo/drafter --dtype bfloat16 --output certificate.json
-
-Drafts of a fresh drafter are hardly ever accepted, but the target reads them. So masks, positions
-and caches are certified too. The certificate's oracle knows the answers, and its drafts are
-accepted.
+If the drafter doesn't exist, a fresh one is used. The target hardly ever accepts a fresh drafter's
+tokens, but it reads them, so masks, positions and caches are certified all the same. The
+certificate's oracle, which knows the answers, makes sure that draft tokens are accepted.
 """
 
 import argparse
@@ -24,7 +22,7 @@ from outrider.models.target.loading import load_target
 
 TARGET = Path(__file__).parents[2] / "models" / "demo_target"
 SMALL = {"NUM_TEXTS": 16, "SAMPLED_BATCH_SIZE": 16}
-"""Smaller sizes for a CPU, where the usual number of sampled texts takes minutes."""
+"""Smaller numbers for a CPU, which needs minutes to sample the certificate's usual texts."""
 FRESH = {"kind": "redrafter", "exit_width": 256, "head_init": "target", "beam_width": 4, "beam_length": 3, "tree_nodes": 5}
 
 
@@ -68,11 +66,11 @@ def parse_args() -> argparse.Namespace:
 
 
 def fresh_drafter(folder: Path) -> Path:
-    """Save a drafter with its initial weights; return its folder."""
+    """Save a drafter with its initial weights."""
     target = load_target(TargetConfig(name_or_path=str(TARGET), dtype="float32"), torch.device("cpu"))
     torch.manual_seed(0)
     save_drafter(build_drafter(parse_drafter(FRESH), target), folder, target.identity)
-    print("there is no trained drafter: a fresh one is certified")
+    print("there is no trained drafter; certifying with a fresh one")
     return folder
 
 

@@ -1,24 +1,22 @@
-"""Counts, made on a CPU, of the kernels that a GPU would launch.
+"""Counts, on a CPU, the kernels that a GPU launches in decoding, labelling and training.
 
-They cover a decode step, labelling and a training step.
+    python scripts/gpu/count_kernels.py --output benchmarks/gpu_kernels.json   # takes two minutes
 
-    python scripts/gpu/count_kernels.py --output benchmarks/gpu_kernels.json   # two minutes on one core
-
-Every launch takes the host about 5 us, so the host limits a step of many small kernels. The number
-of kernels depends on the number of layers and not on their widths. So the models here are tiny, and
-have as many layers as an 8B model. They run on a CPU in bfloat16, with CUDA's code paths
-(`cuda_paths`).
+A launch costs the host about 5 us, whatever the kernel does. So a step of many small kernels takes
+the host's time, not the GPU's. The number of kernels depends on the number of layers, not on their
+widths: the models here are tiny and have as many layers as an 8B model. They run on a CPU in
+bfloat16, along the code paths of CUDA (`cuda_paths`).
 
 Every operator that writes memory counts. Views, shapes and allocations launch nothing; `KERNELS`
-lists the operators that launch several kernels. The result is an estimate for eager PyTorch: a
-compiler would fuse many of these kernels. Its use is to compare, and to notice a change that adds
+lists operators that launch several kernels. So the result is an estimate for eager PyTorch; a
+compiler would fuse many of these kernels. It serves to compare, and to notice when a change adds
 kernels.
 
-- `decoding`: a step in which a draft token is accepted, by phase. With CUDA graphs a replay is one
-  launch. `kernels` counts the kernels inside the graphs, and `launches` counts replays and kernels
-  outside of graphs.
-- `labelling`: `label_continuations`, with the prefill and each further token.
-- `training`: a micro-batch, with the target's pass, the loss and the backward pass.
+- `decoding`: a step in which one draft token is accepted, by phase. With CUDA graphs a replay is
+  one launch. `kernels` then counts the kernels inside the graphs, and `launches` counts replays and
+  the kernels outside.
+- `labelling`: `label_continuations`, that is, the prefill and each further token.
+- `training`: a micro-batch, that is, the target's pass, the loss and the backward pass.
 - `host_reads`: how often the host waits for the device (see `host_reads.py`).
 """
 
@@ -64,9 +62,9 @@ NARROW = {
     "num_key_value_heads": 1,
     "head_dim": 16,
 }
-"""Widths; the groups have as many heads as in an 8B model."""
+"""Widths of the tiny models, with the head groups of an 8B model."""
 PROMPT_TOKENS, SETTLED_STEPS = 20, 2
-"""Length of the prompt, and number of steps before the counted step."""
+"""Tokens of the prompt; steps before the counted step."""
 HORIZON = 5
 LABELLED = Case("labelling", seq=512, batch=4)
 TRAINED = Case("training", seq=64, batch=2)
@@ -93,17 +91,20 @@ def main() -> None:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=LLAMA_8B["num_hidden_layers"], help="layers of the target")
+    parser.add_argument("--layers", type=int, default=LLAMA_8B["num_hidden_layers"], help="of the target")
     parser.add_argument("--output", type=Path, default=Path("gpu_kernels.json"))
     return parser.parse_args()
 
 
-# --- code paths of CUDA
+# --- the paths that CUDA takes
 
 
 @contextlib.contextmanager
 def cuda_paths() -> Iterator[None]:
-    """Use CUDA's code paths on a CPU, for all choices that depend on the device."""
+    """Choose CUDA's code paths on a CPU, inside the block.
+
+    All choices that depend on the device are here.
+    """
     with contextlib.ExitStack() as stack:
         for owner, name, on_cuda in (
             (tree_attention, "has_grouped_kernel", lambda device: False),
@@ -136,13 +137,14 @@ KINDS: dict[str, tuple[dict[str, Any] | None, Any]] = {
     "redrafter, T = 1": (REDRAFTER, SpeculativeSampling(sampling=Sampling(temperature=1.0))),
     "redrafter, top-p": (REDRAFTER, SpeculativeSampling(sampling=Sampling(temperature=1.0, top_p=0.9))),
 }
-"""Drafters and rules. ReDrafter needs one more host read, to remove the padding of its tree."""
+"""Drafters and rules. ReDrafter reads its tree's size on the host, to cut padding, unless it stays
+padded."""
 
 
 class OneAccepted:
-    """Rule that counts the real decision's kernels, and then accepts the first draft token.
+    """Counts the rule's kernels, then accepts one draft token instead.
 
-    Tokens of a random drafter would never be accepted.
+    A random drafter's tokens are never accepted.
     """
 
     lossless = False
@@ -162,6 +164,7 @@ class OneAccepted:
 
 def decode_step(kind: str, layers: int, *, graphs: bool) -> dict[str, Any]:
     """Count the kernels of one step of one row, by phase."""
+    # 1. Build target and drafter, and count by phase.
     counted = Counted()
     options, rule = KINDS[kind]
     recorder = CountingRecorder(counted)
@@ -173,11 +176,11 @@ def decode_step(kind: str, layers: int, *, graphs: bool) -> dict[str, Any]:
     seeds = RowSeeds([0]) if isinstance(rule, SpeculativeSampling) else None
     prompt = torch.arange(PROMPT_TOKENS)[None]
     steps = generate(target, drafter, OneAccepted(rule, counted), prompt, max_new_tokens=64, generator=seeds)
+    # 2. Decode until no new tree size is recorded; count the last step.
     with counted, Transfers(counted.read):
         for _ in range(1 + SETTLED_STEPS):
             next(steps)
         num_recordings = -1
-        # repeat if a tree of a new size was recorded
         while num_recordings != recorder.num_recordings:
             num_recordings = recorder.num_recordings
             counted.reset()
@@ -193,7 +196,7 @@ def decode_step(kind: str, layers: int, *, graphs: bool) -> dict[str, Any]:
 
 
 def decoding_drafter(options: dict[str, Any] | None, target: HFTarget, form: dict[str, Any]) -> Any:
-    """Make a drafter with fresh weights as evaluation runs it, recorded if possible."""
+    """Build a fresh drafter as evaluation runs it: in CUDA graphs, if the target uses them."""
     if options is None:
         return NullDrafter()
     if options["kind"] == "draft_model":
@@ -205,9 +208,9 @@ def decoding_drafter(options: dict[str, Any] | None, target: HFTarget, form: dic
 
 @functools.cache
 def narrow(layers: int) -> Any:
-    """Make a model with a number of layers and tiny widths.
+    """Build a model with this number of layers and tiny widths.
 
-    Each count makes a new target around it.
+    Each count builds a new target from it.
     """
     return random_llama({**LLAMA_8B, **NARROW, "num_hidden_layers": layers}, DTYPE, CPU)
 
@@ -218,7 +221,7 @@ def narrow(layers: int) -> Any:
 def labelling(layers: int) -> dict[str, Any]:
     """Count the kernels of labelling all positions of `LABELLED`.
 
-    A random target never agrees with the text, so each position has a branch.
+    A random target never agrees with the text, so every position is a branch.
     """
     counted, target = Counted(), target_of(narrow(layers))
     texts = torch.randint(target.vocab_size, (LABELLED.batch, LABELLED.seq), generator=torch.Generator().manual_seed(0))
@@ -247,22 +250,22 @@ TRAINED_KINDS = {
     "eagle3": "kl",
     "draft_model": "cross_entropy",
 }
-"""Trained kinds, with the losses of the recipes for 8B targets."""
+"""Losses of the recipes for an 8B target, by drafter."""
 
 
 def training_step(kind: str, layers: int) -> dict[str, Any]:
     """Count the kernels of a micro-batch, by phase."""
     counted, target = Counted(), target_of(narrow(layers))
     drafter = build_drafter(parse_drafter({"kind": kind}), target).train()
-    loss = TRAINED_KINDS[kind]
-    objective = Objective(loss=LossKind(loss), head=None if loss == "cross_entropy" else target.head)
+    loss_name = TRAINED_KINDS[kind]
+    objective = Objective(loss=LossKind(loss_name), head=None if loss_name == "cross_entropy" else target.head)
     batch = random_batch(TRAINED, target.vocab_size, HORIZON, TRAINED_POSITIONS)
     reads = target_reads(drafter, objective)
     with counted, Transfers(counted.read):
         filled = counted.within("target", with_hidden_states)(batch, target, reads)
         with torch.autocast(CPU.type, dtype=DTYPE):
-            loss_record = counted.within("loss", drafter.loss)(filled, objective)
-        counted.within("backward", lambda: loss_record.sums.sum().backward())()
+            loss = counted.within("loss", drafter.loss)(filled, objective)
+        counted.within("backward", lambda: loss.sums.sum().backward())()
     return {
         "kind": kind,
         "kernels": {phase: counted.kernels[phase] for phase in ("target", "loss", "backward")},
@@ -287,7 +290,7 @@ def print_report(report: dict[str, Any]) -> None:
         f"\nLabelling {row['texts']} texts of {row['tokens_of_a_text']} tokens: prefill {row['prefill']}, each further token "
         f"{row['each_further_token']},\nrest {row['rest']} kernels; {row['host_reads']} host reads"
     )
-    print(f"\nMicro batch of training\n{'drafter':<22}{'target':>8}{'loss':>8}{'backward':>10}{'host reads':>14}")
+    print(f"\nMicro-batch of training\n{'drafter':<22}{'target':>8}{'loss':>8}{'backward':>10}{'host reads':>14}")
     for row in report["training"]:
         reads = "+".join(str(count) for count in row["host_reads"].values())
         print("{:<22}{:>8}{:>8}{:>10}".format(row["kind"], *row["kernels"].values()) + f"{reads:>14}")

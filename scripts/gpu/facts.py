@@ -1,8 +1,9 @@
-"""Facts on this machine: the GPU, its driver, torch, and the packages that outrider needs.
+"""Facts about this machine: GPU, driver, torch, and the packages that outrider needs.
 
     python scripts/gpu/facts.py --output facts.json
 
-The script imports only torch, and runs without it: missing packages are part of its result.
+The script imports no package except torch, and runs without torch, too: missing packages are part
+of the result.
 """
 
 import argparse
@@ -40,7 +41,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def packages() -> dict[str, Any]:
-    """List versions of outrider's dependencies, and which are missing or too old."""
+    """Return versions of outrider's dependencies, and which are missing or too old."""
     requirements = tomllib.loads(PROJECT.read_text())["project"]["dependencies"]
     least = dict(re.fullmatch(r"([\w-]+)(?:>=([\d.]+))?.*", line).groups() for line in requirements)  # type: ignore[misc, union-attr]
     versions = {name: installed(name) for name in ("outrider", *least, *TEST_PACKAGES)}
@@ -63,12 +64,12 @@ def installed(name: str) -> str | None:
 
 
 def numbers(text: str) -> list[int]:
-    """Parse a version's release numbers, those before `+cu130` or `rc1`."""
+    """Return a version's release numbers: those before `+cu130` or `rc1`."""
     return [int(number) for number in re.findall(r"\d+", re.split(r"[a-z+]", text)[0])]
 
 
 def card() -> dict[str, Any]:
-    """Return torch's view of the GPU, or the reason why torch does not see one."""
+    """Return torch's facts about the GPU, or the reason why torch doesn't see one."""
     try:
         import torch
     except (ImportError, OSError) as error:  # OSError: a library of CUDA is missing
@@ -92,7 +93,7 @@ def card() -> dict[str, Any]:
 
 
 def seen_by_torch() -> dict[str, Any]:
-    """Call `card` in a process that ends, since a process with torch holds memory of the GPU."""
+    """Return `card`'s result from a process that ends, because torch keeps memory of the GPU."""
     command = [sys.executable, "-c", SEE_CARD]
     try:
         done = subprocess.run(
@@ -106,10 +107,7 @@ def seen_by_torch() -> dict[str, Any]:
 
 
 def unseen(listed: str, seen: dict[str, Any]) -> str:
-    """Write the error for a GPU that nvidia-smi names and torch does not see.
-
-    It has the values, the rule and the remedy.
-    """
+    """Return the error message if nvidia-smi lists a GPU that torch doesn't see."""
     version, cuda_version, hidden = seen.get("torch"), seen.get("cuda_version"), os.environ.get("CUDA_VISIBLE_DEVICES")
     if version is None:
         torch, remedy = "torch cannot be imported", INSTALL
@@ -121,13 +119,13 @@ def unseen(listed: str, seen: dict[str, Any]) -> str:
         torch = f"torch {version} (CUDA {cuda_version}) does not see it"
         remedy = f"install a driver for CUDA {cuda_version}, or torch built for the CUDA version that nvidia-smi shows"
     reason = f" ({seen['torch_error']})" if seen.get("torch_error") else ""
-    return f"""nvidia-smi names a card ({listed}), but {torch}{reason}.
-Without --tiny the parts measure the card, so torch must see it. Nothing was run.
-Remedy: {remedy}. `--only facts` lists what is installed and what is missing. `--tiny` runs small shapes on the CPU."""
+    return f"""nvidia-smi lists a GPU ({listed}), but {torch}{reason}.
+Without --tiny the parts measure the GPU, so torch must see it. Nothing was run.
+Remedy: {remedy}. `--only facts` lists installed and missing packages. `--tiny` runs small shapes on the CPU."""
 
 
 def nvidia_smi() -> str | None:
-    """Return the GPUs that the driver names; None without any, or without a driver."""
+    """Return the GPUs that the driver lists; None if there are none, or no driver."""
     try:
         done = subprocess.run(NVIDIA_SMI, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -138,7 +136,7 @@ def nvidia_smi() -> str | None:
 def commit() -> str | None:
     """Return the checked-out commit, with `-dirty` if files differ from it.
 
-    Returns None without git or a repository.
+    None without git or a repository.
     """
     command = ("git", "describe", "--always", "--dirty")
     try:

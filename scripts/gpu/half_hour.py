@@ -1,28 +1,28 @@
-"""The first half hour on a GPU: checks and benchmarks, compared with expected values.
+"""The first half hour on a GPU: checks what works, how fast it is, and what is unexpected.
 
     scripts/gpu/first_half_hour.sh            # everything; 25 minutes at most
-    scripts/gpu/first_half_hour.sh --tiny     # on a CPU, in two minutes: a check of this script
+    scripts/gpu/first_half_hour.sh --tiny     # on a CPU, in two minutes: tests this script itself
 
-The parts are those of `half_hour_parts.py`. Each is a process with a time limit, so a part that
-fails or hangs does not stop the others. A later call does not run a part again, whatever its
-result, unless `--again` is given. On a machine where a command may last ten minutes, use several
-calls, each with `--minutes 9.5`. The results:
+`half_hour_parts.py` defines the parts. Each part is a separate process with a time limit, so a part
+that fails or hangs doesn't affect the others. A later call doesn't run a part again, whatever its
+result, unless `--again` is set. So a machine that limits a command to ten minutes can be used in
+several calls, each with `--minutes 9.5`. The results:
 
-- `first_half_hour.json`: for each part the command, the commit, the exit status, seconds, last
-  lines, its report and the verdict;
+- `first_half_hour.json`: of each part the command, the commit, exit status, seconds, last lines,
+  report and verdict;
 - `first_half_hour.md`: the same for a reader, with expected and measured values.
 
-The tiny form writes `first_half_hour_tiny.json` and `.md`, so it never replaces a GPU's results.
-Without `--tiny` it runs only if neither torch nor nvidia-smi sees a GPU. If nvidia-smi names a GPU
-that torch does not see, nothing runs.
+The tiny form writes `first_half_hour_tiny.json` and `.md`, so it never overwrites results of a GPU.
+Without `--tiny`, the tiny form runs only if neither torch nor nvidia-smi sees a GPU. If nvidia-smi
+lists a GPU that torch doesn't see, nothing is run.
 
-The verdicts are `ok`; `look` if a value is not as expected or was not measured; and `failed` if a
-part ended with an error, ran out of time or left no report. The exit status is 1 if a chosen part
-failed, 2 if nothing could run, and 128 plus the signal's number after SIGHUP, SIGINT or SIGTERM.
+Verdicts: `ok`; `look`, if a value differs from expectations or wasn't measured; `failed`, if a part
+ended with an error, timed out or left no report. The exit status is 1 if one of the chosen parts
+failed, 2 if nothing could be run, and 128 plus the signal's number after SIGHUP, SIGINT or SIGTERM.
 After such a signal the running part is killed, and both files are written.
 
-This script imports only Python's standard library, so that a machine without packages gets its
-report too.
+This script imports only Python's standard library: a machine that lacks packages still gets its
+report.
 """
 
 import argparse
@@ -45,9 +45,9 @@ from killed_recipe import ending_with_this_process
 
 GPU, TINY = "gpu", "tiny"
 FILES = {GPU: "first_half_hour", TINY: "first_half_hour_tiny"}
-"""Names of the two files of each form, without their endings."""
+"""Names of each form's two files, without suffixes."""
 TAIL_LINES, LINE_CHARACTERS = 40, 300
-"""Limits of the stored output of a part."""
+"""Lines of a part's output to keep, and characters of a line."""
 OK, LOOK, FAILED = "ok", "look", "failed"
 POLL_SECONDS = 0.05
 STOP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
@@ -58,19 +58,19 @@ Record = dict[str, Any]
 
 @dataclass
 class Call:
-    """Settings and state of one call, for all of its parts."""
+    """State of one call, shared by all parts."""
 
     form: str
     form_line: str
-    """The form and the reason for it."""
+    """The form, and the reason for it."""
     commit: str | None
     every_part: Sequence[Part]
     scratch: Path
     out: Path
     stop_signal: int | None = None
-    """The first signal that stopped the script."""
+    """The first signal that requested the end."""
     stopped_part: str | None = None
-    """The part that ran when the signal came."""
+    """The part that ran at that time."""
 
 
 def main() -> None:
@@ -96,19 +96,18 @@ def main() -> None:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     out, scratch = Path(os.environ.get("OUT", "gpu_first")), Path("outputs/first_half_hour")
-    parser.add_argument("--out", type=Path, default=out, help="folder of the two files; by default $OUT or else gpu_first")
-    parser.add_argument(
-        "--scratch", type=Path, default=scratch, help="folder for the parts' files and the record of finished parts"
-    )
-    parser.add_argument("--tiny", action="store_true", help="small shapes on a CPU; the default on a machine without a GPU")
-    parser.add_argument("--only", nargs="+", help="run parts whose names start with one of these")
-    parser.add_argument("--again", action="store_true", help="run finished parts again")
-    parser.add_argument("--minutes", type=float, default=60, help="start no part that may not end within these minutes")
+    parser.add_argument("--out", type=Path, default=out, help="folder of the two files; default: $OUT, else gpu_first")
+    parser.add_argument("--scratch", type=Path, default=scratch, help="folder of the parts' files, and of earlier results")
+    parser.add_argument("--tiny", action="store_true", help="small shapes on a CPU; always used without a GPU")
+    parser.add_argument("--only", nargs="+", help="run only parts whose names begin like this")
+    parser.add_argument("--again", action="store_true", help="run parts again that have run already")
+    parser.add_argument("--minutes", type=float, default=60, help="start no part that may not end in this time")
+    # Check the values: parts, minutes and folders.
     args = parser.parse_args()
     known = [part.name for part in parts(args.scratch)]
     for start in args.only or ():
         if not start or not any(name.startswith(start) for name in known):
-            parser.error(f"--only {start!r}: must be how a part's name begins; the parts are {', '.join(known)}")
+            parser.error(f"--only {start!r}: must be the start of a part's name; the parts are {', '.join(known)}")
     if not (args.minutes > 0 and math.isfinite(args.minutes)):
         parser.error(f"--minutes {args.minutes:g}: must be a number above 0; without it the limit is 60")
     args.out, args.scratch = args.out.resolve(), args.scratch.resolve()
@@ -117,10 +116,10 @@ def parse_args() -> argparse.Namespace:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             parser.error(
-                f"{option} {folder}: must be a folder, or a path where one can be made ({error.strerror}); name another"
+                f"{option} {folder}: must be a folder, or a path where one can be created ({error.strerror}); choose another"
             )
         if not os.access(folder, os.W_OK | os.X_OK):
-            parser.error(f"{option} {folder}: must be a folder that can be written to; name another")
+            parser.error(f"{option} {folder}: must be a writable folder; choose another")
     return args
 
 
@@ -128,21 +127,21 @@ def parse_args() -> argparse.Namespace:
 
 
 def choose_form(asks_for_tiny: bool, names: Sequence[str]) -> tuple[str, str]:
-    """Choose the form; return it and a line with the reason.
+    """Return the form, and a line with the form and the reason.
 
-    Ends the script if torch does not see the machine's GPU.
+    Exits if torch doesn't see the machine's GPU.
     """
     tiny = "TINY FORM, small shapes on a CPU: no speed is measured. Reason:"
     if asks_for_tiny:
-        return TINY, f"{tiny} --tiny was given."
+        return TINY, f"{tiny} --tiny is set."
     seen, listed = seen_by_torch(), nvidia_smi()
     if seen["cuda"]:
         return GPU, f"GPU FORM, on {seen['device']}."
     if listed is None:
-        return TINY, f"{tiny} torch does not see a card, and nvidia-smi names none."
+        return TINY, f"{tiny} torch doesn't see a GPU, and nvidia-smi lists none."
     card = listed.replace("\n", "; ")
     if list(names) == ["facts"]:
-        return GPU, f"GPU FORM, facts alone: nvidia-smi names a card that torch does not see ({card})."
+        return GPU, f"GPU FORM, facts alone: nvidia-smi lists a GPU that torch doesn't see ({card})."
     print(f"half_hour.py: error: {unseen(card, seen)}", file=sys.stderr)
     sys.exit(2)
 
@@ -151,9 +150,9 @@ def choose_form(asks_for_tiny: bool, names: Sequence[str]) -> tuple[str, str]:
 
 
 def run_parts(call: Call, chosen: Sequence[Part], records: dict[str, Record], args: argparse.Namespace) -> None:
-    """Run the unfinished parts that may end in time.
+    """Run the parts that have not run yet and that fit into the time.
 
-    Each result is added to the records and published.
+    Each result is added to the records and written to the files.
     """
     ends_at = time.monotonic() + 60 * args.minutes
     for part in chosen:
@@ -161,7 +160,7 @@ def run_parts(call: Call, chosen: Sequence[Part], records: dict[str, Record], ar
         if call.stop_signal is not None:
             return
         if command is None:
-            say(f"not in the tiny form: {part.name}")
+            say(f"not part of the tiny form: {part.name}")
         elif part.name in records and not args.again:
             earlier = records[part.name]
             say(f"already run: {part.name}, {earlier['verdict']}{at_commit(earlier, call.commit)} (run again with --again)")
@@ -174,21 +173,21 @@ def run_parts(call: Call, chosen: Sequence[Part], records: dict[str, Record], ar
                 call.stopped_part = part.name
                 return
             records[part.name] = judged(part, record, tiny=call.form == TINY)
-            publish(call, records)  # after each part, so that no result is lost
+            publish(call, records)  # after each part: what has run is kept
             say(f"=== {part.name}: {record['verdict']}, {record['seconds']:.0f} s")
 
 
 def at_commit(record: Record, now: str | None) -> str:
-    """Return a note on the commit of a part, if it is not the present one."""
+    """Describe the commit of an earlier run, if it differs from the present one."""
     earlier = record.get("commit")
     return f", at commit {earlier or 'unknown'}, not {now or 'unknown'}" if earlier != now else ""
 
 
 @contextlib.contextmanager
 def noting_signals(call: Call) -> Iterator[None]:
-    """Record the first stop signal, and do nothing else.
+    """Record the first signal that requests the end, and do nothing else.
 
-    So no write is interrupted, and no child process is left.
+    So no write is cut off, and no child process is left behind.
     """
 
     def note(number: int, frame: object) -> None:
@@ -196,7 +195,7 @@ def noting_signals(call: Call) -> Iterator[None]:
 
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     for number, handler in before.items():
-        # With nohup SIGHUP is ignored, so that the script survives its terminal.
+        # nohup ignores SIGHUP, so that the script outlives the terminal
         if handler != signal.SIG_IGN:
             signal.signal(number, note)
     try:
@@ -207,7 +206,7 @@ def noting_signals(call: Call) -> Iterator[None]:
 
 
 def say(line: str) -> None:
-    """Print a line; if the terminal or the pipe's reader is gone, print nothing from then on."""
+    """Print a line. If the terminal or the pipe's reader is gone, print nothing more."""
     try:
         print(line, flush=True)
     except OSError:
@@ -215,7 +214,8 @@ def say(line: str) -> None:
 
 
 def run(part: Part, command: Sequence[str], call: Call) -> Record:
-    """Run a part's command within its time limit, and collect its results."""
+    """Run a part's command within its time limit, and return the result."""
+    # 1. Start it in a new process group, with its output in a log file.
     report_path(call.scratch, part.name).unlink(missing_ok=True)
     log = call.scratch / f"{part.name}.log"
     run_commit = commit()
@@ -228,17 +228,19 @@ def run(part: Part, command: Sequence[str], call: Call) -> Record:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            # A new process group, so that the part can be killed with its children. A terminal's
-            # signals reach only this script's group, so this script has to end the part. If this
-            # script is killed with SIGKILL, Linux kills the part.
+            # A process group can be killed with all its children. A terminal's signals reach only
+            # this script's group, so this script must end the part. If this script is killed by
+            # SIGKILL, Linux kills the part.
             process_group=0,
             preexec_fn=ending_with_this_process(),  # noqa: PLW1509 - this process has no threads
         )
+        # 2. Wait for its end, and kill what is left.
         try:
             timed_out = wait(process, part.limit_seconds, call)
         finally:
             kill_group(process.pid)
         status = process.wait()
+    # 3. Read its report.
     report, problem = read_report(call.scratch, part)
     return {
         "command": list(command),
@@ -254,7 +256,7 @@ def run(part: Part, command: Sequence[str], call: Call) -> Record:
 
 
 def wait(process: subprocess.Popen[bytes], limit_seconds: float, call: Call) -> bool:
-    """Wait for the end of a part or for a signal; return whether the time limit came first."""
+    """Wait for the end of a part, or for a signal. Return whether the time limit came first."""
     ends_at = time.monotonic() + limit_seconds
     while process.poll() is None and call.stop_signal is None:
         if time.monotonic() >= ends_at:
@@ -264,28 +266,28 @@ def wait(process: subprocess.Popen[bytes], limit_seconds: float, call: Call) -> 
 
 
 def kill_group(leader: int) -> None:
-    """Kill the processes of a part; if its first process has ended, the children."""
+    """Kill the remaining processes of a part, including children of a process that has ended."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)
 
 
 def read_report(scratch: Path, part: Part) -> tuple[Any, str | None]:
-    """Read the part's report; return the report and its problem, if any."""
+    """Return the part's report, and a problem with it, if any."""
     if not part.writes_report:
         return None, None
     path = report_path(scratch, part.name)
     if not path.exists():
         return None, f"it left no {path.name}"
     try:
-        # Python writes NaN, which is not valid JSON.
+        # NaN is valid for Python, but not in JSON
         return json.loads(path.read_text(), parse_constant=lambda name: None), None
     except ValueError as error:
         return None, f"{path.name} is no JSON: {error}"
 
 
 def last_lines(log: Path) -> list[str]:
-    """Return the end of a part's output, with the last state of each progress bar."""
-    with open(log, errors="replace", newline="\n") as file:  # newline="\n" keeps "\r"
+    """Return the last lines of a part's output; for a progress bar, its last state."""
+    with open(log, errors="replace", newline="\n") as file:  # keeps "\r"
         lines = [line.rstrip().rpartition("\r")[2] for line in file]
     return [line[:LINE_CHARACTERS] for line in lines if line][-TAIL_LINES:]
 
@@ -294,7 +296,7 @@ def last_lines(log: Path) -> list[str]:
 
 
 def judged(part: Part, record: Record, *, tiny: bool) -> Record:
-    """Add the verdict to the record, with the results of checks and the reason of a failure."""
+    """Return the record with verdict, reason of a failure, and results of all checks."""
     checks = [check for check in part.checks if not (tiny and check.only_on_gpu)]
     subject = record["report"] if part.writes_report else "\n".join(record["last_lines"])
     record["checks"] = [checked(check, subject) for check in checks]
@@ -308,14 +310,14 @@ def judged(part: Part, record: Record, *, tiny: bool) -> Record:
 
 def problem_of(record: Record) -> str | None:
     if record["timed_out"]:
-        return f"it was killed after its {record['limit_seconds']} s"
+        return f"it was killed after {record['limit_seconds']} s"
     if record["exit_status"] != 0:
         return f"it ended with exit status {record['exit_status']}"
     return record["report_problem"]
 
 
 def checked(check: Check, report: Any) -> Record:
-    """Compare a value of the report with its bounds; return the check's record."""
+    """Compare the measured value of a check with its bounds."""
     try:
         measured = check.value(report)
     except (LookupError, TypeError, ValueError, ZeroDivisionError):
@@ -325,7 +327,7 @@ def checked(check: Check, report: Any) -> Record:
     fits = (
         measured is not None
         and (check.least is None or measured >= check.least)
-        and (check.most is None or measured <= check.most)  # false for NaN
+        and (check.most is None or measured <= check.most)  # both are false for NaN
     )
     return {"says": check.says, "expected": expected(check), "found": measured, "verdict": OK if fits else LOOK}
 
@@ -340,7 +342,7 @@ def expected(check: Check) -> str:
 
 
 def read_records(path: Path) -> dict[str, Record]:
-    """Read the results of earlier calls; a truncated file counts as none."""
+    """Read the records of earlier calls. A truncated file counts as empty."""
     try:
         return dict(json.loads(path.read_text())["parts"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -360,7 +362,8 @@ def publish(call: Call, records: dict[str, Record]) -> None:
 
 
 def page(call: Call, records: dict[str, Record]) -> str:
-    """Write the page for readers."""
+    """Return the readable page."""
+    # 1. The form, the machine, and what is special about this call.
     lines = [f"# The first half hour on a GPU: {call.form} form", "", call.form_line, *machine(records)]
     lines += [f"Commit {call.commit or 'unknown'}."]
     for name, record in records.items():
@@ -369,6 +372,7 @@ def page(call: Call, records: dict[str, Record]) -> str:
     if call.stop_signal is not None:
         during = f" while {call.stopped_part} ran; that part counts as not run" if call.stopped_part else ""
         lines += ["", f"**Stopped** by {signal.Signals(call.stop_signal).name}{during}."]
+    # 2. A table of all parts, then a section for each.
     lines += ["", "| part | verdict | seconds | limit | commit |", "| --- | --- | ---: | ---: | --- |"]
     for name, record in records.items():
         seconds = f"{record['seconds']:.0f} | {record['limit_seconds']}"
@@ -382,7 +386,7 @@ def page(call: Call, records: dict[str, Record]) -> str:
 
 
 def machine(records: dict[str, Record]) -> list[str]:
-    """Describe the machine, from the part facts."""
+    """Describe the machine, from the facts."""
     facts = (records.get("facts") or {}).get("report") or {}
     packages = facts.get("packages") or {}
     if not facts:
@@ -396,10 +400,7 @@ def machine(records: dict[str, Record]) -> list[str]:
 
 
 def section(name: str, record: Record) -> list[str]:
-    """Write a part's section: the command, expected and measured values, and details.
-
-    Details are given if the part failed or has the verdict `look`.
-    """
+    """Return the section of a part: command, checks, and details if it failed or needs a look."""
     command = " ".join(record["command"]).replace(f"{REPOSITORY}/", "")
     lines = [f"## {name}: {record['verdict']}", "", f"`{command}`"]
     if record["checks"]:
@@ -410,7 +411,7 @@ def section(name: str, record: Record) -> list[str]:
     if record["problem"] is not None:
         lines += ["", f"**Failed**: {record['problem']}. Its last lines:", "", "```", *record["last_lines"], "```"]
     elif record["verdict"] == LOOK:
-        lines += ["", "What the part left:", "", "```", *(details(record["report"]) or record["last_lines"]), "```"]
+        lines += ["", "The part's report:", "", "```", *(details(record["report"]) or record["last_lines"]), "```"]
     return lines
 
 

@@ -1,12 +1,11 @@
-"""Counters of host reads: operations that make the host wait for an accelerator.
+"""Counts operations that make the host wait for an accelerator.
 
-These are values read as Python numbers, and shapes that depend on values. The counters work on a
-CPU, where nothing has to wait, and count the operations that would wait on an accelerator.
+These read values as Python numbers, or have shapes that depend on values. They also work on a CPU,
+where nothing waits: the count is what would wait on another device. This module is next to the
+scripts that import it, since they are run from here and not installed. The tests load it, too
+(tests/host_reads.py).
 
-The module is in this folder because the scripts that import it are not installed. The tests load it
-too (tests/host_reads.py).
-
-Copies between devices (`to`) are not counted, although they wait if the host's memory is pageable.
+Not counted: copies between devices (`to`), which wait if the host's memory is pageable.
 """
 
 from collections import Counter
@@ -21,15 +20,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 METHODS = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "nonzero")
 """Methods of a tensor that read values."""
 SCALAR_OPERATORS = frozenset({"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero"})
-"""Operators of the methods, and of reads in C++. On a CPU `tolist` and `numpy` have none."""
+"""Operators that the methods, and C++ code, dispatch to. `tolist` and `numpy` dispatch nothing on a
+CPU."""
 SIZED_OPERATORS = frozenset({"aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::bincount"})
-"""Operators whose result has a size that depends on values."""
+"""Operators with a result whose size depends on values."""
 
 
 class HostReads(TorchFunctionMode):
-    """Mode that records the names of all host reads by Python code.
+    """Records the name of every read in Python code.
 
-    Names are those of `METHODS`, `unique`, and `mask` for a mask as an index.
+    Names are those in `METHODS`, `unique`, and `mask` for a mask used as an index.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class HostReads(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         if name in METHODS or name == "unique":
             self.names.append(name)
-        # The size of the result is unknown for a mask as an index, but not for integers.
+        # A mask as an index gives a result of unknown size; an index tensor of integers doesn't.
         if name in ("__getitem__", "__setitem__"):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             self.names += ["mask" for part in index if isinstance(part, torch.Tensor) and part.dtype == torch.bool]
@@ -48,7 +48,7 @@ class HostReads(TorchFunctionMode):
 
 
 class ScalarReads(TorchDispatchMode):
-    """Mode that counts the reads that reach the dispatcher, including those by C++ code."""
+    """Counts the reads that reach the dispatcher, including those in C++ code."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class ScalarReads(TorchDispatchMode):
 
 
 class Transfers(TorchFunctionMode):
-    """Mode that calls `on_read` for each read without an operator on a CPU.
+    """Calls `on_read` for each read that no operator shows on a CPU.
 
     Together with `waits_for_device` it counts every read once.
     """
@@ -77,15 +77,15 @@ class Transfers(TorchFunctionMode):
 
 
 def waits_for_device(function: Any, args: tuple[Any, ...]) -> bool:
-    """Return whether an operator would make the host wait for an accelerator.
+    """Return whether an operator makes the host wait on an accelerator.
 
-    Such operators read a number, have a result of unknown size, or have a mask as an index.
+    It does if it returns a number, a result of unknown size, or uses a mask as an index.
     """
     name = function.overloadpacket._qualified_op_name
     if name in SCALAR_OPERATORS or name in SIZED_OPERATORS or function is torch.ops.aten.repeat_interleave.Tensor:
         return True
     if name in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
-        # Writing one value with a mask is an exception, since it is `masked_fill`.
+        # Exception: a mask under which one value is written, since that is `masked_fill`.
         fills = name != "aten::index" and args[2].numel() == 1
         return not fills and any(index is not None and index.dtype == torch.bool for index in args[1])
     return False
@@ -93,9 +93,9 @@ def waits_for_device(function: Any, args: tuple[Any, ...]) -> bool:
 
 @contextmanager
 def patched_reads() -> Iterator[Mapping[str, int]]:
-    """Count calls of `METHODS` by patching the class of tensors.
+    """Count calls of `METHODS` by patching the tensor class.
 
-    Unlike a mode, this does not change how compiled code runs.
+    Compiled code then runs as usual. Under a torch mode it would not.
     """
     counts: Counter[str] = Counter()
 

@@ -1,4 +1,4 @@
-"""Counter of the kernels that a GPU would launch for operators that run on a CPU."""
+"""Counts the kernels that a GPU would launch, from operators that run on a CPU."""
 
 import contextlib
 import functools
@@ -13,14 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 REST = "rest"
-"""Phase of kernels that belong to no other phase."""
+"""The phase of all kernels outside other phases."""
 SORT, COPY_AND_WRITE = 4, 2
 KERNELS = {
     "aten::sort": SORT,  # CUB's radix sort: fill the indexes, several passes, gather
-    # radix selection over many blocks (counts, their sums, gathering), then a sort of the selected
-    # values
+    # radix selection over many blocks: counts, their sums, the gathering; then a sort of the result
     "aten::topk": 6,
-    # a maximum, its check for infinity, a difference, exp, a sum, a logarithm
+    # a maximum, its guard against infinity, a difference, exp, a sum, a logarithm
     "aten::logsumexp": 6,
     "aten::nonzero": 3,  # count, prefix sums, write
     "aten::scatter": COPY_AND_WRITE,
@@ -29,20 +28,20 @@ KERNELS = {
     "aten::index_put": COPY_AND_WRITE,
     "aten::index_add": COPY_AND_WRITE,
     "aten::nll_loss_backward": COPY_AND_WRITE,
-    # rows of equal tokens are summed in sorted order
+    # rows of the same token are added in sorted order
     "aten::embedding_dense_backward": SORT + 2,
-    # on CUDA: sums of rows, gradients, and their conversion
+    # on CUDA: sums of rows, gradients, their conversion
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": 3,
 }
-"""Kernels of operators that launch more than one, according to PyTorch's sources."""
+"""Number of kernels of operators that launch several, according to PyTorch's sources."""
 NO_KERNEL = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_")}
-"""Operators that return memory and launch nothing."""
+"""Operators that only allocate memory."""
 
 
 class Counted(TorchDispatchMode):
-    """Mode that counts kernels, launches, replays and host reads by phase.
+    """Counts kernels, launches, replays and host reads by phase.
 
-    Inside a replay kernels run without launches.
+    Kernels of a replay count as kernels, but not as launches.
     """
 
     def __init__(self) -> None:
@@ -57,7 +56,7 @@ class Counted(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with self:
-            # In inference mode, composite operators are not decomposed yet.
+            # in inference mode, composite operators arrive undecomposed
             parts = function.decompose(*args, **kwargs)
         if parts is not NotImplemented:
             return parts
@@ -110,10 +109,13 @@ class Counted(TorchDispatchMode):
 
 
 def num_kernels(function: Any, args: Any, kwargs: Any, output: Any) -> int:
-    """Return the kernels of an operator, 0 for views, allocations and empty tensors."""
+    """Return the number of kernels of an operator.
+
+    It is 0 if the operator writes no memory, as for views, allocations and empty tensors.
+    """
     name = function.overloadpacket._qualified_op_name
-    inputs = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)]
-    outputs = [tensor for tensor in tree_leaves(output) if isinstance(tensor, torch.Tensor)]
+    inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
     if function._schema.is_mutable:
         writes = any(tensor.numel() for tensor in outputs or inputs[:1])
     else:
@@ -123,7 +125,7 @@ def num_kernels(function: Any, args: Any, kwargs: Any, output: Any) -> int:
 
 
 class CountingRecorder:
-    """Replacement for `CudaGraphRecorder` that counts a replay as one launch."""
+    """Replaces `CudaGraphRecorder`: a replay calls the function, and counts as one launch."""
 
     def __init__(self, counted: Counted) -> None:
         self.counted, self.num_recordings = counted, 0
@@ -142,7 +144,7 @@ class CountingRecorder:
         return replay, output
 
     def forget(self) -> None:
-        """Do nothing: this recorder holds no memory."""
+        """Do nothing: no recording is kept."""
 
 
 def _tensors(output: Any) -> list[torch.Tensor]:

@@ -1,6 +1,6 @@
-"""Shared code of the benchmarks: random targets of real sizes, and limits of the device.
+"""Common parts of the benchmarks: random targets of real sizes, and peak rates of a device.
 
-The module is in this folder because the scripts that import it are not installed.
+This module is next to the scripts that import it, since they are run from here and not installed.
 """
 
 import time
@@ -36,13 +36,13 @@ TINY = {
     "max_position_embeddings": 1024,
 }
 MATRIX_SIZES = {True: (4096, 8192, 16384), False: (256, 512)}
-"""Sizes of matrices, on CUDA (True) and on other devices."""
+"""Sizes on CUDA, and on other devices."""
 
 
 def open_device(name: str | None, *, cudnn_attention: bool = False) -> torch.device:
-    """Return the device of the benchmark, by default the first accelerator.
+    """Return the device to measure on: the named one, else the first accelerator, else the CPU.
 
-    As in `load_target`, cuDNN's attention is off unless it is measured.
+    cuDNN's attention is turned off, as in `load_target`, unless it is to be measured.
     """
     device = torch.device(name or torch.accelerator.current_accelerator(check_available=True) or "cpu")
     if not cudnn_attention:
@@ -51,7 +51,7 @@ def open_device(name: str | None, *, cudnn_attention: bool = False) -> torch.dev
 
 
 def random_llama(shape: dict[str, int], dtype: torch.dtype, device: torch.device) -> LlamaForCausalLM:
-    """Make a Llama of this shape, with weights sampled on the device."""
+    """Build a Llama of this shape, with weights sampled on the device."""
     config = LlamaConfig(**shape, bos_token_id=None, eos_token_id=None, pad_token_id=None)
     config._attn_implementation = "sdpa"
     with torch.device("meta"):
@@ -60,13 +60,13 @@ def random_llama(shape: dict[str, int], dtype: torch.dtype, device: torch.device
     torch.manual_seed(0)
     for parameter in model.parameters():
         parameter.fill_(1.0) if parameter.ndim == 1 else parameter.normal_(std=0.02)
-    # Rotary embeddings have no parameters, and to_empty left their buffers unset.
+    # The rotary embeddings have buffers only, which to_empty leaves uninitialised.
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
     return model
 
 
 def target_of(model: LlamaForCausalLM, **form: Any) -> HFTarget:
-    """Make a target around a model, with options of `HFTarget` such as cuda_graphs."""
+    """Return a target of a model, with the options of `HFTarget`."""
     identity = TargetIdentity(
         name="random",
         revision=None,
@@ -77,31 +77,34 @@ def target_of(model: LlamaForCausalLM, **form: Any) -> HFTarget:
         hidden_size=model.config.hidden_size,
         vocab_size=model.config.vocab_size,
     )
-    # the benchmarks have no texts
+    # The benchmarks need no text.
     empty = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE()))
     return HFTarget(model, empty, identity, **form)
 
 
 def weight_bytes(model: LlamaForCausalLM) -> int:
-    """Count the bytes of weights that a pass reads, without the embeddings."""
+    """Return the bytes of weights that a pass reads: all except most embeddings."""
     embeddings = model.get_input_embeddings().weight
-    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters() if parameter is not embeddings)
+    return sum(weight.numel() * weight.element_size() for weight in model.parameters() if weight is not embeddings)
 
 
 def memory_bandwidth(device: torch.device) -> float:
-    """Measure bytes per second when reading a large buffer, as the evaluation's roofline does."""
+    """Return the bytes per second of reading a buffer larger than any cache.
+
+    Evaluation's roofline measures it in the same way.
+    """
     return 1e9 * measure_bandwidth(MAX_ACCELERATOR_BYTES if device.type != "cpu" else 2**26, device)
 
 
 def matrix_rate(device: torch.device, dtype: torch.dtype, rounds: int = 10) -> float:
-    """Measure operations per second of matrix products, for square matrices of the best size.
+    """Return the operations per second of large matrix products, at the best of several sizes.
 
-    A multiplication and an addition count as two operations.
+    A multiplication and an addition are two operations.
     """
     best = 0.0
     for size in MATRIX_SIZES[device.type == "cuda"]:
         left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-        product = left @ right  # chooses its kernel
+        product = left @ right  # lets the library choose its kernel
         start = clock(device)
         for _ in range(rounds):
             torch.mm(left, right, out=product)

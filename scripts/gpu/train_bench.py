@@ -1,29 +1,30 @@
-"""Benchmark of distillation and training on a GPU.
+"""Measures labelling and training on a GPU: tokens per second, memory, and matrix rate.
 
-The figures are tokens per second, peak memory, and the share of the GPU's matrix rate.
+    python scripts/gpu/train_bench.py --output "$OUT/train.json"
+    python scripts/gpu/train_bench.py --shape tiny --output /tmp/train.json
 
-    python scripts/gpu/train_bench.py --output "$OUT/train.json"              # 8B shape, 10 minutes
-    python scripts/gpu/train_bench.py --shape tiny --output /tmp/train.json   # any machine
+The first command takes up to 10 minutes for the shape of Llama-3.1-8B in bf16. The second runs
+anywhere in seconds.
 
-They are measured by length and number of texts, with random weights, so that no download is needed:
+Weights are random, so no download is needed. Measured by length and number of texts:
 
 - `distill`: labelling every position with the target's next `--horizon` tokens
-  (`label_continuations`). The work depends on how often the target agrees with the text. So the
-  outputs of the random target's layers are scaled down, at the same cost: its next token then
-  depends on the last token alone. Texts are sampled so that the target agrees with a share
-  `--agreement` of the tokens. The record has the measured share.
-- `redrafter`, `medusa`, `eagle3`: a training step of the recipes for such a target (`TRAININGS`).
-  It has the target's pass for the drafter's inputs, loss, gradients, clipping and AdamW. The
-  drafter's weights are in float32, with bf16 autocast if the target is in bf16. `target_seconds` is
-  the time of the target's pass, which stored states would save.
+  (`label_continuations`). The amount of work depends on how often the target agrees with the text.
+  So the random target chooses its next token by the last token alone: the outputs of its layers are
+  scaled down, at the same cost. Texts are generated that it agrees with at `--agreement` of the
+  positions; the record has the measured share.
+- `redrafter`, `medusa`, `eagle3`: a training step as in the recipes for such a target
+  (`TRAININGS`): the target's pass for the states that the drafter reads, loss, gradients, clipping,
+  AdamW. The drafter's weights are in float32, with bf16 autocast if the target is in bf16.
+  `target_seconds` is the time of the target's pass alone, which stored states would save.
 
-Tokens per second are tokens of text. After a warm-up, steps are timed one by one between
-synchronizations, and medians are reported. `matrix_share` is the number of necessary operations, by
-formula (`train_flops.py`), divided by the time and by the rate of large matrix products in the same
-run. Peak memory is that of CUDA's allocator, and None on other devices.
+Tokens per second are tokens of text. Steps are timed one by one between synchronisations, after
+warm-up steps; medians are reported. `matrix_share` is the number of necessary operations by formula
+(`train_flops.py`), divided by the time and by the rate of large matrix products on the same GPU in
+the same run. Peak memory is that of CUDA's allocator; None elsewhere.
 
-Cases beyond the time limit are listed as skipped, and those that run out of memory with the error:
-the file is always written.
+Cases beyond the time are listed as skipped, and cases that run out of memory with their error: the
+file is always written.
 """
 
 import argparse
@@ -55,18 +56,18 @@ from outrider.train.batches import target_reads, with_hidden_states
 SHAPES = {"llama8b": LLAMA_8B, "tiny": TINY}
 DISTILL = "distill"
 ADDED_BY_LAYERS = 1e-5
-"""Factor of a layer's outputs; the next token then depends on the last token alone."""
+"""Factor of a layer's outputs, so that the target's next token depends only on the last token."""
 MAX_LOGITS = 2**26
-"""Maximum number of logits in memory while the target's next tokens are computed."""
+"""Most logits in memory while the target's next tokens are tabulated."""
 LEAST_ROUNDS = 3
-"""Minimum number of rounds of a case, even if its time runs out."""
+"""Fewest rounds of a case, even if the time ends during it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """A drafter and its recipe's options of training.
+    """A drafter and its training in the recipe.
 
-    The draft vocabulary has a share `draft_vocab_share` of the target's tokens.
+    `draft_vocab_share` is the share of the target's tokens that are drafted.
     """
 
     options: dict[str, Any]
@@ -122,14 +123,14 @@ def main() -> None:
     with tqdm(total=len(args.kinds) * len(args.lengths) * len(args.batches), unit="case") as progress:
         for index, kind in enumerate(args.kinds):
             now = time.perf_counter()
-            # Each kind gets an equal share of the remaining time.
+            # An equal share of the remaining time for each remaining kind.
             deadline = now + (started + 60 * args.minutes - now) / (len(args.kinds) - index)
             for name, record in run_kind(kind, target, args, deadline):
                 if name == "rows":
                     record["matrix_share"] = record["operations"] / record["seconds"] / rate
                 report[name].append(record)
                 report["seconds"] = time.perf_counter() - started
-                write_json(args.output, report)  # after each case, so that no measurement is lost
+                write_json(args.output, report)  # after each case, so that results are kept
                 progress.update()
     print_report(report)
     print(f"Written to {args.output}")
@@ -142,11 +143,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 4096], help="tokens of a text")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16], help="texts at a time")
     parser.add_argument("--horizon", type=int, default=5, help="tokens labelled after each position")
-    parser.add_argument("--agreement", type=float, default=0.5, help="share of the text's tokens with which the target agrees")
+    parser.add_argument("--agreement", type=float, default=0.5, help="share of positions where the target agrees with the text")
     parser.add_argument("--steps", type=int, default=7, help="timed steps of a case")
     parser.add_argument("--warm-up", type=int, default=2)
-    parser.add_argument("--minutes", type=float, default=9, help="time limit; no case starts that would end later")
-    parser.add_argument("--dtype", default=None, help="by default bfloat16, on a CPU float32")
+    parser.add_argument("--minutes", type=float, default=9, help="start no case that would end later")
+    parser.add_argument("--dtype", default=None, help="default: bfloat16, on a CPU float32")
     parser.add_argument("--device", default=None)
     parser.add_argument("--cudnn-attention", action="store_true", help="let PyTorch choose cuDNN's kernels for attention too")
     parser.add_argument("--output", type=Path, default=Path("train_bench.json"))
@@ -159,13 +160,16 @@ def parse_args() -> argparse.Namespace:
 
 
 def run_kind(kind: str, target: HFTarget, args: argparse.Namespace, deadline: float) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Run all cases of a kind, the smallest first; yield the report's list and the record."""
+    """Run all cases of a kind, the smallest first.
+
+    Yields the name of each case's list in the report, and its record.
+    """
     todo = sorted(
         (Case(kind, seq, batch) for seq, batch in itertools.product(args.lengths, args.batches)),
         key=lambda case: (case.num_tokens, case.seq),
     )
     measure: Measure | None = None
-    expected = 0.0  # seconds per token of the previous case
+    expected = 0.0  # seconds of a case per token, from the previous case
     for case in todo:
         if time.perf_counter() + expected * case.num_tokens > deadline:
             yield "skipped", dataclasses.asdict(case)
@@ -184,7 +188,10 @@ def run_kind(kind: str, target: HFTarget, args: argparse.Namespace, deadline: fl
 
 
 def make_measure(kind: str, target: HFTarget, args: argparse.Namespace, deadline: float) -> Measure:
-    """Return a function that measures a case, with models shared by all cases of a kind."""
+    """Return the function that measures a case.
+
+    All cases of a kind share its models and optimizers.
+    """
     if kind == DISTILL:
         return Labelling(target, args, deadline)
     return TrainingStep(TRAININGS[kind], kind, target, args, deadline)
@@ -194,7 +201,7 @@ def make_measure(kind: str, target: HFTarget, args: argparse.Namespace, deadline
 
 
 class Labelling:
-    """Measurement of labelling every position of a batch."""
+    """Labels every position of a batch."""
 
     def __init__(self, target: HFTarget, args: argparse.Namespace, deadline: float) -> None:
         self.target, self.args, self.deadline = target, args, deadline
@@ -221,7 +228,7 @@ class Labelling:
 
 
 def simple_target(shape: str, dtype: torch.dtype, device: torch.device) -> HFTarget:
-    """Make a random target whose next token depends on the last token alone."""
+    """Build a random target whose next token depends on the last token alone."""
     model = random_llama(SHAPES[shape], dtype, device)
     with torch.no_grad():
         for layer in model.model.layers:
@@ -232,17 +239,18 @@ def simple_target(shape: str, dtype: torch.dtype, device: torch.device) -> HFTar
 
 @torch.no_grad()
 def next_tokens(target: HFTarget) -> torch.Tensor:
-    """Compute the target's next token after each token [vocab], on the CPU.
-
-    This ignores the small outputs of its layers.
-    """
+    """Return the target's next token after each token [vocab], ignoring its layers; on the CPU."""
     norm, embeddings = target.model.get_decoder().norm, target.embed_tokens.weight
     rows = max(1, MAX_LOGITS // target.vocab_size)
     return torch.cat([target.head(norm(chunk)).argmax(-1) for chunk in embeddings.split(rows)]).cpu()
 
 
 def written_texts(following: torch.Tensor, case: Case, agreement: float) -> torch.Tensor:
-    """Sample texts [batch, seq] in which the target agrees with a share of the tokens."""
+    """Generate random texts [batch, seq].
+
+    With probability `agreement` a token is the one that `following` predicts from the previous
+    token.
+    """
     generator = torch.Generator().manual_seed(0)
     texts = torch.randint(len(following), (case.batch, case.seq), generator=generator)
     agrees = torch.rand(texts.shape, generator=generator) < agreement
@@ -255,7 +263,7 @@ def written_texts(following: torch.Tensor, case: Case, agreement: float) -> torc
 
 
 class TrainingStep:
-    """Measurement of a drafter's training steps."""
+    """Measures steps of a drafter's training."""
 
     def __init__(self, training: Training, kind: str, target: HFTarget, args: argparse.Namespace, deadline: float) -> None:
         self.kind, self.training, self.target, self.args, self.deadline = kind, training, target, args, deadline
@@ -267,6 +275,7 @@ class TrainingStep:
         self.optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
 
     def __call__(self, case: Case) -> dict[str, Any]:
+        # 1. A step, as training does it.
         target, device = self.target, self.target.device
         batch = random_batch(case, target.vocab_size, self.args.horizon, self.training.max_positions)
         norms: list[float] = []
@@ -280,12 +289,13 @@ class TrainingStep:
             self.optimizer.step()
             self.optimizer.zero_grad()
 
+        # 2. Time it, check that it learns, and time the target's pass alone.
         try:
             measured = timed(step, device, self.args, self.deadline)
         finally:
             self.optimizer.zero_grad()  # frees the gradients of a step that ran out of memory
         if not all(math.isfinite(norm) and norm > 0 for norm in norms):
-            raise RuntimeError(f"nothing was learned: the gradients' norms are {norms}")
+            raise RuntimeError(f"nothing was learned: the gradient norms are {norms}")
         alone = timed(lambda: with_hidden_states(batch, target, self.reads), device, self.args, self.deadline)
         num_positions = int(batch.positions.sum())
         return measured | {
@@ -298,7 +308,7 @@ class TrainingStep:
         }
 
     def operations(self, case: Case, positions: int) -> train_flops.Operations:
-        """Count operations of a step: the target's layers that are needed, and the drafter."""
+        """Count the operations of a step: the target's layers that it runs, and the drafter."""
         config, depths = self.target.model.config, self.args.horizon - 1
         num_layers = config.num_hidden_layers if self.reads.hidden_states else max(self.reads.layers)
         target_pass = train_flops.target_pass(config, case.batch, case.seq, num_layers)
@@ -310,7 +320,10 @@ class TrainingStep:
 
 
 def build(kind: str, training: Training, target: HFTarget) -> Any:
-    """Build the recipe's drafter in float32 on the device, which is faster for large drafters."""
+    """Build the recipe's drafter in float32, on the device.
+
+    Initialising billions of parameters elsewhere would take long.
+    """
     options = {"kind": kind, **training.options}
     if kind == "redrafter":
         options["exit_width"] = target.hidden_size
@@ -323,14 +336,13 @@ def build(kind: str, training: Training, target: HFTarget) -> Any:
 
 
 def random_batch(case: Case, vocab_size: int, horizon: int, max_positions: int) -> DrafterBatch:
-    """Make random texts with labels at evenly spaced positions."""
+    """Return random texts with labels at the same number of positions each, evenly spread."""
     generator = torch.Generator().manual_seed(0)
     texts = torch.randint(vocab_size, (case.batch, case.seq), generator=generator)
     count = min(case.seq - horizon, max(1, max_positions // case.batch))
     positions = torch.zeros_like(texts, dtype=torch.bool)
     positions[:, torch.linspace(0, case.seq - horizon - 1, count).long()] = True
-    # The continuations repeat the text, so that the teacher is needed for all labels. It has no
-    # distribution for others.
+    # The continuations follow the text, so all labels have a teacher; off the text there is none.
     continuations = torch.stack([texts.roll(-depth, 1) for depth in range(1, horizon + 1)], dim=2)
     return DrafterBatch(
         input_ids=texts, attention_mask=torch.ones_like(positions), positions=positions, continuations=continuations
@@ -341,7 +353,10 @@ def random_batch(case: Case, vocab_size: int, horizon: int, max_positions: int) 
 
 
 def timed(work: Callable[[], Any], device: torch.device, args: argparse.Namespace, deadline: float) -> dict[str, Any]:
-    """Measure seconds of `work` in up to `args.steps` rounds, and its peak memory."""
+    """Measure median and quartiles of the seconds of `work`, and its peak memory.
+
+    There are up to `args.steps` rounds.
+    """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     for _ in range(args.warm_up):
@@ -369,7 +384,7 @@ def free_memory(device: torch.device) -> None:
 
 def print_report(report: dict[str, Any]) -> None:
     print(f"large matrix products: {report['matrix_operations_per_second'] / 1e12:.3g} T/s, {report['dtype']}")
-    print("| work | tokens | texts | s | tokens/s | target's share | peak GiB | of the matrix rate |")
+    print("| work | tokens | texts | s | tokens/s | target's share | peak GiB | share of the matrix rate |")
     print("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
     for row in report["rows"]:
         peak, alone = row["peak_memory_bytes"], row.get("target_seconds")

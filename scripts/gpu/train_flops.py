@@ -1,24 +1,26 @@
-"""Formulas for the operations of distillation and training.
+"""Operations needed for labelling and training, by formula.
 
-A multiplication and an addition count as two operations. Only matrix products count. A linear layer
-has 2 x inputs x outputs operations per row in the forward pass. The gradient of its weights has as
-many again, and the gradient of its inputs too. Unnecessary gradients don't count (of frozen
-weights, or of inputs without trained parameters). Attention has 4 x heads x head_dim operations for
-every visible pair of query and key, and three times as many with its gradient. As usual,
-embeddings, norms, softmaxes and the optimizer are not counted.
+A multiplication and an addition are two operations. Only matrix products count. A linear layer
+needs 2 x inputs x outputs per row in the forward pass, the same again for the gradient of its
+weights, and again for that of its inputs. A term is left out if it isn't needed (frozen weights,
+inputs without trained parameters before them). Attention needs 4 x heads x head_dim for every pair
+of a query and a visible key, and three times that with its gradient. Embeddings, norms, softmaxes
+and the optimizer don't count, as is usual.
 
-The formulas count necessary operations. Recomputation, masked values and padding take time but do
-not count. So the resulting share of the GPU's matrix rate is that of useful work.
+These are necessary operations, not executed ones. Recomputation to save memory, masked entries and
+padding take time, but don't count here. So the resulting share of the GPU's matrix rate is that of
+useful work.
 """
 
 from typing import Any, NamedTuple
 
 FORWARD, FROZEN_INPUTS, FROZEN_WEIGHTS, TRAINED = 2, 4, 4, 6
-"""Operations per weight and row: forward only, and with gradients of weights, inputs, or both."""
+"""Operations per weight and row: forward only; with the gradient of the weights; of the inputs; of
+both."""
 
 
 class Operations(NamedTuple):
-    """Numbers of operations of linear layers and of attention."""
+    """Operations of linear layers and of attention."""
 
     linear: float
     attention: float = 0.0
@@ -36,9 +38,9 @@ def head_dim_of(config: Any) -> int:
 
 
 def layer_weights(config: Any, input_width: int | None = None) -> int:
-    """Count the weights of a decoder layer's matrices.
+    """Return the number of weights in a decoder layer's matrices.
 
-    Attention reads vectors of `input_width`, by default the model's hidden size.
+    Its attention reads vectors of `input_width`, by default the model's hidden size.
     """
     hidden, head_dim, width = config.hidden_size, head_dim_of(config), input_width or config.hidden_size
     attention = width * (config.num_attention_heads + 2 * config.num_key_value_heads) * head_dim
@@ -46,22 +48,22 @@ def layer_weights(config: Any, input_width: int | None = None) -> int:
 
 
 def pair_operations(config: Any) -> int:
-    """Count forward operations of a layer's attention for a pair of query and key."""
+    """Return the operations of attention in a layer, forward, for a pair of query and key."""
     return 4 * config.num_attention_heads * head_dim_of(config)
 
 
 def target_pass(config: Any, batch: int, seq: int, num_layers: int) -> Operations:
-    """Count operations of the first `num_layers` layers, without head and gradient."""
+    """Return the operations of `num_layers` layers, without head and gradient."""
     pairs = batch * seq * (seq + 1) / 2
     linear = FORWARD * layer_weights(config) * batch * seq
     return Operations(num_layers * linear, num_layers * pairs * pair_operations(config))
 
 
 def labelling(config: Any, batch: int, seq: int, num_branch_tokens: int) -> Operations:
-    """Count operations of `label_continuations` at all positions.
+    """Return the operations of `label_continuations` for all positions.
 
-    These are a prefill with the head at each position, and the tokens of branches. Branches start
-    all over the text, so on average they attend to half of it.
+    These are a prefill with the head at each position, and the branches' tokens. Branches begin all
+    over the text, so on average they see half of it.
     """
     num_layers, head = config.num_hidden_layers, config.hidden_size * config.vocab_size
     branches = Operations(
@@ -72,10 +74,10 @@ def labelling(config: Any, batch: int, seq: int, num_branch_tokens: int) -> Oper
 
 
 def redrafter(drafter: Any, *, positions: int, depths: int) -> Operations:
-    """Count operations of a ReDrafter's training step, with `positions` labels at each depth.
+    """Return the operations of one training step of a ReDrafter with a full head.
 
-    The head has full rank. The states of the first depth are embeddings. At later depths, the token
-    is multiplied by W, and the previous state by U.
+    There are `positions` labels at each of the `depths`. The states of the first depth are
+    embeddings. At other depths the token goes through W, and the previous state through U.
     """
     hidden, width, outputs = drafter.hidden_size, drafter.exit_width, drafter.head.out_features
     recurrence = (depths - 1) * (TRAINED + FROZEN_INPUTS) * hidden**2 - (TRAINED - FROZEN_INPUTS) * hidden**2
@@ -85,7 +87,7 @@ def redrafter(drafter: Any, *, positions: int, depths: int) -> Operations:
 
 
 def medusa(drafter: Any, *, positions: int, depths: int) -> Operations:
-    """Count operations of a Medusa training step, for residual heads with own output layers.
+    """Return the operations of one training step of residual heads with separate output layers.
 
     The first block's input is frozen.
     """
@@ -95,11 +97,11 @@ def medusa(drafter: Any, *, positions: int, depths: int) -> Operations:
 
 
 def eagle3(drafter: Any, config: Any, *, batch: int, seq: int, positions: int, depths: int) -> Operations:
-    """Count operations of an EAGLE-3 training step, with the target as its teacher.
+    """Return the operations of one training step of EAGLE-3 with the target as teacher.
 
-    The text before a branch needs the layer's keys and values. Each depth needs the whole layer,
-    with attention to half the text on average and to the branch's entries. Each label needs the
-    drafter's head. The teacher needs the target's head, at most once for each token of the text.
+    For the text before a branch only the layer's keys and values are needed. At each depth the
+    whole layer is needed, over half the text on average and the branch's entries. Each label needs
+    the drafter's head. The teacher needs the target's head for at most each token of the text.
     """
     hidden, kv_width = config.hidden_size, config.num_key_value_heads * head_dim_of(config)
     entries = positions * depths

@@ -168,15 +168,14 @@ def test_help_is_of_the_command_and_not_of_hydra(monkeypatch: pytest.MonkeyPatch
 
 MINE = """# @package _global_
 defaults:
-  - override /drafter: medusa
-  - redrafter_vicuna7b
+  - override /eval: stdlib
+  - medusa_vicuna7b
 
 train: {steps: 200}
-eval: {settings: [{}]}
 """
 
 
-@pytest.mark.parametrize("form", ["{path}", "conf={path}", "conf=[redrafter_vicuna7b,{path}]"])
+@pytest.mark.parametrize("form", ["{path}", "conf={path}", "conf=[eagle_vicuna7b,{path}]"])
 @pytest.mark.parametrize("ending", [".yaml", ""])
 def test_a_file_is_a_recipe_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, ending: str) -> None:
     (tmp_path / "sub").mkdir()
@@ -186,7 +185,7 @@ def test_a_file_is_a_recipe_from_any_folder(tmp_path: Path, monkeypatch: pytest.
         config = composed(form.format(path=path), "train.batch_size=3")
         assert (config.name, config.train.steps, config.train.batch_size) == ("mine", 200, 3)
         assert config.target.name_or_path == "lmsys/vicuna-7b-v1.3"
-        assert config.drafter.kind == "medusa"
+        assert (config.drafter.kind, config.eval.suites[0].name) == ("medusa", "stdlib")
         assert to_run_config(config).output_dir == "outputs/mine"
 
 
@@ -195,6 +194,17 @@ def test_a_plain_file_without_header_and_defaults_is_a_recipe(tmp_path: Path) ->
     config = composed(str(tmp_path / "plain.yaml"))
     assert (config.train.steps, config.train.learning_rate, config.target.name_or_path) == (20, 1e-3, "here")
     assert config.drafter.kind == "redrafter"
+    assert config.target.dtype == "auto", "the demo's type isn't this target's"
+
+
+def test_a_section_on_top_of_a_recipe_changes_it(tmp_path: Path) -> None:
+    text = "defaults: [medusa_vicuna7b]\ntarget: {name_or_path: here}\ndrafter: {kind: medusa, num_heads: 3}\n"
+    (tmp_path / "mine.yaml").write_text(text)
+    (tmp_path / "top.yaml").write_text(text.partition("\n")[2])
+    for arguments in ([str(tmp_path / "mine.yaml")], [f"conf=[medusa_vicuna7b,{tmp_path / 'top.yaml'}]"]):
+        config = composed(*arguments)
+        assert (config.target.name_or_path, config.target.dtype) == ("here", "bfloat16")
+        assert (config.drafter.num_heads, config.drafter.head_decay) == (3, 0.8)
 
 
 def test_a_drafter_described_by_its_kind_needs_no_group(tmp_path: Path) -> None:

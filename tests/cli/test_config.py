@@ -236,8 +236,8 @@ def test_an_adapted_drafters_form_is_the_trained_ones(trained: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["drafter.start_from={trained}", "+drafter.num_heads=4"], r"num_heads is 4 and there 3"),
-        (["drafter.start_from={trained}", "+drafter.kind=redrafter"], r"kind is 'redrafter' and there 'medusa'"),
+        (["drafter.start_from={trained}", "+drafter.num_heads=4"], r"num_heads is 4.* 3"),
+        (["drafter.start_from={trained}", "+drafter.kind=redrafter"], r"kind is 'redrafter'.*'medusa'"),
         (["drafter.start_from={trained}", "+drafter.beam_width=4"], r"medusa has no option beam_width"),
         (["drafter.start_from={trained}", "distill.horizon=3"], r"num_heads is 3 and distill.horizon 3"),
         (["drafter.start_from=/nowhere"], r"drafter.start_from is '/nowhere'; give a drafter's folder"),
@@ -251,7 +251,10 @@ def test_a_start_that_cannot_be_is_told_before_anything_is_loaded(trained: Path,
 
 
 PAGE = DOCS / "how-to" / "several-gpus.md"
-QUANTISED = re.findall(r"(?:train\.py|outrider run) (.*'target\.quantization=.*)", PAGE.read_text())
+QUANTISED = [
+    f"conf={recipe} {options}"
+    for recipe, options in re.findall(r"outrider run (\w+) ('target\.quantization=.*)", PAGE.read_text())
+]
 
 
 @pytest.mark.parametrize("command", QUANTISED)

@@ -53,7 +53,7 @@ def test_a_package_is_made_and_listed(drafter: Path, tmp_path: Path) -> None:
     assert "custom_generate/generate.py" in result.output
     card = (tmp_path / "folder" / "README.md").read_text()
     assert "license: apache-2.0" in card
-    assert 'custom_generate="me/drafter"' in card
+    assert 'drafter = "me/drafter"' in card
 
 
 @pytest.mark.usefixtures("no_network")
@@ -92,10 +92,10 @@ def test_what_a_bare_drafters_folder_holds_besides_is_told_to_stay_here(drafter:
 def test_names_that_a_card_leaves_open_are_told(drafter: Path, tmp_path: Path) -> None:
     make = ["package", str(drafter), "--output"]
     said = CliRunner().invoke(app, [*make, str(tmp_path / "a")]).output
-    assert "say FOLDER for the drafter: `outrider package --repo user/name`" in said
-    assert "say TARGET for its target: `outrider package --base-model user/name`" in said
+    assert "names the drafter by a local folder: `outrider package --repo user/name`" in said
+    assert "names its target by a local folder: `outrider package --base-model user/name`" in said
     named = ["--repo", "me/drafter", "--base-model", "some/target"]
-    assert "commands say" not in CliRunner().invoke(app, [*make, str(tmp_path / "b"), *named]).output
+    assert "by a local folder" not in CliRunner().invoke(app, [*make, str(tmp_path / "b"), *named]).output
 
 
 @pytest.mark.usefixtures("no_network")

@@ -30,6 +30,8 @@ def test_help_lists_the_commands_without_loading_torch(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert "eval" in result.stdout
     assert "run" in result.stdout
+    panels = [line.split()[1] for line in result.stdout.splitlines() if line.startswith("╭─")]
+    assert panels == ["Options", "Start", "Distil", "Evaluate", "Export"]
 
 
 def test_version_is_the_installed_one(tmp_path: Path) -> None:

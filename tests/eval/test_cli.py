@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from outrider.cli.errors import error_message
 from outrider.cli.eval import eval_command
+from outrider.cli.options import parse_quantization
 from outrider.eval import run
 
 from .test_run import AcceptsAnything
@@ -127,6 +128,27 @@ def test_another_chat_template_reaches_the_prompts_and_is_not_mixed_with_the_fir
     assert prompts[0] != prompts[1]
     result = CliRunner().invoke(app, [*command, "--output", str(tmp_path / "other")])
     assert "differs in chat_template" in str(result.exception)
+
+
+def test_a_quantised_target_is_evaluated_and_its_records_say_so(command: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    result = CliRunner().invoke(app, [*command, "--quantization", "torchao"])
+    assert result.exit_code == 0, result.output
+    options = json.dumps({"method": "torchao", "type": "Int8WeightOnlyConfig"})
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["config"]["target"]["quantization"] == options
+    assert {row["quantization"] for row in json.loads((tmp_path / "out" / "summary.json").read_text())} == {options}
+    assert "quantised weights" in " ".join(result.output.split())
+    result = CliRunner().invoke(app, command)
+    assert "differs in target.quantization" in str(result.exception)
+
+
+def test_a_quantization_is_a_bare_method_or_its_options() -> None:
+    assert parse_quantization(None) is None
+    assert parse_quantization("bitsandbytes") == {"method": "bitsandbytes", "load_in_4bit": True}
+    assert parse_quantization("{method: torchao, type: X}") == {"method": "torchao", "type": "X"}
+    for text in ("gptq", "{method: nope}", "{method: torchao", "[torchao]"):
+        with pytest.raises(ValueError, match="needs a method of bitsandbytes, torchao, gptq, awq"):
+            parse_quantization(text)
 
 
 def test_a_drafter_that_is_not_lossless_fails_the_command(

@@ -71,7 +71,8 @@ class ContinuousEngine:
             if result is not None and result.error is not None:
                 raise RuntimeError(f"continuous batching failed the request {result.request_id!r}: {result.error}")
             if result is not None and result.is_finished():
-                tokens: list[int] = result.generated_tokens  # empty if the length limit left no room
+                # Empty if the length limit left no room.
+                tokens: list[int] = result.generated_tokens
                 cut = not tokens or tokens[-1] not in self.target.stop_ids
                 return Answer(id=result.request_id, tokens=torch.tensor(tokens, dtype=torch.long), cut=cut)
             if result is None and not manager.is_running():

@@ -27,8 +27,7 @@ UNKNOWN_SHARE = 0.25
 
 
 class LengthAwareScheduler(FIFOScheduler):
-    """Scheduler that runs decoding requests first, like its base, and admits waiting ones by
-    length.
+    """Scheduler that admits waiting requests by length, after those that decode.
 
     It learns lengths as requests end. Pass `functools.partial(LengthAwareScheduler,
     make_predictor=...)` to `ContinuousEngine`, which adds the `requests` of a call. `reset` forgets
@@ -68,8 +67,7 @@ class LengthAwareScheduler(FIFOScheduler):
                 self._promised.pop(waiting, None)
 
     def num_needed(self, state: RequestState) -> int:
-        """Return the cache entries that the request still needs: its unread prompt, and its answer
-        as promised."""
+        """Return the cache entries that a request still needs: unread prompt, promised answer."""
         written, limit = num_written(state), state.max_new_tokens or math.inf
         promised = self._promised.get(state.request_id, 1)
         while promised <= written:
@@ -106,7 +104,9 @@ class LengthAwareScheduler(FIFOScheduler):
 
 
 def num_written(state: Any) -> int:
-    """Count the tokens of the answer so far, including those that an offloaded request reads
-    again."""
+    """Count the answer's tokens so far.
+
+    This includes tokens that an offloaded request reads again.
+    """
     reread = len(state.initial_tokens) - state._true_initial_tokens if state._true_initial_tokens else 0
     return reread + state.generated_len()

@@ -35,8 +35,10 @@ class DecoderEngine:
     drafter_context: int | None = None
 
     def answer(self, requests: Sequence[Request]) -> Iterator[Answer]:
-        """Yield an answer to every request. The longest prompts come first, so memory runs out
-        early or never."""
+        """Yield an answer to every request.
+
+        The longest prompts come first, so memory runs out at the start or not at all.
+        """
         ordered = sorted(requests, key=lambda request: (-len(request.prompt_ids), request.id))
         drafted = [request for request in ordered if self._fits_drafter(request)]
         plain = [request for request in ordered if not self._fits_drafter(request)]

@@ -230,11 +230,10 @@ class OpenAIEngine:
     _logged: set[str] = field(default_factory=set)
 
     def answer(self, requests: Sequence[Request]) -> Iterator[Answer]:
-        """Yield an answer to every request, as they arrive. Closing early cancels requests in
-        flight.
+        """Yield an answer to every request, as they arrive.
 
-        Raises ValueError if the server rejects a request or reads another prompt, and
-        ConnectionError if it doesn't come back.
+        Closing the iterator early cancels the requests in flight. Raises ValueError if the server
+        rejects a request or reads another prompt, and ConnectionError if it doesn't come back.
         """
         slots = asyncio.Semaphore(self.max_in_flight)
         futures = [self.server.submit(self._complete(request, slots)) for request in requests]
@@ -315,8 +314,7 @@ class OpenAIEngine:
             logger.warning(message, *args)
 
     def _stop_token(self, choice: _Choice) -> int:
-        """Return the token that ended the answer: the server's, the tokenizer's, or any stop
-        token."""
+        """Return the token that ended the answer: the server's, tokenizer's, or any stop token."""
         candidates = (choice.stop_reason, self.tokenizer.eos_token_id)
         return next((token for token in candidates if type(token) is int and token in self.stop_ids), self.stop_ids[0])
 

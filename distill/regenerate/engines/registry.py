@@ -80,7 +80,8 @@ def _open_batch(config: DistillConfig, target: HFTarget, limits: Limits, stack: 
 def _open_continuous(config: DistillConfig, target: HFTarget, limits: Limits, stack: ExitStack) -> Engine:
     scheduler = None
     if config.predictor is not None:
-        from .continuous_scheduler import LengthAwareScheduler  # its base class isn't public in transformers
+        # Imported here, since its base class isn't public in transformers.
+        from .continuous_scheduler import LengthAwareScheduler
 
         predict = partial(make_predictor, config.predictor, target)
         predict()

@@ -1,10 +1,11 @@
 """Predicted answer lengths in ten buckets, and reservations from them.
 
-After S3 (arXiv 2306.06000). A predictor returns a probability of each bucket for each request. The edges of the buckets are the
-deciles of the lengths known when the predictor last learned. An unfinished answer counts as longer
-than its tokens so far. S3 instead cuts the maximum length into ten equal parts; most of these are
-empty if answers are far shorter than the maximum. We reserve a quantile of the predicted
-distribution. The upper end of the most probable bucket would not show how certain the predictor is.
+After S3 (arXiv 2306.06000). A predictor returns a probability of each bucket for each request. The
+edges of the buckets are the deciles of the lengths known when the predictor last learned. An
+unfinished answer counts as longer than its tokens so far. S3 instead cuts the maximum length into
+ten equal parts; most of these are empty if answers are far shorter than the maximum. We reserve a
+quantile of the predicted distribution. The upper end of the most probable bucket would not show how
+certain the predictor is.
 """
 
 import math
@@ -42,8 +43,7 @@ class LengthPredictor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """Ranges of answer lengths: bucket k holds lengths above `ends[k - 1]`, up to and including
-    `ends[k]`."""
+    """Ranges of answer lengths: bucket k ends with the length `ends[k]`."""
 
     ends: Float[torch.Tensor, " bucket"]
 

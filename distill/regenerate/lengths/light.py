@@ -93,14 +93,12 @@ class LightPredictor:
 
 
 def _words(ids: list[int], count: int | None) -> list[tuple[int, ...]]:
-    """Return the tokens and pairs among the first `count` tokens, and one word that all prompts
-    have."""
+    """Return tokens and pairs of the first `count` tokens, and a word that all have."""
     ids = ids[:count]
     return [(), *((token,) for token in ids), *pairwise(ids)]
 
 
 def _lengths(requests: Sequence[Request]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Return logarithms of the lengths of prompts and of the data's answers; NaN if there is
-    none."""
+    """Return logarithms of the lengths of prompts and of the data's answers, or NaN."""
     known = [math.nan if request.num_known_tokens is None else math.log1p(request.num_known_tokens) for request in requests]
     return np.array([[math.log1p(len(request.prompt_ids)), length] for request, length in zip(requests, known, strict=True)])

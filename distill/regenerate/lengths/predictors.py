@@ -130,7 +130,8 @@ class ClassifierPredictor:
             padding=True,
             truncation=True,
             max_length=self.read_tokens,
-            split_special_tokens=True,  # a prompt may contain one; T5 and BART fail at a second end-of-text token
+            # A prompt may contain one; T5 and BART fail at a second end-of-text token.
+            split_special_tokens=True,
             return_tensors="pt",
         )
         return {name: values.to(self.device) for name, values in encoded.items()}
@@ -161,7 +162,6 @@ def most_read_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
 
 
 def soft_labels(buckets: Int[torch.Tensor, " request"]) -> Float[torch.Tensor, "request bucket"]:
-    """Spread each bucket's label over its neighbours, as a bell curve of NEIGHBOUR_SPREAD
-    buckets."""
+    """Spread each label over neighbouring buckets, as a bell curve."""
     distance = (torch.arange(NUM_BUCKETS) - buckets[:, None]) / NEIGHBOUR_SPREAD
     return (-(distance**2) / 2).softmax(1)

@@ -1,10 +1,10 @@
 """Scheduling of requests: batches by length within a KV-memory budget.
 
-After S3 (arXiv 2306.06000). A policy decides three things about a waiting request: how much room its answer gets
-(`Reservation`), in which order requests are considered (`Order`), and how much memory a batch takes
-(`Memory`). `supervise` forms batches until all requests are answered, by first fit. Filling one
-batch after another with the first requests that fit is the same as putting each request into the
-first batch that has room.
+After S3 (arXiv 2306.06000). A policy decides three things about a waiting request: how much room
+its answer gets (`Reservation`), in which order requests are considered (`Order`), and how much
+memory a batch takes (`Memory`). `supervise` forms batches until all requests are answered, by first
+fit. Filling one batch after another with the first requests that fit is the same as putting each
+request into the first batch that has room.
 
 S3 considers the longest requests first (decreasing first fit). This is right if a batch stays
 together until its longest row ends. Here an evicted row resumes at no cost except moving its keys
@@ -95,10 +95,9 @@ class Policy:
     may_overtake: bool
     """Whether a request that doesn't fit lets later ones overtake it."""
     least_share: float = 0.0
-    """A batch ends as soon as a smaller share of its rows continues, if other requests wait.
-
-    A step costs nearly as much for few rows as for many. The last rows are evicted, with the rest
-    of their reservations."""
+    """A batch ends as soon as a smaller share of its rows continues, if other requests wait. A step
+    costs nearly as much for few rows as for many. The last rows are evicted, with the rest of their
+    reservations."""
     most_held: int | None = None
     """Most tokens of evicted rows, whose keys and values wait on the host, before no new request
     begins; None is no limit."""
@@ -274,8 +273,7 @@ def evict(row: Waiting, num_new: int, room: int) -> Waiting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleStatistics:
-    """Sums over schedules. A row-step is a row in a step of its batch; the longest row sets the
-    steps."""
+    """Sums over schedules. A row-step is a row in a step of its batch."""
 
     num_answers: int
     num_tokens: int

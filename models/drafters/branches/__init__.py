@@ -1,1 +1,1 @@
-"""Branches behind positions of a text, on which drafters with attention are trained."""
+"""Branches after positions of a text, on which drafters with attention are trained."""

@@ -21,8 +21,7 @@ KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 
 
 class Entries:
-    """Keys and values of the texts, and of all branches by depth. It replaces a cache in
-    training."""
+    """Keys and values of texts, and of branches by depth; replaces a cache in training."""
 
     def __init__(self, text: KeysAndValues, branches: Sequence[KeysAndValues] = ()) -> None:
         self.text = text
@@ -36,9 +35,9 @@ class Entries:
         return key_states, value_states
 
     def attend(self, query: Query, visible: Visible, scale: float) -> Query:
-        """Attend from the last depth's entries to their branch and to the `visible` part of the
-        text."""
-        if query.device.type != "cpu":  # only the CPU has a kernel that takes a mask and returns the log-sum-exp
+        """Attend from the last depth's entries to their branch and to the `visible` text."""
+        # Only the CPU has a kernel that takes a mask and returns the log-sum-exp.
+        if query.device.type != "cpu":
             return attend_densely(query, self.text, self.branches, visible, scale)
         # A finite score, not minus infinity: a branch may see nothing of the text.
         mask = torch.zeros_like(visible, dtype=query.dtype).masked_fill_(~visible, hidden_score(query.dtype))
@@ -61,8 +60,7 @@ def attend_densely(
 
 
 class _SplitAttention(torch.autograd.Function):
-    """Attention to the text by a fused kernel, and to the few entries of the branch by plain
-    operations.
+    """Attention to the text by a fused kernel, and to the branch by plain operations.
 
     The kernel's backward pass assumes a softmax over exactly the keys that it gets. But it only
     reads the output and the log-sum-exp of each query. With those of text and branch together, it

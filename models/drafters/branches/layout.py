@@ -1,6 +1,6 @@
-"""Layout of branches: the target's continuation behind each labelled position of a text.
+"""Layout of branches: the target's continuation after each labelled position of a text.
 
-    text      a b c d e        behind b: c x y     behind d: e z w
+    text      a b c d e        after b:  c x y     after d:  e z w
 
 Text and branches are read together. An entry of a branch sees the text before it and its branch up
 to itself. So all positions and depths are trained in parallel, on exactly the inputs that the

@@ -24,17 +24,14 @@ COUNTS = ("num_blocks", "num_heads", "num_hidden_layers", "num_layers")
 """Options that count layers or heads, each of which has at least one tensor."""
 START_FROM = "start_from"
 """Option of every drafter: the folder of a trained drafter, or its name on the Hub, to start
-training from.
-
-The kind, the shape and the weights are those of the trained drafter; only drafting options may
-differ. Its target may be another one of the same shape, such as the same model before fine-tuning
-or quantisation."""
+training from. The kind, the shape and the weights are those of the trained drafter; only drafting
+options may differ. Its target may be another one of the same shape, such as the same model before
+fine-tuning or quantisation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterSpec:
-    """A drafter's kind and typed configuration, and the folder of the weights that it starts
-    from."""
+    """A drafter's kind and configuration, and the folder of its initial weights."""
 
     kind: str
     config: Any
@@ -42,8 +39,10 @@ class DrafterSpec:
 
     @classmethod
     def of(cls, kind: str, options: Mapping[str, Any], start_from: Path | None = None) -> "DrafterSpec":
-        """Check a kind and its options. Raises ValueError that lists unknown options and wrong
-        values."""
+        """Check a kind and its options.
+
+        Raises ValueError that lists unknown options and wrong values.
+        """
         if not isinstance(kind, str) or kind not in DRAFTERS:
             raise ValueError(f"drafter.kind is {kind!r}; there are: {', '.join(sorted(DRAFTERS))}")
         config_class = DRAFTERS[kind].Config
@@ -82,8 +81,7 @@ def parse_drafter(options: Mapping[str, Any]) -> DrafterSpec:
 
 
 def saved_spec(saved: DrafterFile, options: Mapping[str, Any] | None = None) -> DrafterSpec:
-    """Return the drafter of a folder, with `options` that change how it drafts (see
-    `with_options`)."""
+    """Return a folder's drafter, with drafting options changed as in `with_options`."""
     return DrafterSpec.of(saved.kind, saved.drafter).with_options(options or {})
 
 
@@ -120,10 +118,10 @@ def drafter_of_weights(spec: DrafterSpec, folder: Path, target: HFTarget) -> Tra
 
 
 def shapes_of(kind: str, config: Any, target: HFTarget, path: Path) -> dict[str, torch.Tensor]:
-    """Return a drafter's tensors on the meta device, so that a config of absurd sizes takes no
-    memory.
+    """Return a drafter's tensors on the meta device.
 
-    The config was read from `path`, which errors name.
+    So a configuration of absurd sizes takes no memory. The config was read from `path`, which
+    errors name.
     """
     try:
         with torch.device("meta"):
@@ -138,15 +136,14 @@ def require_horizon(spec: DrafterSpec, horizon: int) -> None:
 
 
 def describe_untrained_depths(spec: DrafterSpec, horizon: int) -> str | None:
-    """Describe a search that goes deeper than labels of `horizon` tokens train; None if it doesn't."""
+    """Describe a search that is deeper than `horizon` labelled tokens train; else None."""
     option = DRAFTERS[spec.kind].DEPTH_OPTION
     if option is None or getattr(spec.config, option) < horizon:
         return None
     depth, trained = getattr(spec.config, option), horizon - 1
     return (
-        f"drafter.{option} is {depth}, and labels of distill.horizon {horizon} tokens train {trained} depths of the "
-        f"{spec.kind}, since the first token is the target's own choice: set drafter.{option}={trained}, or "
-        f"distill.horizon={depth + 1}"
+        f"drafter.{option} is {depth}, and labels of distill.horizon {horizon} tokens train only {trained} depths, because the "
+        f"first token is the target's own choice; set drafter.{option}={trained}, or distill.horizon={depth + 1}"
     )
 
 
@@ -189,8 +186,7 @@ def _options_of(folder: Path, saved: DrafterFile, options: Mapping[str, Any]) ->
 
 
 def _require_same_shape(folder: Path, trained_for: TargetIdentity, target: TargetIdentity) -> None:
-    """Raise ValueError if a drafter's weights don't fit this target; warn if its tokenizer
-    differs."""
+    """Raise ValueError if weights don't fit this target; warn if the tokenizer differs."""
     problems = [
         f"{name} {getattr(trained_for, name)} in the drafter, {getattr(target, name)} in the target"
         for name in ("hidden_size", "vocab_size")

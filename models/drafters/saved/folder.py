@@ -116,8 +116,7 @@ def require_counts(config: Mapping[str, Any], names: Sequence[str], num_tensors:
 
 
 def read_weights(path: Path, expected: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Read the tensors of a file, and check names, shapes and kinds of number against
-    `expected`."""
+    """Read the tensors of a file; check names, shapes and kinds of number by `expected`."""
     count_tensors(path)
     tensors = safetensors.torch.load_file(path)
     raise_problems(path, shape_problems(tensors, expected) or infinite_problems(tensors))
@@ -151,7 +150,8 @@ def infinite_problems(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     return [
         f"{name} holds numbers that aren't finite"
         for name, tensor in sorted(tensors.items())
-        if tensor.is_floating_point() and not tensor.float().isfinite().all()  # 8-bit types have no isfinite
+        # 8-bit types have no isfinite.
+        if tensor.is_floating_point() and not tensor.float().isfinite().all()
     ]
 
 

@@ -65,9 +65,16 @@ def load_drafter(
 
 
 def require_fitting_target(directory: Path, trained_for: TargetIdentity, target: TargetIdentity) -> None:
+    """Raise ValueError for a target of another shape or tokenizer.
+
+    Tokenizers are compared only if both are known.
+    """
+    names = ["hidden_size", "vocab_size"]
+    if trained_for.tokenizer_sha256 and target.tokenizer_sha256:
+        names.append("tokenizer_sha256")
     problems = [
         f"{name}: {getattr(trained_for, name)} for the drafter, {getattr(target, name)} for this target"
-        for name in ("hidden_size", "vocab_size", "tokenizer_sha256")
+        for name in names
         if getattr(trained_for, name) != getattr(target, name)
     ]
     if problems:

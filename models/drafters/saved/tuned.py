@@ -90,8 +90,10 @@ def describe_setup(target: HFTarget, directory: Path, temperature: float = 0.0) 
 
 
 def save_tuned(directory: Path, setup: DecodingSetup, choices: Mapping[int, Choice]) -> None:
-    """Write the choices for a setup next to the drafter; they replace those of equal batch
-    sizes."""
+    """Write the choices for a setup next to the drafter.
+
+    They replace earlier choices of the same setup and batch sizes.
+    """
     entries = read_tuned(directory)
     others = [entry for entry in entries if entry.place != setup]
     before = {size: choice for entry in entries if entry.place == setup for size, choice in entry.choices.items()}

@@ -1,6 +1,8 @@
 """The model card: figures of this drafter's own evaluations, and nothing that no file tells."""
 
+import ast
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,11 +10,15 @@ from typing import Any
 import pytest
 import typer
 import yaml
+from huggingface_hub import EvalResult, ModelCard
 from typer.testing import CliRunner
 
 from outrider.cli.eval import eval_command
 from outrider.data.files import sha256_file
 from outrider.eval.report.card import CardOptions, model_card
+from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
+from outrider.models.drafters.registry import DRAFTERS
+from outrider.models.target.hf_target import HFTarget
 
 app = typer.Typer()
 app.command()(eval_command)
@@ -113,11 +119,14 @@ def test_a_card_claims_nothing_where_memory_ran_out(tiny_drafter_dir: Path, eval
 
 def test_what_is_unknown_is_said_to_be_and_left_out_of_the_front_matter(tiny_drafter_dir: Path) -> None:
     card = model_card(tiny_drafter_dir, CardOptions())
-    assert "Not measured" in card
+    assert "No evaluation is part of this card" in card
     assert "Of the drafter: not stated" in card
-    assert "- Data: not told here\n- Cost: unknown" in card
+    assert "- Data: unknown\n- Cost: unknown" in card
     assert "## Certificate" not in card
-    assert 'AutoModelForCausalLM.from_pretrained("TARGET"' in card, "no name of a folder of somebody's machine"
+    assert 'target = "tiny_target' in card
+    assert "a local directory: the target has no name on the Hub" in card
+    assert 'drafter = "."  # the folder of this card' in card
+    assert not re.search(r"\b(TARGET|FOLDER)\b", card), "no placeholder"
     known = front_matter(card)
     assert known == {
         "library_name": "transformers",
@@ -130,8 +139,8 @@ def test_names_and_licence_reach_front_matter_and_commands(tiny_drafter_dir: Pat
     options = CardOptions(licence="apache-2.0", base_model="some/target", repo="some/drafter")
     card = model_card(tiny_drafter_dir, options)
     assert (front_matter(card)["license"], front_matter(card)["base_model"]) == ("apache-2.0", "some/target")
-    assert 'custom_generate="some/drafter"' in card
-    assert 'AutoModelForCausalLM.from_pretrained("some/target"' in card
+    assert 'drafter = "some/drafter"\n' in card
+    assert 'target = "some/target"\n' in card
     assert "Of the drafter: apache-2.0." in card
 
 
@@ -254,3 +263,83 @@ def test_what_training_took_is_told(tiny_drafter_dir: Path, tmp_path: Path) -> N
     card = model_card(drafter, CardOptions())
     assert "500 steps on the target's own continuations, 20,000 tokens seen, 10 positions trained, 1,234 s on 8 x H" in card
     assert "1,000 parameters" in card
+
+
+def test_the_hub_reads_the_figures_back(tiny_drafter_dir: Path, evaluation: Path) -> None:
+    options = CardOptions(evaluations=[evaluation], base_model="some/target", repo="some/drafter", licence="mit")
+    data = ModelCard(model_card(tiny_drafter_dir, options)).data
+    row = json.loads((evaluation / "summary.json").read_text())[1]
+    assert (data.base_model, data.license, data.model_name) == ("some/target", "mit", "some/drafter")
+    results = {result.metric_type: result for result in data.eval_results}
+    assert all(isinstance(result, EvalResult) for result in results.values())
+    assert {name: result.metric_value for name, result in results.items()} == {
+        name: round(row[name], 2) for name in ("tokens_per_step", "speedup")
+    }
+    assert {(result.task_type, result.dataset_name) for result in results.values()} == {("text-generation", "mt_bench")}
+
+
+ENGINES_BY_KIND = {
+    "draft_model": ("--to vllm", "STANDALONE", "assistant_model"),
+    "eagle": ("--to vllm", '"method": "eagle"', "--speculative-algorithm EAGLE "),
+    "eagle3": ("--to vllm", '"method": "eagle3"', "--speculative-algorithm EAGLE3 "),
+    "medusa": ("--to medusa", "medusa.inference.cli", "--to tensorrt-llm"),
+    "redrafter": ("--to apple", "recurrent_drafting.cmd.generate"),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(DRAFTERS))
+def test_every_kind_has_a_card_whose_code_can_be_parsed(kind: str, tiny_target: HFTarget, tmp_path: Path) -> None:
+    config = {"kind": kind, **({"num_layers": 1} if kind == "draft_model" else {})}
+    save_drafter(build_drafter(parse_drafter(config), tiny_target), tmp_path / "drafter", tiny_target.identity)
+    card = model_card(tmp_path / "drafter", CardOptions())
+    (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    ast.parse(code)
+    assert all(text in card for text in ENGINES_BY_KIND[kind])
+    assert not re.search(r"\b(TARGET|FOLDER)\b|{{|None", card)
+    assert str(tmp_path) not in card
+
+
+@pytest.mark.parametrize(
+    ("quantization", "code"),
+    [
+        ({"method": "torchao", "type": "Int8WeightOnlyConfig"}, "TorchAoConfig(Int8WeightOnlyConfig())"),
+        ({"method": "bitsandbytes", "load_in_4bit": True}, "BitsAndBytesConfig(load_in_4bit=True)"),
+    ],
+)
+def test_the_card_loads_a_quantised_target(tiny_drafter_dir, tmp_path, quantization, code):
+    card = model_card(tiny_drafter_dir, CardOptions(quantization=quantization))
+    assert f"quantization_config={code}" in card
+    assert f"--quantization '{json.dumps(quantization)}'" in card
+    trained = Path(shutil.copytree(tiny_drafter_dir, tmp_path / "trained"))
+    config = json.loads((trained / "config.json").read_text())
+    config["target"]["quantization"] = json.dumps(quantization)
+    (trained / "config.json").write_text(json.dumps(config))
+    assert f"quantization_config={code}" in model_card(trained, CardOptions()), "as it was for the training"
+
+
+def test_the_chat_template_of_the_training_is_named(tiny_drafter_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_drafter_dir, tmp_path / "drafter")
+    for template, name in ((None, "the target's own"), ("vicuna_v1.1", "vicuna_v1.1"), ("/home/me/mine.jinja", "mine.jinja")):
+        data = {"source": "stdlib", "path": None, "max_length": 512, "chat_template": template}
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump({"data": data, "drafter": {"kind": "redrafter"}}))
+        card = model_card(tiny_drafter_dir, CardOptions(run=tmp_path))
+        assert f"- Chat template: {name}\n" in card
+        assert ("apply_chat_template" in card) == (template is None)
+
+
+def test_names_write_no_html_into_a_card(tiny_drafter_dir: Path, evaluation: Path, tmp_path: Path) -> None:
+    drafter = Path(shutil.copytree(tiny_drafter_dir, tmp_path / "drafter"))
+    nasty = "<img src=x onerror=alert(1)>`</code>"
+    config = json.loads((drafter / "config.json").read_text())
+    config["target"] |= {"name": nasty, "revision": None}
+    (drafter / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.yaml").write_text(
+        yaml.safe_dump({"data": {"source": nasty, "path": None, "max_length": 5, "chat_template": nasty}, "drafter": {}})
+    )
+    measured = Path(shutil.copytree(evaluation, tmp_path / "measured"))
+    info = json.loads((measured / "run.json").read_text())
+    info["environment"] |= {"cpu": nasty, "packages": {nasty: nasty}}
+    (measured / "run.json").write_text(json.dumps(info))
+    card = model_card(drafter, CardOptions(evaluations=[measured], run=tmp_path))
+    text = re.sub(r"`[^`\n]*`", "", card)  # code is shown as it is
+    assert not re.search(r"(?<!\\)<", text)

@@ -352,6 +352,18 @@ def test_the_page_needs_no_other_file_and_escapes_what_records_say(write_run: Wr
     assert set(re.findall(r'href="([^"]*)"', page.source)) <= {f"#{name}" for name in page.ids}
 
 
+def test_every_name_of_a_user_is_escaped(write_run: WriteRun, tmp_path: Path) -> None:
+    nasty = "<img src=x onerror=alert(1)>"
+    target = {"name": nasty, "revision": nasty, "weights_sha256": "5e1f", "vocab_size": 3, "dtype": "torch.float32"}
+    target["quantization"] = nasty
+    methods = {f"redrafter {nasty}/{name} beam_width=4": {"beam_width": 4, "share_prefixes": True} for name in ("a", "b")}
+    options: Changes = {"config": {"target": target}, "environment": {"cpu": nasty, "packages": {nasty: nasty}}}
+    weights = {method: method for method in methods}
+    page = report(tmp_path / nasty, write_run("one", methods, record={"category": nasty}, weights=weights, **options))
+    assert "<img" not in page.source
+    assert page.source.count("&lt;img src=x") > 5
+
+
 def test_a_folder_that_holds_no_finished_run_is_named(write_run: WriteRun, tmp_path: Path) -> None:
     directory = write_run("one")
     with pytest.raises(ValueError, match="given twice"):

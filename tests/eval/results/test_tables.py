@@ -202,7 +202,7 @@ def test_the_terminal_table_fits_eighty_columns_and_shows_brackets(records: list
     screen = StringIO()
     print_table(rows, Console(width=80, file=screen))
     text = screen.getvalue()
-    assert text.startswith("Fastest on mt_bench, greedy: ReDrafter, 16 beams of 5, 40 nodes. 2.00x of plain")
+    assert text.startswith("Fastest on mt_bench, greedy: ReDrafter, 16 beams of 5, 40 nodes. 2.00x plain")
     assert "\n ReDrafter,  " in text
     assert "\n 16 beams of 5, 40 nodes " in text
     assert "2.00x [2.00, 2.00]" in text
@@ -212,13 +212,16 @@ def test_the_terminal_table_fits_eighty_columns_and_shows_brackets(records: list
 
 def test_the_headline_names_the_fastest_lossless_method_and_doubts_what_may_be_chance(records: list[EvalRecord]) -> None:
     rows = rows_of(records, [])
-    assert headline(rows) == "Fastest on mt_bench, greedy: ReDrafter. 2.00x of plain decoding, 2.00 tokens per step."
+    assert headline(rows) == "Fastest on mt_bench, greedy: ReDrafter. 2.00x plain decoding, 2.00 tokens per step."
     rows[1]["speedup_ci95"] = (0.8, 2.5)
     assert headline(rows).endswith("The interval [0.80, 2.50] includes 1, so this may be chance.")
+    rows[1]["speedup"] = 0.9
+    assert headline(rows).startswith("No method is faster than plain decoding; the best on mt_bench, greedy: ReDrafter. 0.90x")
+    rows[1]["speedup"] = 2.0
     wrong = Mismatch(record=records[5], position=1)
     assert headline(rows_of(records, [wrong])) == "No lossless method has a speedup everywhere: the table says why."
     second: Any = {**rows[1], "suite": "gsm8k", "speedup": 3.0}
-    assert headline([*rows, second]) == "Fastest in 2 groups: ReDrafter. 2.00x to 3.00x of plain decoding."
+    assert headline([*rows, second]) == "Fastest over 2 groups: ReDrafter. 2.00x to 3.00x plain decoding."
 
 
 def test_answers_that_run_in_circles_are_counted_and_noted(records: list[EvalRecord]) -> None:

@@ -262,7 +262,7 @@ def test_an_export_in_bfloat16_keeps_its_type_when_imported(llama, make_drafter,
 
 def test_an_unknown_format_and_a_folder_of_no_format_are_errors(llama, make_drafter, tmp_path):
     path = exported("apple", llama, make_drafter, tmp_path)
-    with pytest.raises(ValueError, match="the format is 'gguf'; there are: speculators, eagle3"):
+    with pytest.raises(ValueError, match=r"the format is 'gguf'; there are .*: speculators \(eagle3\), eagle3"):
         import_drafter(path, llama, name="gguf")
     (path / "outrider.json").unlink()
     (path / "config.json").write_text("{}")

@@ -35,7 +35,7 @@ def test_a_directory_without_config_or_none_at_all_is_named(copy, tmp_path):
     (copy / "config.json").unlink()
     with pytest.raises(ValueError, match=r"no config\.json"):
         load_target(config(copy))
-    with pytest.raises(ValueError, match="there is no target directory"):
+    with pytest.raises(ValueError, match="there is no such directory"):
         load_target(config(tmp_path / "nowhere"))
 
 

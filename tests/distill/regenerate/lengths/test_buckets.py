@@ -137,7 +137,7 @@ def test_prompts_without_common_words_are_predicted_by_their_lengths():
 
 
 def test_the_light_predictor_limits_its_training_data(monkeypatch):
-    monkeypatch.setattr("outrider.distill.regenerate.lengths.light.MOST_LESSONS", 20)
+    monkeypatch.setattr("outrider.distill.regenerate.lengths.light.MAX_EXAMPLES", 20)
     predictor = LightPredictor()
     buckets = Buckets.of(lengths_of(96))
     predictor.learn(make_requests(96), buckets.index(lengths_of(96)))
