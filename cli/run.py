@@ -36,6 +36,7 @@ from ..train.tracking import require_tracker
 from .config import RunConfig
 from .export_stage import export, require_exportable, require_fitting_certificate
 from .plan import print_plan
+from .quiet import silence_bars
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ def run(config: RunConfig) -> None:
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     _configure_logging(accelerator.is_main_process)
+    silence_bars()
     _check_inputs(config)
     folder = Path(config.output_dir)
     as_run = {} if config.plan else _as_run(config, folder / CONFIG_FILE)

@@ -56,6 +56,7 @@ def run_shards(
     make: Callable[[Mapping[int, Sequence[Item]], tqdm], None],
     finish: Callable[[list[Entry]], None],
     unit: str,
+    data_facts: Mapping[str, Any],
 ) -> M:
     """Make the shards that are missing, each process its part of them, and return the complete manifest.
 
@@ -64,7 +65,7 @@ def run_shards(
     where the folder holds another run's shards than those of `manifest`, or a damaged one.
     """
     # 1. Each process checks its part of the shards that are there; all list the missing ones before any process writes.
-    store.require_same(manifest)
+    store.require_same(manifest, data_facts)
     for index in range(accelerator.process_index, len(plan), accelerator.num_processes):
         if entry := store.read_entry(index):
             store.verify(entry)
@@ -73,6 +74,7 @@ def run_shards(
     accelerator.wait_for_everyone()
     # 2. The manifest without shards says whose shards these are; a complete folder is left alone.
     if accelerator.is_main_process and not store.is_complete(len(plan)):
+        store.save_data_facts(data_facts)
         store.save(manifest)
     accelerator.wait_for_everyone()
     # 3. The missing shards, dealt like cards: of 3 4 7 9 11 the first of two workers makes 3 7 11, the other one 4 9.
