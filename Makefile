@@ -9,6 +9,7 @@ EXTRAS ?=
 OUTPUT ?=
 BIN := $(abspath $(VENV))/bin
 STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.docs-installed
 PACKAGES := cli conf data distill eval models train
 TYPES := build/types/outrider
 comma := ,
@@ -17,7 +18,7 @@ LAUNCH := $(BIN)/accelerate launch --quiet --num_processes 1 --num_machines 1 --
 
 PYTEST := $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist worksteal
 
-.PHONY: help install demo test test-slow test-all lint format clean
+.PHONY: help install demo test test-slow test-all lint format docs package benchmarks clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -48,6 +49,18 @@ format: $(STAMP) ## Format the code and mend what ruff can mend
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: $(DOCS_STAMP) ## Build the documentation into build/docs; a warning is an error
+	$(BIN)/sphinx-build --fail-on-warning --nitpicky --keep-going --quiet --jobs 2 docs build/docs
+
+package: $(STAMP) ## Build wheel and source distribution into dist/, and check both
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --quiet
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/check-wheel-contents dist/*.whl
+
+benchmarks: $(STAMP) ## Write benchmarks/README.md and the README's table from the records in benchmarks/
+	$(BIN)/python scripts/make_benchmarks_page.py
+
 clean: ## Remove the environment, caches and builds; outputs/ stays
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find $(PACKAGES) scripts tests -name __pycache__ -prune -exec rm -rf {} +
@@ -56,6 +69,11 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(if $(TORCH_INDEX),$(BIN)/pip install "$$(grep '^torch==' constraints.txt)" --index-url $(TORCH_INDEX))
 	$(BIN)/pip install -c constraints.txt -e '.[dev$(if $(EXTRAS),$(comma)$(EXTRAS))]'
+	touch $@
+
+# The site is built with its own extra, which only those who change it need.
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/pip install -c constraints.txt -e '.[docs]'
 	touch $@
 
 # The folders under the names that they are installed under, for tools that read files instead of importing them.

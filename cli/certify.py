@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from . import options as shared
-from .options import config_from, load_chosen_target
+from .options import chosen_suite, config_from, load_chosen_target
 
 if TYPE_CHECKING:
     import torch
@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 def certify_command(
     target: Annotated[str | None, typer.Option(help="A target, to certify with --drafter: a directory or a Hub id.")] = None,
     drafter: Annotated[list[Path] | None, typer.Option(help="A drafter's directory. Repeat for several.")] = None,
-    suite: Annotated[str, typer.Option(help="Prompts to decode: mt_bench, alpaca_eval or stdlib.")] = "stdlib",
+    suite: Annotated[str, typer.Option(help="Prompts to decode: mt_bench, alpaca_eval, stdlib or FILE.jsonl.")] = "stdlib",
     suite_path: shared.SuitePath = None,
     limit: shared.Limit = 10,
     max_new_tokens: shared.MaxNewTokens = 64,
     dtype: Annotated[str, typer.Option(help="float32 compares tokens; bfloat16 and float16 audit margins.")] = "float32",
+    quantization: shared.Quantization = None,
     device: shared.Device = None,
     compiled: shared.Compiled = False,
     cuda_graphs: shared.CudaGraphs = False,
@@ -40,19 +41,21 @@ def certify_command(
         raise ValueError("nothing to certify: give --target and --drafter, or leave --no-rules out")
     if (target is None) != (not drafter):
         raise ValueError("--target and --drafter go together; give both, or neither to certify the rules alone")
-    if target is None and (compiled or cuda_graphs):
-        raise ValueError("--compiled and --cuda-graphs are forms of a target, and there is none; give --target and --drafter")
+    if target is None and (compiled or cuda_graphs or quantization):
+        raise ValueError(
+            "--compiled, --cuda-graphs and --quantization are forms of a target, and there is none; give --target and --drafter"
+        )
     import torch  # it, and all that uses it, loads too slowly for --help
 
     from ..eval.certify.certificate import certificate_table, certify_rules, false_alarm_rate, passes, write_certificate
-    from ..eval.config import EvalConfig, SuiteConfig
+    from ..eval.config import EvalConfig
     from ..eval.measure.environment import describe_environment
 
     place = torch.device(device or "cpu")  # the rules alone are certified on a CPU
     lines: list[CertificateLine] = []
     subject: dict[str, Any] = {}
     if drafter:
-        config = config_from(EvalConfig, options, suites=[SuiteConfig(name=suite, path=suite_path, limit=limit)])
+        config = config_from(EvalConfig, options, suites=[chosen_suite(suite, suite_path, limit=limit)])
         lines, subject, place = _certify_decoding(config, drafter, options)
     if rules:
         lines += certify_rules()
@@ -72,7 +75,8 @@ def _certify_decoding(
     """Certify decoding with each drafter. Return the lines, what they are about, and the target's device."""
     from ..data.files import sha256_file
     from ..eval.certify.certificate import certify_decoding
-    from ..eval.measure.methods import method_specs, proposer
+    from ..eval.measure.methods import method_specs, proposer, recorded_methods
+    from ..eval.records.method_names import MethodFacts, method_names
     from ..eval.run import check_inputs, load_suites
     from ..models.drafters import load_drafter
     from ..models.drafters.saved.download import resolve_drafter
@@ -81,7 +85,10 @@ def _certify_decoding(
     directories = [resolve_drafter(each) for each in drafter]
     check_inputs(config, directories)
     target = load_chosen_target(options)
-    folders = {name: spec.path for name, spec in method_specs(config, directories).items()}
+    specs = method_specs(config, directories)
+    methods = [MethodFacts(key=key, described=described) for key, described in recorded_methods(specs).items()]
+    names = [str(name) for name in method_names(methods)]
+    folders = {name: spec.path for name, spec in zip(names, specs.values(), strict=True)}
     drafters = {name: proposer(load_drafter(path, target), target) for name, path in folders.items()}
     suites = load_suites(config)
     lines = certify_decoding(target, drafters, target.tokenizer, suites, max_new_tokens=config.max_new_tokens)
@@ -90,6 +97,7 @@ def _certify_decoding(
         "weights_sha256": target.identity.weights_sha256,
         "suite": config.suites[0].name,
         "dtype": str(target.dtype).removeprefix("torch."),
+        "quantization": target.identity.quantization,
         "form": target.form,
         "drafters": {name: sha256_file(path / WEIGHTS_FILE) for name, path in folders.items()},
     }

@@ -1,38 +1,172 @@
-"""The entry of train.py: Hydra composes the recipe that the command line names, and its stages run.
+"""The entry of train.py and `outrider run`: Hydra composes the recipe that the command line names, and its stages run.
 
-This module imports no torch, so that `--help` and `--cfg job` answer at once.
+This module imports no torch, so that `--help`, `--cfg job` and a mistyped option are answered at once.
 """
 
 import re
 import sys
+from typing import Any
 
 import hydra
-from omegaconf import DictConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from .config import register, to_run_config
+from .arguments import Request, parse_arguments, run_help
+from .config import missing_values, problem_report, register, to_run_config
+from .describe import GROUPS, Option, choices, sections
 from .errors import user_errors
-
-PATH_OPTIONS = ("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd", "--experimental-rerun")
-"""Options of Hydra whose value may contain `=`."""
+from .keys import unknown_keys
+from .launch import launch
+from .recipe_file import RecipeFile, find_recipe_file, read_recipe_file, unknown_choice
 
 register()
 
 
 def main() -> None:
-    """Compose the recipe that the command line names, and run it. `--plan` is short for plan=true."""
-    sys.argv = ["plan=true" if argument == "--plan" else argument for argument in sys.argv]
-    sys.argv[1:] = overrides_first(sys.argv[1:])
-    _compose_and_run()
+    """Compose the recipe that the command line names, and run it."""
+    if {"--help", "-h"} & set(sys.argv[1:]):
+        sys.stdout.write(run_help())
+        return
+    with user_errors():
+        request = parse_arguments(sys.argv[1:])
+        if request.hydra_options:
+            overrides, _, problems = _take_files(request.overrides)
+            if problems:
+                raise ValueError(problem_report(problems))
+            sys.argv[1:] = [*overrides, *request.hydra_options]
+            _compose_and_run()
+            return
+        composed = compose(request)
+        if request.show:
+            sys.stdout.write(OmegaConf.to_yaml(composed, resolve=request.resolve))
+            return
+        if not any(_key(override) == "conf" for override in request.overrides):
+            raise ValueError(
+                f"which recipe? Name one (outrider run demo) or a YAML file. There are: {', '.join(choices('conf'))}. "
+                "`outrider init my.yaml --target DIR_OR_ID --data FILE` writes one for your own model and data"
+            )
+        if request.launch is not None:
+            launch(request.launch, request.launch_options, request.overrides)
+        from .run import run  # imports torch, transformers and all stages
+
+        run(to_run_config(composed))
 
 
-def overrides_first(arguments: list[str]) -> list[str]:
-    """Move overrides before the options: Hydra's parser refuses them after an option such as `--cfg job`."""
-    options = {
-        index
-        for index, argument in enumerate(arguments)
-        if argument.startswith("-") or not re.search("^~|=", argument) or (index and arguments[index - 1] in PATH_OPTIONS)
-    }
-    return [arguments[index] for index in sorted(range(len(arguments)), key=options.__contains__)]
+def compose(request: Request) -> DictConfig:
+    """Compose a recipe. Raises one ValueError with all wrong keys, choices and values, before torch is imported."""
+    named, files, problems = _take_files(request.overrides)
+    overrides = []
+    for override in named:
+        group, _, value = override.partition("=")
+        is_choice = group in GROUPS and group != "conf" and not value.startswith(("[", "{", "null"))
+        if is_choice and (problem := unknown_choice(group, value)):
+            problems.append(problem)
+        else:
+            overrides.append(_forced(override))
+    composed, wrong_values = _compose_what_can_be(overrides, files)
+    values: Any = OmegaConf.to_container(composed, enum_to_str=True)
+    for name, message in unknown_keys(values).items():
+        where = next((f"{file.where(name)}: " for file in files.values() if name in file.lines), "")
+        problems.append(f"{where}{message}")
+    problems += wrong_values.values()
+    if problems:
+        missing = missing_values(composed)
+        problems += [missing[name] for name in missing if name not in wrong_values]
+        raise ValueError(problem_report(list(dict.fromkeys(problems))))
+    return composed
+
+
+def _take_files(overrides: list[str]) -> tuple[list[str], dict[str, RecipeFile], list[str]]:
+    """Read the recipes that are files. Returns the overrides with names for them, the files by these
+    names, and a line for each problem."""
+    named: list[str] = []
+    files: dict[str, RecipeFile] = {}
+    problems: list[str] = []
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key != "conf":
+            named.append(override)
+            continue
+        is_list = value.startswith("[")
+        recipes: Any = OverridesParser.create().parse_override(override).value() if is_list else [value]
+        chosen: list[str] = []
+        for recipe in recipes:
+            path = None if recipe in choices("conf") else find_recipe_file(str(recipe))
+            if path is not None:
+                name = f"file_{len(files)}"
+                files[name], wrong = read_recipe_file(path, below=chosen)
+                problems += wrong
+                chosen.append(name)
+            elif problem := unknown_choice("conf", recipe):
+                problems.append(problem)
+            else:
+                chosen.append(str(recipe))
+        if chosen:
+            named.append(f"conf=[{','.join(chosen)}]" if is_list else f"conf={chosen[0]}")
+    return named, files, problems
+
+
+def _compose_what_can_be(overrides: list[str], files: dict[str, RecipeFile]) -> tuple[DictConfig, dict[str, str]]:
+    """Compose, leaving out the values that the schema refuses. Returns a message for each of them too, by its option."""
+    wrong: dict[str, str] = {}
+    while True:
+        for label, recipe in files.items():
+            recipe.register(label)
+        try:
+            with hydra.initialize_config_module("outrider.conf", version_base="1.3"):
+                return hydra.compose("config", overrides=overrides), wrong
+        except (HydraException, OmegaConfBaseException) as error:
+            key_line = re.search(r"full_key: (\S+)", f"{error}\n{error.__cause__}")
+            name = key_line[1] if key_line else ""
+            culprit = next((override for override in overrides if str(error) == f"Error merging override {override}"), None)
+            file = next((file for file in files.values() if name in file.lines), None)
+            if culprit is not None:
+                overrides.remove(culprit)
+                key, value = _key(culprit), OverridesParser.create().parse_override(culprit).value()
+                wrong |= unknown_keys(_nested(key, value)) or {key: _wrong_value(key, value)}
+            elif file is not None and name not in wrong:
+                wrong[name] = f"{file.where(name)}: {_wrong_value(name, file.drop(name))}"
+            else:
+                raise ValueError(_in_our_words(error, files)) from error
+
+
+def _nested(key: str, value: Any) -> dict[str, Any]:
+    """The configuration that has nothing but this value: {train: {steps: 20}}."""
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return dict(value)
+
+
+def _wrong_value(name: str, value: Any) -> str:
+    """The message for a value that isn't of its option's type."""
+    options: dict[str, Option] = {option.name: option for section in sections().values() for option in section.options}
+    option = options.get(name)
+    if option is None:
+        return f"{name} is {value!r}; it must be a section of options, such as {name}.OPTION=VALUE"
+    rule = f"one of {', '.join(option.choices)}" if option.choices else option.type
+    return f"{name} is {value!r}; it must be: {rule} (outrider options {name})"
+
+
+def _in_our_words(error: Exception, files: dict[str, RecipeFile]) -> str:
+    """Hydra's message, with the names of the user's files, and without its advice about its own internals."""
+    text = str(error) if error.__cause__ is None else f"{error} ({str(error.__cause__).splitlines()[0]})"
+    for name, file in files.items():
+        text = text.replace(f"conf/{name}", str(file.path))
+    return text.partition("\nSee https")[0]
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0].lstrip("+~")
+
+
+def _forced(override: str) -> str:
+    """The override with `++` before it, so that Hydra takes an unknown key too: all of them are found after composing."""
+    key = _key(override)
+    if override.startswith("~") or key in GROUPS or "@" in key or key.startswith("hydra"):
+        return override
+    return "++" + override.lstrip("+")
 
 
 @hydra.main(version_base="1.3", config_path="pkg://outrider.conf", config_name="config")

@@ -219,7 +219,7 @@ def _is_other_kind(changes: dict[str, Any], drafter: dict[str, Any]) -> bool:
 def to_run_config(composed: DictConfig) -> RunConfig:
     """The typed config of a composed one. Raises one ValueError with all problems, each under its option's full name."""
     try:
-        problems = [f"{key}: Missing mandatory value" for key in sorted(OmegaConf.missing_keys(composed))]
+        problems = list(missing_values(composed).values())
         if not problems:
             values: Any = OmegaConf.to_container(composed, resolve=True, enum_to_str=True)
             require_paths(named_paths(values))
@@ -231,9 +231,19 @@ def to_run_config(composed: DictConfig) -> RunConfig:
         problems = _lines(error)
     # Sections interpolate the run's seed: its fault is named once.
     problems = [line for line in dict.fromkeys(problems) if line.partition(".")[2] not in problems]
+    raise ValueError(problem_report(problems))
+
+
+def missing_values(composed: DictConfig) -> dict[str, str]:
+    """Return a message for each option that must have a value and has none, by its name."""
+    return {key: f"{key}: Missing mandatory value; give {key}=VALUE" for key in sorted(OmegaConf.missing_keys(composed))}
+
+
+def problem_report(problems: list[str]) -> str:
+    """Return one message with all problems of a configuration."""
     layout = TextWrapper(80, initial_indent="  - ", subsequent_indent="    ", break_on_hyphens=False, break_long_words=False)
     lines = "\n".join(map(layout.fill, problems))
-    raise ValueError(f"{len(problems)} problem(s) in the configuration:\n{lines}")
+    return f"{len(problems)} problem(s) in the configuration:\n{lines}"
 
 
 def _lines(error: ValidationError | OmegaConfBaseException, section: str = "") -> list[str]:

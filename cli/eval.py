@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from . import options as shared
-from .options import config_from, load_chosen_target, parse_setting
+from .options import chosen_suite, config_from, load_chosen_target, parse_setting
 
 if TYPE_CHECKING:
     from ..eval.config import EvalConfig, SuiteConfig
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Drafters = Annotated[list[Path], typer.Option(help="A drafter's directory, or user/name[@revision] on the Hub. Repeat.")]
 SuiteNames = Annotated[
-    list[str], typer.Option(help="mt_bench, alpaca_eval, spec_bench, human_eval, gsm8k, stdlib, or a name for a file.")
+    list[str], typer.Option(help="mt_bench, alpaca_eval, spec_bench, human_eval, gsm8k, stdlib, or FILE.jsonl. Repeat.")
 ]
 Settings = Annotated[list[str] | None, typer.Option(help="Options of any drafter: '{depth: 5, top_k: 8}'. Repeat to compare.")]
 Bandwidth = Annotated[float | None, typer.Option("--bandwidth", help="GB/s of the roofline; else measured.")]
@@ -29,7 +29,7 @@ def eval_command(
     target: shared.Target,
     drafter: Drafters,
     suite: SuiteNames,
-    suite_path: Annotated[list[str] | None, typer.Option(help="SUITE=FILE reads a suite from a local file.")] = None,
+    suite_path: Annotated[list[str] | None, typer.Option(help="SUITE=FILE reads a named suite from a local file.")] = None,
     suite_revision: Annotated[list[str] | None, typer.Option(help="SUITE=COMMIT of a suite on the Hub.")] = None,
     limit: Annotated[int | None, typer.Option(help="Draw at most so many prompts of each suite.")] = None,
     beam_width: Annotated[list[int] | None, typer.Option(help="Beams of a ReDrafter. Repeat to compare widths.")] = None,
@@ -50,6 +50,7 @@ def eval_command(
     chat_template: shared.ChatTemplate = None,
     tokenizer_options: shared.TokenizerOptions = None,
     dtype: shared.Dtype = None,
+    quantization: shared.Quantization = None,
     device: shared.Device = None,
     compiled: shared.Compiled = False,
     cuda_graphs: shared.CudaGraphs = False,
@@ -89,26 +90,24 @@ def _measure(config: "EvalConfig", drafters: list[Path], output: Path, options: 
 
 def _print_results(rows: "Sequence[Row]", output: Path) -> bool:
     """Print the table and name what isn't lossless, or not proven to be. Returns whether all is."""
-    from ..eval.results.rows import is_broken, is_unproven
+    from ..eval.results.rows import is_broken, is_unproven, method_name
     from ..eval.results.tables import print_table
 
     console = Console()
     print_table(rows, console)
     console.print(f"Records, summary, tables and plots: {escape(str(output))}", soft_wrap=True)
-    unproven = dict.fromkeys(row["method"] for row in rows if is_unproven(row))
-    broken = dict.fromkeys(row["method"] for row in rows if is_broken(row) and not is_unproven(row))
+    unproven = dict.fromkeys(method_name(row) for row in rows if is_unproven(row))
+    broken = dict.fromkeys(method_name(row) for row in rows if is_broken(row) and not is_unproven(row))
     for verdict, names in (("NOT PROVEN LOSSLESS", unproven), ("NOT LOSSLESS", broken)):
         if names:
-            console.print(f"[bold red]{verdict}:[/] {escape(', '.join(names))}", soft_wrap=True)
+            console.print(f"[bold red]{verdict}:[/] {escape('; '.join(names))}", soft_wrap=True)
     return not broken and not unproven
 
 
 def _suites(names: list[str], paths: list[str], revisions: list[str], limit: int | None) -> "list[SuiteConfig]":
-    from ..eval.config import SuiteConfig
-
     path_of = _by_suite(paths, names, "--suite-path", "FILE")
     revision_of = _by_suite(revisions, names, "--suite-revision", "COMMIT")
-    return [SuiteConfig(name=name, path=path_of.get(name), revision=revision_of.get(name), limit=limit) for name in names]
+    return [chosen_suite(name, path_of.get(name), revision=revision_of.get(name), limit=limit) for name in names]
 
 
 def _by_suite(texts: list[str], names: list[str], option: str, what: str) -> dict[str, str]:

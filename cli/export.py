@@ -23,8 +23,9 @@ def export_command(
     to: Annotated[
         str,
         typer.Option(
-            help="eagle3 (one file for vLLM and SGLang), eagle1-vllm, eagle1-sglang, speculators, apple, medusa, tensorrt-llm, "
-            "or transformers (a draft model for assisted generation)."
+            help="vllm or sglang, which choose the format by the drafter's kind; or a format (kind of drafter): "
+            "eagle3 (eagle3; vLLM and SGLang), speculators (eagle3; vLLM), eagle1-vllm (eagle), eagle1-sglang (eagle), "
+            "medusa (medusa), tensorrt-llm (medusa), apple (redrafter), transformers (draft_model; also vLLM and SGLang)."
         ),
     ],
     output: Annotated[Path, typer.Option(help="Folder for the export: a new or empty one, or an earlier export's.")],
@@ -33,22 +34,27 @@ def export_command(
 ) -> None:
     """Write a drafter as another program reads it: a serving engine, a library or a release.
 
-    What the format has no place for is refused, with the remedy; nothing is dropped. docs/engines says how each is served.
+    An option that the format can't hold is an error with a remedy; nothing is dropped. How each format is served:
+    docs/how-to/engines.
     """
     import torch  # it, and all that uses it, loads too slowly for --help
 
     from ..models.drafters.saved.download import resolve_drafter
     from ..models.drafters.saved.folder import read_drafter_config
     from ..models.export.config import DTYPES
-    from ..models.export.registry import export_drafter, find_format
+    from ..models.export.registry import ENGINES, engine_format, export_drafter, find_format
 
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"--dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
-    find_format(to)  # before the target is loaded, which may take long
+    # Mistakes show before the target is loaded, which may take long.
+    if to not in ENGINES:
+        find_format(to)
     directory = resolve_drafter(drafter)
     read_drafter_config(directory)
-    export_drafter(directory, _load(target, revision), to, output, None if dtype is None else getattr(torch, dtype))
-    typer.echo(f"{drafter} is in {output} as {to}")
+    name = engine_format(to, directory) if to in ENGINES else to
+    loaded = _load(target, revision, needs_tokenizer=find_format(name).kind == "draft_model")
+    export_drafter(directory, loaded, name, output, None if dtype is None else getattr(torch, dtype))
+    typer.echo(f"{drafter} is in {output} as {name}")
 
 
 def import_command(
@@ -64,7 +70,8 @@ def import_command(
 ) -> None:
     """Make a drafter of a published checkpoint of EAGLE, EAGLE-3, Medusa, ReDrafter or a draft model.
 
-    Only plain tensors are read, never code, and only where they fit the target.
+    Only plain tensors are read, never code, and only where they fit the target. The target needs a tokenizer for a draft model
+    alone: the other kinds read its weights and sizes.
     """
     from ..models.drafters import save_drafter
     from ..models.drafters.registry import kind_of
@@ -75,13 +82,12 @@ def import_command(
     require_new(output)
     options = {} if setting is None else parse_setting(setting)
     if source is not None:
-        find_format(source)
+        find_format(source)  # before anything is downloaded
     directory = resolve_folder(folder, WANTED, folder_revision, ignore_patterns=UNWANTED)
     if not directory.is_dir():
         raise ValueError(f"{folder} is neither a folder here nor a name on the Hub; give a directory, or user/name")
-    if source is None:
-        format_of(directory)  # before the target is loaded, which may take long
-    loaded = _load(target, revision)
+    format = format_of(directory) if source is None else find_format(source)  # loading the target may take long
+    loaded = _load(target, revision, needs_tokenizer=format.kind == "draft_model")
     drafter = import_drafter(directory, loaded, name=source, options=options)
     save_drafter(drafter, output, loaded.identity)
     num_parameters = sum(parameter.numel() for parameter in drafter.parameters())
@@ -90,6 +96,7 @@ def import_command(
     typer.echo(f"Measure it: {shlex.join([*command, '--drafter', str(output), '--suite', 'mt_bench'])}")
 
 
-def _load(target: str, revision: str | None) -> "HFTarget":
-    """The target on the CPU, in its own type: only its sizes, tokenizer, embeddings and head are looked at."""
-    return load_chosen_target({"target": target, "revision": revision, "device": "cpu", "dtype": "auto"})
+def _load(target: str, revision: str | None, *, needs_tokenizer: bool) -> "HFTarget":
+    """Load the target on the CPU, as stored: only its sizes, embeddings, head and at most its tokenizer are read."""
+    options = {"target": target, "revision": revision, "device": "cpu", "dtype": "auto"}
+    return load_chosen_target(options, needs_tokenizer=needs_tokenizer)

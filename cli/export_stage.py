@@ -3,17 +3,13 @@
 import filecmp
 import logging
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-import torch
 
 from ..data.files import finish_replacing, replacing_directory, sha256_file
 from ..eval.records.names import SUMMARY_FILE
 from ..eval.report.card import CardOptions, model_card, rows_of
 from ..eval.results.rows import is_broken
-from ..models.drafters.base import TrainableDrafter
-from ..models.drafters.registry import kind_of
 from ..models.drafters.saved.folder import WEIGHTS_FILE, read_drafter_config
 from ..models.export.certificate_file import read_certificate
 from ..models.export.config import ExportConfig
@@ -28,21 +24,21 @@ log = logging.getLogger(__name__)
 PACKAGE_FOLDER, FORMATS_FOLDER = "package", "export"
 
 
-def require_exportable(config: ExportConfig, drafter: TrainableDrafter, target: HFTarget) -> None:
-    """Raise ValueError before any long work where such a drafter, once it is trained, couldn't be written as is wanted.
+def require_exportable(config: ExportConfig, refusals: Mapping[str, str | None]) -> None:
+    """Raise ValueError where a format of `export.formats` can't hold the drafter: see `refusals_after_training`."""
+    for name in config.formats:
+        if (reason := refusals.get(name)) is not None:
+            raise ValueError(f"export.formats has {name}, and {reason}")
 
-    It is a drafter to throw away: its vocabulary is chosen on the way, and no number of it stays the zero that it begins with.
-    """
-    formats = [name for name in config.formats if FORMATS[name].kind == kind_of(drafter)]
-    if formats and drafter.wants_token_counts:
-        drafter.choose_draft_vocabulary(torch.arange(target.vocab_size))
-    for parameter in drafter.parameters() if formats else ():
-        parameter.data = torch.ones_like(parameter.data)  # in no memory that somebody else reads
-    for name in formats:
-        try:
-            FORMATS[name].write(drafter, target)
-        except ValueError as error:
-            raise ValueError(f"export.formats has {name}, and {error}") from error
+
+def describe_unexportable(refusals: Mapping[str, str | None]) -> str | None:
+    """Describe why no format at all can hold the drafter; None if one can."""
+    if None in refusals.values():
+        return None
+    return (
+        f"no serving engine will be able to load this drafter: {'; '.join(filter(None, refusals.values()))}. To train it "
+        "anyway without this warning, set export.allow_no_format=true"
+    )
 
 
 def require_fitting_certificate(config: ExportConfig, drafters: Sequence[DrafterRun]) -> None:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
@@ -11,6 +11,7 @@ import yaml
 from .quiet import silence_bars
 
 if TYPE_CHECKING:
+    from ..eval.config import SuiteConfig
     from ..models.target.hf_target import HFTarget
 
 T = TypeVar("T")
@@ -22,6 +23,15 @@ Dtype = Annotated[str | None, typer.Option(help="Unless given, float32 on a CPU 
 Device = Annotated[str | None, typer.Option(help="Unless given, the first accelerator, else cpu.")]
 Compiled = Annotated[bool, typer.Option(help="Run the target through torch.compile.")]
 CudaGraphs = Annotated[bool, typer.Option(help="Replay target and drafter as CUDA graphs.")]
+Quantization = Annotated[
+    str | None,
+    typer.Option(help="Quantise the target: torchao, bitsandbytes, or '{method: torchao, type: Int8WeightOnlyConfig}'."),
+]
+DEFAULT_QUANTIZATIONS: dict[str, dict[str, Any]] = {
+    "torchao": {"method": "torchao", "type": "Int8WeightOnlyConfig"},
+    "bitsandbytes": {"method": "bitsandbytes", "load_in_4bit": True},
+}
+"""What a method's bare name stands for."""
 ChatTemplate = Annotated[str | None, typer.Option(help="A .jinja file, or a template that ships with outrider.")]
 TokenizerOptions = Annotated[
     list[str] | None, typer.Option("--tokenizer-option", help="NAME=VALUE for the tokenizer: legacy=true.")
@@ -29,7 +39,7 @@ TokenizerOptions = Annotated[
 BatchSizes = Annotated[list[int] | None, typer.Option("--batch-size", help="Prompts decoded together. Repeat for several.")]
 MaxNewTokens = Annotated[int, typer.Option(help="Tokens per answer, at most.")]
 Limit = Annotated[int, typer.Option(help="Draw at most so many prompts.")]
-SuitePath = Annotated[str | None, typer.Option(help="Local file of the suite.")]
+SuitePath = Annotated[str | None, typer.Option(help="Local file of a named suite.")]
 Threads = Annotated[int | None, typer.Option("--threads", help="CPU threads; torch's choice unless given.")]
 PackWeights = Annotated[bool, typer.Option(help="On a CPU, pack linear layers for few rows (more memory).")]
 Seed = Annotated[int, typer.Option(help="Of the prompts that --limit draws, of samples, and of the bootstrap.")]
@@ -45,7 +55,17 @@ def config_from(cls: type[T], options: Mapping[str, Any], **others: Any) -> T:
     return cls(**{**chosen, **others})
 
 
-def load_chosen_target(options: Mapping[str, Any]) -> "HFTarget":
+def chosen_suite(text: str, path: str | None = None, **options: Any) -> "SuiteConfig":
+    """Return the suite of a --suite option, with the path that --suite-path gives it."""
+    from ..eval.config import suite_of
+
+    suite = suite_of(text, **options)
+    if path is not None and suite.path is not None:
+        raise ValueError(f"--suite {text} is a file, and --suite-path gives it another one, {path}; leave --suite-path out")
+    return replace(suite, path=path or suite.path)
+
+
+def load_chosen_target(options: Mapping[str, Any], *, needs_tokenizer: bool = True) -> "HFTarget":
     """Load the target that a command's options choose, with its chat template."""
     from ..data.chat import use_chat_template
     from ..models.target.config import TargetConfig
@@ -56,8 +76,16 @@ def load_chosen_target(options: Mapping[str, Any]) -> "HFTarget":
     # A CPU emulates bfloat16, and only float32 can be held to the very same tokens.
     dtype = options["dtype"] or ("float32" if device == "cpu" else "auto")
     tokenizer_options = parse_tokenizer_options(options.get("tokenizer_options") or [])
-    changes = {"name_or_path": options["target"], "device": device, "dtype": dtype, "tokenizer_options": tokenizer_options}
-    target = load_target(config_from(TargetConfig, options, **changes))
+    changes = {
+        "name_or_path": options["target"],
+        "device": device,
+        "dtype": dtype,
+        "quantization": parse_quantization(options.get("quantization")),
+        "tokenizer_options": tokenizer_options,
+    }
+    target = load_target(config_from(TargetConfig, options, **changes), needs_tokenizer=needs_tokenizer)
+    if not needs_tokenizer:
+        return target
     use_chat_template(target.tokenizer, options.get("chat_template"))
     return target
 
@@ -74,6 +102,25 @@ def parse_tokenizer_options(texts: list[str]) -> dict[str, Any]:
         except json.JSONDecodeError:
             options[name] = value  # a text needs no quotes
     return options
+
+
+def parse_quantization(text: str | None) -> dict[str, Any] | None:
+    """Parse the quantisation of a target: a method's bare name, or its options as in a configuration.
+
+    Raises ValueError for anything else, and for a method that needs options.
+    """
+    if text is None:
+        return None
+    if text in DEFAULT_QUANTIZATIONS:
+        return DEFAULT_QUANTIZATIONS[text]
+    from ..models.target.quantization import check_method
+
+    try:
+        options = yaml.safe_load(text)
+    except yaml.YAMLError:
+        options = text
+    check_method(options)
+    return dict(options)
 
 
 def parse_setting(text: str) -> dict[str, Any]:

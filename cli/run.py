@@ -14,6 +14,7 @@ from yaml import YAMLError
 from ..data.chat import use_chat_template
 from ..data.decontamination import PromptOverlap
 from ..data.files import atomic_write_text, locked
+from ..data.manifest import MANIFEST_FILE
 from ..data.shards import label_store
 from ..data.sources import require_data
 from ..data.suites import PromptSet
@@ -24,8 +25,9 @@ from ..eval.results.rows import Row, is_broken
 from ..eval.results.tables import print_table
 from ..eval.run import check_inputs, evaluate, load_suites
 from ..models.drafters import build_drafter
-from ..models.drafters.saved.build import require_horizon
+from ..models.drafters.saved.build import describe_untrained_depths, require_horizon
 from ..models.drafters.saved.folder import read_drafter_config
+from ..models.export.registry import refusals_after_training
 from ..models.target.hf_target import HFTarget
 from ..models.target.loading import load_target
 from ..train.division import with_accumulation
@@ -34,7 +36,8 @@ from ..train.processes import require_supported_launch
 from ..train.run import train
 from ..train.tracking import require_tracker
 from .config import RunConfig
-from .export_stage import export, require_exportable, require_fitting_certificate
+from .export_stage import describe_unexportable, export, require_exportable, require_fitting_certificate
+from .kept import describe_kept
 from .plan import print_plan
 from .quiet import silence_bars
 
@@ -71,13 +74,18 @@ def run(config: RunConfig) -> None:
     with ExitStack() as stack:
         if accelerator.is_main_process and not config.plan:
             stack.enter_context(locked(folder))
-        _run_stages(config, folder, as_run, accelerator)
+        try:
+            _run_stages(config, folder, as_run, accelerator)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(describe_kept(config)) from None
 
 
 def _run_stages(config: RunConfig, folder: Path, as_run: dict[str, Any], accelerator: Accelerator) -> None:
     target = load_target(config.target, accelerator.device)
     if "train" in config.stages:
-        _require_trainable(config, target)
+        for warning in require_trainable(config, target):
+            if accelerator.is_main_process:
+                log.warning("%s", warning)
     tokenizer = target.tokenizer
     use_chat_template(tokenizer, config.data.chat_template)
     if config.plan:
@@ -108,15 +116,27 @@ def _run_stages(config: RunConfig, folder: Path, as_run: dict[str, Any], acceler
         raise SystemExit(NOT_LOSSLESS)
 
 
-def _require_trainable(config: RunConfig, target: HFTarget) -> None:
-    """Raise ValueError before the distillation for sizes that don't fit the target, and for what could be neither trained nor
-    exported."""
+def require_trainable(config: RunConfig, target: HFTarget) -> list[str]:
+    """Check before the distillation that each drafter can be trained, and exported as the recipe says.
+
+    Returns warnings, each once: of drafters that no format can hold, and of searches that go deeper
+    than the labels train. Raises ValueError for sizes that don't fit the target.
+    """
+    warnings: list[str | None] = []
+    is_distilled = "distill" not in config.stages
+    shards = Path(config.output_dir) / "distill"
+    is_distilled = is_distilled and not (config.plan and not (shards / MANIFEST_FILE).exists())
+    horizon = label_store(shards).load().horizon if is_distilled else config.distill.horizon
     for drafter in config.drafter_runs():
         fresh = build_drafter(drafter.drafter, target)
         if drafter.train.loss.needs_teacher:
             target.require_plain_head()
+        refusals = refusals_after_training(fresh, target)
         if "export" in config.stages:
-            require_exportable(config.export, fresh, target)
+            require_exportable(config.export, refusals)
+        warnings.append(None if config.export.allow_no_format else describe_unexportable(refusals))
+        warnings.append(describe_untrained_depths(drafter.drafter, horizon))
+    return [warning for warning in dict.fromkeys(warnings) if warning is not None]
 
 
 def _distill(config: RunConfig, target: HFTarget, folder: Path, accelerator: Accelerator) -> None:

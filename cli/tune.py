@@ -1,6 +1,7 @@
 """`outrider tune`: how is a drafter run best on this machine?"""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,13 +12,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from . import options as shared
-from .options import config_from, load_chosen_target, parse_setting
+from .options import chosen_suite, config_from, load_chosen_target, parse_setting
 
 if TYPE_CHECKING:
     from ..eval.tune.run import Tuning
     from ..eval.tune.search import Speed
 
 Settings = Annotated[list[str] | None, typer.Option(help="Try only these, and plain decoding: '{depth: 5, top_k: 8}'. Repeat.")]
+NameOf = Callable[[dict[str, Any] | None], str]
+"""Puts a setting into words; None is plain decoding."""
 SHOWN = 5
 """Settings that the table has for each batch size, at least."""
 
@@ -25,7 +28,7 @@ SHOWN = 5
 def tune_command(
     target: shared.Target,
     drafter: Annotated[Path, typer.Option(help="The drafter's directory, which gets the choice; a Hub id with --no-write.")],
-    suite: Annotated[str, typer.Option(help="Prompts to decode: a suite as `outrider eval` names them.")] = "stdlib",
+    suite: Annotated[str, typer.Option(help="Prompts to decode: a suite of `outrider eval`, or FILE.jsonl.")] = "stdlib",
     suite_path: shared.SuitePath = None,
     suite_revision: Annotated[str | None, typer.Option(help="Commit of a suite on the Hub.")] = None,
     limit: shared.Limit = 16,
@@ -38,6 +41,7 @@ def tune_command(
     output: Annotated[Path, typer.Option(help="Folder for all predictions.")] = Path("outputs/tune"),
     revision: shared.Revision = None,
     dtype: shared.Dtype = None,
+    quantization: shared.Quantization = None,
     device: shared.Device = None,
     compiled: shared.Compiled = False,
     cuda_graphs: shared.CudaGraphs = False,
@@ -53,7 +57,7 @@ def tune_command(
     batch and tree. The few settings that come out fastest then decode for real. Takes minutes, not the hours of measuring all.
     """
     options = {**locals()}
-    from ..eval.config import EvalConfig, SuiteConfig
+    from ..eval.config import EvalConfig
     from ..eval.run import check_inputs
     from ..eval.tune.run import tune
     from ..models.drafters.saved.download import HUB_ID, resolve_drafter
@@ -61,7 +65,7 @@ def tune_command(
     sizes = sorted(set(batch_sizes or [1]))
     if max_new_tokens < 2:
         raise ValueError(f"--max-new-tokens is {max_new_tokens}; the first token is the prefill's, so it must be at least 2")
-    suites = [SuiteConfig(name=suite, path=suite_path, revision=suite_revision, limit=limit)]
+    suites = [chosen_suite(suite, suite_path, revision=suite_revision, limit=limit)]
     settings = [parse_setting(text) for text in setting or []]
     choices = {"settings": settings or [{}], "temperatures": [temperature], "batch_sizes": sizes}
     config = config_from(EvalConfig, options, suites=suites, **choices)
@@ -74,22 +78,37 @@ def tune_command(
     check_inputs(config, [directory])
     loaded = load_chosen_target(options)
     tuning = tune(config, loaded, directory, output, settings=settings or None, batch_sizes=sizes, check=check, write=write)
-    _print_tuning(tuning, directory if write else None, output)
+    _print_tuning(tuning, setting_namer(directory), directory if write else None, output)
 
 
-def _print_tuning(tuning: "Tuning", written_to: Path | None, output: Path) -> None:
+def setting_namer(directory: Path) -> NameOf:
+    """Return the function that puts settings of the drafter in a directory into words."""
+    from ..eval.records.method_names import PLAIN_DECODING, setting_words
+    from ..models.drafters.saved.folder import read_drafter_config
+
+    saved = read_drafter_config(directory)
+
+    def name_of(setting: dict[str, Any] | None) -> str:
+        if setting is None:
+            return PLAIN_DECODING
+        return setting_words(saved.kind, {**saved.drafter, **setting}, setting) or "as saved"
+
+    return name_of
+
+
+def _print_tuning(tuning: "Tuning", name_of: NameOf, written_to: Path | None, output: Path) -> None:
     console = Console()
     for size in tuning.choices:
-        console.print(tuning_table(tuning, size))
-        console.print(escape(verdict(tuning, size)))
+        console.print(tuning_table(tuning, size, name_of))
+        console.print(escape(verdict(tuning, size, name_of)))
     if tuning.left_out:
-        names = ", ".join(f"{_name(each.setting)} (batches of {each.batch_size})" for each in tuning.left_out)
+        names = "; ".join(f"{name_of(each.setting)} (batches of {each.batch_size})" for each in tuning.left_out)
         console.print(escape(f"Left out, since memory ran out: {names}"), soft_wrap=True)
     written = "" if written_to is None else f"; the choice to {written_to / 'tuned.json'}"
     console.print(escape(f"All predictions were written to {output / 'tuning.json'}{written}"), soft_wrap=True)
 
 
-def tuning_table(tuning: "Tuning", batch_size: int) -> Table:
+def tuning_table(tuning: "Tuning", batch_size: int, name_of: NameOf) -> Table:
     """The settings that are fastest for a batch size, and plain decoding: as predicted, and as measured where they were."""
     table = Table(title=f"Batches of {batch_size}: decoded tokens/s; own ms is a step's time beside the target's")
     table.add_column("setting", overflow="fold", min_width=15)
@@ -102,7 +121,7 @@ def tuning_table(tuning: "Tuning", batch_size: int) -> Table:
     for each in order[: 1 + max(SHOWN, len(measured) - 1)]:
         speed = measured.get(_key(each))
         table.add_row(
-            _name(each.setting),
+            name_of(each.setting),
             f"{each.tokens_per_step:.2f}",
             f"{each.num_nodes:.1f}",
             f"{1000 * each.own_seconds:.1f}",
@@ -114,7 +133,7 @@ def tuning_table(tuning: "Tuning", batch_size: int) -> Table:
     return table
 
 
-def verdict(tuning: "Tuning", batch_size: int) -> str:
+def verdict(tuning: "Tuning", batch_size: int, name_of: NameOf) -> str:
     """The choice for a batch size in a sentence, and what a check says of it in another."""
     choice = tuning.choices[batch_size]
     if choice.setting is None:
@@ -123,10 +142,10 @@ def verdict(tuning: "Tuning", batch_size: int) -> str:
         reason = "no setting fits into memory"
         if best is not None:
             loss = 1 - best.tokens_per_second / choice.plain_tokens_per_second
-            reason = f"the best setting ({_name(best.setting)}) loses {100 * loss:.0f} %"
+            reason = f"the best setting ({name_of(best.setting)}) loses {100 * loss:.0f} %"
         summary = f"speculation is off: {reason}"
     else:
-        summary = f"{_name(choice.setting)}, {choice.speedup:.2f}x of plain decoding (prompts' reading left out)"
+        summary = f"{name_of(choice.setting)}, {choice.speedup:.2f}x of plain decoding (prompts' reading left out)"
     if batch_size in tuning.regrets and batch_size in tuning.predicted_regrets:
         wrong = sorted(map(abs, tuning.errors(batch_size)))
         summary += (
@@ -135,12 +154,6 @@ def verdict(tuning: "Tuning", batch_size: int) -> str:
             f"(median), {100 * wrong[-1]:.0f} % at most"
         )
     return f"Batches of {batch_size}: {summary}"
-
-
-def _name(setting: dict[str, Any] | None) -> str:
-    if setting is None:
-        return "plain decoding"
-    return " ".join(f"{name}={value}" for name, value in setting.items()) or "as saved"
 
 
 def _key(speed: "Speed") -> str:

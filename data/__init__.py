@@ -1,1 +1,5 @@
-"""Conversations, prompts, shards and batches: the bottom floor, which imports nothing else of outrider."""
+"""Conversations, prompts, shards and batches: the lowest package, which imports no other one of outrider."""
+
+from .entry import require_entry
+
+require_entry()

@@ -1,8 +1,9 @@
-"""Conversations through a target's chat template: token ids, and which of them the assistant wrote.
+"""Chat templates: conversations as token ids, with a mask of the assistant's tokens.
 
-Everything is decided on the characters of the rendered text, which is then tokenized once, whole: a token belongs to the
-assistant where it covers a character of an answer. (transformers' own mask gives up at an answer whose first character no
-token covers, such as a space under a tokenizer that trims its offsets.)
+All spans are computed on characters of the rendered text. The text is then tokenized once, as a
+whole. A token belongs to the assistant if it covers a character of an answer. (transformers' mask
+fails for an answer whose first character no token covers, such as a space under a tokenizer that
+trims its offsets.)
 """
 
 import logging
@@ -28,14 +29,15 @@ GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 LARGE_LOSS = 0.1
 """Share of the tokens: where `max_length` cuts off more, drafters hardly see the ends of answers."""
 BATCH_SIZE = 256
-"""Conversations handed to the tokenizer at a time."""
+"""Conversations per call of the tokenizer."""
 
 Span = tuple[int, int]
-"""First character of a piece of text, and the one after its last."""
+"""Index of the first character of a piece of text, and of the character after its last."""
 
 
 def use_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> None:
-    """Give `tokenizer` another chat template: a .jinja file, or the name of one that outrider ships. None keeps its own."""
+    """Set another chat template: a .jinja file, or a name of one that outrider ships; None does
+    nothing."""
     if chat_template is None:
         return
     is_built_in = chat_template in built_in_templates()
@@ -49,7 +51,8 @@ def use_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | N
 
 
 def encode_prompt(messages: Sequence[Turn], tokenizer: PreTrainedTokenizerBase) -> Int[torch.Tensor, "1 seq"]:
-    """The token ids of a conversation so far, up to where the assistant is to go on."""
+    """Return the token ids of a conversation, followed by the start of the assistant's next
+    turn."""
     require_template(tokenizer)
     encoded: Any = tokenizer.apply_chat_template(
         [asdict(turn) for turn in messages], add_generation_prompt=True, return_tensors="pt", return_dict=True
@@ -60,10 +63,11 @@ def encode_prompt(messages: Sequence[Turn], tokenizer: PreTrainedTokenizerBase) 
 def encode_conversations(
     conversations: Sequence[Conversation], tokenizer: PreTrainedTokenizerBase, max_length: int
 ) -> tuple[list[Example], Counter[str]]:
-    """Examples with the mask of the assistant's tokens (end tokens included), and how many were dropped by reason.
+    """Encode conversations with a mask of the assistant's tokens.
 
-    Turns after the last answer are left out, tokens after `max_length` cut off. Raises ValueError where the tokenizer cannot do
-    it, or where no example is left: a mask that is zero everywhere would train on nothing.
+    Also counts dropped conversations by reason. The mask includes end tokens. Turns after the last
+    answer are left out; tokens after `max_length` are cut. Raises ValueError if the tokenizer lacks
+    a requirement, or if no example is left: a mask of zeros would train on nothing.
     """
     template = require_template(tokenizer)
     examples: list[Example] = []
@@ -82,9 +86,9 @@ def encode_conversations(
     if not examples:
         reasons = ", ".join(f"{count} x {reason}" for reason, count in dropped.most_common())
         raise ValueError(
-            f"no token of {len(conversations)} conversations is the assistant's under the chat template of "
+            f"none of {len(conversations)} conversations has a token of the assistant under the chat template of "
             f"{tokenizer.name_or_path!r}, which begins {template[:60]!r}; dropped: {reasons}. Check the template, above all "
-            "what stands between its generation markers, or set data.chat_template to another"
+            "the text between its generation markers, or set data.chat_template to another"
         )
     _log_cuts(lost, sum(len(example.input_ids) for example in examples), max_length)
     return examples, dropped
@@ -102,7 +106,10 @@ def _log_cuts(lost: Sequence[int], num_kept: int, max_length: int) -> None:
 
 
 def require_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The tokenizer's chat template. Raises ValueError, with the remedy, where it has none, or can't locate its tokens."""
+    """Return the tokenizer's chat template.
+
+    Raises ValueError if it has none, or if the tokenizer can't locate tokens in the text.
+    """
     if tokenizer.chat_template is None:
         raise ValueError(
             f"the tokenizer of {tokenizer.name_or_path!r} has no chat template; set data.chat_template to a .jinja file, or to "
@@ -110,7 +117,7 @@ def require_template(tokenizer: PreTrainedTokenizerBase) -> str:
         )
     if not tokenizer.is_fast:
         raise ValueError(
-            f"the tokenizer of {tokenizer.name_or_path!r} cannot tell which characters a token covers; use its fast version "
+            f"the tokenizer of {tokenizer.name_or_path!r} doesn't report which characters a token covers; use its fast version "
             "(a directory with tokenizer.json)"
         )
     return tokenizer.get_chat_template()
@@ -129,7 +136,7 @@ def _render(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, 
 def _render_answers(
     messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, template: str
 ) -> tuple[str, list[Span]] | str:
-    """The rendered text and its answers, or the reason to drop the conversation."""
+    """Render messages, and locate the answers; or return the reason to drop the conversation."""
     if not messages:
         return "no assistant turn"
     try:
@@ -141,26 +148,31 @@ def _render_answers(
 
 
 def _render_marked(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str, list[Span]]:
-    """The rendered text and what stands between the template's generation markers."""
+    """Render messages with a template that has generation markers; answers are between them."""
     render: Any = render_jinja_template  # its annotations are wrong
     texts, spans = render([messages], chat_template=template, return_assistant_tokens_mask=True, **tokenizer.special_tokens_map)
     return texts[0], spans[0]
 
 
 def _render_located(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[Span]] | str:
-    """The rendered text and its answers, for templates without markers; or the reason to drop the conversation.
+    """Render messages with a template without markers, and locate the answers.
 
-    An answer begins where the prompt for it ends (rendered up to the turn, with the generation prompt), so that a space or an
-    empty thinking block that the template puts before the answer is learned with it. Where that prompt is no prefix of the
-    whole text (templates that drop earlier thinking), it begins with its own first character. It ends with what the template
-    writes after the last answer, its end token; white space after that is nobody's.
+    Returns the reason to drop the conversation if the answers can't be located.
+
+    An answer begins where its prompt ends, that is, the text up to its turn with the generation
+    prompt. So a space or an empty thinking block that the template puts before the answer is
+    trained, too. If that prompt is no prefix of the whole text (some templates drop earlier
+    thinking), the answer begins with its first character. It ends with the text that the template
+    writes after the last answer, its end token, without white space after it.
     """
+    # 1. Locate the answers' own characters.
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     text = _render(messages, tokenizer)
     located = _locate_answers(text, messages, answers, tokenizer)
     prompts = [_render(messages[:index], tokenizer, add_generation_prompt=True) for index in answers]
     if located is None:
         return "the chat template changes the answers, so that they cannot be found in its text"
+    # 2. Extend each answer to its prompt's end, and by the end token.
     end_text = text[located[-1][1] :].rstrip()
     spans = []
     for prompt, (start, end) in zip(prompts, located, strict=True):
@@ -173,16 +185,19 @@ def _render_located(messages: list[dict[str, str]], tokenizer: PreTrainedTokeniz
 def _locate_answers(
     text: str, messages: list[dict[str, str]], answers: list[int], tokenizer: PreTrainedTokenizerBase
 ) -> list[Span] | None:
-    """Where the answers stand in `text`, found by rendering the conversation again with place-holders; None where they differ.
+    """Locate the answers in `text` by rendering the conversation again with placeholders.
 
-    A template may strip white space from an answer, nothing else.
+    Returns None if the rest of the text differs. A template may strip white space from an answer,
+    but change nothing else.
     """
-    # A private-use character stands in no sane text, so that the place-holders are unique.
-    place_holders = {index: f"\ue000{index}\ue001" for index in answers}
-    blank = _render([{**m, "content": place_holders.get(i, m["content"])} for i, m in enumerate(messages)], tokenizer)
-    pieces = re.split("|".join(place_holders.values()), blank)
+    # 1. Render with placeholders. Normal text contains no private-use characters, so they are
+    # unique.
+    placeholders = {index: f"\ue000{index}\ue001" for index in answers}
+    blank = _render([{**m, "content": placeholders.get(i, m["content"])} for i, m in enumerate(messages)], tokenizer)
+    pieces = re.split("|".join(placeholders.values()), blank)
     if len(pieces) != len(answers) + 1 or not text.startswith(pieces[0]):
         return None
+    # 2. Walk through the text: each answer must be followed by the next piece.
     spans = []
     position = len(pieces[0])
     for index, following in zip(answers, pieces[1:], strict=True):
@@ -205,7 +220,8 @@ def _tokenize(
 ) -> list[Example]:
     if not rendered:
         return []
-    # The template has written the special tokens; verbose would warn of texts beyond the context window, which are cut below.
+    # The template has written the special tokens. `verbose` would warn of long texts, which are cut
+    # below.
     encoded = tokenizer([text for _, text, _ in rendered], add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     examples = []
     for (id, _, spans), ids, offsets in zip(rendered, encoded["input_ids"], encoded["offset_mapping"], strict=True):

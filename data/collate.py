@@ -1,4 +1,4 @@
-"""Distilled examples to batches."""
+"""Collation of labelled examples into batches."""
 
 import math
 
@@ -13,12 +13,13 @@ from .types import TOKENS_ONLY, UNKNOWN, DistilledExample, DrafterBatch, TargetR
 def text_continuations(
     input_ids: Int[torch.Tensor, " seq"], loss_mask: Bool[torch.Tensor, " seq"], horizon: int
 ) -> Int[torch.Tensor, "seq horizon"]:
-    """The text's own next tokens after each position, in place of the target's: ground-truth labels.
+    """Return the text's next tokens after each position, as labels in place of the target's.
 
-    Entry [i, d] is token i + 1 + d where the tokens i + 1 .. i + 1 + d are all the assistant's, else UNKNOWN: a label never
-    reaches past the end of the turn.
+    Entry [i, d] is token i + 1 + d if the tokens i + 1 .. i + 1 + d are all the assistant's, else
+    UNKNOWN. So a label never extends past the end of its turn.
 
-    Example: ids [5, 6, 7, 8], mask [0, 0, 1, 1], horizon 2 -> [[-1, -1], [7, 8], [8, -1], [-1, -1]].
+    Example: ids [5, 6, 7, 8], mask [0, 0, 1, 1], horizon 2 -> [[-1, -1], [7, 8], [8, -1], [-1,
+    -1]].
     """
     num_tokens = len(input_ids)
     ahead = torch.arange(num_tokens)[:, None] + 1 + torch.arange(horizon)  # [seq, horizon]
@@ -38,29 +39,33 @@ def collate(
     reads: TargetReads = TOKENS_ONLY,
     packing: bool = False,
 ) -> DrafterBatch:
-    """Put examples into one batch and choose the positions to train on.
+    """Collate examples into one batch, and choose the positions to train on.
 
-    Each has a row of its own, right-padded; with `packing`, rows hold several, one behind the other.
+    Each example has a row of its own, right-padded. With `packing`, rows hold several examples.
 
-    `labels` is `distilled` (the target's continuations) or `text` (the text's own). The positions are the same at both: those
-    that have a distilled label. Of more than `max_positions` in the batch, `generator` (on the CPU) draws that many.
-    Past the end of a text stand `pad_id`, UNKNOWN, zeros, and log-probabilities of minus infinity. What of the target is in the
-    batch say the `reads`: every example has it.
+    `labels` is `distilled` (the target's continuations) or `text` (the text's next tokens). Both
+    use the same positions: those with a distilled label. If the batch has more than
+    `max_positions`, `generator` (on the CPU) samples that many of them. Padding is `pad_id`,
+    UNKNOWN, zeros, and log-probabilities of minus infinity. `reads` selects the tensors of the
+    target in the batch; every example must have them.
     """
     assert labels in LABELS, labels
+    # 1. Labels, and the positions that have one.
     texts = [example.example for example in examples]
     layout = (packed if packing else padded)([len(text.input_ids) for text in texts])
-    positions = [text.wanted & (each.continuations[:, 0] != UNKNOWN) for text, each in zip(texts, examples, strict=True)]
+    positions = [text.wanted & (example.continuations[:, 0] != UNKNOWN) for text, example in zip(texts, examples, strict=True)]
     if labels == "distilled":
         continuations = [example.continuations for example in examples]
     else:
         horizon = examples[0].continuations.shape[1]
         continuations = [text_continuations(text.input_ids, text.loss_mask, horizon) for text in texts]
+    # 2. Tensors of the target.
     hidden_states = [example.hidden_states for example in examples if reads.hidden_states and example.hidden_states is not None]
     tops = [example.top for example in examples if reads.top and example.top is not None]
-    assert len(hidden_states) == len(examples) * reads.hidden_states, "every example of a batch has what is read of it"
-    assert len(tops) == len(examples) * reads.top, "every example of a batch has what is read of it"
+    assert len(hidden_states) == len(examples) * reads.hidden_states, "every example must have the tensors that are read"
+    assert len(tops) == len(examples) * reads.top, "every example must have the tensors that are read"
     layers = [torch.cat([example.layers[layer].decode() for layer in reads.layers], 1) for example in examples if reads.layers]
+    # 3. One tensor of each, padded.
     return DrafterBatch(
         input_ids=layout.place([text.input_ids.long() for text in texts], pad_id),
         attention_mask=layout.place([torch.ones_like(text.loss_mask) for text in texts], False),
@@ -77,7 +82,8 @@ def collate(
 def _thin(
     positions: list[Bool[torch.Tensor, " _"]], max_positions: int | None, generator: torch.Generator
 ) -> list[Bool[torch.Tensor, " _"]]:
-    """Of all texts together at most `max_positions`, the same ones wherever the texts lie."""
+    """Keep at most `max_positions` of all texts together; the choice doesn't depend on the
+    layout."""
     together = torch.cat(positions)
     chosen = together.nonzero().squeeze(1)
     if max_positions is None or len(chosen) <= max_positions:
@@ -85,4 +91,4 @@ def _thin(
     kept = chosen[torch.randperm(len(chosen), generator=generator)[:max_positions]]
     thinned = torch.zeros_like(together)
     thinned[kept] = True
-    return list(thinned.split([len(each) for each in positions]))
+    return list(thinned.split([len(text_positions) for text_positions in positions]))

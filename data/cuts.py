@@ -1,4 +1,4 @@
-"""Plain text and source code as conversations: a task with the beginning of a piece, and the text that follows it."""
+"""Plain text and source code as conversations: the start of a piece, then its rest."""
 
 import io
 from collections.abc import Iterator
@@ -10,25 +10,25 @@ from .types import Conversation, Turn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cuts:
-    """Sizes of the pieces, in characters, which are rounded up to whole lines.
+    """Sizes of the pieces in characters, rounded up to whole lines.
 
-    The same seed and id of a text give the same cuts.
+    The same seed and text id give the same cuts.
     """
 
     seed: int
     prompt_chars: tuple[int, int] = (200, 900)
-    """The range that a prompt's length is drawn from."""
+    """Range that a prompt's length is sampled from."""
     answer_chars: int = 1500
 
 
 def cut_text(text: str, cuts: Cuts, *, id: str, source: str, task: str) -> Iterator[Conversation]:
-    """Cut a text at line ends, from its start to its end, into conversations of one question and one answer.
+    """Cut a text at line ends into conversations of one question and one answer.
 
-    A conversation's id is `id` and the number of its first line, counted from 1. A last piece too short for an answer is left
-    out.
+    A conversation's id is `id` and the number of its first line, counted from 1. A last piece too
+    short for an answer is left out.
     """
     rng = Random(f"{cuts.seed}:{id}")
-    # str.splitlines would also cut at form feeds and other separators inside a line.
+    # str.splitlines would also split at form feeds and other separators inside a line.
     lines = list(io.StringIO(text, newline="\n"))
     position = 0
     while position < len(lines):
@@ -41,8 +41,8 @@ def cut_text(text: str, cuts: Cuts, *, id: str, source: str, task: str) -> Itera
 
 
 def _take_lines(lines: list[str], position: int, num_chars: int) -> tuple[str, int]:
-    start, taken = position, 0
-    while position < len(lines) and taken < num_chars:
-        taken += len(lines[position])
+    start, num_taken = position, 0
+    while position < len(lines) and num_taken < num_chars:
+        num_taken += len(lines[position])
         position += 1
     return "".join(lines[start:position]), position

@@ -1,4 +1,7 @@
-"""Training prompts that the evaluation asks too, found by the words they share in a row (arXiv 2005.14165, appendix C)."""
+"""Decontamination: training prompts that share consecutive words with evaluation prompts.
+
+Source: arXiv 2005.14165, appendix C.
+"""
 
 import re
 from collections import Counter
@@ -15,10 +18,10 @@ Words = tuple[str, ...]
 
 
 class PromptOverlap:
-    """What the prompts of the evaluation say, to be looked for in others.
+    """Index of the evaluation prompts' words, to find overlaps with other prompts.
 
-    Two texts overlap where they share `num_words` words in a row, whatever their case and punctuation. A turn of fewer words is
-    too short to be told by a part of it: it overlaps with its like only.
+    Two texts overlap if they share `num_words` consecutive words, ignoring case and punctuation. A
+    turn with fewer words overlaps only with a turn of exactly the same words.
     """
 
     def __init__(self, suites: Iterable[PromptSet], num_words: int) -> None:
@@ -34,7 +37,7 @@ class PromptOverlap:
                         self._suites.setdefault(words, suite.name)
 
     def suite_of(self, conversation: Conversation) -> str | None:
-        """The suite that one of the conversation's prompts overlaps with, if any does."""
+        """Return the suite that a prompt of the conversation overlaps with, or None."""
         for turn in conversation.turns:
             if turn.role != "assistant":
                 for words in self._pieces(turn.content):
@@ -50,7 +53,7 @@ class PromptOverlap:
 
 
 def without_overlap(conversations: Sequence[Conversation], overlap: PromptOverlap, dropped: Counter[str]) -> list[Conversation]:
-    """The conversations that the evaluation doesn't ask; the others are counted in `dropped`, by suite."""
+    """Drop conversations that overlap with the evaluation; `dropped` counts them by suite."""
     kept = []
     for conversation in conversations:
         if suite := overlap.suite_of(conversation):

@@ -1,4 +1,4 @@
-"""The usual value and the usual deviation from it, where a few values may be far off."""
+"""Median and robust deviation of values, of which a few may be outliers."""
 
 from collections.abc import Sequence
 from statistics import NormalDist
@@ -6,13 +6,13 @@ from statistics import NormalDist
 import numpy as np
 
 NORMAL_MEDIAN_DEVIATION = NormalDist().inv_cdf(0.75)
-"""Median absolute deviation of a normal distribution whose standard deviation is 1."""
+"""Median absolute deviation of a normal distribution with standard deviation 1."""
 
 
 def median_and_deviation(values: Sequence[float]) -> tuple[float, float]:
-    """Median and robust standard deviation, which outliers hardly move.
+    """Return the median and a robust standard deviation, which outliers hardly change.
 
-    The deviation is the scaled median absolute deviation: for normally distributed values it
+    The deviation is the scaled median absolute deviation. For normally distributed values it
     estimates their standard deviation. Values that include NaN give NaN.
     """
     array = np.asarray(values)

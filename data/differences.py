@@ -1,4 +1,4 @@
-"""What differs between two configurations: for errors that refuse to mix the work of two runs."""
+"""Differences of two configurations, for errors that prevent mixing the work of two runs."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,10 +14,10 @@ def name_digests(changes: dict[str, str], words: Mapping[str, str]) -> list[str]
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Texts about the values that differ, by the values' dotted names.
+    """Describe the values that differ, by their dotted names.
 
-    A text names both values: `target.dtype (was 'float32', is 'bfloat16')`. A missing value equals
-    None, which means off.
+    Each description has both values: `target.dtype (was 'float32', is 'bfloat16')`. A missing value
+    equals None, which means off.
     """
     texts: dict[str, str] = {}
     for key in dict.fromkeys([*before, *after]):

@@ -1,4 +1,4 @@
-"""Types of options, and the messages for wrong values in configurations and files."""
+"""Types of options, and messages for wrong values in configurations and files."""
 
 import json
 import re
@@ -10,11 +10,12 @@ from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
 OPTIONS = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-"""pydantic's settings for every configuration: no conversion of types, no unknown options, no NaN."""
+"""pydantic's settings for every configuration: no conversion of types, no unknown options, no
+NaN."""
 
 
 def different(values: list[Any]) -> list[Any]:
-    """Raise an error where a list has one value twice."""
+    """Raise an error if a list contains a value twice."""
     if any(value in values[:index] for index, value in enumerate(values)):
         raise PydanticCustomError("different", "has the same value twice; give each once")
     return values
@@ -27,7 +28,7 @@ Share = Annotated[float, Field(gt=0, le=1)]
 
 T = TypeVar("T")
 Distinct = Annotated[list[T], Field(min_length=1), AfterValidator(different)]
-"""One value or several, none of them twice."""
+"""A list of at least one value, without duplicates."""
 
 MAX_VALUE_CHARS = 40
 """Longest value that a message quotes in full."""
@@ -49,12 +50,12 @@ RULES = {
     "dict_type": "must be a mapping",
     "dataclass_type": "must be a mapping",
 }
-"""Rules by pydantic's types of errors; the words of other errors are pydantic's."""
+"""Messages by pydantic's types of errors; other errors keep pydantic's message."""
 
 
 @dataclass(frozen=True)
 class OneOf:
-    """A rule that allows these texts only."""
+    """A rule that allows only these strings."""
 
     choices: tuple[str, ...]
 
@@ -65,18 +66,19 @@ class OneOf:
 
 
 def one_of(*choices: str) -> AfterValidator:
-    """Allow these texts only. (OmegaConf knows no `Literal`.)"""
+    """Return a validator that allows only these strings. (OmegaConf doesn't support `Literal`.)"""
     return AfterValidator(OneOf(choices))
 
 
 def raise_problems(problems: list[str]) -> None:
-    """Raise one ValueError with a line for each problem, where there is any."""
+    """Raise one ValueError with a line for each problem, if there are any."""
     if problems:
         raise ValueError("\n".join(problems))
 
 
 def under(section: str, line: str, options: Container[str]) -> str:
-    """Put a message under its section: after a dot where it begins with the name of one of its options."""
+    """Put a message under its section: after a dot where it begins with the name of one of its
+    options."""
     separator = "." if re.split(r"\W", line, maxsplit=1)[0] in options else ": "
     return f"{section}{separator}{line}" if section else line
 
@@ -84,7 +86,7 @@ def under(section: str, line: str, options: Container[str]) -> str:
 def problems_of(error: ValidationError, section: str = "") -> list[str]:
     """Return a line for each wrong value: its full name, the value and the rule.
 
-    A check of our own that finds several problems raises a ValueError with a line for each.
+    A `__post_init__` that finds several problems raises a ValueError with a line for each.
     """
     problems = []
     for detail in error.errors(include_url=False):

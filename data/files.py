@@ -1,6 +1,6 @@
-"""Files and folders of a run: written whole or not at all, hashed, and read back strictly.
+"""Files and folders of a run: written atomically, hashed, and read strictly.
 
-A file or folder has one writer. A reader sees the old content or the new one, never a part of either.
+A file or folder has one writer. A reader sees the old content or the new content, never a mixture.
 """
 
 import errno
@@ -28,10 +28,11 @@ OLD_IS_KEPT = "No half-written file was left: what was there before is unchanged
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path to write to, which takes `path`'s place when the block ends without an error.
+    """Yield a temporary path that replaces `path` when the block ends without an error.
 
-    On an error the temporary file is removed and `path` stays as it was. A full disk (or quota) becomes an OSError that says
-    what was kept and what to do. A killed process leaves at most a `.NAME.PID.tmp`, which no reader takes for a result.
+    On an error the temporary file is removed and `path` stays as it was. A full disk (or quota)
+    raises an OSError that explains what was kept and what to do. A killed process leaves at most a
+    `.NAME.PID.tmp`, which no reader reads.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -48,24 +49,28 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing_directory(path: Path) -> Iterator[Path]:
-    """A new, empty folder that replaces the folder `path` when the block ends without an error.
+    """Yield a new, empty folder; it replaces the folder `path` when the block ends without an
+    error.
 
-    On an error the new folder is removed and `path` stays as it was; a full disk raises the OSError
+    On an error the new folder is removed and `path` stays as it was. A full disk raises the OSError
     of `replacing`. A killed process leaves the old folder or the new one. It may also leave
     `.NAME.partial` and `.NAME.old`, which the next writer removes. Between two renames `path` is
-    missing for a moment: after a kill there, `finish_replacing` completes the replacement. Raises
-    ValueError where `path` is a file, and where it is or holds the current folder, since a shell
-    there would be left without it.
+    missing for a moment: after a kill there, `finish_replacing` completes the replacement.
+
+    Raises ValueError if `path` is a file. Also raises it if `path` is or contains the current
+    folder: a shell in that folder would lose it.
     """
+    # 1. Check the folder, and remove leftovers of a killed process.
     path = path.resolve()
     if Path.cwd().is_relative_to(path):
-        raise ValueError(f"{path} is the folder you are in, or holds it; change to another folder, or name another one")
+        raise ValueError(f"{path} is or contains the current folder; change to another folder, or choose another one")
     if path.exists() and not path.is_dir():
-        raise ValueError(f"{path} is a file, and a folder is to be written there; remove it, or name another folder")
+        raise ValueError(f"{path} is a file, and a folder must be written there; remove it, or choose another folder")
     finish_replacing(path)
     partial, old = partial_directory(path), _old_directory(path)
     for leftover in (old, partial):
         shutil.rmtree(leftover, ignore_errors=True)
+    # 2. Let the caller write, then swap the folders by two renames.
     try:
         with naming_full_disk(path, OLD_IS_KEPT):
             partial.mkdir(parents=True)
@@ -74,6 +79,7 @@ def replacing_directory(path: Path) -> Iterator[Path]:
                 os.replace(path, old)
             os.replace(partial, path)
             _sync_directory(path.parent)
+    # 3. Clean up, after an error too.
     finally:
         finish_replacing(path)
         for leftover in (old, partial):
@@ -81,9 +87,9 @@ def replacing_directory(path: Path) -> Iterator[Path]:
 
 
 def finish_replacing(path: Path) -> None:
-    """Complete the replacement of the folder `path` that a killed process has begun.
+    """Complete a replacement of the folder `path` that was interrupted by a kill.
 
-    See `replacing_directory`. Does nothing for a folder that is there. Readers call this before they
+    See `replacing_directory`. Does nothing if the folder exists. Readers call this before they
     report a folder as missing.
     """
     if path.exists():
@@ -94,7 +100,7 @@ def finish_replacing(path: Path) -> None:
 
 
 def partial_directory(path: Path) -> Path:
-    """The folder that `replacing_directory(path)` writes to."""
+    """Return the folder that `replacing_directory(path)` writes to."""
     real = path.resolve()
     return real.with_name(f".{real.name}.partial")
 
@@ -106,9 +112,11 @@ def _old_directory(path: Path) -> Path:
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Hold the folder (which is made where missing) until the block ends, or the process does. Raises ValueError where another
-    process holds it."""
-    import fcntl  # Windows has none, where all but runs works too
+    """Lock a folder until the block ends or the process dies; the folder is created if missing.
+
+    Raises ValueError if another process holds the lock.
+    """
+    import fcntl  # missing on Windows, where everything except runs works too
 
     directory.mkdir(parents=True, exist_ok=True)
     with open(directory / LOCK_FILE, "a") as file:
@@ -119,15 +127,18 @@ def locked(directory: Path) -> Iterator[None]:
                 yield
                 return
             raise ValueError(
-                f"another process is at work in {directory}: wait for it, or end it (workers may outlive a launcher that was "
-                "killed), or choose another output directory"
+                f"another process is at work in {directory}: wait for it, or end it (workers may outlive a killed launcher), "
+                "or choose another output directory"
             ) from error
         yield
 
 
 @contextmanager
 def naming_full_disk(path: Path, kept: str) -> Iterator[None]:
-    """Give the OSError of a full disk (or quota) the file's name, what was `kept` of it, and a remedy; others pass."""
+    """Explain the OSError of a full disk (or quota): the file, what was `kept`, and a remedy.
+
+    Other errors pass unchanged.
+    """
     try:
         yield
     except OSError as error:
@@ -136,38 +147,39 @@ def naming_full_disk(path: Path, kept: str) -> Iterator[None]:
         raise OSError(
             error.errno,
             f"the disk is full (or its quota used up) while writing {path}. {kept}. Free some space, or choose an output "
-            "directory on another disk and move the run there; the same command then goes on from what is complete",
+            "directory on another disk and move the run there; the same command then resumes",
         ) from error
 
 
 def atomic_write_bytes(path: Path, data: bytes) -> None:
-    """Write `data` to `path` (its folder is made where missing), whole or not at all. Errors as in `replacing`."""
+    """Write `data` to `path` atomically; its folder is created if missing. Errors as in
+    `replacing`."""
     with replacing(path) as temporary:
         temporary.write_bytes(data)
 
 
 def atomic_write_text(path: Path, text: str) -> None:
-    """Write `text` to `path` as UTF-8, whole or not at all. Errors as in `replacing`."""
+    """Write `text` to `path` as UTF-8, atomically. Errors as in `replacing`."""
     atomic_write_bytes(path, text.encode("utf-8"))
 
 
 def sha256_file(path: Path) -> str:
-    """The file's SHA-256 digest in hexadecimal."""
+    """Return the file's SHA-256 digest in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` as indented JSON, whole or not at all. NaN and infinity, which are not JSON, are ValueErrors."""
+    """Write `value` as indented JSON, atomically. Raises ValueError for NaN and infinity."""
     atomic_write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def read_json(path: Path) -> Any:
-    """The JSON value of a file. Raises ValueError, naming the file, where it is missing or malformed."""
+    """Read a JSON file. Raises ValueError with the file's name if it is missing or malformed."""
     content = _read(path)
     try:
         return json.loads(content)
-    except (ValueError, RecursionError) as error:  # malformed, not UTF-8, or nested without end
+    except (ValueError, RecursionError) as error:  # malformed, not UTF-8, or nested too deeply
         raise _not_json(path, error) from error
 
 
@@ -182,19 +194,23 @@ def _read(path: Path) -> bytes:
 
 def _not_json(path: Path, problem: object) -> ValueError:
     return ValueError(
-        f"{path} is not a JSON file ({problem}). It was altered or cut: restore it, or run the stage that writes it"
+        f"{path} is not a JSON file ({problem}). It was altered or truncated: restore it, or run the stage that writes it"
     )
 
 
 def read_dataclass(cls: type[T] | GenericAlias, path: Path) -> T:
-    """A dataclass, or a list of TypedDicts, from a JSON file. Raises ValueError as `read_json` and `parse_json` do."""
+    """Read a dataclass, or a list of TypedDicts, from a JSON file.
+
+    Raises ValueError like `read_json` and `parse_json`.
+    """
     return parse_json(cls, _read(path), path)
 
 
 def parse_json(cls: type[T] | GenericAlias, text: str | bytes, path: Path) -> T:
-    """A dataclass from JSON, strictly: unknown keys, missing keys and wrong types are ValueErrors, as are the dataclass's own.
+    """Parse a dataclass from JSON, strictly.
 
-    Every error names `path` and all that is wrong in it.
+    Raises ValueError that names `path` and every problem: unknown keys, missing keys, wrong types,
+    and the dataclass's own checks.
     """
     try:
         return _adapter(cls).validate_json(text, strict=True, extra="forbid")
@@ -204,7 +220,7 @@ def parse_json(cls: type[T] | GenericAlias, text: str | bytes, path: Path) -> T:
             raise _not_json(path, details["json_invalid"]["ctx"]["error"]) from None
         remedy = ""
         if details.keys() & {"missing", "unexpected_keyword_argument", "extra_forbidden"}:
-            remedy = ". It was altered or comes from another version of outrider: make it anew with this one"
+            remedy = ". It was altered or comes from another version of outrider: create it again with this version"
         raise ValueError(f"{path}: {'; '.join(problems_of(error))}{remedy}") from None
 
 
@@ -212,7 +228,7 @@ _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
 def _sync_directory(directory: Path) -> None:
-    # Without this a power cut may forget the rename although the file's content is safe.
+    # Without this, a power failure may lose the rename although the file's content is safe.
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""What a folder of shards holds and which target made it: `manifest.json`, written last."""
+"""The manifest of a folder of shards, `manifest.json`, which is written last."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -18,11 +18,12 @@ MANIFEST_FILE = "manifest.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetIdentity:
-    """Which target: two targets are the same when their weights, configurations and tokenizers are, whatever they are called.
+    """Identity of a target: equal weights, configurations and tokenizers mean the same target.
 
-    `name` and `revision` are for people (a path may change), the digests decide. `config_sha256` is of what changes answers:
-    not of names, versions or the type that weights are stored in. `quantization` are the options that the weights are quantised
-    by when they are loaded, in one line; empty where they are used as they are stored.
+    `name` and `revision` are for readers, since a path may change; the digests decide.
+    `config_sha256` covers the keys that change answers, not names, versions or the stored type of
+    the weights. `quantization` are the options for quantising the weights while loading, as one
+    line; empty if the weights are used as stored.
     """
 
     name: str
@@ -31,21 +32,22 @@ class TargetIdentity:
     config_sha256: str
     quantization: str
     tokenizer_sha256: str
+    """Empty where the target was loaded without a tokenizer."""
     hidden_size: int
     vocab_size: int
 
     def facts(self) -> dict[str, Any]:
-        """Return what decides whether another target is the same."""
+        """Return the fields that decide whether two targets are the same."""
         return {name: value for name, value in asdict(self).items() if name not in ("name", "revision")}
 
     def differences(self, other: "TargetIdentity") -> list[str]:
-        """Return texts about the fields that make `other` a different target."""
+        """Describe the fields that make `other` a different target."""
         return list(differences(self.facts(), other.facts()).values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseEntry:
-    """One complete shard: its file, and that file's digest."""
+    """One complete shard: its file and the file's digest."""
 
     index: int
     file: str
@@ -56,9 +58,9 @@ class BaseEntry:
 class BaseManifest:
     """All shards of one run of a stage.
 
-    `target_dtype` is the type that the target computed in. `data_sha256` is a digest of the data, in
-    order; `plan_sha256` is a digest of which of them go into which shard; `complete` is False until
-    every shard is there. No field has a default: reading a file that lacks one raises ValueError.
+    `target_dtype` is the target's compute type. `data_sha256` is a digest of the data in order.
+    `plan_sha256` is a digest of the assignment of data to shards. `complete` is False until every
+    shard exists. No field has a default: reading a file that lacks one raises ValueError.
     """
 
     format_version: int
@@ -70,16 +72,16 @@ class BaseManifest:
     complete: bool
 
     def facts(self) -> dict[str, Any]:
-        """Return what decides the content of the shards."""
+        """Return the fields that decide the content of the shards."""
         facts = {name: value for name, value in asdict(self).items() if name not in ("shards", "complete")}
         return facts | {"target": self.target.facts()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardEntry(BaseEntry):
-    """One complete shard of labels, its size, and the examples in it.
+    """One complete shard of labels, its size, and its examples.
 
-    `num_tokens` counts the tokens of all its texts, `num_labels` the positions that have a continuation.
+    `num_tokens` counts the tokens of all texts, `num_labels` the positions with a continuation.
     """
 
     num_bytes: int
@@ -92,9 +94,10 @@ class ShardEntry(BaseEntry):
 class Manifest(BaseManifest):
     """All shards of one distillation.
 
-    `horizon` is the number of tokens labelled after a position; `features` says which hidden states lie beside the tokens
-    (`none` or `last_hidden`), `feature_layers` the inputs of which layers, `features_dtype` in which of STATE_DTYPES all of
-    them are, and `top_logprobs` how many of the target's likeliest next tokens there are. `data_sha256` is `examples_sha256`.
+    `horizon` is the number of labelled tokens after a position. `features` is the kind of stored
+    hidden states (`none` or `last_hidden`), `feature_layers` the layers whose inputs are stored,
+    and `features_dtype` the type of all of them, one of STATE_DTYPES. `top_logprobs` is the number
+    of stored top tokens per position. `data_sha256` is `examples_sha256`.
     """
 
     horizon: int
@@ -113,7 +116,7 @@ class Manifest(BaseManifest):
         ids = [id for shard in self.shards for id in shard.ids]
         if len(set(ids)) != len(ids):
             raise ValueError(
-                "a manifest names an example twice: its shards come from different runs. Distil into an empty folder"
+                "a manifest lists an example twice: its shards come from different runs. Distil into an empty folder"
             )
 
     @property
@@ -125,7 +128,10 @@ class Manifest(BaseManifest):
         return sum(shard.num_labels for shard in self.shards)
 
     def stored(self, reads: TargetReads) -> TargetReads:
-        """The part of `reads` that the shards hold. Of layers all or none: a pass of the target gives all at once."""
+        """Return the part of `reads` that the shards hold.
+
+        Layers count only if all are there, since one pass of the target computes all of them.
+        """
         return TargetReads(
             hidden_states=reads.hidden_states and self.features == "last_hidden",
             layers=reads.layers if set(reads.layers) <= set(self.feature_layers) else (),
@@ -133,26 +139,27 @@ class Manifest(BaseManifest):
         )
 
     def require_top(self, reads: TargetReads) -> None:
-        """Raise ValueError where likeliest tokens are read, and the shards hold none."""
+        """Raise ValueError if top tokens are read and the shards hold none."""
         if reads.top and self.top_logprobs is None:
             raise ValueError(
-                "train.teacher is top_k, and the shards hold none of the target's likeliest tokens: distil with "
+                "train.teacher is top_k, and the shards hold no top tokens of the target: distil with "
                 "distill.top_logprobs into another output directory, or set train.teacher=full"
             )
 
     def require_target(self, identity: TargetIdentity) -> None:
-        """Raise ValueError, naming the fields, where these shards were not made by the target `identity`."""
+        """Raise ValueError, with the differing fields, if another target made these shards."""
         if changes := self.target.differences(identity):
             raise ValueError(
                 f"the shards were distilled with the target {self.target.name!r} (revision {self.target.revision}), but the "
                 f"run's target is {identity.name!r} (revision {identity.revision}); they differ in {'; '.join(changes)}. "
-                "A drafter learns one target's own words: set target.name_or_path to the target of the shards, or distil again "
+                "A drafter learns from one target: set target.name_or_path to the target of the shards, or distil again "
                 "into another output directory"
             )
 
 
 def examples_sha256(examples: Iterable[Example]) -> str:
-    """A digest of the examples' ids, tokens and masks, in order: equal digests mean equal work."""
+    """Return a digest of the examples' ids, tokens and masks in order; equal digests mean equal
+    work."""
     digest = hashlib.sha256()
     for example in examples:
         digest.update(f"{example.id}\0{len(example.input_ids)}\0".encode())

@@ -1,4 +1,4 @@
-"""Where the texts of a batch lie in its rows: each in a row of its own, or several packed into one, so that less is padding."""
+"""Layout of a batch's texts in rows: one per row, or packed to save padding."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,13 +7,15 @@ import torch
 from jaxtyping import Int, Shaped
 
 ATTENTION_COLUMNS = 4096
-"""What a model spends on a token doubles when its row gets longer by about so many columns: six times its width. Packing weighs
-that, since attention under a block mask is mostly computed across the whole row."""
+"""Row length at which attention costs as much as the rest of a model: about six times its width.
+
+Packing weighs this cost: attention with a block mask is mostly computed across the whole row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Text n lies in row `rows[n]`, from column `columns[n]` on. Behind the last text of a row there is padding."""
+    """Text n starts at column `columns[n]` of row `rows[n]`. Padding follows the last text of a
+    row."""
 
     lengths: tuple[int, ...]
     rows: tuple[int, ...]
@@ -21,21 +23,21 @@ class Layout:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns of the batch."""
+        """Number of rows and columns of the batch."""
         ends = [column + length for column, length in zip(self.columns, self.lengths, strict=True)]
         return max(self.rows) + 1, max(ends)
 
     def place(
         self, texts: Sequence[Shaped[torch.Tensor, "_ *rest"]], padding: int | float
     ) -> Shaped[torch.Tensor, "batch seq *rest"]:
-        """The values of all texts, token by token, in one tensor."""
+        """Return one tensor with the values of all texts, token by token."""
         placed = texts[0].new_full((*self.shape, *texts[0].shape[1:]), padding)
         for row, column, text in zip(self.rows, self.columns, texts, strict=True):
             placed[row, column : column + len(text)] = text
         return placed
 
     def starts(self) -> Int[torch.Tensor, "batch seq"]:
-        """For each token the column where its text begins; padding counts as a text of its own."""
+        """Return the start column of each token's text; padding counts as one more text."""
         num_rows, _ = self.shape
         used = torch.zeros(num_rows, dtype=torch.long)
         used.index_add_(0, torch.tensor(self.rows), torch.tensor(self.lengths))
@@ -46,12 +48,14 @@ class Layout:
 
 
 def padded(lengths: Sequence[int]) -> Layout:
-    """Every text in a row of its own, in their order."""
+    """Return the layout with one text per row, in order."""
     return Layout(lengths=tuple(lengths), rows=tuple(range(len(lengths))), columns=(0,) * len(lengths))
 
 
 def packed(lengths: Sequence[int]) -> Layout:
-    """The texts in so many rows as cost least, the longest first, each in the row that is shortest so far.
+    """Return the packed layout of least cost.
+
+    Each text, the longest first, goes to the row that is shortest so far.
 
     Example: lengths 300, 2000, 500, 1500 -> two rows, of 2000 + 300 and of 1500 + 500.
     """

@@ -1,7 +1,6 @@
 """One example as text, with the part that is trained on marked: what shows a wrong chat template at a glance."""
 
 from itertools import groupby
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -26,7 +25,7 @@ def preview(example: Example, tokenizer: PreTrainedTokenizerBase, *, coloured: b
     parts = [(trained, [id for id, _ in group]) for trained, group in groupby(tokens, key=lambda token: token[1])]
     texts = []
     for trained, ids in parts[:MAX_PARTS]:
-        decoded: Any = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        decoded = str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
         text = _shorten(decoded)
         texts.append(f"{start}{text}{end}" if trained else text)
     if len(parts) > MAX_PARTS:

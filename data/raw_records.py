@@ -6,6 +6,7 @@ import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,11 +20,11 @@ HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 def load_records(
     path: str, *, split: str = "train", subset: str | None = None, file: str | None = None, revision: str | None = None
 ) -> Iterator[Any]:
-    """The records of a local file, or of a data set of the Hub where no such file is.
+    """Read the records of a local file, or of a data set of the Hub if there is no such file.
 
-    The other arguments are for the Hub: `file` names one file of the data set and leaves its splits aside. Raises ValueError,
-    with the place and the remedy, where the data cannot be found or read, or hold no record. What looks like a local path
-    is never looked up on the Hub.
+    The other arguments are for the Hub; `file` is one file of the data set, whose splits are then
+    ignored. Raises ValueError with location and remedy if the data can't be found or read, or hold
+    no record. A name that looks like a local path is never searched for on the Hub.
     """
     if is_local(path):
         return read_records(Path(path))
@@ -34,7 +35,10 @@ def load_records(
 
 
 def is_local(path: str) -> bool:
-    """Whether `path` is a local file or directory. Raises ValueError where it is neither that nor a possible id of the Hub."""
+    """Return whether `path` is a local file or directory, not an id of the Hub.
+
+    Raises ValueError if it can be neither.
+    """
     if Path(path).exists():
         return True
     if looks_like_path(path) or not HUB_ID.fullmatch(path):
@@ -45,10 +49,10 @@ def is_local(path: str) -> bool:
 
 
 def read_records(path: Path) -> Iterator[Any]:
-    """The records of a .json, .jsonl (each also as .gz) or .parquet file, in order.
+    """Read the records of a .json, .jsonl (both also as .gz) or .parquet file, in order.
 
-    JSON is either one array of records or one record a line, whatever the file is called. Raises ValueError, naming the line,
-    where the file is empty or malformed.
+    JSON is either one array of records or one record per line, whatever the file's suffix. Raises
+    ValueError with the line if the file is empty or malformed.
     """
     if path.suffix not in SUFFIXES:
         raise ValueError(f"{path}: unknown kind of data file {path.suffix!r}; use one of {', '.join(SUFFIXES)}")
@@ -71,6 +75,18 @@ def _json_records(path: Path) -> Iterator[Any]:
             first = first and not line.strip()
 
 
+def line_of_record(path: Path, index: int) -> int | None:
+    """Return the line, from 1, of a file's record `index`. None where records aren't lines: in arrays and Parquet files."""
+    if path.suffix == ".parquet":
+        return None
+    with _opened(path) as file:
+        filled = (number for number, line in enumerate(file, 1) if line.strip())
+        line = next(islice(filled, index, None), None)
+        file.seek(0)
+        is_array = next(filter(None, map(str.strip, file)), "").startswith("[")
+    return None if is_array else line
+
+
 def _parse_json(text: str, path: Path, line_number: int) -> Any:
     try:
         return json.loads(text)
@@ -83,14 +99,15 @@ def _parse_json(text: str, path: Path, line_number: int) -> Any:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[TextIO]:
-    """The text of a plain or compressed file; an error while it is read becomes a ValueError that names the file."""
-    # utf-8-sig: some exports begin with a byte order mark, which JSON does not know.
+    """Open a plain or compressed text file; reading errors become ValueErrors with the file's
+    name."""
+    # utf-8-sig: some exports begin with a byte order mark, which JSON doesn't allow.
     encoding = "utf-8-sig"
     with gzip.open(path, "rt", encoding=encoding) if path.suffix == ".gz" else path.open(encoding=encoding) as file:
         try:
             yield file
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise ValueError(f"{path} is not a whole gzip file ({error}). Fetch or compress it again") from error
+            raise ValueError(f"{path} is not a complete gzip file ({error}). Download or compress it again") from error
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not UTF-8 text ({error}). Convert it to UTF-8") from error
 
@@ -104,7 +121,7 @@ def _parquet_records(path: Path) -> Iterator[Any]:
             for batch in file.iter_batches():
                 yield from batch.to_pylist()
     except pa.ArrowException as error:
-        raise ValueError(f"{path} is not a whole Parquet file ({error}). Fetch or export it again") from error
+        raise ValueError(f"{path} is not a complete Parquet file ({error}). Download or export it again") from error
 
 
 def _download(name: str, file: str, revision: str | None) -> Path:
@@ -122,7 +139,8 @@ def _hub_records(name: str, split: str, subset: str | None, revision: str | None
 
     try:
         data = datasets.load_dataset(name, subset, split=split, revision=revision)
-    # What goes wrong there comes as any of these: no connection, no such data set, split or subset, a script as data set.
+    # `datasets` raises any of these: no connection, no such data set, split or subset, a script as
+    # data set.
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(_no_hub(f"split {split!r} of the data set {name!r}", error)) from error
     if len(data) == 0:

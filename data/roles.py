@@ -1,6 +1,8 @@
-"""Who speaks, under the names that data sets have for it."""
+"""Roles of speakers, by the names that data sets use."""
 
-from .types import Role
+from typing import Literal
+
+Role = Literal["system", "user", "assistant"]
 
 ROLES: dict[str, Role] = {
     "system": "system",
@@ -12,7 +14,7 @@ ROLES: dict[str, Role] = {
     "bing": "assistant",
     "assistant": "assistant",
 }
-"""Names of the roles in the wild; those of ShareGPT's files include the assistants that were asked."""
+"""Names of the roles in common data sets; ShareGPT's files include names of assistants."""
 
 TURN_KEYS = {"messages": ("role", "content"), "conversations": ("from", "value")}
-"""The keys that hold lists of turns, and of a turn the keys of its role and its text."""
+"""Keys of lists of turns, each with the keys of a turn's role and text."""

@@ -1,10 +1,11 @@
-"""Shards of distilled examples: safetensors files, each with a sidecar that says it is complete.
+"""Shards of labelled examples: safetensors files, each complete once it has a sidecar.
 
-`shard-00003.safetensors` holds the examples end to end as flat tensors with offsets; `shard-00003.json` is its `ShardEntry`,
-written after it. A shard without a sidecar doesn't count.
+`shard-00003.safetensors` holds the examples one after another, as flat tensors with offsets.
+`shard-00003.json` is its `ShardEntry`, written afterwards. A shard without a sidecar doesn't count.
 
-Beside the tokens it may hold `hidden_states` and `layer.2`, `layer.4`, ... (the inputs of these layers), those of eight bits
-with their `.scales`, and the likeliest tokens, `top_tokens` and `top_log_probs`, of the positions where `top_mask` is set.
+A shard may also hold `hidden_states` and `layer.2`, `layer.4`, ... (the inputs of these layers);
+8-bit states have `.scales`. It may hold top tokens, as `top_tokens` and `top_log_probs` at the
+positions where `top_mask` is set.
 """
 
 import json
@@ -25,20 +26,22 @@ METADATA_KEY = "outrider"
 LAYER, SCALES = "layer.", ".scales"
 
 TOP_BYTES = 4 + 2
-"""Of one likely token on disk: its id, and its log-probability in float16, to 2^-11 of itself."""
+"""Bytes of one top token on disk: its id, and its log-probability in float16, with relative error
+2^-11."""
 
 
 def label_store(directory: Path) -> ShardStore[ShardEntry, Manifest]:
-    """Return the shards of labels in a folder."""
+    """Return the store of the label shards in a folder."""
     return ShardStore(directory, "shard", ".safetensors", ShardEntry, Manifest, _require_horizon)
 
 
 def write_shard(directory: Path, index: int, examples: list[DistilledExample]) -> ShardEntry:
-    """Write one shard and then its sidecar, each whole or not at all.
+    """Write one shard and then its sidecar, each atomically.
 
-    Either all examples have hidden states, a layer's inputs, likeliest tokens, or none has. The same examples give the same
-    bytes.
+    Either all examples have hidden states, a layer's inputs or top tokens, or none has. The same
+    examples give the same bytes.
     """
+    # 1. Tokens, masks and labels.
     assert examples, "a shard holds at least one example"
     lengths = torch.tensor([0] + [len(example.example.input_ids) for example in examples])
     tensors = {
@@ -47,16 +50,18 @@ def write_shard(directory: Path, index: int, examples: list[DistilledExample]) -
         "loss_mask": torch.cat([example.example.loss_mask for example in examples]).cpu(),
         "continuations": torch.cat([example.continuations for example in examples]).to("cpu", torch.int32),
     }
+    # 2. Stored states and top tokens.
     stored = [_states_by_name(example) for example in examples]
     assert all(states.keys() == stored[0].keys() for states in stored), "either all examples have a layer's states or none has"
     for name in stored[0]:
         tensors |= _state_tensors(name, [states[name] for states in stored])
     tops = [example.top for example in examples if example.top is not None]
     if tops:
-        assert len(tops) == len(examples), "either every example of a shard has likeliest tokens or none has"
+        assert len(tops) == len(examples), "either every example of a shard has top tokens or none has"
         tensors |= _top_tensors(tops)
+    # 3. Write. The metadata has one key only: safetensors writes several keys in an order that
+    # changes from run to run, which would change the digest.
     ids = [example.example.id for example in examples]
-    # One key only: safetensors writes several in an order that changes from run to run, and with it the digest.
     data = save(tensors, metadata={METADATA_KEY: json.dumps({"ids": ids})})
     return label_store(directory).write(
         index,
@@ -69,21 +74,22 @@ def write_shard(directory: Path, index: int, examples: list[DistilledExample]) -
 
 
 def verify_shards(directory: Path, manifest: Manifest) -> None:
-    """Raise ValueError where the manifest isn't complete, or a shard is damaged or has another horizon."""
+    """Raise ValueError if the manifest isn't complete, or a shard is damaged or has another
+    horizon."""
     if not manifest.complete:
-        raise ValueError(
-            f"the distillation in {directory} is not complete; run the stage distill again, which goes on from there"
-        )
+        raise ValueError(f"the distillation in {directory} is not complete; run the stage distill again to resume it")
     for entry in manifest.shards:
         label_store(directory).verify(entry)
         _require_horizon(directory / entry.file, manifest)
 
 
 def read_shard(directory: Path, entry: ShardEntry, reads: TargetReads | None = None) -> list[DistilledExample]:
-    """The examples of one shard, in their order, after checking its digest (errors as in `ShardStore.verify`).
+    """Read the examples of one shard in order, after checking its digest.
 
-    What lies there beside the tokens is read where `reads` says so, and all of it without.
+    Raises the errors of `ShardStore.verify`. `reads` selects the tensors besides the tokens; None
+    reads all.
     """
+    # 1. Read the tensors.
     label_store(directory).verify(entry)
     path = directory / entry.file
     with safe_open(path, framework="pt") as file:
@@ -95,18 +101,19 @@ def read_shard(directory: Path, entry: ShardEntry, reads: TargetReads | None = N
         for name, values in tensors.items()
         if name == "hidden_states" or (name.startswith(LAYER) and not name.endswith(SCALES))
     }
+    # 2. Cut them into examples.
     top = _unpack_top(tensors)
     examples = []
     offsets = tensors["offsets"].tolist()
     for id, start, end in zip(ids, offsets[:-1], offsets[1:], strict=True):
-        states = {name: each.tokens(start, end) for name, each in stored.items()}
+        states = {name: layer_states.tokens(start, end) for name, layer_states in stored.items()}
         example = Example(id=id, input_ids=tensors["input_ids"][start:end].long(), loss_mask=tensors["loss_mask"][start:end])
         examples.append(
             DistilledExample(
                 example=example,
                 continuations=tensors["continuations"][start:end].long(),
                 hidden_states=states.pop("hidden_states", None),
-                layers={int(name.removeprefix(LAYER)): each for name, each in states.items()},
+                layers={int(name.removeprefix(LAYER)): layer_states for name, layer_states in states.items()},
                 top=None if top is None else TopTokens(tokens=top.tokens[start:end], log_probs=top.log_probs[start:end]),
             )
         )
@@ -114,7 +121,7 @@ def read_shard(directory: Path, entry: ShardEntry, reads: TargetReads | None = N
 
 
 def _require_horizon(path: Path, manifest: Manifest) -> None:
-    """Raise ValueError where the labels of a shard are not as wide as the manifest's horizon."""
+    """Raise ValueError if the labels of a shard don't have the manifest's horizon."""
     with safe_open(path, framework="pt") as file:
         width = file.get_slice("continuations").get_shape()[1]
     if width != manifest.horizon:
@@ -130,13 +137,13 @@ def _states_by_name(example: DistilledExample) -> dict[str, StoredStates]:
 
 
 def _state_tensors(name: str, states: Sequence[StoredStates]) -> dict[str, torch.Tensor]:
-    tensors = {name: torch.cat([each.values for each in states]).cpu()}
-    scales = [each.scales for each in states if each.scales is not None]
+    tensors = {name: torch.cat([example_states.values for example_states in states]).cpu()}
+    scales = [example_states.scales for example_states in states if example_states.scales is not None]
     return tensors | ({name + SCALES: torch.cat(scales).cpu()} if scales else {})
 
 
 def _top_tensors(tops: Sequence[TopTokens]) -> dict[str, torch.Tensor]:
-    """Packed: only the positions that have any, which of a chat are the assistant's."""
+    """Pack top tokens: keep only positions that have any, which are the assistant's."""
     tokens = torch.cat([top.tokens for top in tops]).cpu()
     mask = tokens[:, 0] != UNKNOWN
     log_probs = torch.cat([top.log_probs for top in tops]).cpu()

@@ -1,4 +1,4 @@
-"""Data sets to conversations, with a count of what was dropped and why."""
+"""Conversations from data sets, with a count of dropped records by reason."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -20,16 +20,17 @@ PROSE_SUFFIXES = frozenset({"", ".txt", ".md", ".rst"})
 PROSE_TASK = "Continue this text."
 
 Parsed = tuple[Turn, ...] | str
-"""A record's turns, or the reason why it is dropped."""
+"""A record's turns, or the reason to drop it."""
 
 
 def load_conversations(config: DataConfig, overlap: PromptOverlap | None = None) -> tuple[list[Conversation], Counter[str]]:
-    """The sound conversations of a data set, and how many records were dropped by reason.
+    """Load the valid conversations of a data set, and count dropped records by reason.
 
-    They come in the data set's order; `config.limit` draws that many of them by `config.seed`, and of those the ones are left
-    out that have an `overlap` with the evaluation. Ids are unique and stay the same from run to run. Raises ValueError where
-    the data cannot be read, or where nothing is left.
+    They keep the data set's order. `config.limit` samples that many by `config.seed`; those with an
+    `overlap` with the evaluation are then dropped. Ids are unique, and the same in every run.
+    Raises ValueError if the data can't be read, or if nothing is left.
     """
+    # 1. Read and parse.
     dropped: Counter[str] = Counter()
     conversations = list(_conversations(config, dropped))
     where = config.path or config.source
@@ -38,15 +39,17 @@ def load_conversations(config: DataConfig, overlap: PromptOverlap | None = None)
             f"no conversation of {where} is usable as {config.source!r}; dropped: {describe_drops(dropped)}. Check that "
             "data.source names the form of its records"
         )
+    # 2. Sample.
     if config.limit is not None and config.limit < len(conversations):
         chosen = Random(config.seed).sample(range(len(conversations)), config.limit)
         conversations = [conversations[index] for index in sorted(chosen)]
+    # 3. Decontaminate.
     if overlap is not None:
         conversations = without_overlap(conversations, overlap, dropped)
         if not conversations:
             raise ValueError(
-                f"every prompt of {where} is one of the evaluation's; dropped: {describe_drops(dropped)}. Train on other data, "
-                "evaluate on other suites (eval.suites), or set data.overlap_words=null, and don't trust the figures then"
+                f"every prompt of {where} overlaps with the evaluation; dropped: {describe_drops(dropped)}. Train on other "
+                "data, evaluate on other suites (eval.suites), or set data.overlap_words=null; results then overestimate"
             )
     return conversations, dropped
 
@@ -58,12 +61,13 @@ def require_data(config: DataConfig) -> None:
 
 
 def describe_drops(dropped: Counter[str]) -> str:
-    """The counts of dropped records in words, most frequent first."""
+    """Describe the counts of dropped records, most frequent first."""
     return ", ".join(f"{count} x {reason}" for reason, count in dropped.most_common()) or "nothing"
 
 
 def _parse_alpaca(record: Any) -> Parsed:
-    """Turns of `{"instruction": ..., "input": ..., "output": ...}`; the input may be missing or empty."""
+    """Parse `{"instruction": ..., "input": ..., "output": ...}`; the input may be missing or
+    empty."""
     if not isinstance(record, dict):
         return "record is not an object"
     instruction, context, output = record.get("instruction"), record.get("input") or "", record.get("output")
@@ -74,7 +78,7 @@ def _parse_alpaca(record: Any) -> Parsed:
 
 
 def _parse_turns(turns_key: str, record: Any) -> Parsed:
-    """Turns of a record that has a list of them, as `TURN_KEYS` describes."""
+    """Parse a record with a list of turns, as `TURN_KEYS` describes."""
     if not isinstance(record, dict):
         return "record is not an object"
     turns = record.get(turns_key)
@@ -100,13 +104,13 @@ PARSERS: dict[str, Callable[[Any], Parsed]] = {
 
 
 def _checked(pairs: list[tuple[Role, str]]) -> Parsed:
-    # An empty system message is how many data sets write none.
+    # Many data sets write an empty system message if there is none.
     pairs = [(role, text) for role, text in pairs if role != "system" or text.strip()]
     roles = [role for role, _ in pairs if role != "system"]
     if not pairs:
         return "no turns"
     if any(_has_surrogate(text) for _, text in pairs):
-        return "text with half a surrogate pair, which is no Unicode text"
+        return "text with half a surrogate pair, which isn't valid Unicode"
     if not all(text.strip() for _, text in pairs):
         return "empty turn"
     if "assistant" not in roles:
@@ -117,6 +121,7 @@ def _checked(pairs: list[tuple[Role, str]]) -> Parsed:
 
 
 def _conversations(config: DataConfig, dropped: Counter[str]) -> Iterator[Conversation]:
+    # 1. The standard library, and plain text, are cut into conversations.
     cuts = Cuts(
         seed=config.seed,
         prompt_chars=(config.prompt_chars_min, config.prompt_chars_max),
@@ -134,6 +139,7 @@ def _conversations(config: DataConfig, dropped: Counter[str]) -> Iterator[Conver
                 dropped["text too short to be cut into a prompt and an answer"] += 1
             yield from pieces
         return
+    # 2. Other sources have records of conversations.
     seen: set[str] = set()
     parse = PARSERS[config.source]
     for index, record in enumerate(_records(config, config.path)):
@@ -157,18 +163,22 @@ def _has_surrogate(text: str) -> bool:
     return any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def _unique_id(record: dict[str, Any], place: str, seen: set[str]) -> str:
-    # Some data sets repeat their ids; the place in the file makes them differ.
-    own = next((record[key] for key in ("id", "prompt_id") if isinstance(record.get(key), str | int)), None)
-    if isinstance(own, str) and _has_surrogate(own):
-        own = None
-    id = place if own is None else str(own) if str(own) not in seen else f"{own}@{place}"
+def _unique_id(record: dict[str, Any], location: str, seen: set[str]) -> str:
+    # Some data sets repeat their ids; the location in the file makes them unique.
+    record_id = next((record[key] for key in ("id", "prompt_id") if isinstance(record.get(key), str | int)), None)
+    if isinstance(record_id, str) and _has_surrogate(record_id):
+        record_id = None
+    id = location if record_id is None else str(record_id) if str(record_id) not in seen else f"{record_id}@{location}"
     seen.add(id)
     return id
 
 
 def _texts(config: DataConfig, path: str, dropped: Counter[str]) -> Iterator[tuple[str, str, str]]:
-    """Id, task and text of every piece of a `text` source: the files of a directory, one file, or records with a text."""
+    """Yield id, task and text of every piece of a `text` source.
+
+    The source is a directory of files, one file, or records with a text.
+    """
+    # 1. Records with a text.
     if _has_records(path):
         for index, record in enumerate(_records(config, path)):
             values = [record[key] for key in ("text", "content") if key in record] if isinstance(record, dict) else []
@@ -178,6 +188,7 @@ def _texts(config: DataConfig, path: str, dropped: Counter[str]) -> Iterator[tup
             else:
                 dropped["record without a text 'text' or 'content'"] += 1
         return
+    # 2. Files.
     root = Path(path)
     files = _visible_files(root) if root.is_dir() else [root]
     if not files:
@@ -197,7 +208,7 @@ def _has_records(path: str) -> bool:
 
 
 def _visible_files(root: Path) -> list[Path]:
-    # Hidden folders (.git, .venv) are no text of the user's.
+    # Hidden folders (.git, .venv) aren't the user's text.
     return [
         path
         for path in sorted(root.rglob("*"))

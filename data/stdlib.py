@@ -1,7 +1,7 @@
-"""Python's own standard library as real text that lies on every machine.
+"""Python's standard library as real text that every machine has.
 
-The demo trains, distils and evaluates on it. A file has one purpose only: the split is a function of the module's name, so it
-is the same for every Python version and every machine.
+The demo trains, distils and evaluates on it. Each file has one purpose only. The split is a
+function of the module's name, so it is the same for every Python version and machine.
 """
 
 import hashlib
@@ -13,13 +13,13 @@ from .choices import Split
 from .cuts import Cuts, cut_text
 from .types import Conversation
 
-# Tables of data rather than code, and files that are broken on purpose.
+# Tables of data, not code, and files that are broken on purpose.
 EXCLUDED_UNITS = frozenset({"encodings", "pydoc_data", "lib2to3", "site-packages", "dist-packages", "__pycache__"})
-# Written when a Python is built, so different on every machine.
+# Generated when Python is built, and so different on every machine.
 EXCLUDED_PREFIXES = ("_sysconfigdata", "config-")
-# Many distributions ship these apart (or not at all), so no later stage may depend on them.
+# Many distributions ship these separately or not at all, so no later stage may depend on them.
 OPTIONAL_UNITS = frozenset({"test", "idlelib", "tkinter", "turtledemo", "turtle", "distutils", "ensurepip", "antigravity"})
-# Share of the hash space of each split; the rest trains the target.
+# Share of each split in the hash space; the rest trains the target.
 HELDOUT_SHARE, DISTILL_SHARE, EVAL_SHARE = 0.05, 0.22, 0.10
 MAX_FILE_BYTES = 400_000
 
@@ -27,7 +27,7 @@ TASK = "Continue this code."
 
 
 def split_of(unit: str) -> Split:
-    """The one split that a top-level module or package of the standard library belongs to."""
+    """Return the split that a top-level module or package of the standard library belongs to."""
     if unit in OPTIONAL_UNITS:
         return "target_train"
     point = int.from_bytes(hashlib.sha256(unit.encode()).digest()[:8], "big") / 2**64
@@ -41,12 +41,12 @@ def split_of(unit: str) -> Split:
 
 
 def stdlib_root() -> Path:
-    """The folder of the running Python's standard library."""
+    """Return the folder of the running Python's standard library."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
 def stdlib_files(split: Split, root: Path | None = None) -> list[Path]:
-    """The sorted source files of one split, below `root` (default: the running Python's standard library)."""
+    """Return the sorted source files of one split, below `root` (default: `stdlib_root`)."""
     root = root or stdlib_root()
     files = []
     for entry in sorted(root.iterdir()):
@@ -64,7 +64,7 @@ def stdlib_files(split: Split, root: Path | None = None) -> list[Path]:
 
 
 def read_source(path: Path) -> str | None:
-    """The file's text, or None where it isn't UTF-8 (the library tests itself with a few such files)."""
+    """Return the file's text, or None if it isn't UTF-8 (some tests of the library aren't)."""
     try:
         return path.read_bytes().decode("utf-8").replace("\r\n", "\n")
     except UnicodeDecodeError:
@@ -72,7 +72,7 @@ def read_source(path: Path) -> str | None:
 
 
 def code_conversations(split: Split, cuts: Cuts, root: Path | None = None) -> Iterator[Conversation]:
-    """Every file of a split, in sorted order, cut into conversations as `cut_text` does."""
+    """Yield every file of a split, in sorted order, cut into conversations by `cut_text`."""
     root = root or stdlib_root()
     for path in stdlib_files(split, root):
         text = read_source(path)

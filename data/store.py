@@ -1,7 +1,8 @@
-"""A folder of shards: files of data, each with a sidecar that says it is complete, and a manifest, written last.
+"""A folder of shards: data files, each complete once it has a sidecar, and a manifest.
 
-`STEM-00003.json`, the sidecar, is written after the shard `STEM-00003.SUFFIX`; a shard without a sidecar doesn't count.
-`STEM-00003.stats.json` holds what the shard took; it is apart, since that differs from run to run.
+The manifest is written last. The sidecar `STEM-00003.json` is written after the shard
+`STEM-00003.SUFFIX`; a shard without a sidecar doesn't count. `STEM-00003.stats.json` holds times
+and counts of the shard's production; it is separate because these differ from run to run.
 """
 
 import hashlib
@@ -25,14 +26,14 @@ M = TypeVar("M", bound=BaseManifest)
 T = TypeVar("T")
 
 STATS_SUFFIX = ".stats.json"
-REMEDY = "Choose another output directory, or delete this one to make it anew"
+REMEDY = "Choose another output directory, or delete this one to start again"
 
 
 @dataclass(frozen=True, slots=True)
 class ShardStore(Generic[Entry, M]):
-    """The shards of `directory`; their sidecars and the manifest are the dataclasses `entry` and `manifest`.
+    """Store of the shards in `directory`, with the dataclasses of sidecars and manifest.
 
-    `check` raises ValueError where a whole shard file disagrees with the manifest.
+    `check` raises ValueError if a complete shard file disagrees with the manifest.
     """
 
     directory: Path
@@ -47,14 +48,14 @@ class ShardStore(Generic[Entry, M]):
         return self.directory / f"{self.stem}-{index:05d}{suffix}"
 
     def load(self) -> M:
-        """Read the manifest. Raises ValueError where it is missing or malformed, or has unknown or missing keys."""
+        """Read the manifest. Raises ValueError if it is missing, malformed, or has wrong keys."""
         path = self.directory / MANIFEST_FILE
         if not path.exists():
             raise ValueError(f"{path} does not exist: {self.directory} holds no finished data. Run the stage distill first")
         return read_dataclass(self.manifest, path)
 
     def save(self, manifest: M) -> None:
-        """Write the manifest, after removing the half-written files of killed processes."""
+        """Write the manifest, after removing partial files of killed processes."""
         for path in self.directory.glob(".*.tmp"):
             path.unlink()
         write_json(self.directory / MANIFEST_FILE, asdict(manifest))
@@ -65,7 +66,8 @@ class ShardStore(Generic[Entry, M]):
             write_json(self.directory / FACTS_FILE, facts)
 
     def write(self, index: int, data: bytes, **facts: Any) -> Entry:
-        """Write a shard and then its sidecar, each whole or not at all. `facts` are the entry's further fields."""
+        """Write a shard and then its sidecar, each atomically. `facts` are the entry's other
+        fields."""
         path = self.path(index, self.suffix)
         atomic_write_bytes(path, data)
         entry = self.entry(index=index, file=path.name, sha256=hashlib.sha256(data).hexdigest(), **facts)
@@ -81,7 +83,10 @@ class ShardStore(Generic[Entry, M]):
         return [item for index, items in enumerate(plan) if not self.is_written(index) for item in items]
 
     def read_entry(self, index: int) -> Entry | None:
-        """Read the sidecar of shard `index`; None where there is none yet. Raises ValueError where it is malformed."""
+        """Read the sidecar of shard `index`, or return None if there is none.
+
+        Raises ValueError if it is malformed.
+        """
         path = self.path(index, ".json")
         if not path.exists():
             return None
@@ -89,37 +94,37 @@ class ShardStore(Generic[Entry, M]):
             return read_dataclass(self.entry, path)
         except ValueError as error:
             raise ValueError(
-                f"{error}. Delete {path}, then run the stage distill again: it makes just this shard anew"
+                f"{error}. Delete {path}, then run the stage distill again: it recomputes only this shard"
             ) from error
 
     def entries(self, num_shards: int) -> list[Entry]:
-        """Read the sidecars that there are of the first `num_shards` shards."""
+        """Read the existing sidecars of the first `num_shards` shards."""
         return [entry for index in range(num_shards) if (entry := self.read_entry(index)) is not None]
 
     def read_stats(self, kind: type[T], num_shards: int) -> dict[int, T]:
-        """Read what the shards took; without those whose statistics are lost, which is no reason to make a shard anew."""
+        """Read the statistics of the shards. Missing ones are left out; their shards stay valid."""
         stats = {}
         for index in range(num_shards):
             path = self.path(index, STATS_SUFFIX)
             try:
                 stats[index] = read_dataclass(kind, path)
             except ValueError as error:
-                logger.warning("the statistics lack a shard: %s", error)
+                logger.warning("statistics of a shard are missing: %s", error)
         return stats
 
     def verify(self, entry: BaseEntry) -> None:
-        """Raise ValueError, with what is wrong and the remedy, where a shard's file is missing, cut or altered."""
+        """Raise ValueError, with problem and remedy, if a shard's file is missing or altered."""
         path = self.directory / entry.file
         if path.exists() and sha256_file(path) == entry.sha256:
             return
-        problem = "was cut or altered: its SHA-256 digest is not the recorded one" if path.exists() else "is missing"
+        problem = "was truncated or altered: its SHA-256 digest is not the recorded one" if path.exists() else "is missing"
         raise ValueError(
             f"the shard {path} {problem}. Delete it and {self.path(entry.index, '.json').name}, then run the stage distill "
-            "again: it makes just this shard anew"
+            "again: it recomputes only this shard"
         )
 
     def is_complete(self, num_shards: int) -> bool:
-        """Return whether the manifest says complete, and no shard was deleted since (to be made anew)."""
+        """Return whether the manifest is complete, and no shard was deleted since."""
         if not (self.directory / MANIFEST_FILE).exists() or not (manifest := self.load()).complete:
             return False
         return self.entries(num_shards) == manifest.shards
@@ -131,12 +136,12 @@ class ShardStore(Generic[Entry, M]):
         """
         if not (self.directory / MANIFEST_FILE).exists():
             if any(self.directory.glob(f"{self.stem}-*")):
-                raise ValueError(f"{self.directory} holds shards but no {MANIFEST_FILE}, which says whose they are. {REMEDY}")
+                raise ValueError(f"{self.directory} holds shards but no {MANIFEST_FILE}, so their run is unknown. {REMEDY}")
             return
         earlier = self.load()
         changes = differences(earlier.facts(), manifest.facts())
         if "plan_sha256" in changes and "data_sha256" not in changes:
-            changes["plan_sha256"] += ", which is the same data in shards of another size: set distill.shard_examples back"
+            changes["plan_sha256"] += ", which is the same data in shards of another size: restore distill.shard_examples"
         if "data_sha256" in changes and data_facts is not None:
             path = self.directory / FACTS_FILE
             changes["data_sha256"] = describe_change(read_json(path) if path.exists() else None, data_facts)
@@ -147,12 +152,13 @@ class ShardStore(Generic[Entry, M]):
             raise ValueError(f"{self.directory} holds the shards of another run: {'; '.join(changes.values())}. {REMEDY}")
 
     def find_damage(self) -> tuple[M, list[str]]:
-        """Return the manifest, and what is wrong with the shards, each with its remedy. Every byte is read.
+        """Return the manifest, and a list of problems of the shards with remedies. Reads every
+        byte.
 
-        Of an unfinished run, the shards that are there. Raises ValueError where there is no manifest, or it
-        can't be read.
+        For an unfinished run it checks the existing shards. Raises ValueError if the manifest is
+        missing or can't be read.
         """
-        # 1. The shards that should be there: the manifest's, or of an unfinished run those with a sidecar.
+        # 1. The expected shards: the manifest's, or in an unfinished run those with a sidecar.
         manifest, problems = self.load(), []
         sidecars = sorted(self.directory.glob(f"{self.stem}-*[0-9].json"))
         shards: dict[int, BaseEntry | None] = {int(path.stem.rpartition("-")[2]): None for path in sidecars}
@@ -171,8 +177,8 @@ class ShardStore(Generic[Entry, M]):
                 entry = self.read_entry(index)
                 if entry is None or recorded not in (None, entry):
                     raise ValueError(
-                        f"{self.path(index, '.json')} is missing, or doesn't say of its shard what {MANIFEST_FILE} says. "
-                        "Delete it, then run the stage distill again: it makes just this shard anew"
+                        f"{self.path(index, '.json')} is missing, or differs from the shard's entry in {MANIFEST_FILE}. "
+                        "Delete it, then run the stage distill again: it recomputes only this shard"
                     )
                 self.verify(entry)
                 self.check(self.directory / entry.file, manifest)

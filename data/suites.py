@@ -1,4 +1,4 @@
-"""The prompts that drafters are measured on."""
+"""The prompt suites that drafters are evaluated on."""
 
 import hashlib
 import json
@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from .cuts import Cuts
-from .raw_records import is_local, load_records
+from .raw_records import is_local, line_of_record, load_records
 from .roles import ROLES, TURN_KEYS
 from .stdlib import code_conversations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One prompt: what the user says, turn by turn; the answers in between are the target's own."""
+    """One prompt: the user's turns. The answers in between are the target's."""
 
     id: str
     category: str
@@ -32,47 +32,51 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSet:
-    """A named set of prompts. `revision` is a digest of the prompts in it: equal revisions mean equal prompts."""
+    """A named set of prompts. `revision` is a digest of them: equal revisions mean equal
+    prompts."""
 
     name: str
     revision: str
     prompts: tuple[Prompt, ...]
     source: str | None = None
-    """The data set of the Hub that they were read from, as ID@COMMIT where a commit was asked for; None elsewhere."""
+    """The data set of the Hub that they were read from, as ID or ID@COMMIT; None elsewhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suite:
-    """A published set of prompts: how many it has, and where on the Hub it lies. They are listed in `suites.yaml`."""
+    """A published set of prompts: its size and its location. `suites.yaml` lists them."""
 
     num_prompts: int
     hub_id: str | None = None
-    """None where it isn't on the Hub."""
+    """None if it isn't on the Hub."""
     download: str | None = None
-    """Where its file lies then."""
+    """URL of its file in that case."""
     subset: str | None = None
     split: str = "train"
     file: str | None = None
     """One file of the data set, in place of a split."""
     revision: str | None = None
-    """The data set's commit; None where nobody has said which one is the right one."""
+    """The data set's commit; None if none is known to be the right one."""
 
 
 def load_suite(
     name: str, path: str | None = None, limit: int | None = None, seed: int = 0, revision: str | None = None
 ) -> PromptSet:
-    """The prompts of a suite: from `path` (a local file, or for `stdlib` another library's folder), else from its own place.
+    """Load the prompts of a suite, from `path` or from its published location.
 
-    Any other name is that of the prompts or conversations in the file at `path` (see `_parse_own`). `limit` draws that many
-    prompts by `seed`, kept in the suite's order. `revision` is the data set's on the Hub, in place of the suite's own. Raises
-    ValueError where the suite is unknown, or where the file cannot be read or has other records than the suite's.
+    `path` is a local file; for `stdlib` it is another library's folder. Any other name is a name
+    for the prompts or conversations in the file at `path` (see `_parse_own`). `limit` samples that
+    many prompts by `seed`, in the suite's order. `revision` is the data set's revision on the Hub,
+    in place of the suite's. Raises ValueError if the suite is unknown, or if the file can't be read
+    or isn't the suite's.
     """
+    # 1. Check the name and the options.
     if not SUITE_NAME.fullmatch(name):
-        raise ValueError(f"a suite's name is {name!r}; files are named after it: use letters, digits, '.', '_' and '-'")
+        raise ValueError(f"a suite's name is {name!r}; use letters, digits, '.', '_' and '-' (rename its file)")
     if name not in SUITE_NAMES and path is None:
         raise ValueError(
-            f"unknown suite {name!r}; the suites are {', '.join(SUITE_NAMES)}. Prompts of your own, under any other name, need "
-            "the path of their file"
+            f"unknown suite {name!r}; the suites are {', '.join(SUITE_NAMES)}. For prompts of your own give their file "
+            f"({name}.jsonl)"
         )
     if limit is not None and limit < 1:
         raise ValueError(f"limit of suite {name!r} is {limit}; it must be at least 1, or null for all prompts")
@@ -80,19 +84,21 @@ def load_suite(
     on_hub = suite is not None if path is None else name != "stdlib" and not is_local(path)
     if revision is not None and not on_hub:
         raise ValueError(f"suite {name!r} has the revision {revision!r}, which belongs to the Hub's data; leave it out")
+    # 2. Read the prompts, and sample.
     hub_id = path
     if suite and path is None:
         hub_id, revision = suite.hub_id, revision or suite.revision
     prompts = _stdlib_prompts(path) if name == "stdlib" else _read_prompts(name, path, revision)
     if limit is not None and limit < len(prompts):
         prompts = [prompts[index] for index in sorted(Random(seed).sample(range(len(prompts)), limit))]
+    # 3. Identify them by a digest.
     source = "@".join(filter(None, (hub_id, revision))) if on_hub else None
     text = json.dumps([astuple(prompt) for prompt in prompts])
     return PromptSet(name=name, revision=hashlib.sha256(text.encode()).hexdigest(), prompts=tuple(prompts), source=source)
 
 
 def _parse_mt_bench(record: Any, index: int) -> Prompt | None:
-    # FastChat's file says question_id and turns, the Hub's copy of it prompt_id and prompt.
+    # FastChat's file has question_id and turns, its copy on the Hub prompt_id and prompt.
     turns = record.get("turns", record.get("prompt"))
     if not isinstance(turns, list) or len(turns) != 2:
         return None
@@ -108,7 +114,7 @@ def _parse_spec_bench(record: Any, index: int) -> Prompt | None:
 
 
 def _parse_human_eval(record: Any, index: int) -> Prompt | None:
-    # Other sets of programming problems number them.
+    # In other sets of programming problems the task id is a number.
     return _prompt(record["task_id"], "code", [record.get("prompt")]) if isinstance(record.get("task_id"), str) else None
 
 
@@ -124,16 +130,17 @@ OWN_FORMS = (
 
 
 def _parse_own(record: Any, index: int) -> Prompt | None:
-    """A user's own prompt or conversation, of which the user's turns are asked, in `OWN_FORMS`."""
+    """Parse a user's prompt or conversation in `OWN_FORMS`; the user's turns are the prompt."""
     id = next((record[key] for key in ("id", "question_id", "prompt_id") if record.get(key) is not None), index)
     return _prompt(id, record.get("category") or "prompt", _own_turns(record))
 
 
 def _own_turns(record: Any) -> list[Any] | None:
-    """What the user says; None where the record has no form that is known, or a system message, which no prompt has."""
+    """Return the user's turns; None for an unknown form or a system message, which no prompt
+    has."""
     present = [key for key in ("prompt", "turns", "messages", "conversations") if key in record]
     if "prompt" in present and "messages" in present:
-        present.remove("prompt")  # UltraChat tells the first message twice
+        present.remove("prompt")  # UltraChat has the first message twice
     if len(present) != 1:
         return None
     (key,) = present
@@ -145,13 +152,13 @@ def _own_turns(record: Any) -> list[Any] | None:
     if not isinstance(record[key], list) or not all(isinstance(turn, dict) for turn in record[key]):
         return None
     roles = [ROLES.get(turn.get(role_key)) for turn in record[key]]
-    if not roles or any(role != ("assistant" if place % 2 else "user") for place, role in enumerate(roles)):
+    if not roles or any(role != ("assistant" if index % 2 else "user") for index, role in enumerate(roles)):
         return None
     return [turn.get(text_key) for turn in record[key][::2]]
 
 
 def _prompt(id: Any, category: Any, turns: Any) -> Prompt | None:
-    """Build a prompt of a record's values; None where they are not what a prompt has."""
+    """Build a prompt from a record's values; None if they are invalid."""
     if isinstance(turns, list) and turns and _all_texts([*turns, category]) and _is_id(id):
         return Prompt(id=str(id), category=category, turns=tuple(turns))
     return None
@@ -164,7 +171,7 @@ PARSERS = {
     "human_eval": _parse_human_eval,
     "gsm8k": _parse_gsm8k,
 }
-"""How the records of the published suites are read."""
+"""Parsers of the published suites' records."""
 SUITES_FILE = Path(__file__).parent / "suites.yaml"
 SUITES = {name: Suite(**facts) for name, facts in yaml.safe_load(SUITES_FILE.read_text(encoding="utf-8")).items()}
 SUITE_NAMES = (*SUITES, "stdlib")
@@ -172,27 +179,29 @@ SUITE_NAME = re.compile(r"\w[\w.-]*")
 
 
 def _read_prompts(name: str, path: str | None, revision: str | None) -> list[Prompt]:
-    """The prompts of a published suite, or of a file of the user's own."""
+    """Read the prompts of a published suite, or of a user's file."""
     suite = SUITES.get(name)
     parse = PARSERS.get(name, _parse_own)
-    place, records = _records(name, path, revision)
+    location, records = _records(name, path, revision)
     prompts = []
     for index, record in enumerate(records):
         prompt = parse(record, index) if isinstance(record, dict) else None
         if prompt is None:
             remedy = "Give the suite's published file" if suite else f"Records are {OWN_FORMS}; a user speaks first, in turns"
-            raise ValueError(f"{place}, record {index + 1}: not a prompt of {name}: {record!r:.100}. {remedy}")
+            line = line_of_record(Path(path), index) if path is not None and is_local(path) else None
+            where = f"record {index + 1}" if line is None else f"line {line}"
+            raise ValueError(f"{location}, {where}: not a prompt of {name}: {record!r:.100}. {remedy}")
         prompts.append(prompt)
     repeated = [id for id, count in Counter(prompt.id for prompt in prompts).items() if count > 1]
     if repeated:
-        raise ValueError(f"{place} holds two prompts with the id {repeated[0]!r}; ids must differ. Remove one of them")
+        raise ValueError(f"{location} holds two prompts with the id {repeated[0]!r}; ids must differ. Remove one of them")
     if suite and len(prompts) != suite.num_prompts:
-        logger.warning("%s holds %d prompts where %s has %d", place, len(prompts), name, suite.num_prompts)
+        logger.warning("%s holds %d prompts where %s has %d", location, len(prompts), name, suite.num_prompts)
     return prompts
 
 
 def _records(name: str, path: str | None, revision: str | None) -> tuple[str, Iterator[Any]]:
-    """Where a suite's records lie, and the records."""
+    """Return the location of a suite's records, and the records."""
     if path is not None:
         return path, load_records(path, revision=revision)
     suite = SUITES[name]
@@ -202,7 +211,7 @@ def _records(name: str, path: str | None, revision: str | None) -> tuple[str, It
 
 
 def _stdlib_prompts(path: str | None) -> list[Prompt]:
-    # The seed of the cuts is fixed, so that a run's seed does not change the suite.
+    # The seed of the cuts is fixed, so a run's seed doesn't change the suite.
     conversations = code_conversations("eval", Cuts(seed=0), Path(path) if path else None)
     return [
         Prompt(id=conversation.id, category=_module(conversation.id), turns=(conversation.turns[0].content,))
@@ -211,12 +220,12 @@ def _stdlib_prompts(path: str | None) -> list[Prompt]:
 
 
 def _module(id: str) -> str:
-    """The top-level module that a conversation's id (`stdlib/json/decoder.py:12`) names."""
+    """Return the top-level module in a conversation's id (`stdlib/json/decoder.py:12`)."""
     return id.split(":")[0].split("/")[1].removesuffix(".py")
 
 
 def _is_id(value: Any) -> bool:
-    """Whether it is a text or a whole number (which a bool is to Python)."""
+    """Return whether it is a text or an integer (but not a bool, a subclass of int)."""
     return type(value) is int or (isinstance(value, str) and bool(value.strip()))
 
 

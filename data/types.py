@@ -1,22 +1,20 @@
-"""What passes between the stages: frozen, keyword-only values, checked where they are made.
+"""The data types of the stages: frozen, keyword-only dataclasses that check their values.
 
-Dimension names, here and everywhere: `batch`, `seq` (tokens of a text), `horizon` (tokens labelled after a position), `node`
-(draft tokens of a tree), `depth`, `vocab`, `hidden`.
+Names of dimensions, here and everywhere: `batch`, `seq` (tokens of a text), `horizon` (labelled
+tokens after a position), `node` (draft tokens of a tree), `depth`, `vocab`, `hidden`.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
 
+from .roles import Role as Role
 from .states import StoredStates
 
-Role = Literal["system", "user", "assistant"]
-
 UNKNOWN = -1
-"""Label of a continuation token that is not known: beyond the end of the text, after a stop token, or not asked for."""
+"""Label of an unknown token: beyond the end of the text, after a stop token, or not requested."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,9 +27,10 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """A conversation as its source gave it.
+    """A conversation of a data set.
 
-    `id` is unique within a data set and survives every stage; `source` says where it came from.
+    `id` is unique within the data set and is the same in every stage. `source` is where it came
+    from.
     """
 
     id: str
@@ -43,8 +42,9 @@ class Conversation:
 class Example:
     """A conversation as token ids.
 
-    `loss_mask[i]` is True where token i was written by the assistant: the tokens that the target is to be imitated on. So
-    position i wants a label (what the target says next) where `loss_mask[i + 1]` is True.
+    `loss_mask[i]` is True if the assistant wrote token i: the drafter learns to predict the target
+    on these tokens. So position i wants a label (the target's next tokens) if `loss_mask[i + 1]` is
+    True.
     """
 
     id: str
@@ -56,7 +56,7 @@ class Example:
 
     @property
     def wanted(self) -> Bool[torch.Tensor, " seq"]:
-        """Where a label is wanted: the positions whose next token the assistant wrote."""
+        """Mark the positions that want a label: those whose next token the assistant wrote."""
         wanted = torch.zeros_like(self.loss_mask)
         wanted[:-1] = self.loss_mask[1:]
         return wanted
@@ -64,12 +64,14 @@ class Example:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistilledExample:
-    """An example with the target's own answers to it.
+    """An example with the target's labels.
 
-    `continuations[i]` holds the target's greedy next tokens after the text up to and including position i: entry 0 follows
-    token i, entry 1 follows entry 0, and so on; UNKNOWN where no label was wanted or the target had stopped.
-    `hidden_states` are the target's last hidden states (after its final norm), `layers` the inputs of some of its layers, by
-    number: what isn't there, training recomputes. `top` are its likeliest next tokens at the positions that may be asked for.
+    `continuations[i]` holds the target's greedy next tokens after the text up to and including
+    position i. Entry 0 follows token i, entry 1 follows entry 0, and so on. UNKNOWN marks positions
+    without a label, and tokens after the target has stopped. `hidden_states` are the target's last
+    hidden states (after its final norm), `layers` the inputs of some layers by number. Training
+    recomputes what is missing. `top` are the target's top tokens at the positions that may be
+    trained.
     """
 
     example: Example
@@ -88,9 +90,10 @@ class DistilledExample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopTokens:
-    """The target's likeliest next tokens after each token of a text, the likeliest first, and their log-probabilities.
+    """The target's top tokens after each token of a text, and their log-probabilities.
 
-    Where they weren't asked for stand UNKNOWN and minus infinity.
+    The most probable token comes first. Positions without top tokens have UNKNOWN and minus
+    infinity.
     """
 
     tokens: Int[torch.Tensor, "seq top"]
@@ -102,7 +105,8 @@ class TopTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetReads:
-    """What is read of the target beside its tokens: its last hidden states, the inputs of `layers`, its likeliest tokens."""
+    """Tensors of the target that training reads: last hidden states, inputs of `layers`, top
+    tokens."""
 
     hidden_states: bool = False
     layers: tuple[int, ...] = ()
@@ -114,13 +118,15 @@ TOKENS_ONLY = TargetReads()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterBatch:
-    """Distilled examples, as a drafter's `loss` takes them: one in a row, right-padded, or several behind each other.
+    """A batch of labelled examples for a drafter's `loss`, one per row or several packed into a
+    row.
 
-    `attention_mask` is True on real tokens. `positions` is True where the drafter is to be trained: a subset of the labelled
-    positions. `hidden_states` are those of the target's last layer after its final norm, `features` the inputs of the target's
-    layers that the drafter reads besides, side by side; None where neither shards nor trainer filled them in. `top_tokens` and
-    `top_log_probs` are those of `TopTokens`, padded likewise. `starts` says of each token in which column its text begins,
-    where rows hold several (padding counts as a text); None where each holds one.
+    `attention_mask` is True on real tokens. `positions` marks the positions to train, a subset of
+    the labelled ones. `hidden_states` are those of the target's last layer after its final norm.
+    `features` are the inputs of further layers that the drafter reads, side by side. Both are None
+    if neither shards nor trainer provide them. `top_tokens` and `top_log_probs` are those of
+    `TopTokens`, padded. `starts` is the column where each token's text begins in packed rows
+    (padding counts as a text); None if each row holds one text.
     """
 
     input_ids: Int[torch.Tensor, "batch seq"]
@@ -135,6 +141,6 @@ class DrafterBatch:
 
     @property
     def position_ids(self) -> Int[torch.Tensor, "rows seq"]:
-        """Where in its text each token stands, from 0 on; a single row where all rows are alike."""
+        """Position of each token in its text, from 0; a single row if all rows are equal."""
         columns = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)[None]
         return columns if self.starts is None else columns - self.starts

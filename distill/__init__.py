@@ -1,1 +1,5 @@
-"""The frozen target labels texts with its own continuations: target -> shards."""
+"""Distillation: the frozen target labels texts with its continuations, and writes shards."""
+
+from ..data.entry import require_entry
+
+require_entry()

@@ -1,4 +1,4 @@
-"""How a target is distilled."""
+"""Configuration of a distillation."""
 
 import re
 from dataclasses import field
@@ -21,97 +21,116 @@ REGENERATION_OPTIONS = (
     *("kv_budget_gib", "predictor", "base_url", "served_model"),
 )
 ENGINES = ("auto", "decoder", "batch", "continuous", "openai")
-# The address isn't quoted: there may be a password in it.
+# Messages don't quote the address, since it may contain a password.
 NO_ADDRESS = (
-    "base_url is no address of the form http://HOST:8000/v1; a key belongs into the environment variable "
+    "base_url is not an address of the form http://HOST:8000/v1; put a key into the environment variable "
     "OPENAI_API_KEY, not into the address"
 )
 
 
 @dataclass(
     kw_only=True, config=ConfigDict(**OPTIONS, hide_input_in_errors=True)
-)  # not frozen: OmegaConf would refuse every override
+)  # not frozen: OmegaConf would reject every override
 class DistillConfig:
-    """What is stored of the target's answers, and in which portions it is computed and written."""
+    """Options of labels, stored states and regenerated answers, and of the work's division."""
 
     horizon: PositiveInt = 5
-    """Tokens of the target's own continuation that are labelled after every position."""
+    """Number of tokens of the target's continuation that are labelled after every position."""
 
     features: Annotated[str, one_of(*FEATURES)] = "none"
-    """`none` stores no hidden states (training recomputes them); `last_hidden` the target's last ones, which all drafters but
-    EAGLE-3 and draft models read."""
+    """`none` stores no hidden states, so training recomputes them. `last_hidden` stores the
+    target's last ones, which all drafters except EAGLE-3 and draft models read."""
 
     feature_layers: Annotated[list[NonNegativeInt], AfterValidator(different)] = field(default_factory=list)
-    """Layers of the target whose inputs are stored: those that an EAGLE-3 drafter reads (drafter.feature_layers), which then
-    trains without a pass of the target."""
+    """Layers of the target whose inputs are stored, as an EAGLE-3 drafter reads them
+    (drafter.feature_layers). Training then needs no pass of the target."""
 
     features_dtype: Annotated[str, one_of(*STATE_DTYPES)] = "bfloat16"
-    """Type of the stored states: `bfloat16`, or `float8_e4m3fn` or `int8` with a scale for each token, in half the space."""
+    """Type of the stored states: `bfloat16`, or `float8_e4m3fn` or `int8` with a scale per token,
+    at half the size."""
 
     top_logprobs: PositiveInt | None = None
-    """So many of the target's likeliest next tokens are stored with their log-probabilities, at every position that training
-    may ask for: what train.teacher=top_k learns from. None stores none."""
+    """Number of top tokens of the target stored with log-probabilities, at every position that may
+    be trained.
+
+    train.teacher=top_k learns from them. None stores none."""
 
     shard_examples: PositiveInt = 256
-    """Examples in a shard: what an interruption loses at most, and what is held in memory until it is written."""
+    """Examples per shard. An interruption loses at most one shard, and a shard is held in memory
+    until it is written."""
 
     batch_tokens: PositiveInt = 8192
-    """Tokens of text, padding included, in one forward pass; a longer text goes alone. Its keys and values are kept for all
-    labels of the batch: lower this where memory runs out."""
+    """Tokens of text, padding included, in one forward pass; a longer text is alone in its pass.
+
+    The KV cache of a batch is kept until all its labels are computed: lower this if memory runs
+    out."""
 
     mode: Annotated[str, one_of(*MODES)] = "label"
-    """`label` takes the texts as the data have them; `regenerate` has the target answer every turn anew first."""
+    """`label` labels the texts of the data; `regenerate` first replaces all answers by the
+    target's."""
 
     engine: Annotated[str, one_of(*ENGINES)] = "auto"
-    """What regenerates: `decoder` (outrider's own), `batch` (the same without drafters, in batches by predicted length under
-    `kv_budget_gib`), `continuous` (transformers' continuous batching), `openai` (a server at
-    `base_url`); `auto` is `decoder`: no other has been measured on a GPU."""
+    """Engine that regenerates.
+
+    `decoder` is outrider's decode loop. `batch` is the same without drafters, in batches by
+    predicted length within `kv_budget_gib`. `continuous` is transformers' continuous batching.
+    `openai` is a server at `base_url`. `auto` is `decoder`: no other engine has been measured on a
+    GPU."""
 
     temperature: NonNegativeFloat = 0.0
-    """Of regenerated answers; 0 is greedy."""
+    """Temperature of regenerated answers; 0 is greedy."""
 
     top_k: PositiveInt | None = None
-    """Sample regenerated answers from the k likeliest tokens only; None samples from all."""
+    """Sample regenerated answers from the k most probable tokens only; None samples from all."""
 
     top_p: Share | None = None
     """Sample from the fewest tokens whose probabilities sum to top_p; None samples from all."""
 
     max_new_tokens: PositiveInt = 1024
-    """Longest regenerated answer. `data.max_length` bounds it too, together with its prompt."""
+    """Most tokens of a regenerated answer. `data.max_length` also bounds it, together with its
+    prompt."""
 
     seed: Seed = 0
-    """Of sampled answers: each has a seed of its own, made of this one, the conversation's id and the turn."""
+    """Seed of sampled answers. Each answer has its own seed, a function of this one, the
+    conversation's id and the turn."""
 
     decode_batch_size: PositiveInt | None = None
-    """Answers in the making at a time: rows of a batch, or requests in flight. None leaves it to the engine."""
+    """Answers decoded in parallel: rows of a batch, or requests in flight. None is the engine's
+    default."""
 
     drafter: str | None = None
-    """Directory of a trained drafter that speeds the engine `decoder` up; the text stays the target's."""
+    """Directory of a trained drafter that speeds up the engine `decoder`; the text doesn't
+    change."""
 
     drafter_settings: dict[str, Any] = field(default_factory=dict)
-    """Its run-time options, as in `eval.settings`: {beam_width: 4, tree_nodes: 5}, say."""
+    """Runtime options of that drafter, as in `eval.settings`, such as {beam_width: 4, tree_nodes:
+    5}."""
 
     kv_budget_gib: PositiveFloat = 4.0
-    """Memory for the keys and values of a batch of the engine `batch`, in GiB; reading its prompts takes some besides."""
+    """Memory for a batch's KV cache in the engine `batch`, in GiB; prefilling the prompts needs
+    some more."""
 
     predictor: Annotated[str, Field(min_length=1)] | None = None
-    """What predicts the lengths of answers: `none`, `light`, or a directory or Hub id of a
-    sequence-classification model. None is `light` for the engine `batch`; the engine `continuous`
-    admits the longest first where one is named."""
+    """Predictor of answer lengths: `none`, `light`, or a directory or Hub id of a
+    sequence-classification model.
+
+    None is `light` for the engine `batch`. With a predictor, the engine `continuous` admits the
+    longest requests first."""
 
     base_url: str | None = None
-    """Of the server that the engine `openai` asks, with its version: http://HOST:8000/v1."""
+    """Address of the server for the engine `openai`, with its version: http://HOST:8000/v1."""
 
     served_model: str | None = None
-    """The target's name on that server; None takes `target.name_or_path` or the only model served."""
+    """The target's name on that server; None uses `target.name_or_path` or the only served
+    model."""
 
     def __post_init__(self) -> None:
         raise_problems(self._features_problems() + self._engine_problems() + self._server_problems() + self._mode_problems())
 
     @property
     def sampling(self) -> "Sampling":
-        """How regenerated answers are sampled."""
-        from ..models.decoding.sampling import Sampling  # imports torch, which composing a recipe needs not
+        """Sampling options of regenerated answers."""
+        from ..models.decoding.sampling import Sampling  # imports torch, which composing a recipe doesn't need
 
         return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
 
@@ -127,7 +146,7 @@ class DistillConfig:
         return []
 
     def _mode_problems(self) -> list[str]:
-        """Options of regeneration would change nothing where nothing is regenerated."""
+        """Report regeneration options that have no effect, because nothing is regenerated."""
         if self.mode != "label":
             return []
         if idle := [name for name in REGENERATION_OPTIONS if getattr(self, name) != getattr(DEFAULTS, name)]:
@@ -140,7 +159,7 @@ class DistillConfig:
         if self.predictor is not None and self.engine not in ("batch", "continuous"):
             problems.append(
                 f"predictor is {self.predictor!r} and engine {self.engine!r}; only the engines batch and continuous schedule "
-                "by length: name one of them, or leave the predictor out"
+                "by length: choose one of them, or leave the predictor out"
             )
         if self.engine == "batch" and self.decode_batch_size is not None:
             problems.append(
@@ -153,29 +172,33 @@ class DistillConfig:
                 "decoder, or leave the drafter out"
             )
         if self.drafter_settings and self.drafter is None:
-            problems.append("drafter_settings are those of a drafter, and none is named; set drafter too")
+            problems.append("drafter_settings are set, and no drafter; set drafter too")
         return problems
 
     def _server_problems(self) -> list[str]:
         problems = []
         if self.engine == "openai":
             if self.base_url is None:
-                problems.append("engine is 'openai' and base_url is missing; give the server's, such as http://HOST:8000/v1")
+                problems.append(
+                    "engine is 'openai' and base_url is missing; set the server's address, such as http://HOST:8000/v1"
+                )
         elif self.base_url is not None or self.served_model is not None:
-            problems.append(f"base_url and served_model are the engine openai's, and engine is {self.engine!r}; leave them out")
+            problems.append(
+                f"base_url and served_model belong to the engine openai, and engine is {self.engine!r}; leave them out"
+            )
         if self.base_url is not None and not is_address(self.base_url):
             problems.append(NO_ADDRESS)
         return problems
 
 
 def is_address(base_url: str) -> bool:
-    """Whether `base_url` is the address of a server, without a password in it."""
+    """Return whether `base_url` is the address of a server, without a password."""
     try:
         url = urlsplit(base_url)
         host, _ = url.hostname or "", url.port
         is_number = ":" in host or re.fullmatch(r"\d+(\.\d+){3}", host)
         is_host = bool(ip_address(host)) if is_number else re.fullmatch(r"[\w.-]+", host) is not None
-    except ValueError:  # brackets that aren't closed, no such port, no such IP address
+    except ValueError:  # unclosed brackets, invalid port, invalid IP address
         is_host = False
     is_plain = base_url.isprintable() and " " not in base_url
     return is_host and is_plain and url.scheme in ("http", "https") and "@" not in url.netloc

@@ -1,4 +1,4 @@
-"""What a distillation will take, told before it runs: its work is counted, its speed measured on a sample."""
+"""Estimate of a distillation before it runs: counted work, and speed measured on a sample."""
 
 import math
 import time
@@ -27,15 +27,16 @@ from .regenerate.run import answer_conversations, answer_limits, count_turns
 TIME = "time, h:mm:ss"
 
 MEASURED_CONVERSATIONS = 64
-"""Conversations answered together while measuring, as far as the engine likes to."""
+"""Most conversations that are answered together while measuring."""
 
 MEASURED_SECONDS = 10.0
-"""Labelling that the estimate rests on. A first batch, which finds caches cold and kernels unchosen, isn't counted."""
+"""Seconds of labelling that the estimate is based on, after one batch of warm-up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """One distillation's work: counted, but for what depends on the target's answers, which a sample of texts has told."""
+    """Work of one distillation. Quantities that depend on the target's answers come from a
+    sample."""
 
     num_examples: int
     num_shards: int
@@ -43,11 +44,12 @@ class Estimate:
     num_positions: int
     dropped: Counter[str]
     sample: LabellingStats
-    """Of the texts that were labelled to measure the speed."""
+    """Statistics of the texts that were labelled to measure the speed."""
     num_forward_tokens: float
-    """Tokens that the target reads: the texts', and those of the branches that leave them."""
+    """Tokens that the target reads: those of the texts, and those of the branches."""
     num_passes: int
-    """Forward passes, at most: one prefill a batch, and one for every further token of the horizon."""
+    """Upper bound of forward passes: per batch one prefill, and one pass per further token of the
+    horizon."""
     num_processes: int
     seconds: float
     num_bytes: int
@@ -62,12 +64,12 @@ def estimate(
     folder: Path,
     num_processes: int,
 ) -> Estimate:
-    """Count the work of labelling `examples`, and label a sample for some seconds to tell how long all of it takes."""
+    """Count the work of labelling `examples`, and measure the speed on a sample."""
     sample = _measure(config, target, examples)
     shards = plan_shards(examples, config.shard_examples)
     lengths = [[len(example.input_ids) for example in shard] for shard in shards]
     num_tokens, num_positions = sum(map(sum, lengths)), sum(int(example.wanted.sum()) for example in examples)
-    # The process with the most shards is the last to finish.
+    # The process with the most shards finishes last.
     share = math.ceil(len(shards) / num_processes) / len(shards)
     return Estimate(
         num_examples=len(examples),
@@ -87,19 +89,19 @@ def estimate(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegenerationEstimate:
-    """What it takes to have the target answer all conversations, from its answers to a sample of them."""
+    """Work of answering all conversations, estimated from the answers to a sample of them."""
 
     num_conversations: int
     num_turns: int
     dropped: Counter[str]
     num_sampled: int
-    """Answers that the estimate rests on."""
+    """Number of sampled answers."""
     tokens_per_answer: float
     num_answer_tokens: float
-    """Of all answers; turns that will be dropped have none."""
+    """Tokens of all answers; turns that will be dropped have none."""
     cut_share: float
     tokens_per_second: float
-    """In each process."""
+    """Throughput of each process."""
     num_processes: int
     seconds: float
 
@@ -112,26 +114,31 @@ def estimate_regeneration(
     dropped: Counter[str],
     num_processes: int,
 ) -> tuple[RegenerationEstimate, list[Example]]:
-    """Have the target answer some conversations, to tell how long all take; and as many examples as there will be, made of
-    those answers again and again, for `estimate`."""
-    limits, drawn = answer_limits(config, data, target), Random(0).sample(conversations, len(conversations))
+    """Answer a sample of the conversations, to estimate the time for all.
+
+    Also returns examples for `estimate`: as many as there will be, which repeat the sampled
+    answers.
+    """
+    # 1. Answer conversations in random order until enough time has passed.
+    limits, conversation_sample = answer_limits(config, data, target), Random(0).sample(conversations, len(conversations))
     examples: list[Example] = []
     num_conversations = num_answers = num_cut = num_tokens = 0
     portion = min(config.shard_examples, MEASURED_CONVERSATIONS)
     with open_engine(config, target, limits) as engine, tqdm(disable=True) as progress:
         started = time.perf_counter()
-        for start in range(0, len(drawn), portion):
-            sample = drawn[start : start + portion]
+        for start in range(0, len(conversation_sample), portion):
+            sample = conversation_sample[start : start + portion]
             answered, counts = answer_conversations(sample, target, engine, limits=limits, seed=config.seed, progress=progress)
             num_conversations += len(sample)
             num_answers, num_cut = num_answers + counts.num_answers, num_cut + counts.num_cut
             num_tokens += counts.num_tokens
-            examples += [each.to_example() for each in answered]
+            examples += [answered_example.to_example() for answered_example in answered]
             if _is_enough(target, time.perf_counter() - started):
                 break
         seconds = time.perf_counter() - started
     if not examples:
-        raise ValueError(f"the target gave none of {num_conversations} conversations an answer that can be used")
+        raise ValueError(f"none of the target's answers to {num_conversations} conversations can be used")
+    # 2. Scale up to all conversations.
     scale = len(conversations) / num_conversations
     share = math.ceil(math.ceil(len(conversations) / config.shard_examples) / num_processes) * config.shard_examples
     estimated = RegenerationEstimate(
@@ -144,42 +151,43 @@ def estimate_regeneration(
         cut_share=num_cut / num_answers,
         tokens_per_second=num_tokens / seconds,
         num_processes=num_processes,
-        # The process with the most shards is the last to finish.
+        # The process with the most shards finishes last.
         seconds=seconds / num_conversations * min(len(conversations), share),
     )
     return estimated, [examples[index % len(examples)] for index in range(round(len(examples) * scale))]
 
 
 def regeneration_table(estimate: RegenerationEstimate) -> Table:
-    """The estimate as a table to print."""
+    """Return the estimate as a table to print."""
     return make_table(
         "regeneration",
         {
             "conversations": f"{estimate.num_conversations:,} with {estimate.num_turns:,} answers",
             "dropped": describe_drops(estimate.dropped),
-            "tokens of answers": f"about {estimate.num_answer_tokens:,.0f}, in as many forwards at most, beside those of "
-            "the prompts",
-            "length": f"{estimate.tokens_per_answer:.0f} tokens an answer, {100 * estimate.cut_share:.0f} % cut by the limit "
+            "tokens of answers": f"about {estimate.num_answer_tokens:,.0f}, with at most as many forward passes, besides "
+            "those of the prompts",
+            "length": f"{estimate.tokens_per_answer:.0f} tokens per answer, {100 * estimate.cut_share:.0f} % cut by the limit "
             f"(a sample of {estimate.num_sampled:,})",
-            "speed": f"{estimate.tokens_per_second:,.0f} tokens of answers a second, {_measured(estimate.num_processes)}",
+            "speed": f"{estimate.tokens_per_second:,.0f} tokens of answers per second, {_measured(estimate.num_processes)}",
             TIME: format_time(estimate.seconds),
         },
     )
 
 
 def estimate_table(estimate: Estimate) -> Table:
-    """The estimate as a table to print."""
+    """Return the estimate as a table to print."""
     sample, speed = estimate.sample, estimate.sample.num_text_tokens / estimate.sample.seconds
     return make_table(
         "labels",
         {
             "examples": f"{estimate.num_examples:,} in {estimate.num_shards:,} shards",
             "dropped": describe_drops(estimate.dropped),
-            "tokens of text": f"{estimate.num_tokens:,}, of which {estimate.num_positions:,} positions are to be labelled",
+            "tokens of text": f"{estimate.num_tokens:,}, of which {estimate.num_positions:,} positions will be labelled",
             "agreement": f"{100 * sample.agreement:.1f} % of the positions (a sample of {sample.num_text_tokens:,} tokens)",
-            "forwards": f"{estimate.num_forward_tokens:,.0f} tokens, {estimate.num_forward_tokens / estimate.num_tokens:.2f} "
-            f"per token of text, in at most {estimate.num_passes:,} passes",
-            "speed": f"{speed:,.0f} tokens of text a second, {_measured(estimate.num_processes)}",
+            "forward passes": f"{estimate.num_forward_tokens:,.0f} tokens, "
+            f"{estimate.num_forward_tokens / estimate.num_tokens:.2f} per token of text, in at most "
+            f"{estimate.num_passes:,} passes",
+            "speed": f"{speed:,.0f} tokens of text per second, {_measured(estimate.num_processes)}",
             TIME: format_time(estimate.seconds),
             "disk": f"{estimate.num_bytes / 1e6:,.1f} MB; {estimate.free_bytes / 1e9:,.1f} GB are free"
             + (" [bold red]NOT ENOUGH[/]" if estimate.num_bytes > estimate.free_bytes else ""),
@@ -210,11 +218,12 @@ def _is_enough(target: HFTarget, seconds: float) -> bool:
 
 
 def _measure(config: DistillConfig, target: HFTarget, examples: Sequence[Example]) -> LabellingStats:
-    """Label texts drawn at random until there are enough."""
+    """Label randomly sampled texts for MEASURED_SECONDS, and return the statistics."""
     drawn = Random(0).sample(range(len(examples)), len(examples))
-    # Batches as they will be: so many texts as fill several, of all lengths.
+    # 1. Batches like the real ones: several batches of texts of all lengths.
     mean = sum(len(example.input_ids) for example in examples) / len(examples)
     portion = min(config.shard_examples, max(1, round(config.batch_tokens / mean)))
+    # 2. Warm up with one text, then measure.
     with tqdm(disable=True) as progress:
         label_shard(config, target, [examples[index] for index in drawn[:1]], progress)
         labelled: list[LabellingStats] = []

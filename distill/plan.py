@@ -1,8 +1,9 @@
-"""Which process makes which shard: fixed by the data and the configuration alone, before anything runs.
+"""The plan of a distillation: which process computes which shard.
 
-Shard k holds the k-th portion of the data, whichever process makes it and whenever. The shards that
-are missing are dealt out to the processes of the moment like cards, so a run may be resumed with
-another number of processes, and none is idle after one has died.
+The content of the shards depends only on the data and the configuration. Shard k holds the k-th
+portion of the data, whichever process computes it. The missing shards are dealt out to the present
+processes like cards. So a run may be resumed with another number of processes, and no process is
+idle after one has died.
 """
 
 import hashlib
@@ -31,12 +32,12 @@ M = TypeVar("M", bound=BaseManifest)
 
 
 def plan_shards(items: Sequence[T], shard_items: int) -> list[list[T]]:
-    """Divide examples or conversations, in their order, `shard_items` to a shard; the last one has what is left."""
+    """Divide items in order into shards of `shard_items` items; the last shard may be smaller."""
     return [list(items[start : start + shard_items]) for start in range(0, len(items), shard_items)]
 
 
 def plan_sha256(shards: Sequence[Sequence[Example | Conversation]], data_sha256: str) -> str:
-    """Return a digest of which examples or conversations go into which shard; `data_sha256` is their own."""
+    """Return a digest of the assignment of items to shards; `data_sha256` is the items' digest."""
     digest = hashlib.sha256(data_sha256.encode())
     for shard in shards:
         digest.update(f"\0{len(shard)}".encode())
@@ -58,13 +59,15 @@ def run_shards(
     unit: str,
     data_facts: Mapping[str, Any],
 ) -> M:
-    """Make the shards that are missing, each process its part of them, and return the complete manifest.
+    """Compute the missing shards, divided among processes, and return the complete manifest.
 
-    An interrupted run loses at most the shard that each process was at. `make` writes the shards of one worker and counts their
-    `num_units` in the progress bar; `finish` writes the statistics, in the main process. Raises ValueError before any work
-    where the folder holds another run's shards than those of `manifest`, or a damaged one.
+    An interrupted run loses at most the current shard of each process. `make` writes the shards of
+    one worker and adds their `num_units` to the progress bar. `finish` writes the statistics, in
+    the main process. Raises ValueError before any work if the folder holds another run's shards, or
+    a damaged shard.
     """
-    # 1. Each process checks its part of the shards that are there; all list the missing ones before any process writes.
+    # 1. Each process checks a part of the existing shards. All processes list the missing shards
+    # before any process writes.
     store.require_same(manifest, data_facts)
     for index in range(accelerator.process_index, len(plan), accelerator.num_processes):
         if entry := store.read_entry(index):
@@ -72,28 +75,30 @@ def run_shards(
     accelerator.wait_for_everyone()
     pending = [index for index in range(len(plan)) if not store.is_written(index)]
     accelerator.wait_for_everyone()
-    # 2. The manifest without shards says whose shards these are; a complete folder is left alone.
+    # 2. A manifest without shards marks the folder as this run's. A complete folder stays
+    # unchanged.
     if accelerator.is_main_process and not store.is_complete(len(plan)):
         store.save_data_facts(data_facts)
         store.save(manifest)
     accelerator.wait_for_everyone()
-    # 3. The missing shards, dealt like cards: of 3 4 7 9 11 the first of two workers makes 3 7 11, the other one 4 9.
+    # 3. Deal the missing shards like cards: of 3 4 7 9 11 the first of two workers gets 3 7 11, the
+    # other one 4 9.
     if dealt := pending[worker.index :: worker.num_workers]:
-        logger.info("%d of %d shards are missing, this process makes %d", len(pending), len(plan), len(dealt))
+        logger.info("%d of %d shards are missing; this process computes %d", len(pending), len(plan), len(dealt))
         finished = sum(map(num_units, plan)) - sum(num_units(plan[index]) for index in pending)
-        finished //= worker.num_workers  # this worker's share of what there was
+        finished //= worker.num_workers  # this worker's share of the earlier work
         total = finished + sum(num_units(plan[index]) for index in dealt)
         show = accelerator.is_main_process
         with tqdm(total=total, initial=finished, unit=unit, unit_scale=True, disable=not show) as progress:
             make({index: plan[index] for index in dealt}, progress)
     accelerator.wait_for_everyone()
-    # 4. All entries into the complete manifest, after the statistics.
+    # 4. Write the statistics, then the complete manifest.
     if accelerator.is_main_process:
         if store.is_complete(len(plan)):
             logger.info("%s is already complete: %d shards, nothing to do", store.directory, len(plan))
         else:
             entries = store.entries(len(plan))
-            assert len(entries) == len(plan), "every process has finished its shards"
+            assert len(entries) == len(plan), "every process must have finished its shards"
             finish(entries)
             store.save(replace(manifest, shards=entries, complete=True))
     accelerator.wait_for_everyone()
@@ -101,13 +106,14 @@ def run_shards(
 
 
 def total(kind: type[T], parts: Collection[T]) -> T:
-    """Return the sum of dataclasses of numbers, field by field."""
+    """Sum dataclasses of numbers, field by field."""
     names = [field.name for field in fields(cast("Any", kind))]
     return kind(**{name: sum(getattr(part, name) for part in parts) for name in names})
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the most memory that this process has held so far: on a CUDA device that of its tensors, else all of it."""
+    """Return the peak memory of this process: on a CUDA device that of tensors, else resident
+    memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,12 +1,16 @@
 """What to evaluate, and how."""
 
+import re
+from collections import Counter
 from dataclasses import field
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat
+from pydantic import BeforeValidator, Field, GetPydanticSchema, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass
 
 from ..data.fields import OPTIONS, Distinct, NonNegativeInt, PositiveInt, Seed, one_of, raise_problems
+from ..data.raw_records import SUFFIXES as FILE_SUFFIXES
 
 ACCEPTANCES = ("exact", "typical")
 TOO_LONG_POLICIES = ("skip", "error")
@@ -26,12 +30,38 @@ class SuiteConfig:
     """At most this many prompts, drawn by the seed; None takes all."""
 
 
+def suite_of(text: str, **options: Any) -> SuiteConfig:
+    """Return the suite that a text names: a published one, or a file of prompts, which is named after the file.
+
+    `options` are the suite's others. A file of a published suite has that suite's name, such as
+    `mt_bench.jsonl`. Raises ValueError for a file named after `stdlib`, which is no file.
+    """
+    if not text.endswith(FILE_SUFFIXES):
+        return SuiteConfig(name=text, **options)
+    name = re.sub(r"(\.jsonl?|\.parquet)?(\.gz)?$", "", Path(text).name)
+    if name == "stdlib":
+        raise ValueError(f"the suite {text!r} would be named stdlib, which is no file of prompts; give the file another name")
+    return SuiteConfig(name=name, path=text, **options)
+
+
+def _suite_of_text(value: Any) -> Any:
+    return suite_of(value) if isinstance(value, str) else value
+
+
+_Suite = Annotated[SuiteConfig, BeforeValidator(_suite_of_text)]
+if TYPE_CHECKING:
+    Suites = list[SuiteConfig]
+else:  # Hydra, which reads the first type, would take no text for a SuiteConfig; pydantic reads the second.
+    _pydantics = GetPydanticSchema(lambda _, handler: handler(list[_Suite]))
+    Suites = Annotated[list[Any], list[_Suite], _pydantics, Field(min_length=1)]  # `outrider options` describes the second
+
+
 @dataclass(kw_only=True, config=OPTIONS)
 class EvalConfig:
     """One evaluation: every suite with plain decoding and with every drafter in every setting."""
 
-    suites: Annotated[list[SuiteConfig], Field(min_length=1)]
-    """The prompt sets, in the order of the table."""
+    suites: Suites
+    """The prompt sets, in the order of the table: mappings, or for a file of your own prompts its path alone."""
     settings: Annotated[list[dict[str, Any]], Field(min_length=1)] = field(default_factory=lambda: [{}])
     """Run-time options of the drafter, such as {beam_width: 4, beam_length: 5}; each one is a method of the table."""
     max_new_tokens: PositiveInt = 128
@@ -65,8 +95,18 @@ class EvalConfig:
 
     def __post_init__(self) -> None:
         problems = []
-        if len({suite.name for suite in self.suites}) < len(self.suites):
-            problems.append("a suite is named twice; name each once")
+        problems += _repeated_suites(self.suites)
         if self.acceptance == "typical" and not any(self.temperatures):
             problems.append("acceptance is typical, which needs a temperature above 0; raise temperatures, or set exact")
         raise_problems(problems)
+
+
+def _repeated_suites(suites: list[SuiteConfig]) -> list[str]:
+    """Return a problem for each name that several suites have, with their files."""
+    problems = []
+    for name, count in Counter(suite.name for suite in suites).items():
+        files = [suite.path for suite in suites if suite.name == name and suite.path is not None]
+        if count > 1:
+            which = f" ({', '.join(files)})" if files else ""
+            problems.append(f"{count} suites have the name {name!r}{which}; rename a file, or name each suite once")
+    return problems

@@ -1,4 +1,4 @@
-"""The hardware that a process computes on: its name, when its work is done, and when its memory is used up."""
+"""The hardware of a process: its name, synchronisation, and running out of memory."""
 
 import gc
 import logging
@@ -11,14 +11,14 @@ logger = logging.getLogger(__name__)
 
 
 def device_name(device: torch.device) -> str:
-    """The model of a GPU or a CPU."""
+    """Return the model name of a GPU or a CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return cpu_model() if device.type == "cpu" else str(device)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until an accelerator has finished its work. A CPU has finished it when an operation returns."""
+    """Wait until an accelerator has finished its work; a CPU operation returns when it is done."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
@@ -26,25 +26,26 @@ def synchronize(device: torch.device) -> None:
 OUT_OF_MEMORY_TEXTS = (
     "DefaultCPUAllocator: can't allocate memory",
     "MPS backend out of memory",
-    # Memory that isn't from PyTorch's allocator: of a CUDA graph, a kernel or a library.
+    # Memory outside PyTorch's allocator: of a CUDA graph, a kernel or a library.
     "CUDA error: out of memory",
     "CUDA driver error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
-"""What only their text tells from other RuntimeErrors."""
+"""Only their text distinguishes these errors from other RuntimeErrors."""
 MAX_CHAINED_ERRORS = 16
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an allocation failed, here or in an error behind this one."""
+    """Return whether an allocation failed, in this error or in one that it was raised from."""
     return find_out_of_memory(error) is not None
 
 
 def find_out_of_memory(error: BaseException) -> BaseException | None:
-    """Return the failed allocation that this error is, or was raised because of.
+    """Return the failed allocation in this error's chain, or None.
 
-    Where memory runs out in a CUDA graph's capture, the end of the capture fails too, and its error
-    replaces the first one. So the errors behind this one are searched as a traceback shows them.
+    If memory runs out during the capture of a CUDA graph, the end of the capture fails too, and its
+    error replaces the first one. So the chain of causes and contexts is searched, in the order of a
+    traceback.
     """
     link: BaseException | None = error
     for _ in range(MAX_CHAINED_ERRORS):
@@ -61,33 +62,35 @@ def _is_failed_allocation(error: BaseException) -> bool:
 
 
 def release_memory(device: torch.device) -> None:
-    """Give back what nobody refers to any more: to the system, so that a larger block finds room."""
-    gc.collect()  # an error's frames may lie in a cycle with their tensors
+    """Return unreferenced memory to the system, so that a larger block finds room."""
+    gc.collect()  # an error's frames may be in a reference cycle with their tensors
     if device.type != "cpu":
         torch.accelerator.empty_cache()
 
 
 def turn_off_cudnn_attention(device: torch.device) -> None:
-    """Take cuDNN's kernel out of PyTorch's choice of attention kernels, in the whole process, if
-    `device` is a GPU of NVIDIA's.
+    """Exclude cuDNN's kernel from PyTorch's attention kernels, in the whole process, on NVIDIA
+    GPUs.
 
-    PyTorch prefers it on an H100. It plans anew for every shape and stride of keys, queries and
-    masks, for tens of milliseconds, and in decoding each step has another shape. The flash and the
-    memory-efficient kernel plan nothing.
+    PyTorch prefers this kernel on an H100. It makes a new plan for every shape and stride of keys,
+    queries and masks, which takes tens of milliseconds, and in decoding each step has another
+    shape. The flash and the memory-efficient kernel make no plans.
     """
     if device.type == "cuda" and torch.backends.cuda.cudnn_sdp_enabled():
         torch.backends.cuda.enable_cudnn_sdp(False)
-        logger.info("attention: cuDNN's kernel is off in this process; it would plan anew for every length of a text")
+        logger.info("attention: cuDNN's kernel is off in this process, because it makes a new plan for every text length")
 
 
 def hardware(device: torch.device, num_processes: int) -> str:
-    """What so many processes compute on, if each has such a device."""
-    each = f"{device_name(device)}, {torch.get_num_threads()} threads" if device.type == "cpu" else device_name(device)
-    return each if num_processes == 1 else f"{num_processes} x {each}"
+    """Describe the devices of `num_processes` processes, if each process has such a `device`."""
+    name = device_name(device)
+    if device.type == "cpu":
+        name = f"{name}, {torch.get_num_threads()} threads"
+    return name if num_processes == 1 else f"{num_processes} x {name}"
 
 
 def cpu_model() -> str:
-    """The processor's name, as far as the system tells."""
+    """Return the processor's name, as far as the system knows it."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text().splitlines():

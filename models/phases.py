@@ -1,11 +1,14 @@
-"""The phases of a decode step; apart from the loop, so that whoever reads their times needs no torch."""
+"""The phases of a decode step, in a module that imports no torch."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseSeconds:
-    """Where a step's time went. Taken only on request, since an accelerator must be synchronised after each phase."""
+    """Seconds of a step's phases.
+
+    Measured only on request, because each measurement synchronises the accelerator.
+    """
 
     draft: float
     verify: float

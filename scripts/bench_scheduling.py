@@ -111,13 +111,13 @@ class ClassicDecoder(LeavingDecoder):
     it is kept.
     """
 
-    def _leave(self, rows: list[int], going: list[int]) -> list[int]:
+    def _select(self, rows: list[int], unfinished: list[int]) -> list[int]:
         return rows
 
-    def _step(self, rows: Sequence[int], going: Sequence[int]) -> None:
+    def _step(self, rows: Sequence[int], unfinished: Sequence[int]) -> None:
         before = {index: len(self.tokens[index]) for index in rows}
-        super()._step(rows, going)
-        idle = [int(index not in going) for index in rows]
+        super()._step(rows, unfinished)
+        idle = [int(index not in unfinished) for index in rows]
         self.target.rewind(Counts.of(idle, self.target.device))
         for index, is_idle in zip(rows, idle, strict=True):
             if is_idle:

@@ -99,7 +99,7 @@ def test_fsdp_gets_version_2_and_loads_the_target_in_every_process(monkeypatch: 
 def test_sharding_that_accelerate_would_silently_skip_is_an_error(feature: str, monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator = Accelerator(cpu=True)
     monkeypatch.setenv(f"ACCELERATE_USE_{feature}", "true")
-    with pytest.raises(ValueError, match=f"asks for {feature}, and accelerate runs NO instead"):
+    with pytest.raises(ValueError, match=f"sets {feature}, and accelerate runs NO instead"):
         require_supported_launch(accelerator)
 
 

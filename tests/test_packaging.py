@@ -1,15 +1,19 @@
 """Contents of the wheel: the whole library under one name, and nothing else."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from email import message_from_bytes
 from pathlib import Path
+from typing import Any
 from zipfile import ZipFile
 
 import pytest
+import yaml
 
 REPOSITORY = Path(__file__).parents[1]
 NOT_BUILT_FROM = shutil.ignore_patterns(".*", "*.egg-info", "__pycache__", "build", "dist", "outputs", "tests", "wandb")
@@ -94,3 +98,37 @@ def test_lint_checks_every_package() -> None:
     (line,) = [line for line in (REPOSITORY / "Makefile").read_text().splitlines() if line.startswith("PACKAGES := ")]
     assert sorted(line.removeprefix("PACKAGES := ").split()) == sorted(packages().values())
     assert {package.removeprefix("outrider.") for package in packages()} == set(packages().values())
+
+
+def project() -> dict[str, Any]:
+    table: dict[str, Any] = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    return table
+
+
+def test_the_page_on_a_package_index_has_no_relative_links(wheel: ZipFile) -> None:
+    (metadata,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
+    description = message_from_bytes(wheel.read(metadata)).get_payload()
+    assert isinstance(description, str)
+    assert description.startswith("# outrider")
+    links = re.findall(r"\]\(([^)]*)\)|(?:src|href)=\"([^\"]*)\"", description)
+    assert len(links) > 3
+    assert [link for pair in links for link in pair if link and not link.startswith(("https://", "#"))] == []
+
+
+def test_version_and_citation_agree() -> None:
+    version = project()["version"]
+    released = re.findall(r"^## \[(\d[^\]]*)\] - (\d{4}-\d\d-\d\d)$", (REPOSITORY / "CHANGELOG.md").read_text(), re.MULTILINE)
+    citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())
+    assert (version, citation["date-released"]) == released[0]
+    assert citation["version"] == version
+    assert citation["license"] == project()["license"]
+
+
+def test_the_citation_has_what_its_format_requires() -> None:
+    citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())
+    assert citation["cff-version"] == "1.2.0"
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()
+    for work in (citation, *citation["references"]):
+        assert {"title", "type", "authors"} <= work.keys()
+        assert all("name" in author or {"family-names", "given-names"} <= author.keys() for author in work["authors"])
+    assert any("2403.09919" in work["doi"] for work in citation["references"])

@@ -9,11 +9,15 @@ from pathlib import Path
 
 import pytest
 import safetensors.torch
+import torch
 from hydra import compose, initialize_config_module
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from outrider.cli.config import register, to_run_config
-from outrider.cli.run import run
+from outrider.cli.config import RunConfig, register, to_run_config
+from outrider.cli.run import require_trainable, run
 from outrider.models.drafters.saved import build
+from outrider.models.drafters.saved.build import describe_untrained_depths
+from outrider.models.target.loading import load_target
 
 CONF = Path(__file__).parents[1] / "conf"
 RECIPES = sorted(
@@ -27,7 +31,7 @@ SMALL_RUN = [
     "mixed_precision=null",
     "train.steps=2",
     "train.warmup_steps=1",
-    "train.gradient_accumulation=1",
+    "train.global_batch_size=null",
     "train.batch_size=2",
     "train.max_positions=16",
     "eval.max_new_tokens=8",
@@ -36,13 +40,21 @@ SMALL_RUN = [
 ]
 SMALL_DRAFTERS = {
     "redrafter": ["drafter.exit_width=16", "drafter.num_blocks=1"],
-    # these formats need deeper targets
-    "eagle3": ["drafter.draft_vocab_size=128", "export.formats=[]"],
+    "eagle3": ["drafter.draft_vocab_size=128"],
 }
+NEEDS_DEPTH = ["export.formats=[]"]
+"""Of EAGLE-3 on a target of two layers: the formats need more."""
 
-
-EXPORTED = {"eagle": {"eagle1-vllm", "eagle1-sglang"}, "medusa": {"medusa", "tensorrt-llm"}}
-"""Formats that the recipes of a kind export."""
+EXPORTED = {
+    "redrafter": {"apple"},
+    "eagle": {"eagle1-vllm", "eagle1-sglang"},
+    "eagle3": {"eagle3", "speculators"},
+    "medusa": {"medusa", "tensorrt-llm"},
+}
+"""Formats of engines that a recipe leaves."""
+DEEPER_THAN_TRAINED = {"compare_demo", "loss_study_demo"}
+"""Recipes that search deeper than they train on purpose: their published figures are of that."""
+ALL_RECIPES = sorted(path.stem for path in (CONF / "conf").glob("*.yaml") if not path.stem.startswith("adapt"))
 SMALL_DEMOS = {
     # the tiny target has two layers
     "redrafter_demo": ["drafter={exit_width: 16, head_init: random}"],
@@ -66,16 +78,45 @@ def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def qwen3_dir(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen3 with the fewest layers from which engines read three, and the tokenizer of `tiny_target_dir`."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_target_dir)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=7,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        dtype="float32",
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Qwen3ForCausalLM(config)
+    directory = tmp_path_factory.mktemp("qwen3")
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def composed_of(*overrides: str) -> RunConfig:
+    register()
+    with initialize_config_module("outrider.conf", version_base="1.3"):
+        return to_run_config(compose("config", overrides=list(overrides)))
+
+
 def run_here(tmp_path: Path, target: Path, questions: Path, *overrides: str) -> list[str]:
     """Run a recipe; return the methods of its table, plain decoding first.
 
     The run itself checks that each method is lossless.
     """
-    register()
     small = [f"output_dir={tmp_path}", f"target.name_or_path={target}", f"eval.suites=[{{name: mt_bench, path: {questions}}}]"]
-    with initialize_config_module("outrider.conf", version_base="1.3"):
-        composed = compose("config", overrides=[*small, *SMALL_RUN, *overrides])
-    config = to_run_config(composed)
+    config = composed_of(*small, *SMALL_RUN, *overrides)
     run(config)
     rows = json.loads((tmp_path / "eval" / "summary.json").read_text())
     assert len(rows) == 1 + len(config.eval.settings)
@@ -85,17 +126,60 @@ def run_here(tmp_path: Path, target: Path, questions: Path, *overrides: str) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_runs_through_all_stages(
-    tiny_target_dir: Path, conversations: Path, questions: Path, tmp_path: Path, recipe: str
+    tiny_target_dir: Path,
+    qwen3_dir: Path,
+    conversations: Path,
+    questions: Path,
+    tmp_path: Path,
+    recipe: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """Without a warning, and with every format that the recipe names."""
     kind = recipe.split("_")[0]
-    sizes = SMALL_DRAFTERS.get(kind, [])
-    if recipe == "redrafter_llama3_8b":
-        sizes = [*sizes, "drafter.draft_vocab_size=128"]
-    data = [f"data.path={conversations}", "data.file=null", "target.dtype=float32"]
-    methods = run_here(tmp_path, tiny_target_dir, questions, f"conf={recipe}", *data, *sizes)
+    is_qwen3 = "qwen3" in recipe
+    changes = [f"data.path={conversations}", "data.file=null", "target.dtype=float32", *SMALL_DRAFTERS.get(kind, [])]
+    changes += NEEDS_DEPTH if kind == "eagle3" and not is_qwen3 else []
+    methods = run_here(tmp_path, qwen3_dir if is_qwen3 else tiny_target_dir, questions, f"conf={recipe}", *changes)
     assert all(method.startswith(kind) for method in methods[1:])
     exported = {path.name for path in (tmp_path / "export").glob("*")}
-    assert exported == EXPORTED.get(kind, set())
+    assert exported == (set() if NEEDS_DEPTH[0] in changes else EXPORTED[kind])
+    warnings = [record.message for record in caplog.records if "no serving engine" in record.message]
+    assert len(warnings) == (NEEDS_DEPTH[0] in changes), warnings
+
+
+@pytest.mark.parametrize("recipe", [*ALL_RECIPES, *(f"demo drafter={demo}" for demo in DEMOS)])
+def test_a_recipe_drafts_as_deep_as_it_trains(recipe: str) -> None:
+    config = composed_of(*f"conf={recipe}".split())
+    untrained = {describe_untrained_depths(run.drafter, config.distill.horizon) for run in config.drafter_runs()} - {None}
+    assert bool(untrained) == (recipe in DEEPER_THAN_TRAINED), untrained
+
+
+def test_a_run_warns_once_of_what_the_recipe_doesnt_want(tiny_target_dir: Path, tmp_path: Path) -> None:
+    target = load_target(str(tiny_target_dir), torch.device("cpu"))
+    drafter = [f"output_dir={tmp_path}", "drafter.initial_state=embedding", "drafter.exit_width=16", "drafter.beam_length=6"]
+    two = "++variants={a: {train: {seed: 1}}, b: {train: {seed: 2}}}"
+    overrides = ["conf=redrafter_vicuna7b", "export.formats=[]", two, *drafter]
+    unexportable, deep = require_trainable(composed_of(*overrides), target)
+    assert "its initial_state is embedding" in unexportable
+    assert "drafter.beam_length is 6" in deep
+    assert "set drafter.beam_length=4, or distill.horizon=7" in deep
+    assert require_trainable(composed_of(*overrides, "export.allow_no_format=true", "distill.horizon=7"), target) == []
+    with pytest.raises(ValueError, match=r"export.formats has apple, and .*initial_state is embedding"):
+        require_trainable(composed_of(*overrides, "export.formats=[apple]"), target)
+    assert require_trainable(composed_of("conf=demo", f"output_dir={tmp_path}", *SMALL_DEMOS["redrafter_demo"]), target) == []
+
+
+@pytest.mark.parametrize("target", ["vicuna_13b", "vicuna_33b"])
+@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe.endswith("vicuna7b")])
+def test_a_recipe_for_vicuna_takes_its_larger_models(recipe: str, target: str) -> None:
+    config = composed_of(f"conf={recipe}", f"target={target}")
+    assert config.target.name_or_path == f"lmsys/{target.replace('_', '-')}-v1.3"
+    assert config.data.chat_template == "vicuna_v1.1"
+
+
+def test_the_full_evaluation_takes_every_prompt() -> None:
+    config = composed_of("conf=eagle3_qwen3_8b", "eval=chat_full")
+    assert [(suite.name, suite.limit) for suite in config.eval.suites] == [("mt_bench", None), ("alpaca_eval", None)]
 
 
 @pytest.mark.parametrize(
@@ -135,5 +219,5 @@ def test_a_drafter_is_adapted_to_a_changed_target(
 
 
 def test_the_globs_find_recipes_and_demos() -> None:
-    assert len(RECIPES) >= 5
+    assert len(RECIPES) >= 11
     assert len(DEMOS) >= 6

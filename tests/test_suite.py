@@ -22,16 +22,16 @@ ARCHITECTURES = "tests/conformance/test_architectures.py"
 RULES = {
     "GreedyAcceptance": f"{CONFORMANCE}::test_greedy_answers_are_plain_decodings",
     "SpeculativeSampling": f"{CONFORMANCE}::test_with_the_same_seeds_plain_decoding_samples_the_same",
-    "TypicalAcceptance": f"{CONFORMANCE}::test_typical_acceptance_answers_in_full",
+    "TypicalAcceptance": f"{CONFORMANCE}::test_typical_acceptance_gives_complete_answers",
 }
 COMMANDS = {
     "certify": "tests/eval/certify/test_certificate.py::test_a_target_and_a_drafter_are_certified",
-    "data verify": "tests/data/test_verify.py::test_a_whole_folder_passes",
+    "data verify": "tests/data/test_verify.py::test_an_undamaged_folder_passes",
     "eval": "tests/eval/test_cli.py::test_widths_become_methods_and_the_table_is_printed",
     "export": "tests/cli/test_export.py::test_a_drafter_goes_out_and_comes_back",
     "import": "tests/cli/test_export.py::test_a_drafter_goes_out_and_comes_back",
     "package": "tests/cli/test_hub.py::test_a_package_is_made_and_listed",
-    "pull": "tests/models/export/test_hub.py::test_what_is_pushed_is_pulled_byte_for_byte",
+    "pull": "tests/models/export/test_hub.py::test_a_pushed_folder_is_pulled_byte_for_byte",
     "push": "tests/cli/test_hub.py::test_a_bare_drafter_is_packaged_first",
     "report": "tests/eval/report/test_page.py::test_the_command_writes_page_and_figures_and_drops_those_of_an_earlier_report",
     "run": "tests/test_pipeline.py::test_one_command_distils_trains_and_evaluates",
@@ -74,7 +74,8 @@ def test_every_kind_is_trained_with_every_loss(collected: list[pytest.Item]) -> 
 
 
 @pytest.mark.parametrize(
-    "name", ["test_batches_of_trees_give_the_tokens_of_full_forwards", "test_training_reads_padded_rows_as_each_text_alone"]
+    "name",
+    ["test_batches_of_trees_give_the_tokens_of_full_forwards", "test_states_of_padded_rows_equal_those_of_each_text_alone"],
 )
 def test_every_architecture_has_quick_cases(collected: list[pytest.Item], name: str) -> None:
     cases = quick_cases(collected, f"{ARCHITECTURES}::{name}")

@@ -1,10 +1,10 @@
 """The order in which training reads the shards: a pure function of seed and position.
 
 So a run resumes in the middle of the data. Texts are numbered through all epochs: position p is
-text p % n of epoch p // n. Step s, micro-batch m and process r read `batch_size` texts from position
-((s * accumulation + m) * processes + r) * batch_size, where s counts from 0. So a step reads the same
-texts under any division into processes and micro-batches. A run that resumes with more or fewer
-texts per step continues at the position that it had reached.
+text p % n of epoch p // n. Step s, micro-batch m and process r read `batch_size` texts from
+position ((s * accumulation + m) * processes + r) * batch_size, where s counts from 0. So a step
+reads the same texts under any division into processes and micro-batches. A run that resumes with
+more or fewer texts per step continues at the position that it had reached.
 """
 
 from collections.abc import Collection
@@ -26,17 +26,18 @@ from ..models.target.hf_target import HFTarget
 from ..models.target.text_states import states_of_texts
 from .config import TrainConfig
 
-# Any token will do: the attention mask hides the padding.
+# Any token works: the attention mask hides the padding.
 PAD_ID = 0
 
-TextPlace = tuple[int, int]
-"""Where a text lies: its shard, and its row there."""
+TextLocation = tuple[int, int]
+"""Location of a text: its shard, and its row there."""
 
 
 class BatchStream:
-    """The batches of one process, step by step. Reads a shard when its first text is due, never what was skipped.
+    """The batches of one process, step by step. A shard is read when its first text is needed.
 
-    Texts that are `held_out` are in no batch. Of what training `reads` of the target, batches hold what the shards do.
+    `held_out` texts are in no batch. `reads` are the states of the target that training needs;
+    batches hold those that the shards hold.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class BatchStream:
         *,
         rank: int,
         num_processes: int,
-        held_out: Collection[TextPlace] = (),
+        held_out: Collection[TextLocation] = (),
         reads: TargetReads = TOKENS_ONLY,
     ) -> None:
         if not manifest.num_labels:
@@ -63,7 +64,7 @@ class BatchStream:
         self._origin = (0, 0)  # a step, and the position where it begins
         self._sizes = tuple(len(entry.ids) for entry in manifest.shards)
         self._held_out = frozenset(held_out)
-        # Every shard of the window that is being read, and no more: texts of a window come in one run.
+        # The cache holds one window of shards: texts of one window follow each other.
         self._reads = manifest.stored(reads)
         read = lru_cache(maxsize=config.shuffle_shards)
         self._read = read(lambda index: read_shard(shards_dir, self.entries[index], self._reads))
@@ -79,7 +80,7 @@ class BatchStream:
         return sum(self._sizes) - len(self._held_out)
 
     def position(self, step: int) -> int:
-        """Where a step begins."""
+        """Return the position where a step begins."""
         origin_step, origin = self._origin
         return origin + (step - origin_step) * self.step_size
 
@@ -88,11 +89,11 @@ class BatchStream:
         self._origin = (step, position)
 
     def batches(self, step: int) -> list[DrafterBatch]:
-        """This process's micro batches of a step, on the CPU."""
+        """Return this process's micro-batches of a step, on the CPU."""
         return [self._batch(step, micro) for micro in range(self.config.gradient_accumulation)]
 
     def ids(self, step: int) -> list[str]:
-        """The ids of a step's texts, over all processes, without reading a shard."""
+        """Return the ids of a step's texts, over all processes, without reading a shard."""
         return [self.entries[shard].ids[row] for shard, row in self._rows(self.position(step), self.step_size)]
 
     def _batch(self, step: int, micro: int) -> DrafterBatch:
@@ -110,7 +111,7 @@ class BatchStream:
         )
 
     def _rows(self, start: int, count: int) -> list[tuple[int, int]]:
-        """Shard and row of the texts at `count` positions from `start` on."""
+        """Return shard and row of the texts at `count` positions from `start` on."""
         rows = []
         for position in range(start, start + count):
             epoch = position // self.num_texts
@@ -122,31 +123,34 @@ class BatchStream:
 
 @lru_cache(maxsize=2)  # a batch may reach from one epoch into the next
 def epoch_order(
-    sizes: tuple[int, ...], seed: int, epoch: int, window: int, held_out: frozenset[TextPlace] = frozenset()
+    sizes: tuple[int, ...], seed: int, epoch: int, window: int, held_out: frozenset[TextLocation] = frozenset()
 ) -> Int[torch.Tensor, "text 2"]:
-    """Shard and row of every text of an epoch: shards are shuffled, then the texts of each `window` shards with each other."""
+    """Return shard and row of every text of an epoch.
+
+    Shards are shuffled, and then the texts of each `window` shards with each other.
+    """
     generator = torch.Generator().manual_seed(derived_seed(seed, "order", epoch))
     shards = torch.randperm(len(sizes), generator=generator).tolist()
     parts = []
     for start in range(0, len(shards), window):
-        places = [(shard, row) for shard in shards[start : start + window] for row in range(sizes[shard])]
-        texts = torch.tensor([place for place in places if place not in held_out], dtype=torch.long).view(-1, 2)
+        rows = [(shard, row) for shard in shards[start : start + window] for row in range(sizes[shard])]
+        texts = torch.tensor([row for row in rows if row not in held_out], dtype=torch.long).view(-1, 2)
         parts.append(texts[torch.randperm(len(texts), generator=generator)])
     return torch.cat(parts)
 
 
 def label_counts(batch: DrafterBatch) -> Int[torch.Tensor, " depth"]:
-    """Positions with a label, by depth: what a drafter's `Loss.counts` will be.
+    """Count the positions with a label, by depth, as `Loss.counts` does.
 
-    The first token of a continuation is the one that the target has already chosen; the draft begins after it. A label counts
-    where all tokens before it are known too.
+    The first token of a continuation is the one that the target has already chosen; the draft
+    begins after it. A label counts if all tokens before it are known too.
     """
     known = (batch.continuations[batch.positions] != UNKNOWN).cumprod(1)
     return known[:, 1:].sum(0)
 
 
 def count_label_tokens(shards_dir: Path, manifest: Manifest, vocab_size: int) -> Int[torch.Tensor, " vocab"]:
-    """How often each of the target's tokens occurs in the continuations. Reads every shard."""
+    """Count how often each token occurs in the continuations. Reads every shard."""
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for entry in manifest.shards:
         for example in read_shard(shards_dir, entry, TOKENS_ONLY):
@@ -155,13 +159,13 @@ def count_label_tokens(shards_dir: Path, manifest: Manifest, vocab_size: int) ->
 
 
 def to_device(batch: DrafterBatch, device: torch.device) -> DrafterBatch:
-    """The batch with its tensors on `device`."""
+    """Move the batch's tensors to `device`."""
     values = {field.name: getattr(batch, field.name) for field in fields(batch)}
     return replace(batch, **{name: value.to(device) for name, value in values.items() if value is not None})
 
 
 def target_reads(drafter: TrainableDrafter, objective: Objective) -> TargetReads:
-    """What training this drafter reads of the target beside its tokens."""
+    """Return which states of the target the training of this drafter needs."""
     top = objective.loss.needs_teacher and objective.teacher == "top_k"
     return TargetReads(
         hidden_states=drafter.reads_hidden_states or (objective.loss.needs_teacher and not top),
@@ -180,11 +184,12 @@ def with_hidden_states(batch: DrafterBatch, target: HFTarget, reads: TargetReads
         "hidden_states": hidden_states if last else batch.hidden_states,
         "features": features if layers else batch.features,
     }
-    # Drafters train in float32 whatever the target's type is; autocast, where it is on, goes down again itself.
+    # Drafters train in float32, whatever the target's type is. Autocast, if on, casts down again.
     return replace(batch, **{name: value.float() for name, value in states.items() if value is not None})
 
 
 def derived_seed(*parts: object) -> int:
-    """A seed of its own for each purpose."""
-    # A string is hashed, the same on every machine: neighbouring seeds, steps and ranks get unrelated streams.
+    """Derive a separate seed for each purpose."""
+    # A string has the same hash on every machine, and neighbouring steps and ranks get unrelated
+    # streams.
     return Random("/".join(map(str, parts))).getrandbits(63)

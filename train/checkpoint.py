@@ -114,7 +114,7 @@ class Checkpoints:
         """Wait for the last write. Raises OSError where it failed."""
         error = None if self._writing is None else self._writing.exception()
         self._writing = None
-        # Every process must raise it: one that continued alone would wait for the others until it is killed.
+        # Every process must raise it: a process that continued alone would wait for the others.
         for failure in gather_object([error]):
             if failure is not None:
                 raise failure
@@ -168,8 +168,8 @@ class Checkpoints:
             # torch's message about a file of another kind is long, and advises to load it unsafely.
             reason = "unreadable" if isinstance(error, pickle.UnpicklingError) else error
             raise ValueError(
-                f"the checkpoint {checkpoint} is damaged ({reason}); delete it, and the same command goes on from the one "
-                "before, or from the start"
+                f"the checkpoint {checkpoint} is damaged ({reason}); delete it, and the same command resumes from the one "
+                "before, or starts again"
             ) from error
         return marker
 
@@ -197,7 +197,7 @@ def _require_readable(checkpoint: Path, marker: Mapping[str, Any], accelerator: 
         remedy = "Launch it as it was launched before"
     elif here is not None and marker["num_processes"] != accelerator.num_processes:
         problem = f"is in {marker['num_processes']} parts by {here}, and there are {accelerator.num_processes} processes now"
-        remedy = "Launch as many processes as before; only a run that isn't sharded goes on with another number"
+        remedy = "Launch as many processes as before; only a run that isn't sharded can resume with another number"
     else:
         return
     raise ValueError(f"the checkpoint {checkpoint} {problem}. {remedy}")
@@ -234,7 +234,7 @@ def _named(directory: Path, step: int) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
-        # torch raises a RuntimeError for a full disk. Others, such as another process's end, have nothing to do with the disk.
+        # torch raises a RuntimeError for a full disk. Other RuntimeErrors have other causes.
         if isinstance(error, RuntimeError) and "inline_container" not in str(error):
             raise
         free_mebibytes = shutil.disk_usage(directory).free // 2**20
@@ -243,7 +243,7 @@ def _named(directory: Path, step: int) -> Iterator[None]:
             getattr(error, "errno", None) or errno.EIO,
             f"the checkpoint of step {step} could not be written to {directory} ({free_mebibytes} MiB free): {error}. "
             f"The last complete checkpoint is {kept.name if kept else 'none'}. Make room, or move the run to another disk, and "
-            "give the same command again: training goes on from that checkpoint",
+            "give the same command again: training resumes from that checkpoint",
         ) from error
 
 

@@ -34,94 +34,117 @@ MAY_CHANGE_ON_RESUME = frozenset(
         "project",
     }
 )
-"""Options that don't change what is learned, so a run may go on with other ones."""
+"""Options that don't change what is learned: a run may resume with other values."""
 
 
 @dataclass(kw_only=True, config=OPTIONS)
 class TrainConfig:
-    """Training of one drafter: a fixed number of optimizer steps over the shards, as many epochs as that takes."""
+    """Training of one drafter on the shards, for a fixed number of optimizer steps."""
 
     steps: PositiveInt
-    """Optimizer steps of the whole run."""
+    """Optimizer steps of the whole training. With more steps than before, a finished training
+    resumes from its last checkpoint, on the schedule of the new number. Fewer steps than before are
+    an error."""
     batch_size: PositiveInt = 8
-    """Texts per micro batch and process. One step reads batch_size x gradient_accumulation x processes texts."""
+    """Texts per micro-batch and process. One optimizer step reads `batch_size` x
+    `gradient_accumulation` x processes texts."""
     gradient_accumulation: PositiveInt = 1
-    """Micro batches per process and optimizer step."""
+    """Micro-batches per process and optimizer step."""
     global_batch_size: PositiveInt | None = None
-    """Texts per optimizer step over all processes; `gradient_accumulation` follows from it, for any number of GPUs. It must
-    be a multiple of `batch_size` x processes. null: `batch_size` x `gradient_accumulation` x processes."""
+    """Texts per optimizer step over all processes. `gradient_accumulation` follows from it, for any
+    number of GPUs. It must be a multiple of `batch_size` x processes. null: `batch_size` x
+    `gradient_accumulation` x processes."""
     max_positions: PositiveInt | None = None
-    """Positions trained on per micro batch, drawn at random from its labelled ones; None trains on all of them."""
+    """Positions per micro-batch and process whose labels are trained on. They are drawn at random
+    from the positions that have labels. null: all of them."""
     packing: bool = False
-    """Put several texts of a micro batch into one row, so that less of it is padding; they don't see each other. The same texts
-    make a step, and the loss is the same but for rounding (and EAGLE-1's feature noise, which is drawn by place)."""
+    """Put several texts of a micro-batch into one row, which saves padding. Texts in one row don't
+    attend to each other. Each step has the same texts and the same loss as without packing, apart
+    from rounding and from the random feature noise of the kind eagle."""
     activation_checkpointing: bool = False
-    """Recompute what goes on inside the drafter's decoder layers for the gradient in place of keeping it: the same gradient (on
-    a CPU the same bits) in less memory and more time. For EAGLE and draft models; the other kinds have no such layers."""
+    """Recompute the activations of the drafter's decoder layers in the backward pass, and don't
+    store them: less memory, more time, and the same gradient. Only the kinds eagle, eagle3 and
+    draft_model have such layers; for other kinds it changes nothing."""
     labels: Annotated[str, one_of(*LABELS)] = "distilled"
-    """`distilled`: the target's own continuations; `text`: the text's next tokens, at the same positions (an ablation)."""
+    """What the drafter learns to predict: `distilled`, the target's own continuations, or `text`,
+    the next tokens of the text at the same positions (for an ablation)."""
 
     loss: Annotated[LossKind, Field(strict=False)] = LossKind.cross_entropy
-    """`cross_entropy` on the labels; `kl`, `reverse_kl`, `tv`, `acceptance`, `kl_tv` or `kl_acceptance` against the target's
-    distribution, where a continuation keeps to the text (see `LossKind`)."""
+    """The loss. `cross_entropy` needs only the labels. `kl`, `reverse_kl`, `tv` (total variation),
+    `acceptance`, `kl_tv` and `kl_acceptance` compare the drafter with the target's distribution, at
+    depths where the continuation equals the text. See `LossKind`."""
     teacher: Annotated[str, one_of(*TEACHERS)] = "full"
-    """The target's distribution, for all losses but cross-entropy: `full`, of its hidden states, or `top_k`, of the likeliest
-    tokens that distill.top_logprobs stored, and all others as one (see `Objective`)."""
+    """The target's distribution that all losses but `cross_entropy` use. `full` computes it from
+    the target's hidden states. `top_k` uses the likeliest tokens that `distill.top_logprobs`
+    stored, and counts all other tokens as one. See `Objective`."""
     label_weights: Annotated[str, one_of(*WEIGHTS)] = "uniform"
-    """`uniform`, or `reached`: a label counts only where the drafter was right at all depths before it."""
+    """Weight of each label in the loss: `uniform`, or `reached`, which counts a label only if the
+    drafter predicts all labels before it, at lower depths, correctly."""
 
     learning_rate: PositiveFloat = 1e-3
     """Peak learning rate of AdamW."""
     schedule: Annotated[str, one_of(*SCHEDULES)] = "cosine"
-    """What follows the warm-up: `cosine` or `linear` (both end at 0), or `constant`."""
+    """Learning rate after the warm-up: `cosine` or `linear` fall to 0 at the last step; `constant`
+    stays at the peak."""
     warmup_steps: NonNegativeInt = 0
-    """Steps over which the learning rate rises linearly from 0."""
+    """Optimizer steps at the start in which the learning rate rises linearly from 0 to its peak."""
     weight_decay: NonNegativeFloat = 0.0
-    """AdamW's decay of the matrices; vectors (biases, norms) are never decayed."""
+    """Weight decay of AdamW for matrices. Vectors (biases and norms) have none."""
     max_grad_norm: PositiveFloat | None = 1.0
-    """Gradients of a larger norm are scaled down to it; None leaves them as they are."""
+    """Largest norm of a step's gradient: a larger gradient is scaled down to it. null: no
+    clipping."""
 
     validation_texts: NonNegativeInt = 0
-    """Texts left out of training, whose prompts the target answers with the drafter: so many tokens does decoding really accept
-    per step. 0 measures nothing."""
+    """Texts that are held out from training. To measure tokens per step, the target answers their
+    prompts with the drafter, as in decoding. 0: nothing is measured."""
     validation_tokens: PositiveInt = 128
-    """Tokens of each such answer, at most."""
+    """Largest length in tokens of each answer to a held-out prompt."""
     validate_every: PositiveInt | None = None
-    """Steps between two such measurements; None makes one, at the end."""
+    """Optimizer steps between two measurements on the held-out texts. null: one measurement, after
+    the last step."""
     patience: PositiveInt | None = None
-    """Training ends early where so many measurements in a row were no better than the best one before them; None never does."""
+    """Early stopping: training ends after this many measurements in a row without more tokens per
+    step than the best one before them. null: no early stopping."""
     export: Annotated[str, one_of(*EXPORTS)] = "best"
-    """The drafter that the run leaves: `best`, that of the highest measured tokens per step (kept in `best/` meanwhile), or
-    `last`. It is the best one because that is what was measured, and after an early end the last one is past its peak. They are
-    one and the same where nothing, or only the end, is measured."""
+    """Which drafter the training saves: `best`, the one with the most tokens per step of all
+    measurements, or `last`, the one after the last step. They are the same if training measures
+    nothing, or measures only at the end."""
 
     seed: Seed = 0
-    """Draws the first weights, the order of the texts and the positions trained on."""
+    """Seed of the first weights, of the order of the texts and of the choice of positions."""
     shuffle_shards: PositiveInt = 16
-    """Shards whose texts are mixed with each other. That many are held in memory at a time, by every process."""
+    """Number of shards whose texts are shuffled together. Every process holds that many shards in
+    memory."""
     num_threads: PositiveInt | None = None
-    """torch's CPU threads per process; None leaves torch's own choice."""
+    """CPU threads of torch per process. null: torch's own choice."""
 
     log_every: PositiveInt = 10
-    """Steps between two records; only then (and at checkpoints) does the host wait for the device."""
+    """Optimizer steps between two records in `metrics.jsonl`. A record covers all steps since the
+    one before. Each record waits for the device, so a small number slows down training on a GPU."""
     checkpoint_every: PositiveInt = 100
-    """Steps between two checkpoints: what a killed run loses at most. One more is written at the end."""
+    """Optimizer steps between two checkpoints. A killed run loses at most the steps since its last
+    checkpoint. One more checkpoint is written after the last step."""
     keep_checkpoints: PositiveInt = 2
-    """Newest checkpoints that are kept."""
+    """Number of checkpoints that are kept, the newest ones."""
     checkpoint_in_background: bool = True
-    """Training waits only for a copy of the state (once more the memory of weights and optimizer, on the host), and a thread
-    writes that. False writes at once, as DeepSpeed and FSDP do in any case."""
+    """Write checkpoints in a thread, from a copy of the state, while training continues. The copy
+    takes host memory of the size of weights and optimizer. With DeepSpeed and FSDP, and with false,
+    training waits until the checkpoint is written."""
     spike_threshold: PositiveFloat | None = 10.0
-    """A step's loss above the median of the last ones by more than so many of their deviations is a spike (see `SpikeWatch`),
-    which is told with the ids of its texts; None looks for none."""
+    """A step's loss is a spike if it exceeds the median of the losses before it by more than this
+    many of their deviations (see `SpikeWatch`). The log names the step and the ids of its texts.
+    null: no check."""
     on_spike: Annotated[str, one_of(*ON_SPIKE)] = "warn"
-    """`warn` goes on; `stop` ends the training, with the last checkpoint before the spike kept."""
+    """What happens at a spike: `warn` logs it and continues; `stop` ends the training, and keeps
+    the last checkpoint before the spike."""
 
     tracker: Annotated[str, one_of(*TRACKERS)] = "none"
-    """`wandb` sends the records to Weights & Biases too, `tensorboard` to event files in the run's folder, `wandb+tensorboard`
-    to both; they always go to `metrics.jsonl`."""
+    """Service that gets the records too: `wandb` (Weights & Biases), `tensorboard` (event files in
+    the run's folder), `wandb+tensorboard`, or `none`. `metrics.jsonl` has the records in any
+    case."""
     wandb_mode: Annotated[str, one_of(*WANDB_MODES)] = "online"
-    """`online`, `offline` (kept in the run's folder, for `wandb sync`) or `disabled`."""
+    """Mode of Weights & Biases: `online`, `offline` (files in the run's folder, for `wandb sync`)
+    or `disabled`."""
     project: str = "outrider"
     """Project at Weights & Biases."""
 
@@ -137,5 +160,5 @@ class TrainConfig:
         if self.validate_every is not None and not self.validation_texts:
             problems.append("validate_every is set, but validation_texts is 0; set that too")
         if self.patience is not None and self.validate_every is None:
-            problems.append("patience is set, but validate_every is not, so there is nothing to wait for; set that too")
+            problems.append("patience is set, but validate_every is not, so training measures only once; set that too")
         raise_problems(problems)

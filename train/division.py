@@ -1,4 +1,4 @@
-"""The division of a step's texts among processes and micro-batches, and resuming with another one."""
+"""Division of a step's texts among processes and micro-batches, also of a resumed run."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -12,7 +12,10 @@ DIVISION_KEYS = frozenset({"train.batch_size", "train.gradient_accumulation", "n
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
-    """A step's texts: `batch_size` of them in each of `gradient_accumulation` micro batches of each process."""
+    """Division of a step's texts.
+
+    Each process reads `gradient_accumulation` micro-batches of `batch_size` texts.
+    """
 
     batch_size: int
     gradient_accumulation: int
@@ -50,8 +53,8 @@ class Division:
 def with_accumulation(config: TrainConfig, num_processes: int) -> TrainConfig:
     """Return the options with the `gradient_accumulation` that `global_batch_size` asks for.
 
-    Without a `global_batch_size` the options stay as they are. Raises ValueError where the texts of a
-    step can't be divided evenly.
+    Without a `global_batch_size` the options stay as they are. Raises ValueError where the texts of
+    a step can't be divided evenly.
     """
     texts = config.global_batch_size
     if texts is None:
@@ -87,6 +90,6 @@ def describe_change(before: Division, now: Division, *, step: int, position: int
             f"{steps_left * now.texts_per_step} texts and not {steps_left * before.texts_per_step}, at unchanged learning rates"
         )
     return (
-        f"after step {step} the run goes on with {now}, where it was {before}: {order}. Random numbers (dropout, the positions "
-        "that train.max_positions draws) and the order of sums are others from here on, so it isn't bit for bit the run it was"
+        f"after step {step} the run resumes with {now}, where it was {before}: {order}. Random numbers (dropout, the positions "
+        "that train.max_positions draws) and the order of sums differ from here on, so the run isn't equal bit for bit"
     )

@@ -21,7 +21,10 @@ logger = logging.getLogger(__name__)
 
 
 def fit(training: Training, *, start: int) -> None:
-    """The training loop: steps `start`.. of the run, counted from 0. Ends early where decoding accepts no more than before."""
+    """Run the optimizer steps from `start` on, counted from 0.
+
+    Ends early if tokens per step have peaked (`train.patience`), and after a SIGTERM.
+    """
     config, accelerator, model, meter = training.config, training.accelerator, training.model, training.meter
     tracker = Tracker(training.output_dir, config, training.run, step=start, active=accelerator.is_main_process)
     progress = make_progress(training, start)
@@ -29,6 +32,7 @@ def fit(training: Training, *, start: int) -> None:
     patience, sigterm = StepPatience(accelerator), Sigterm(accelerator, step=start)
     with patience, sigterm, training.checkpoints, tracker, progress:
         for step in range(start, start if peaked else config.steps):
+            # 1. Forward and backward of each micro-batch.
             batches = training.stream.batches(step)
             num_labels, seen = accelerator.reduce(_count(batches, accelerator.device), "sum")
             total: Loss | None = None
@@ -36,11 +40,12 @@ def fit(training: Training, *, start: int) -> None:
                 batch = with_hidden_states(batch, training.target, training.reads)
                 with micro_batch(accelerator, model, last=index == len(batches) - 1), tensor_float32(accelerator.device):
                     loss = Loss(**dict(zip(LOSS_FIELDS, model(batch, make_anchor(accelerator)), strict=True)))
-                    # A sum over the labels of the whole step, whichever process and micro batch has them; times the
-                    # number of processes because data parallelism takes the gradients' mean.
+                    # The mean over all labels of the step, in all processes and micro-batches. Times the number of
+                    # processes, because data parallelism takes the mean of the gradients.
                     scale = accelerator.num_processes / num_labels[: len(loss.sums)].sum().clamp(min=1)
                     backward(accelerator, model, loss.sums.sum() * scale)
                 total = add_losses(total, loss)
+            # 2. The optimizer's step.
             grad_norm = finish_step(accelerator, model, training.optimizer, config.max_grad_norm)
             learning_rate = training.scheduler.get_last_lr()[0]
             training.scheduler.step()
@@ -49,6 +54,7 @@ def fit(training: Training, *, start: int) -> None:
             meter.add_step(step, loss, grad_norm, seen)
             training.spikes.add_step(step, loss)
 
+            # 3. Records, measurement and checkpoint, where they are due.
             done = step + 1
             progress.step()
             measure = is_measured(training, done)
@@ -67,7 +73,7 @@ def fit(training: Training, *, start: int) -> None:
                 save_step(training, done)
             if stop:
                 training.checkpoints.finish()
-                logger.warning("stopped by SIGTERM after step %d; the same command goes on from there", done)
+                logger.warning("stopped by SIGTERM after step %d; the same command resumes there", done)
                 raise SystemExit(SIGTERM_EXIT_CODE)
             if peaked:
                 logger.info("step %d: tokens per step have peaked; training ends (train.patience=%s)", done, config.patience)
@@ -75,7 +81,7 @@ def fit(training: Training, *, start: int) -> None:
 
 
 def _count(batches: list[DrafterBatch], device: torch.device) -> list[torch.Tensor]:
-    """Labels by depth, and positions and tokens, of this process's micro batches."""
+    """Count the labels by depth, and positions and tokens, of this process's micro-batches."""
     labels = torch.stack([label_counts(batch) for batch in batches]).sum(0)
     positions = sum(int(batch.positions.sum()) for batch in batches)
     tokens = sum(int(batch.attention_mask.sum()) for batch in batches)

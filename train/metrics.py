@@ -1,4 +1,4 @@
-"""What training reports: means by depth, and how long accepted drafts would be."""
+"""Numbers of a training: means by depth, and the estimate of tokens per step."""
 
 import time
 from collections.abc import Iterator
@@ -14,16 +14,20 @@ NO_STEP = -1
 
 
 def estimate_tokens_per_step(joint_hits: Int[torch.Tensor, " depth"], counts: Int[torch.Tensor, " depth"]) -> float:
-    """Tokens per target step, bonus included, of greedy chain drafting: 1 + sum over d of joint_hits[d] / counts[d].
+    """Estimate tokens per target step, with the bonus token, of greedy drafting of a chain.
 
-    joint_hits[d] counts the positions whose labels at depths 0..d were ALL the drafter's likeliest token: draft token d would
-    have been accepted. Multiplying the accuracies of the depths instead would take them for independent, and they aren't.
-    The denominator of depth d is its own number of positions whose labels at 0..d are all known. A position whose continuation
-    ends earlier (a stop token, the end of the text) says nothing about depth d and is left out there: it counts neither as a
-    rejection nor as an acceptance. A depth without any such position adds nothing.
+    It is 1 + sum over d of joint_hits[d] / counts[d]. joint_hits[d] counts the positions where the
+    labels at ALL depths 0..d were the drafter's likeliest tokens, so that draft token d would have
+    been accepted. The product of the accuracies of the depths would be wrong, because the depths
+    aren't independent.
 
-    Every position counts once, on the texts' own prefixes; decoding starts a step only where the last one ended, and a tree or
-    a beam accepts more than a chain. So it is an estimate, made to compare drafters while they train.
+    counts[d] is the number of positions whose labels at depths 0..d are all known. A position whose
+    continuation ends earlier (at a stop token, or at the end of the text) is left out at depth d:
+    it is neither a rejection nor an acceptance. A depth without any position adds 0.
+
+    It is an estimate for comparing drafters during training. It counts every position of the texts
+    once; but decoding starts a step only where the last one ended, and a tree or a beam accepts
+    more than a chain.
 
     Example: counts [4, 2], joint hits [3, 1] -> 1 + 3/4 + 1/2 = 2.25.
     """
@@ -31,10 +35,11 @@ def estimate_tokens_per_step(joint_hits: Int[torch.Tensor, " depth"], counts: In
 
 
 def summarize(loss: Loss) -> dict[str, Any]:
-    """Means of summed losses, each over the positions that have a label at that depth. None where there is none. `loss` and
-    `loss_by_depth` are of the trained depths.
+    """Return the means of summed losses, by depth over the positions with a label there.
 
-    `accuracy_by_depth[d][k]`: share of the positions whose label is among the k + 1 likeliest tokens.
+    A depth without labels has None. `loss` and `loss_by_depth` cover the trained depths.
+    `accuracy_by_depth[d][k]` is the share of positions whose label is among the k + 1 likeliest
+    tokens.
     """
     trained_counts = loss.counts[: len(loss.sums)]
     ranks = [_divide(hits, loss.counts, missing=None) for hits in loss.hits.T]  # [rank][depth]
@@ -47,7 +52,7 @@ def summarize(loss: Loss) -> dict[str, Any]:
 
 
 def add_losses(left: Loss | None, right: Loss) -> Loss:
-    """Both together, cut off from autograd. None is the empty sum."""
+    """Add two losses, detached from autograd. None is the empty sum."""
     sums = {name: getattr(right, name).detach() for name in LOSS_FIELDS}
     if left is not None:
         sums = {name: getattr(left, name) + value for name, value in sums.items()}
@@ -58,9 +63,10 @@ LOSS_FIELDS = ("sums", "counts", "hits", "joint_hits")
 
 
 class Meter:
-    """Sums since the last record and totals of the run, over all processes. Few methods wait for the device; they say so.
+    """Sums since the last record, and totals of the run, over all processes.
 
-    `measured` sums the steps from `measure_from` on, however often records are made.
+    `measured` is the sum over the steps from `measure_from` on, which records don't reset. A method
+    waits for the device only if its docstring says so.
     """
 
     def __init__(self, device: torch.device, *, measure_from: int = 0) -> None:
@@ -71,9 +77,9 @@ class Meter:
         self._first_bad_step = torch.tensor(NO_STEP, device=device)
         self._seconds = 0.0
         self._started = time.perf_counter()
-        self._last_record = (0, 0, 0.0)  # positions, tokens and seconds of the run when the last record was made
+        self._last_record = (0, 0, 0.0)  # positions, tokens and seconds of the run at the last record
         self.pause_seconds = 0.0
-        """How long the last pause took."""
+        """Length of the last pause."""
 
     @property
     def seconds(self) -> float:
@@ -82,7 +88,7 @@ class Meter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Time that isn't the training's."""
+        """Exclude the time of the block from the training's."""
         started = time.perf_counter()
         try:
             yield
@@ -91,7 +97,7 @@ class Meter:
             self._started += self.pause_seconds
 
     def add_step(self, step: int, loss: Loss, grad_norm: torch.Tensor, seen: Int[torch.Tensor, " 2"]) -> None:
-        """Take in one optimizer step: its loss, and the positions and tokens it saw, all over all processes."""
+        """Add one optimizer step: its loss, and its positions and tokens, over all processes."""
         self._window = add_losses(self._window, loss)
         if step >= self._measure_from:
             self.measured = add_losses(self.measured, loss)
@@ -100,12 +106,18 @@ class Meter:
         self._first_bad_step = torch.where(bad, step, self._first_bad_step)
 
     def first_bad_step(self) -> int | None:
-        """The first step whose loss or gradient was not finite. Waits for the device."""
+        """Return the first step whose loss or gradient was not finite, or None.
+
+        Waits for the device.
+        """
         step = int(self._first_bad_step)
         return None if step == NO_STEP else step
 
     def record(self) -> dict[str, Any]:
-        """Means since the last record, and totals; the next record starts here. Waits for the device."""
+        """Return means since the last record, and totals; start the next record.
+
+        Waits for the device.
+        """
         assert self._window is not None, "a record covers at least one step"
         means = summarize(self._window)
         self._window = None
@@ -123,7 +135,7 @@ class Meter:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, as JSON values that give back the same bits. Waits for the device."""
+        """Return the state as JSON values that restore the same bits. Waits for the device."""
         return {
             "window": _to_lists(self._window),
             "measured": _to_lists(self.measured),
@@ -133,7 +145,7 @@ class Meter:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`."""
+        """Restore a `state_dict`."""
         device = self._seen.device
         self._window, self.measured = _from_lists(state["window"], device), _from_lists(state["measured"], device)
         self._seen = torch.tensor(state["seen"], device=device)

@@ -1,4 +1,4 @@
-"""What differs between the launches of a training: one process, DDP, DeepSpeed's ZeRO, FSDP2.
+"""Differences between launches of a training: one process, DDP, ZeRO of DeepSpeed, FSDP2.
 
 The loop passes the loss and marks a step's last micro-batch; these functions do what each launch
 needs then. Only the drafter is wrapped, never the target.
@@ -19,7 +19,8 @@ from ..models.drafters.base import TrainableDrafter
 from .config import TrainConfig
 
 BUCKET_MIB = 100
-"""Gradients that DDP exchanges at a time. A drafter's backward is short, so fewer and larger exchanges than by default."""
+"""Gradients that DDP exchanges at a time. A drafter's backward is short, so fewer and larger
+exchanges than by default."""
 
 
 def uses_deepspeed(accelerator: Accelerator) -> bool:
@@ -27,14 +28,14 @@ def uses_deepspeed(accelerator: Accelerator) -> bool:
 
 
 def sharding(accelerator: Accelerator) -> str | None:
-    """The kind of sharding, `zero1` to `zero3` or `fsdp`; None where each process holds everything."""
+    """Return the kind of sharding, `zero1` to `zero3` or `fsdp`; None without sharding."""
     if uses_deepspeed(accelerator):
         return f"zero{accelerator.state.deepspeed_plugin.zero_stage}"
     return "fsdp" if accelerator.distributed_type == DistributedType.FSDP else None
 
 
 def needs_whole_copy(accelerator: Accelerator) -> bool:
-    """Whether the trained module can't draft: processes hold parts of its weights, or 16-bit ones."""
+    """Whether the trained module can't draft: its weights are split, or have 16 bits."""
     kind = sharding(accelerator)
     return kind in ("zero3", "fsdp") or (uses_deepspeed(accelerator) and accelerator.mixed_precision != "no")
 
@@ -62,8 +63,9 @@ def prepare(
             train_batch_size=config.batch_size * accelerator.num_processes,
             gradient_clipping=config.max_grad_norm or 0.0,
         )
-        # ZeRO-3 gathers a drafter's weights at once, and not module by module: which of its modules run, and how often (the
-        # loss is computed in chunks of labels), differs between processes, and each gathering needs all of them.
+        # ZeRO-3 must gather a drafter's weights at once, not module by module. Every gathering needs
+        # all processes, but they differ in which modules they run, and how often: the loss is
+        # computed in chunks of labels.
         set_z3_leaf_modules(model, [type(model)])
     accelerator.ddp_handler = DistributedDataParallelKwargs(
         find_unused_parameters=unused_parameters, gradient_as_bucket_view=True, bucket_cap_mb=BUCKET_MIB
@@ -74,7 +76,7 @@ def prepare(
 
 @contextmanager
 def micro_batch(accelerator: Accelerator, model: Any, *, last: bool) -> Iterator[None]:
-    """Forward and backward of one micro-batch; only the `last` one of a step exchanges gradients."""
+    """Exchange gradients after the `last` micro-batch of a step only."""
     if uses_deepspeed(accelerator):
         model.set_gradient_accumulation_boundary(last)
         yield
@@ -106,7 +108,7 @@ def backward(accelerator: Accelerator, model: Any, loss: torch.Tensor) -> None:
 def finish_step(
     accelerator: Accelerator, model: Any, optimizer: torch.optim.Optimizer, max_grad_norm: float | None
 ) -> torch.Tensor:
-    """Clip the gradients, run the optimizer's step, reset the gradients; returns their norm before."""
+    """Clip the gradients, run the optimizer, reset the gradients; return their norm before."""
     if uses_deepspeed(accelerator):
         model.step()
         return torch.as_tensor(model.get_global_grad_norm(), dtype=torch.float32, device=accelerator.device)

@@ -1,4 +1,4 @@
-"""How precisely a training multiplies matrices of float32."""
+"""Precision of float32 matrix products in training."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,11 +8,13 @@ import torch
 
 @contextmanager
 def tensor_float32(device: torch.device) -> Iterator[None]:
-    """Multiply matrices of float32 in TF32 within the block, several times as fast on a GPU; change nothing on a CPU.
+    """Use TF32 for float32 matrix products inside the block.
 
-    TF32 has float32's range and 10 bits of its fraction, which gradients can bear. Only the drafter's forward and backward run
-    so. Labelling, evaluation and validation compare tokens, and the target's states must be the same wherever they are
-    computed. On a CPU the same switch of PyTorch may mean bf16. A process that allows less precise products already keeps them.
+    It is several times faster on a GPU. TF32 has float32's range and 10 bits of its fraction, which
+    is enough for gradients. Only the drafter's forward and backward use it. Labelling, evaluation
+    and validation don't, since they compare tokens, and the target's states must be the same in all
+    of them. On a CPU it changes nothing, because PyTorch's switch may mean bf16 there. A lower
+    precision that is already set stays.
     """
     before = torch.get_float32_matmul_precision()
     if device.type == "cpu" or before != "highest":

@@ -23,26 +23,26 @@ process to write a checkpoint: minutes, also on a slow disk.
 
 
 def require_supported_launch(accelerator: Accelerator) -> None:
-    """Raise ValueError, with the remedy, for a launch that would train something else than asked for."""
+    """Raise ValueError for a launch that would train otherwise than configured."""
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched != accelerator.num_processes:
         raise ValueError(
             f"{launched} processes were launched, but accelerate sees {accelerator.num_processes}: each would train alone, "
-            "over the same files. On a CPU, set ACCELERATE_USE_CPU=true and use accelerate launch --multi_gpu"
+            "and write the same files. On a CPU, set ACCELERATE_USE_CPU=true and use accelerate launch --multi_gpu"
         )
     for feature, kind in (("DEEPSPEED", DistributedType.DEEPSPEED), ("FSDP", DistributedType.FSDP)):
         if launched_with(feature) and accelerator.distributed_type != kind:
             raise ValueError(
-                f"the launch asks for {feature}, and accelerate runs {accelerator.distributed_type.value} instead, which would "
-                "shard nothing: it knows FSDP on accelerators only, and DeepSpeed on a CPU only where ACCELERATE_USE_CPU is "
-                "not set. Launch with another file of conf/launch/"
+                f"the launch sets {feature}, and accelerate runs {accelerator.distributed_type.value} instead, which shards "
+                "nothing. It supports FSDP only on GPUs, and DeepSpeed on a CPU only without ACCELERATE_USE_CPU. "
+                "Launch with another file of conf/launch/"
             )
     if accelerator.distributed_type == DistributedType.DEEPSPEED and (
         clipping := accelerator.state.deepspeed_plugin.gradient_clipping
     ) not in ("auto", None):
         raise ValueError(
-            f"the launch sets gradient_clipping to {clipping}; leave it out, and set train.max_grad_norm, which each training "
-            "of a recipe has of its own"
+            f"the launch sets gradient_clipping to {clipping}; leave it out, and set train.max_grad_norm, "
+            "which can differ between the trainings of a recipe"
         )
     if accelerator.gradient_accumulation_steps != 1:
         raise ValueError(
@@ -54,10 +54,11 @@ def require_supported_launch(accelerator: Accelerator) -> None:
 
 
 class StepPatience:
-    """Ends a training whose processes wait for each other longer than STEP_PATIENCE, so that a hang doesn't pass for slowness.
+    """Time limit for processes that wait for each other: STEP_PATIENCE.
 
-    A context manager. Before the first step and after the block PATIENCE holds: compiling and other stages take their time.
-    DeepSpeed's own groups keep it throughout, but every step counts its labels in the default group.
+    A longer wait ends the training. A context manager. Before the first step and after the block
+    the limit is PATIENCE, because compiling and other stages take longer. DeepSpeed's own groups
+    keep PATIENCE, but every step counts its labels in the default group.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -72,7 +73,10 @@ class StepPatience:
             _limit_collectives(PATIENCE)
 
     def shorten(self) -> None:
-        """Let STEP_PATIENCE hold from here on. All processes call this after every step; only the first call does anything."""
+        """Set the limit to STEP_PATIENCE.
+
+        All processes call it after every step; only the first call acts.
+        """
         if self._is_short or self._accelerator.num_processes == 1:
             return
         self._accelerator.wait_for_everyone()  # none may still be in its first step
@@ -81,12 +85,12 @@ class StepPatience:
 
 
 def _limit_collectives(limit: timedelta) -> None:
-    """Set the limit of the default group's collectives, of all its backends (NCCL and gloo have one)."""
+    """Set the time limit of the default group's collectives, for NCCL and gloo."""
     torch.distributed.distributed_c10d._set_pg_timeout(limit)  # torch has no public name for it
 
 
 class Sigterm:
-    """Whether a SIGTERM has come to any of the processes, so that all of them end after the same step.
+    """Record of a SIGTERM to any process, so that all processes end after the same step.
 
     A context manager: inside the block the signal alone ends nothing. The processes share the
     signal through a collective, for which the host waits for the device. So they do it where the
@@ -108,7 +112,10 @@ class Sigterm:
         signal.signal(signal.SIGTERM, self._previous)
 
     def stops(self, done: int, *, host_waits: bool) -> bool:
-        """Whether to stop after step `done`, equal in all processes. To be called after every step."""
+        """Whether to stop after step `done`, equal in all processes.
+
+        To be called after every step.
+        """
         if self._accelerator.num_processes == 1:
             return self._come.is_set()
         if not host_waits and done < self._next_look:

@@ -1,4 +1,4 @@
-"""The bar of a whole training: how far it is, how fast, when it will end, and what decoding accepts by now."""
+"""The progress bar of a training: its speed, its end, and the tokens per step so far."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -9,13 +9,14 @@ from typing import Any
 from tqdm import tqdm
 
 RECENT = 20
-"""Records whose steps the speed is taken of: enough to be steady, few enough to follow a change."""
+"""Number of last records from which the speed is computed: steady, and quick to follow a change."""
 
 
 class Clock:
-    """When a training will end. Steps and measurements are timed apart.
+    """Estimate of when a training ends. Steps and measurements are timed separately.
 
-    A bar's own estimate takes a pause for a measurement, or the restart of a run that was killed, for slow steps.
+    tqdm's own estimate would count a measurement, or the time between a kill and the resume, as
+    slow steps.
     """
 
     def __init__(self, *, num_steps: int, measure_every: int | None) -> None:
@@ -24,11 +25,14 @@ class Clock:
         self._points: deque[tuple[int, float]] = deque(maxlen=RECENT + 1)
 
     def tick(self, done: int, seconds: float) -> None:
-        """`seconds` were spent training when `done` steps were made; measurements are not in them."""
+        """Add a point: `done` steps took `seconds` of training, without measurements."""
         self._points.append((done, seconds))
 
     def seconds_left(self, measurement_seconds: float) -> float | None:
-        """Until the last step's measurement is made, if each takes that long; None before there is a speed to go by."""
+        """Return the seconds until the end, or None before the second point.
+
+        Each measurement that is left takes `measurement_seconds`.
+        """
         (first, started), (last, now) = self._points[0], self._points[-1]
         if last == first:
             return None
@@ -41,7 +45,7 @@ class Clock:
 
 
 class Progress:
-    """The bar. A context manager; every process but the main one passes `active=False`."""
+    """The progress bar, a context manager. All processes but the main one pass `active=False`."""
 
     def __init__(self, clock: Clock, *, num_steps: int, start: int, seconds: float, active: bool) -> None:
         self._clock = clock
@@ -62,7 +66,7 @@ class Progress:
         self._bar.close()
 
     def step(self) -> None:
-        """One more step is made."""
+        """Add one step."""
         self._bar.update()
 
     def show(
@@ -74,8 +78,11 @@ class Progress:
         measurement_seconds: float,
         ended: bool = False,
     ) -> None:
-        """Renew what stands beside the bar: from a record of the training, and the last measurement (step, tokens per step).
-        `ended` tells that no step comes after this one."""
+        """Update the text beside the bar.
+
+        `record` is a record of the training, `measured` the last measurement (step, tokens per
+        step). With `ended` no further step follows.
+        """
         self._clock.tick(done, record["seconds"])
         parts = [f"{record['tokens_per_second']:,.0f} tokens/s", f"loss {record['loss']:.3g}"]
         left = None if ended else self._clock.seconds_left(measurement_seconds)

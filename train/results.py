@@ -88,7 +88,8 @@ def describe_run(config: TrainConfig, spec: DrafterSpec, manifest: Manifest, acc
 def is_trained(config: TrainConfig, run: Mapping[str, Any], output_dir: Path, drafter_dir: Path) -> bool:
     """Whether the folders hold this run, finished.
 
-    Raises ValueError, with each changed key, where they hold another run.
+    With more steps than before, the run isn't finished: it resumes from its last checkpoint. Raises
+    ValueError, with each changed key, where the folders hold another run.
     """
     remedy = f"Take back the changes, choose another output directory, or delete {output_dir} and {drafter_dir} to train anew"
     checkpoint = latest_checkpoint(output_dir / CHECKPOINTS_DIR)
@@ -99,7 +100,14 @@ def is_trained(config: TrainConfig, run: Mapping[str, Any], output_dir: Path, dr
         return False
     summary = read_dataclass(Summary, summary_path)
     _require_same_run(summary.run, run, summary_path, remedy)
-    # With other options of the end, the last checkpoint and the best drafter soon give the new results.
+    if steps_of(run) != steps_of(summary.run):
+        if checkpoint is None:
+            raise ValueError(
+                f"train.steps is {steps_of(run)}, {summary_path} is of a training of {steps_of(summary.run)} steps, and "
+                f"{output_dir / CHECKPOINTS_DIR} holds no checkpoint to resume from. {remedy}"
+            )
+        return False
+    # If options of the end changed, the last checkpoint and the best drafter give the new results.
     return summary.drafter_sha256 == _digests(drafter_dir) and summary.end == end_of(config)
 
 
@@ -193,8 +201,18 @@ def _digests(directory: Path) -> dict[str, str]:
     return {name: sha256_file(directory / name) for name in DRAFTER_FILES if (directory / name).is_file()}
 
 
+def steps_of(run: Mapping[str, Any]) -> int:
+    """Return `train.steps` of a described run, or 0 where the description lacks it."""
+    train = run.get("train")
+    return int(train.get("steps", 0)) if isinstance(train, Mapping) else 0
+
+
 def _require_same_run(before: Mapping[str, Any], now: Mapping[str, Any], where: Path, remedy: str) -> None:
     changes = differences(before, now)
+    if 0 < steps_of(before) < steps_of(now):
+        del changes["train.steps"]
+    elif "train.steps" in changes:
+        changes["train.steps"] += ": a training can get more steps, but not fewer"
     # The description of another version may lack a division.
     if changes.keys() <= DIVISION_KEYS and Division.of(now).may_follow(Division.of(before)):
         return

@@ -1,12 +1,14 @@
-"""The state in a checkpoint beside weights, optimizer and random numbers, and how a run resumes."""
+"""Resuming a run, and the state that its checkpoints hold beside weights and optimizer."""
 
 import logging
+from typing import Any
 
 from accelerate.utils import set_seed
 
 from .batches import derived_seed
 from .checkpoint import latest_checkpoint, remove_incomplete
 from .division import Division, describe_change
+from .results import steps_of
 from .training import Training
 
 logger = logging.getLogger(__name__)
@@ -43,9 +45,35 @@ def resume(training: Training) -> int:
     training.best.load_state_dict(marker["best"])
     step, position = int(marker["step"]), int(marker["examples_read"])
     training.stream.go_on(step, position)
-    logger.info("going on from %s", checkpoint)
+    logger.info("resuming from %s", checkpoint)
+    if steps_of(marker["run"]) != training.config.steps:
+        _take_over_steps(training, marker["scheduler"], steps_of(marker["run"]), step)
     _take_over_division(training, Division.of(marker["run"]), step, position)
     return step
+
+
+def _take_over_steps(training: Training, scheduler_state: dict[str, Any], steps_before: int, step: int) -> None:
+    """Resume a training that gets more steps on the schedule of the new number, and log it."""
+    # 1. The learning rate of the next step: the checkpoint's is that of the old schedule.
+    training.scheduler.load_state_dict({**scheduler_state, "last_epoch": step - 1})
+    training.scheduler.step()
+    # 2. What the last steps measure for the drafter: they are others now.
+    training.meter.measured = None
+    # 3. The log.
+    config, (rate_before, *_) = training.config, scheduler_state["_last_lr"]
+    logger.info(
+        "train.steps was %d and is %d: the training resumes after step %d, its last checkpoint. The %s schedule now ends at "
+        "step %d, so the learning rate resumes at %.3g, where it was %.3g. Evaluations and exports in the run's folder are of "
+        "the drafter before: delete them to make them anew",
+        *(steps_before, config.steps, step, config.schedule, config.steps),
+        *(training.scheduler.get_last_lr()[0], rate_before),
+    )
+    if training.best.has_peaked(config.patience):
+        logger.warning(
+            "train.patience=%s has ended this training after step %d, and more steps don't change that; raise train.patience, "
+            "or set it to null",
+            *(config.patience, step),
+        )
 
 
 def _take_over_division(training: Training, before: Division, step: int, position: int) -> None:

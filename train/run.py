@@ -1,4 +1,4 @@
-"""The stage that trains: from distilled shards to a drafter. `loop.fit` is the loop, which a kill can't hurt."""
+"""The stage `train`: from distilled shards to a drafter. `loop.fit` is the loop."""
 
 import logging
 from pathlib import Path
@@ -30,14 +30,16 @@ def train(
     drafter_dir: Path,
     accelerator: Accelerator,
 ) -> None:
-    """Train a drafter on the shards and save it to `drafter_dir`; checkpoints, records and a summary go to `output_dir`.
+    """Train a drafter on the shards, and save it to `drafter_dir`.
 
-    Resumes from the last complete checkpoint, and reaches what an unbroken run would have reached: the same bits on a CPU, and
-    equal within rounding on a GPU, where the backward of attention and `index_add` add in no fixed order. Does nothing where
-    the drafter is complete. Raises ValueError for shards that are incomplete, damaged or another target's, for a folder of a
-    run with another configuration, and where the loss stops being finite (or, where that is asked for, has a spike); OSError
-    where the disk is full.
+    Checkpoints, records and a summary go to `output_dir`. Resumes from the last complete
+    checkpoint, and then ends like an unbroken run: with the same bits on a CPU, and within rounding
+    on a GPU, where the backward of attention and `index_add` have no fixed order of addition. Does
+    nothing if the drafter is complete. Raises ValueError for shards that are incomplete, damaged or
+    of another target, for a folder of a run with other options, and for a loss that is not finite
+    (or has a spike, under `on_spike=stop`). Raises OSError if the disk is full.
     """
+    # 1. Checks, before any file changes.
     require_supported_launch(accelerator)
     require_tracker(config)
     config = with_accumulation(config, accelerator.num_processes)
@@ -45,15 +47,17 @@ def train(
     manifest.require_target(target.identity)
     run = describe_run(config, spec, manifest, accelerator)
     if is_trained(config, run, output_dir, drafter_dir):
-        accelerator.wait_for_everyone()  # all have looked at the files before one changes them
+        accelerator.wait_for_everyone()  # all processes have read the files before one changes them
         if accelerator.is_main_process:
             take_over_options(spec, output_dir, drafter_dir)
         accelerator.wait_for_everyone()
         logger.info("the drafter in %s is already trained", drafter_dir)
         return
+    # 2. The training, from its last checkpoint if there is one.
     verify_shards(shards_dir, manifest)
     training = set_up(config, spec, target, shards_dir, manifest, run, output_dir, accelerator)
     fit(training, start=resume(training))
+    # 3. The drafter's folder and the summary. All processes take part in gathering the weights.
     with training.whole_drafter() as drafter:
         if training.validator is None:
             assert training.meter.measured is not None, "the last step is always measured"

@@ -1,4 +1,4 @@
-"""Everything that a training works on, made in the order in which it draws random numbers."""
+"""Building the parts of a training, in a fixed order, because some draw random numbers."""
 
 import logging
 import math
@@ -33,7 +33,8 @@ from .validation import HeldOut, Validator, hold_out
 logger = logging.getLogger(__name__)
 
 MEASURED_SHARE = 0.1
-"""Share of the steps, the last ones, that `TrainableDrafter.calibrate` reads without held-out texts."""
+"""Share of the steps, at the end, whose losses `TrainableDrafter.calibrate` gets if no texts are
+held out."""
 
 
 def set_up(
@@ -46,9 +47,9 @@ def set_up(
     output_dir: Path,
     accelerator: Accelerator,
 ) -> Training:
-    """Make drafter, batches, optimizer and validation, and hand them over to accelerate.
+    """Build drafter, batches, optimizer and validation, and wrap them with accelerate.
 
-    Raises ValueError where drafter, shards and target don't go together.
+    Raises ValueError if drafter, shards and target don't fit each other.
     """
     # 1. The drafter, from the same first weights in every process.
     if config.num_threads is not None:
@@ -58,20 +59,20 @@ def set_up(
     if config.activation_checkpointing:
         drafter.checkpoint_activations()
     objective = make_objective(config, target)
-    # 2. The texts, without those that are held out.
+    # 2. The texts of training, and those that are held out from it.
     reads = target_reads(drafter, objective)
     check_shards(config, manifest, reads, target)
     held_out = hold_out_texts(config, drafter, target, shards_dir, manifest)
     stream = open_stream(config, shards_dir, manifest, held_out, reads, accelerator)
     if drafter.wants_token_counts:
         drafter.choose_draft_vocabulary(count_label_tokens(shards_dir, manifest, target.vocab_size))
-    # 3. What a sharded training decodes with: it holds parts of the weights only.
+    # 3. A whole drafter on the host, for decoding, if the processes share the weights among them.
     copy = None
     if needs_whole_copy(accelerator):
         copy = build_drafter(spec, target)
         copy.load_state_dict(drafter.state_dict())
-    set_seed(config.seed + accelerator.process_index)  # dropout and the like differ by process, the first weights don't
-    # 4. The optimizer. The scheduler stays ours: accelerate would step a prepared one once per process.
+    set_seed(config.seed + accelerator.process_index)  # dropout differs between processes
+    # 4. The optimizer. The scheduler isn't wrapped: accelerate would step it once per process.
     optimizer, scheduler = make_optimizer(drafter, config)
     validator = make_validator(config, held_out, target, objective, manifest, accelerator)
     unused_parameters = drafter.has_unused_parameters(manifest.horizon)
@@ -98,7 +99,7 @@ def set_up(
 
 
 def make_objective(config: TrainConfig, target: HFTarget) -> Objective:
-    """Make the objective, with the target's head where the target is the teacher."""
+    """Build the objective, with the target's head if the loss compares with the target."""
     objective = Objective(loss=config.loss, weights=config.label_weights, teacher=config.teacher)
     if not objective.loss.needs_teacher:
         return objective
@@ -107,7 +108,7 @@ def make_objective(config: TrainConfig, target: HFTarget) -> Objective:
 
 
 def check_shards(config: TrainConfig, manifest: Manifest, reads: TargetReads, target: HFTarget) -> None:
-    """Raise ValueError where the shards lack what only they can have, or texts can't share a row."""
+    """Raise ValueError if the shards lack the top tokens, or the target can't pack texts."""
     manifest.require_top(reads)
     log_recomputed(manifest, reads)
     if config.packing and manifest.stored(reads) != reads:
@@ -117,13 +118,16 @@ def check_shards(config: TrainConfig, manifest: Manifest, reads: TargetReads, ta
 def hold_out_texts(
     config: TrainConfig, drafter: TrainableDrafter, target: HFTarget, shards_dir: Path, manifest: Manifest
 ) -> list[HeldOut]:
-    """Choose the texts that validation decodes. Raises ValueError where they leave no room for a prompt."""
+    """Choose the texts that validation decodes.
+
+    Raises ValueError if no room is left for a prompt.
+    """
     context_length = min(target.context_length, drafter.context_length or target.context_length)
     room = context_length - config.validation_tokens
     if config.validation_texts and room < 1:
         raise ValueError(
-            f"train.validation_tokens is {config.validation_tokens}, and target and drafter read {context_length} tokens at "
-            "most: that leaves no room for a prompt; lower it"
+            f"train.validation_tokens is {config.validation_tokens}, and target and drafter can read at most {context_length} "
+            "tokens, which leaves no room for a prompt; lower train.validation_tokens"
         )
     return hold_out(shards_dir, manifest, config.validation_texts, seed=config.seed, max_prompt_tokens=room)
 
@@ -143,7 +147,7 @@ def open_stream(
         config,
         rank=accelerator.process_index,
         num_processes=accelerator.num_processes,
-        held_out=[text.place for text in held_out],
+        held_out=[text.location for text in held_out],
         reads=reads,
     )
     logger.info("%s", describe_batch(config, stream, manifest))
@@ -156,7 +160,7 @@ def open_stream(
 
 
 def describe_batch(config: TrainConfig, stream: BatchStream, manifest: Manifest) -> str:
-    """Describe one optimizer step: its texts, tokens and positions, and how many epochs all steps are."""
+    """Describe one optimizer step (texts, tokens, positions), and the number of epochs."""
     num_texts = sum(len(entry.ids) for entry in manifest.shards)
     tokens, positions = (stream.step_size * total / num_texts for total in (manifest.num_tokens, manifest.num_labels))
     limit = ""
@@ -180,7 +184,7 @@ def make_validator(
     manifest: Manifest,
     accelerator: Accelerator,
 ) -> Validator | None:
-    """Make what decodes the held-out texts; None where there are none."""
+    """Build the measurement on held-out texts; None if no texts are held out."""
     if not held_out:
         return None
     return Validator(
@@ -201,7 +205,7 @@ def make_checkpoints(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
 ) -> Checkpoints:
-    """Make what writes checkpoints, in the background unless the configuration forbids it."""
+    """Build the writer of checkpoints."""
     return Checkpoints(
         accelerator,
         output_dir / CHECKPOINTS_DIR,
@@ -213,7 +217,7 @@ def make_checkpoints(
 
 
 def log_recomputed(manifest: Manifest, reads: TargetReads) -> None:
-    """Log what the target's pass in every step is for, and how it could be spared."""
+    """Log why every step needs a pass of the target, and which options store its states."""
     stored = manifest.stored(reads)
     options = []
     if reads.hidden_states and not stored.hidden_states:
@@ -222,8 +226,8 @@ def log_recomputed(manifest: Manifest, reads: TargetReads) -> None:
         options.append(f"distill.feature_layers=[{','.join(map(str, reads.layers))}]")
     if options:
         logger.info(
-            "the shards lack states of the target that this drafter reads, so the target makes them anew in every step; "
-            "distilled with %s they would hold them (now: features %s, feature_layers %s)",
+            "the shards lack states of the target that this drafter reads, so the target recomputes them in every step; with "
+            "%s the distillation stores them (now: features %s, feature_layers %s)",
             " ".join(options),
             manifest.features,
             manifest.feature_layers,
@@ -231,7 +235,7 @@ def log_recomputed(manifest: Manifest, reads: TargetReads) -> None:
 
 
 def make_optimizer(drafter: TrainableDrafter, config: TrainConfig) -> tuple[torch.optim.Optimizer, LRScheduler]:
-    """Make AdamW, which decays matrices alone, and the schedule of its learning rate."""
+    """Build AdamW, with weight decay for matrices only, and the schedule of its learning rate."""
     parameters = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
     groups = [
         {"params": [parameter for parameter in parameters if parameter.ndim >= 2], "weight_decay": config.weight_decay},

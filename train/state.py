@@ -1,4 +1,4 @@
-"""What a process must remember of a training to resume it exactly: copies of tensors on the host, and random numbers."""
+"""State that a process needs to resume exactly: copies of tensors, and random numbers."""
 
 import mmap
 import random
@@ -13,36 +13,39 @@ CUDA_HOST_REGISTER_PORTABLE = 1
 
 
 class HostCopy:
-    """Copies nested values to the host. Tensors go to the same memory every time, so a copy is good until the next one.
+    """Copies nested values to the host. Each call overwrites the tensors of the call before.
 
-    Memory that is used again costs no page faults, and memory that is page-locked (for tensors on CUDA) takes a fraction of the
-    time to fill and very long to allocate.
+    The memory is reused, because new memory costs page faults, and page-locked memory (for tensors
+    on CUDA), which is much faster to fill, takes long to allocate.
     """
 
     def __init__(self) -> None:
         self._memory: dict[str, torch.Tensor] = {}
 
     def __call__(self, value: Any, path: str = "") -> Any:
-        """A copy of dictionaries, lists, tuples and tensors; anything else is returned as it is. Waits for the device."""
+        """Copy dictionaries, lists, tuples and tensors; return other values as they are.
+
+        Waits for the device.
+        """
         if isinstance(value, torch.Tensor):
-            return self._room(path, value).copy_(value.detach())
+            return self._buffer(path, value).copy_(value.detach())
         if isinstance(value, Mapping):
             return {key: self(item, f"{path}/{key}") for key, item in value.items()}
         if isinstance(value, (list, tuple)):
             return type(value)(self(item, f"{path}/{index}") for index, item in enumerate(value))
         return value
 
-    def _room(self, path: str, tensor: torch.Tensor) -> torch.Tensor:
-        room = self._memory.get(path)
-        if room is None or room.shape != tensor.shape or room.dtype != tensor.dtype:
+    def _buffer(self, path: str, tensor: torch.Tensor) -> torch.Tensor:
+        buffer = self._memory.get(path)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             locked = tensor.is_cuda and tensor.numel() > 0
-            room = page_locked_like(tensor) if locked else torch.empty(tensor.shape, dtype=tensor.dtype)
-            self._memory[path] = room
-        return room
+            buffer = page_locked_like(tensor) if locked else torch.empty(tensor.shape, dtype=tensor.dtype)
+            self._memory[path] = buffer
+        return buffer
 
 
 class _Registered(mmap.mmap):
-    """Memory that CUDA forgets before it is unmapped."""
+    """Memory that is unregistered from CUDA before it is unmapped."""
 
     address: int | None = None
 
@@ -52,24 +55,25 @@ class _Registered(mmap.mmap):
 
 
 def page_locked_like(tensor: torch.Tensor) -> torch.Tensor:
-    """An empty tensor on the host, of page-locked memory, for copies of `tensor`, which has at least one element.
+    """Return an empty tensor in page-locked host memory, for copies of `tensor`.
 
-    It takes the bytes of `tensor`, rounded up to pages. PyTorch rounds its own (`pin_memory=True`) up to a power of two: of
-    weights and optimizer up to twice as much. Raises MemoryError where the memory can't be locked.
+    `tensor` has at least one element. The memory has the size of `tensor`, rounded up to pages;
+    PyTorch (`pin_memory=True`) would round up to a power of two, which can double it. Raises
+    MemoryError if the memory can't be locked.
     """
-    memory = _Registered(-1, tensor.nbytes)  # shared with forked processes: a copy on write would move it away from the device
-    room = torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
-    if error := int(torch.cuda.cudart().cudaHostRegister(room.data_ptr(), tensor.nbytes, CUDA_HOST_REGISTER_PORTABLE)):
+    memory = _Registered(-1, tensor.nbytes)  # shared: a fork must not move its pages
+    buffer = torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
+    if error := int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), tensor.nbytes, CUDA_HOST_REGISTER_PORTABLE)):
         raise MemoryError(
             f"{tensor.nbytes} bytes of host memory for a checkpoint can't be page-locked (CUDA error {error}); free some, or "
             "set train.checkpoint_in_background=false, which needs no copy"
         )
-    memory.address = room.data_ptr()
-    return room
+    memory.address = buffer.data_ptr()
+    return buffer
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """States of all generators that a training on `device` uses, as values that `torch.load` accepts."""
+    """Return the states of all random generators, as values that `torch.load` accepts."""
     name, keys, *rest = np.random.get_state()
     state = {"python": random.getstate(), "numpy": (name, list(map(int, keys)), *rest), "torch": torch.get_rng_state()}
     if device.type != "cpu":

@@ -1,4 +1,4 @@
-"""The records of a training: in a JSON-lines file, and in Weights & Biases and TensorBoard on request."""
+"""Records of a training: a JSON-lines file, and Weights & Biases or TensorBoard on request."""
 
 import importlib.util
 import json
@@ -20,11 +20,11 @@ METRICS_FILE = "metrics.jsonl"
 RUN_ID_FILE = "wandb_run_id"
 TENSORBOARD_DIR = "tensorboard"
 PACKAGES = {"wandb": "wandb", "tensorboard": "'outrider[tensorboard]'"}
-"""The requirement that installs each tracker; its package has the tracker's name."""
+"""Requirement for pip, by tracker. The package to import has the tracker's name."""
 
 
 class Sink(Protocol):
-    """A service that gets numbers by name. Its errors end the sink, and not the training."""
+    """A service that gets numbers by name. An error in it ends only the sink, not the training."""
 
     def log(self, step: int, scalars: Mapping[str, int | float]) -> None: ...
 
@@ -45,8 +45,9 @@ class Tracker:
     """Writes records, one JSON line each, and sends them to the run's sinks.
 
     A context manager; every process but the main one passes `active=False`. Training starts or
-    resumes at `step`: records of later steps, which a killed run wrote after its last checkpoint, are
-    dropped, since those steps run again. A sink that fails is logged once and gets no more records.
+    resumes at `step`: records of later steps, which a killed run wrote after its last checkpoint,
+    are dropped, since those steps run again. A sink that fails is logged once and gets no more
+    records.
     """
 
     def __init__(self, output_dir: Path, config: TrainConfig, run_config: dict[str, Any], *, step: int, active: bool) -> None:
@@ -67,7 +68,7 @@ class Tracker:
             self._attempt(name, partial(sink.finish, failed=kind is not None))
 
     def log(self, record: dict[str, Any]) -> None:
-        """Write a record; it must have a `step`. Raises OSError, saying what is kept, where the disk is full."""
+        """Write a record, which has a `step`. Raises OSError if the disk is full."""
         if self._path is not None:
             try:
                 with open(self._path, "a", encoding="utf-8") as file:
@@ -84,10 +85,10 @@ class Tracker:
     def _attempt(self, name: str, work: Callable[[], None]) -> None:
         try:
             work()
-        except Exception as error:  # noqa: BLE001 - whatever another's service raises, the training is worth more
+        except Exception as error:  # noqa: BLE001 - no error of a service may end the training
             del self._sinks[name]
             logger.warning(
-                "%s fails (%s: %s) and gets no more of this run's records; training goes on, and all of them are in %s",
+                "%s failed (%s: %s) and gets no more records of this run; training continues, and all records are in %s",
                 name,
                 type(error).__name__,
                 error,
@@ -96,7 +97,10 @@ class Tracker:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a JSON-lines file; none where there is no file. A last line cut by a kill is left out."""
+    """Return the records of a JSON-lines file, or none without the file.
+
+    An incomplete last line is ignored.
+    """
     if not path.exists():
         return []
     *lines, _ = path.read_text(encoding="utf-8").split("\n")
@@ -105,7 +109,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
         try:
             records.append(dict(json.loads(line)))
         except (ValueError, TypeError) as error:
-            raise ValueError(f"{path}, line {number} is no record ({error}); delete the line") from error
+            raise ValueError(f"{path}, line {number} is not a record ({error}); delete the line") from error
     return records
 
 
@@ -118,7 +122,10 @@ def _line(record: dict[str, Any]) -> str:
 
 
 def _scalars(record: dict[str, Any]) -> dict[str, int | float]:
-    """Numbers by name, as charts want them: lists by depth (and rank, of accuracies) become `name/depth0_top1`."""
+    """Return numbers by name, for charts.
+
+    The entries of a list by depth (and rank) become `name/depth0_top1` and so on.
+    """
     scalars: dict[str, int | float | None] = {}
     for name, value in record.items():
         for depth, entry in enumerate(value if isinstance(value, list) else []):
@@ -132,10 +139,13 @@ def _scalars(record: dict[str, Any]) -> dict[str, int | float]:
 
 
 class WandbSink:
-    """A run at Weights & Biases: one for a training, however often that is resumed. Raises ValueError where it can't start."""
+    """A run at Weights & Biases, the same one after a resume.
+
+    Raises ValueError if it can't start.
+    """
 
     def __init__(self, output_dir: Path, config: TrainConfig, run_config: dict[str, Any], step: int) -> None:
-        import wandb  # only here: it is slow to import, and most runs don't want it
+        import wandb  # here, because it is slow to import and rarely used
 
         id_path = output_dir / RUN_ID_FILE
         if not id_path.exists():
@@ -163,10 +173,13 @@ class WandbSink:
 
 
 class TensorBoardSink:
-    """Event files for TensorBoard in the run's folder; one more for each resume, which hides what it makes again."""
+    """Event files for TensorBoard in the run's folder.
+
+    A resume adds a file, which hides the repeated steps.
+    """
 
     def __init__(self, output_dir: Path, config: TrainConfig, run_config: dict[str, Any], step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # only here: an optional package
+        from torch.utils.tensorboard import SummaryWriter  # here, because it is an optional package
 
         self._writer = SummaryWriter(str(output_dir / TENSORBOARD_DIR), purge_step=step + 1)
         if not step:
@@ -177,10 +190,10 @@ class TensorBoardSink:
             for name, value in scalars.items():
                 if name != "step":
                     self._writer.add_scalar(name, value, step)
-            self._writer.flush()  # so that a kill loses nothing, and a full disk shows
+            self._writer.flush()  # a kill then loses nothing, and a full disk raises an error
         except OSError:
             with suppress(OSError):
-                self._writer.file_writer.close()  # type: ignore[attr-defined] # ends its thread, which would try again
+                self._writer.file_writer.close()  # type: ignore[attr-defined] # end its thread, which would retry
             raise
 
     def finish(self, *, failed: bool) -> None:

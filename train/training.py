@@ -1,4 +1,4 @@
-"""All that the training loop works on."""
+"""The parts of one training, as the loop uses them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,8 +26,10 @@ from .validation import Validator
 
 
 class LossModule(nn.Module):
-    """The loss as a forward: that is where data parallelism and autocast hook in. They know a tuple of tensors, in the order
-    of LOSS_FIELDS, and no dataclass."""
+    """Module whose forward is the loss, because data parallelism and autocast act on a forward.
+
+    It returns a tuple of tensors in the order of LOSS_FIELDS, since they don't support a dataclass.
+    """
 
     def __init__(self, drafter: TrainableDrafter, objective: Objective) -> None:
         super().__init__()
@@ -42,8 +44,11 @@ class LossModule(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """All that the loop works on. `run` says what makes it this run and no other; `trained` is the drafter within `model`, and
-    `copy`, on the host, is there where that can't draft as it is."""
+    """The parts of one training.
+
+    `run` is the description of `describe_run`. `trained` is the drafter inside `model`. `copy` is a
+    whole drafter on the host, for launches in which `trained` can't decode; else None.
+    """
 
     config: TrainConfig
     run: dict[str, Any]
@@ -65,7 +70,10 @@ class Training:
 
     @contextmanager
     def whole_drafter(self) -> Iterator[TrainableDrafter]:
-        """The drafter with the weights of now, able to draft in every process. All of them take part."""
+        """The drafter with its current weights, ready to decode.
+
+        All processes must call this together.
+        """
         if self.copy is None:
             yield self.trained
             return

@@ -1,8 +1,9 @@
-"""How many tokens decoding accepts, measured while training: the target answers held-out prompts with the drafter as it is.
+"""Measurement of tokens per step during training, by decoding held-out prompts.
 
-The estimate over training batches (`estimate_tokens_per_step`) can't tell. It counts every position of a text alike, though
-decoding begins a step only where the last one ended, which is mostly where drafting is hard; it is of texts that the target
-didn't write; and of a chain, though the drafter proposes a tree.
+The estimate over training batches (`estimate_tokens_per_step`) is no replacement, for three
+reasons. It counts all positions of a text equally, but decoding starts a step where the last one
+ended, which is mostly where drafting is hard. Its texts were not written by the target. And it
+assumes a chain, though the drafter proposes a tree.
 """
 
 import math
@@ -27,66 +28,73 @@ from ..models.drafters.base import TrainableDrafter
 from ..models.drafters.objective import Loss, Objective
 from ..models.target.hf_target import HFTarget
 from ..models.target.tensor_parallel import Worker
-from .batches import PAD_ID, TextPlace, derived_seed, target_reads, with_hidden_states
+from .batches import PAD_ID, TextLocation, derived_seed, target_reads, with_hidden_states
 from .metrics import LOSS_FIELDS, add_losses, summarize
 
 SHARDS_READ = 4
-"""Shards that held-out texts are taken from, at least."""
+"""Least number of shards from which held-out texts are taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOut:
-    """A text that isn't trained on: where it lies, and the prompt that it begins with."""
+    """A held-out text: its location, and the prompt at its start."""
 
-    place: TextPlace
+    location: TextLocation
     prompt: Int[torch.Tensor, " seq"]
 
 
 def hold_out(shards_dir: Path, manifest: Manifest, count: int, *, seed: int, max_prompt_tokens: int) -> list[HeldOut]:
-    """`count` texts drawn by the seed, each with a prompt of at most `max_prompt_tokens` and an answer after it.
+    """Draw `count` texts with the seed.
 
-    A prompt is what stands before the first answer. Raises ValueError where there are too few such texts, or none would be
-    left to train on.
+    Each has an answer after a prompt of at most `max_prompt_tokens` tokens. The prompt is the part
+    before the first answer. Raises ValueError if there are too few such texts, or if none would be
+    left for training.
     """
     if not count:
         return []
     num_texts = sum(len(entry.ids) for entry in manifest.shards)
     if count >= num_texts:
         raise ValueError(
-            f"train.validation_texts is {count}, and the shards hold {num_texts} texts: nothing would be left to train on; "
-            "lower it, or distil more"
+            f"train.validation_texts is {count}, and the shards hold {num_texts} texts: none would be left for training; "
+            "lower train.validation_texts, or distil more"
         )
     random = Random(derived_seed(seed, "validation"))
-    # From a few shards, drawn: reading one may take a while.
+    # Only from a few shards, drawn at random, because reading a shard takes time.
     per_shard = math.ceil(count / min(SHARDS_READ, len(manifest.shards)))
-    found: list[HeldOut] = []
+    held_out: list[HeldOut] = []
     for shard in random.sample(range(len(manifest.shards)), len(manifest.shards)):
         usable = []
         for row, distilled in enumerate(read_shard(shards_dir, manifest.shards[shard], TOKENS_ONLY)):
             wanted = distilled.example.wanted.nonzero()
             if len(wanted) and int(wanted[0]) < max_prompt_tokens:
                 prompt = distilled.example.input_ids[: int(wanted[0]) + 1]
-                usable.append(HeldOut(place=(shard, row), prompt=prompt))
-        found += random.sample(usable, min(per_shard, count - len(found), len(usable)))
-        if len(found) == count:
-            return found
+                usable.append(HeldOut(location=(shard, row), prompt=prompt))
+        held_out += random.sample(usable, min(per_shard, count - len(held_out), len(usable)))
+        if len(held_out) == count:
+            return held_out
     raise ValueError(
-        f"train.validation_texts is {count}, and only {len(found)} texts have a prompt of at most {max_prompt_tokens} tokens "
-        f"with an answer after it (and at most {per_shard} are taken of a shard); lower it, or train.validation_tokens"
+        f"train.validation_texts is {count}, and only {len(held_out)} have a prompt of at most {max_prompt_tokens} tokens "
+        f"with an answer after it (and at most {per_shard} are taken of a shard); lower train.validation_texts or "
+        "train.validation_tokens"
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
-    """What was measured, over all processes. `loss` is at every position of the target's own answers."""
+    """One measurement, over all processes.
+
+    `loss` covers every position of the target's own answers.
+    """
 
     tokens_per_step: float | None
-    """Of decoding, greedily, with the drafter's own tree; bonus tokens included, prefills excluded. None where every answer
-    ended with its first token."""
+    """Tokens per step of greedy decoding with the drafter's tree, with bonus tokens, without
+    prefills.
+
+    None if every answer ended with its first token."""
     loss: Loss
 
     def record(self) -> dict[str, Any]:
-        """As one line of the training's records."""
+        """Return it as a record of the training."""
         means = summarize(self.loss)
         return {
             "validation_tokens_per_step": self.tokens_per_step,
@@ -96,7 +104,10 @@ class Validation:
 
 
 class Validator:
-    """Measures a drafter on held-out prompts, each process a share of them. Nothing of it depends on chance."""
+    """Measurement of a drafter on held-out prompts, each process on its share.
+
+    It is deterministic.
+    """
 
     def __init__(
         self,
@@ -117,15 +128,15 @@ class Validator:
         self._prompts = [text.prompt.to(target.device) for text in held_out]
         self._mine = range(self._worker.index, len(held_out), self._worker.num_workers)
         self._target = target
-        self._objective = replace(objective, teacher="full")  # of the target's own answers nothing is stored
+        self._objective = replace(objective, teacher="full")  # nothing is stored for the target's own answers
         self._horizon = horizon
         self._max_new_tokens = max_new_tokens
         self._batch_size = batch_size
         self._accelerator = accelerator
-        self._answers: dict[int, list[int]] = {}  # the target's own, by plain decoding, when they are first needed
+        self._answers: dict[int, list[int]] = {}  # by plain decoding, at the first call
 
     def __call__(self, drafter: TrainableDrafter) -> Validation:
-        """Measure the drafter, and let it take in how often it is right (`TrainableDrafter.calibrate`) before it decodes."""
+        """Measure the loss, calibrate the drafter with it, and decode."""
         was_training = drafter.training
         drafter.eval()
         try:
@@ -137,13 +148,13 @@ class Validator:
         finally:
             drafter.train(was_training)
             self._target.release_cache()
-        num_tokens = sum(len(answer) - 1 for answer in answers.values())  # the prefill's token is no step's
+        num_tokens = sum(len(answer) - 1 for answer in answers.values())  # the first token is of the prefill
         counts = torch.tensor([num_tokens, num_steps], device=self._target.device) * self._worker.speaks
         num_tokens, num_steps = self._accelerator.reduce(counts, "sum").tolist()
         return Validation(tokens_per_step=num_tokens / num_steps if num_steps else None, loss=loss)
 
     def _decode(self, drafter: Drafter[Any, Any]) -> tuple[dict[int, list[int]], int]:
-        """The answers to this process's prompts, and in how many verify steps of a row they were made."""
+        """Return the answers to this process's prompts, and the verify steps of all rows."""
         answers: dict[int, list[int]] = {row: [] for row in self._mine}
         num_steps = 0
         for start in range(0, len(self._mine), self._batch_size):
@@ -155,7 +166,7 @@ class Validator:
                 [self._prompts[row] for row in rows],
                 max_new_tokens=self._max_new_tokens,
                 stop_ids=self._target.stop_ids,
-                generator=RowSeeds(rows),  # for drafts that are drawn
+                generator=RowSeeds(rows),  # for sampled drafts
             ):
                 for row, tokens in zip(step.rows, step.tokens, strict=True):
                     answers[rows[row]] += tokens
@@ -164,7 +175,7 @@ class Validator:
 
     @torch.no_grad()
     def _loss(self, drafter: TrainableDrafter) -> Loss:
-        """The objective, in sums over all processes."""
+        """Return the sums of the objective over all processes."""
         total: Loss | None = None
         reads = target_reads(drafter, self._objective)
         for start in range(0, len(self._mine), self._batch_size):
@@ -176,7 +187,10 @@ class Validator:
         return Loss(**self._accelerator.reduce(sums, "sum"))
 
     def _batch(self, rows: Sequence[int]) -> DrafterBatch:
-        """Prompts and the target's answers to them, whose own next tokens are what it would say."""
+        """Build a batch of prompts and answers.
+
+        The labels are the answers' next tokens, since the target wrote them.
+        """
         examples = []
         for row in rows:
             prompt = self._prompts[row].cpu()
@@ -186,5 +200,5 @@ class Validator:
             )
             continuations = text_continuations(example.input_ids, example.loss_mask, self._horizon)
             examples.append(DistilledExample(example=example, continuations=continuations))
-        # Every position counts, so nothing is drawn.
+        # All positions are used, so no random number is drawn.
         return collate(examples, max_positions=None, generator=torch.Generator(), labels="distilled", pad_id=PAD_ID)

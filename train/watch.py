@@ -31,7 +31,7 @@ def is_measured(training: Training, done: int) -> bool:
 
 
 def validate_now(training: Training, tracker: Tracker, step: int) -> bool:
-    """Measure and record tokens per step, and keep the best drafter; returns whether they peaked."""
+    """Measure tokens per step, and keep the best drafter; return whether they have peaked."""
     assert training.validator is not None
     with training.meter.paused(), training.whole_drafter() as drafter:
         validation = training.validator(drafter)

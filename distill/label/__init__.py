@@ -1,1 +1,1 @@
-"""Labels texts with the target's own continuations: conversations to shards."""
+"""Labelling of texts with the target's continuations, and the shards of labels."""

@@ -1,11 +1,13 @@
-"""Attention of branches: one-token-at-a-time continuations of many positions of the same texts, decoded side by side.
+"""Attention of branches: continuations of many positions of texts, decoded in parallel.
 
-A branch leaves its text after position i. At every step each branch has one query, which attends to the text's own keys up to
-i (kept from the prefill, never copied) and to the keys of its own earlier tokens. The two parts are computed apart and merged
-by their log-sum-exp, so that no branch sees another and the text's keys are shared by all.
+A branch leaves its text after position i. At every step each branch has one query. The query
+attends to the text's keys up to i (kept from the prefill, never copied), and to the keys of the
+branch's earlier tokens. The two parts are computed separately and merged by their log-sum-exp. So
+no branch sees another, and all branches share the text's keys.
 
-Works with any transformers model that routes its attention through `AttentionInterface`, unmodified: inside
-`branch_attention(model)`, a forward pass that is given `branches=` reads all live branches as one row [1, branch] of tokens.
+This works with every unmodified transformers model that routes its attention through
+`AttentionInterface`. Inside `branch_attention(model)`, a forward pass with the argument `branches=`
+reads all live branches as one row [1, branch] of tokens.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,10 +23,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 IMPLEMENTATION = "outrider_branch"
 
-# Queries per call: small, and fewer keys beyond a query's own position are read in vain; large, and there are fewer calls.
+# Queries per call. A small number wastes less work on masked keys; a large number makes fewer
+# calls.
 SEGMENT_QUERIES = 128
 
-# What a model may ask of its attention that changes the scores, and that we don't compute.
+# Arguments of attention that change the scores, and that this module doesn't support.
 UNSUPPORTED_ARGUMENTS = ("s_aux", "softcap", "position_bias")
 
 BYPASSED = "some of the target's layers bypass transformers' AttentionInterface or Cache: outrider can't distil from it"
@@ -32,10 +35,11 @@ BYPASSED = "some of the target's layers bypass transformers' AttentionInterface 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Neighbouring branches of one text, whose prefix attention is one call.
+    """Neighbouring branches of one text, whose attention to the text is one call.
 
-    They are branches `start` to `stop` of all live ones, and need the first `mask.shape[1]` keys of text `row`. `mask` is
-    added to the scores: zero up to the branch's own position, minus infinity beyond.
+    They are branches `start` to `stop` of all live ones, and need the first `mask.shape[1]` keys of
+    text `row`. `mask` is added to the scores: zero up to the branch's position, minus infinity
+    beyond.
     """
 
     row: int
@@ -45,10 +49,12 @@ class Segment:
 
 
 class BranchCache:
-    """The live branches of a batch of texts: where they left, and the keys and values of their own tokens in every layer.
+    """The live branches of a batch of texts, with the keys and values of their tokens in every
+    layer.
 
-    `rows` and `positions` [branch] say which text a branch belongs to and the last position of it that it sees, ordered by
-    row, then position. `text_keys` and `text_values` [batch, kv_head, seq, head_dim] are the prefill's, one per layer.
+    `rows` and `positions` [branch] are each branch's text and the last position of the text that it
+    sees, ordered by row, then position. `text_keys` and `text_values` [batch, kv_head, seq,
+    head_dim] come from the prefill, one per layer.
     """
 
     def __init__(
@@ -68,14 +74,14 @@ class BranchCache:
 
     @property
     def num_steps(self) -> int:
-        """Tokens that every branch has read, in all layers. Raises ValueError where a layer did not come by here."""
+        """Number of tokens that every branch has read. Raises ValueError if layers disagree."""
         steps = {len(keys) for keys in self.own_keys}
         if len(steps) != 1:
             raise ValueError(BYPASSED)
         return steps.pop()
 
     def keep(self, kept: Int[torch.Tensor, " kept"]) -> None:
-        """Forget all branches but those at the ascending indexes `kept`."""
+        """Drop all branches except those at the ascending indexes `kept`."""
         self.rows, self.positions = self.rows[kept], self.positions[kept]
         for per_layer in (self.own_keys, self.own_values):
             for per_step in per_layer:
@@ -90,14 +96,17 @@ class BranchCache:
         value: Float[torch.Tensor, "branch kv_head value_dim"],
         scale: float,
     ) -> Float[torch.Tensor, "branch head value_dim"]:
-        """One step in one layer: remember each branch's new key and value, then attend to its text and to its own tokens."""
+        """Run one step in one layer: store new keys and values, then attend to text and branch."""
+        # 1. Store.
         self.own_keys[layer].append(key)
         self.own_values[layer].append(value)
+        # 2. Attend to the text, and compute the scores of the branch's tokens.
         text_output, text_lse = self._attend_to_text(layer, query, scale)
-        # The heads that share a key, [branch, kv_head, group, ...].
+        # Heads that share a key are grouped: [branch, kv_head, group, ...].
         groups = (key.shape[1], query.shape[1] // key.shape[1])
         grouped_query = query.unflatten(1, groups).to(text_lse.dtype)
         scores = [(grouped_query * own_key[:, :, None]).sum(-1) * scale for own_key in self.own_keys[layer]]
+        # 3. Merge both parts by a softmax over the text's log-sum-exp and the branch's scores.
         weights = torch.stack([text_lse.unflatten(1, groups), *scores]).softmax(0).to(query.dtype)[..., None]
         output = text_output.unflatten(1, groups) * weights[0]
         for weight, own_value in zip(weights[1:], self.own_values[layer], strict=True):
@@ -109,7 +118,7 @@ class BranchCache:
     ) -> tuple[Float[torch.Tensor, "branch head value_dim"], Float[torch.Tensor, "branch head"]]:
         outputs, lses = [], []
         keys, values = self.text_keys[layer], self.text_values[layer]
-        # The kernel takes one width for keys and values.
+        # The kernel needs equal widths of keys and values.
         attend = _flash_attention_cpu if query.is_cpu and keys.shape[-1] == values.shape[-1] else attention_with_lse
         for segment in self.segments:
             num_keys = segment.mask.shape[1]
@@ -128,10 +137,10 @@ class BranchCache:
 def make_segments(
     rows: Int[torch.Tensor, " branch"], positions: Int[torch.Tensor, " branch"], dtype: torch.dtype
 ) -> list[Segment]:
-    """Cut branches, ordered by row and position, into segments of one row and at most SEGMENT_QUERIES branches.
+    """Cut branches, ordered by row and position, into segments of SEGMENT_QUERIES branches.
 
-    For example, with SEGMENT_QUERIES = 2, rows 0 0 0 1 and positions 3 4 9 2 give the segments (3 4), (9), (2), which read
-    the first 5, 10 and 3 keys of their rows.
+    A segment belongs to one row. Example with SEGMENT_QUERIES = 2: rows 0 0 0 1 and positions 3 4 9
+    2 give the segments (3 4), (9), (2), which read the first 5, 10 and 3 keys of their rows.
     """
     segments, start = [], 0
     ends = positions.tolist()
@@ -154,8 +163,8 @@ def _flash_attention_cpu(
     mask: Float[torch.Tensor, "query key"],
     scale: float,
 ) -> tuple[Float[torch.Tensor, "head query head_dim"], Float[torch.Tensor, "head query"]]:
-    # The kernel behind scaled_dot_product_attention, called directly because only so it hands out the log-sum-exp. It reads
-    # grouped heads as they are.
+    # The kernel of scaled_dot_product_attention. It is called directly, because only then it
+    # returns the log-sum-exp. It supports grouped heads.
     output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query[None], key[None], value[None], attn_mask=mask[None, None], scale=scale
     )
@@ -169,9 +178,10 @@ def attention_with_lse(
     mask: Float[torch.Tensor, "query key"],
     scale: float,
 ) -> tuple[Float[torch.Tensor, "head query value_dim"], Float[torch.Tensor, "head query"]]:
-    """Attention and the log-sum-exp of its scores, in plain operations, where no kernel gives both.
+    """Compute attention and the log-sum-exp of its scores by plain operations.
 
-    Scores, softmax and log-sum-exp are float32 or wider. Query heads are grouped by the key head that they share.
+    Used if no kernel returns both. Scores, softmax and log-sum-exp are float32 or wider. Query
+    heads are grouped by their shared key head.
     """
     num_heads, num_queries = query.shape[:2]
     grouped_query = query.reshape(key.shape[0], -1, query.shape[-1])  # [kv_head, group * query, head_dim]
@@ -193,13 +203,16 @@ def _branch_attention_forward(
     branches: BranchCache | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: tensors are [1, head, branch, head_dim], the output [1, branch, head, value_dim]."""
+    """Compute the attention of branches by transformers' interface.
+
+    Tensors are [1, head, branch, head_dim], the output [1, branch, head, value_dim].
+    """
     if branches is None:
-        raise ValueError("the target does not pass keyword arguments on to its attention: outrider can't distil from it")
+        raise ValueError("the target doesn't pass keyword arguments to its attention: outrider can't distil from it")
     for name in UNSUPPORTED_ARGUMENTS:
         if kwargs.get(name) is not None:
             raise ValueError(
-                f"the target's attention uses {name}, which branch attention does not compute: outrider can't distil from it"
+                f"the target's attention uses {name}, which branch attention doesn't support: outrider can't distil from it"
             )
     layer = module.layer_idx
     assert isinstance(layer, int)
@@ -208,26 +221,28 @@ def _branch_attention_forward(
     return output[None], None
 
 
-# No mask function under the same name: without one, transformers builds no mask, and the segments carry ours.
+# Without a mask function of the same name, transformers builds no mask; the segments carry our
+# masks.
 ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _branch_attention_forward)
 
 
 @contextmanager
 def branch_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Switch `model` to branch attention inside the block, and back to its own afterwards, also on errors."""
+    """Switch `model` to branch attention inside the block, and back afterwards, even on errors."""
     config = model.config.get_text_config()
-    own_implementation = config._attn_implementation
+    previous_implementation = config._attn_implementation
     config._attn_implementation = IMPLEMENTATION
     try:
         yield
     finally:
-        config._attn_implementation = own_implementation
+        config._attn_implementation = previous_implementation
 
 
 def require_full_attention(model: PreTrainedModel, num_tokens: int) -> None:
-    """Raise ValueError where the configuration tells that branches of texts of `num_tokens` would be labelled wrongly.
+    """Raise ValueError if the configuration shows that branches would be labelled wrongly.
 
-    Each layer must attend to the whole text with plain scores, and nothing but position ids may tell it where a token stands.
+    Each layer must attend to the whole text of `num_tokens` tokens with plain scores, and positions
+    must come from position ids alone.
     """
     config = model.config.get_text_config()
     name = type(model).__name__
@@ -237,10 +252,10 @@ def require_full_attention(model: PreTrainedModel, num_tokens: int) -> None:
         raise ValueError(f"{name} has layers of type {', '.join(sorted(strange))}; only full attention can be distilled")
     if window is not None and window < num_tokens and kinds != {"full_attention"}:
         raise ValueError(
-            f"{name} attends to a sliding window of {window} tokens, and {num_tokens} are asked for; "
-            "lower data.max_length so that all of it fits the window"
+            f"{name} attends to a sliding window of {window} tokens, and texts may have {num_tokens}; "
+            "lower data.max_length so that they fit into the window"
         )
     if getattr(config, "attn_logit_softcapping", None) is not None:
-        raise ValueError(f"{name} caps its attention scores, which the attention of branches can't reproduce")
+        raise ValueError(f"{name} caps its attention scores, which branch attention doesn't support")
     if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
-        raise ValueError(f"{name} tells positions by a bias on the attention scores (ALiBi), which ignores position ids")
+        raise ValueError(f"{name} encodes positions by a bias on the attention scores (ALiBi), which ignores position ids")

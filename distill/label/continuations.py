@@ -1,13 +1,15 @@
-"""The target's own greedy continuation of every position of a text, in as many forward passes as it has tokens.
+"""The target's greedy continuation of every position of a text, in one pass per token.
 
-Decoding the next `horizon` tokens after each of n positions one by one costs n * horizon passes. Here pass 1 is the ordinary
-prefill and gives the first token after all positions. Pass k feeds, for all positions at once, the token that pass k - 1
-chose (see `branch_attention`). And where the target's first token is the text's own next token, nothing is decoded at all:
+Decoding the next `horizon` tokens after each of n positions one by one takes n * horizon passes.
+Here pass 1 is the usual prefill, which gives the first token after all positions. Pass k reads, for
+all positions at once, the token that pass k - 1 chose (see `branch_attention`). And where the
+target's first token equals the text's next token, nothing is decoded at all:
 
-    text            a b c d          continuation(i) = [x(i + 1)] + continuation(i + 1) without its last token
-    first tokens    b x d .          so position 0 borrows from 1, and 2 from 3; only 1 and 3 are branches
+    text            a b c d    continuation(i) = [x(i + 1)] + continuation(i + 1) less its last token
+    first tokens    b x d .    so position 0 borrows from 1, and 2 from 3; only 1 and 3 are branches
 
-With an agreement rate a on the wanted positions the work is about 1 + (1 - a)(horizon - 1) prefills.
+With an agreement rate a at the wanted positions, the work is about 1 + (1 - a)(horizon - 1)
+prefills.
 """
 
 import math
@@ -24,17 +26,22 @@ from ...models.target.hf_target import HFTarget
 from .branch_attention import BYPASSED, BranchCache, branch_attention, require_full_attention
 from .features import TextFeatures
 
-# Logits held at a time: the head's output is [chunk, vocab] with about this many elements, whatever the vocabulary.
+# Logits held at a time: the head's output [chunk, vocab] has about this many elements.
 LOGIT_ELEMENTS = 2**23
 
-# Relative error of hidden states that rounding may explain, for types of at least float32's precision and for narrower ones.
+# Largest relative errors of hidden states that rounding explains: in types of at least float32's
+# precision, and in narrower types.
 PROBE_TOLERANCE, NARROW_PROBE_TOLERANCE = 0.01, 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelStats:
-    """What labelling cost: `num_positions` were wanted, at `num_agreeing` of them the target's first token is the text's own
-    next token, and `num_branch_tokens` tokens were fed besides the `num_text_tokens` of the prefill (padding not counted)."""
+    """Work of labelling.
+
+    `num_positions` counts wanted positions. At `num_agreeing` of them the target's first token is
+    the text's next token. `num_branch_tokens` tokens were read in addition to the `num_text_tokens`
+    of the prefill; padding isn't counted.
+    """
 
     num_text_tokens: int
     num_positions: int
@@ -43,7 +50,7 @@ class LabelStats:
 
     @property
     def agreement(self) -> float:
-        """Share of wanted positions where the target agrees with the text."""
+        """Share of wanted positions where the target's first token is the text's next token."""
         return self.num_agreeing / max(1, self.num_positions)
 
 
@@ -59,24 +66,31 @@ def label_continuations(
     feature_layers: tuple[int, ...] = (),
     top_k: int | None = None,
 ) -> tuple[Int[torch.Tensor, "batch seq horizon"], TextFeatures, LabelStats]:
-    """The target's greedy next `horizon` tokens after every wanted position of right-padded texts.
+    """Return the target's greedy next `horizon` tokens after every wanted position.
 
-    Entry [b, i, k] is the token that the target says k tokens after the one that follows position i; UNKNOWN at positions
-    that are not wanted and after a stop token, which is itself a label. Besides, the target's last hidden states of the texts,
-    the inputs of its `feature_layers`, and its `top_k` likeliest next tokens at the wanted positions and where their
-    continuations may get to. `prune=False` decodes every wanted position; the labels are the same.
+    Texts are right-padded. Entry [b, i, k] is the target's token k tokens after the one that
+    follows position i. It is UNKNOWN at positions that aren't wanted, and after a stop token, which
+    is itself a label.
+
+    Also returns the target's last hidden states, the inputs of its `feature_layers`, and its
+    `top_k` top tokens at the wanted positions and where their continuations may lead. `prune=False`
+    decodes every wanted position; the labels are the same.
     """
+    # 1. Prefill: the first token after each position that a label may need.
     assert not (attention_mask[:, 1:] & ~attention_mask[:, :-1]).any(), "texts are padded on the right"
-    asked_for = _within(wanted, attention_mask, horizon)
-    first, (hidden_states, layers), cache = _prefill(target, input_ids, asked_for, feature_layers)
-    top_tokens, top_log_probs = _top(target.model, hidden_states, asked_for, top_k) if top_k else (None, None)
+    needed = _within(wanted, attention_mask, horizon)
+    first, (hidden_states, layers), cache = _prefill(target, input_ids, needed, feature_layers)
+    top_tokens, top_log_probs = _top(target.model, hidden_states, needed, top_k) if top_k else (None, None)
     stop_ids = torch.tensor(target.stop_ids, dtype=torch.long, device=input_ids.device)
     stopped = torch.isin(first, stop_ids)
+    # 2. Where the target agrees with the text, a position borrows its continuation from the next
+    # one.
     agrees = torch.zeros_like(wanted)
     agrees[:, :-1] = (first[:, :-1] == input_ids[:, 1:]) & attention_mask[:, 1:]
     borrows = agrees & ~stopped if prune else torch.zeros_like(wanted)
     depth = _needed_depth(wanted, borrows, horizon)
 
+    # 3. Decode the other positions as branches, one token per pass, and fill in borrowed tokens.
     continuations = torch.full((*input_ids.shape, horizon), UNKNOWN, dtype=torch.long, device=input_ids.device)
     continuations[:, :, 0] = first
     rows, positions = ((depth > 1) & ~borrows).nonzero(as_tuple=True)
@@ -95,6 +109,7 @@ def label_continuations(
                 num_branch_tokens += len(tokens)
             borrowed = continuations[:, 1:, step - 1]
             continuations[:, :-1, step] = torch.where(borrows[:, :-1], borrowed, continuations[:, :-1, step])
+    # 4. Keep the wanted labels, and count the work.
     continuations[~wanted] = UNKNOWN
     stats = LabelStats(
         num_text_tokens=int(attention_mask.sum()),
@@ -107,9 +122,10 @@ def label_continuations(
 
 
 def require_branch_attention(target: HFTarget, num_tokens: int) -> None:
-    """Raise ValueError where texts and continuations of up to `num_tokens` tokens can't be labelled rightly with this target.
+    """Raise ValueError if texts of up to `num_tokens` tokens can't be labelled correctly.
 
-    Beside what its configuration tells, tries it: branches of a short text must give the hidden states of plain forward passes.
+    `num_tokens` includes the continuation. Besides the configuration, this tests that branches of a
+    short text have the same hidden states as plain forward passes.
     """
     if num_tokens > target.context_length:
         raise ValueError(
@@ -122,6 +138,7 @@ def require_branch_attention(target: HFTarget, num_tokens: int) -> None:
 
 @torch.inference_mode()
 def _probe(target: HFTarget) -> None:
+    # 1. Two branches of a short text, two steps deep.
     text = torch.arange(1, 13, device=target.device) % target.vocab_size
     positions = torch.tensor([4, 8], device=target.device)
     tokens = text[[2, 9]]
@@ -130,6 +147,7 @@ def _probe(target: HFTarget) -> None:
     with branch_attention(target.model):
         _branch_hidden_states(target.model, branches, tokens, 1)
         branch_states = _branch_hidden_states(target.model, branches, tokens, 2)
+    # 2. Compare their hidden states and choices with plain passes of the same tokens.
     tolerance = PROBE_TOLERANCE if target.is_precise else NARROW_PROBE_TOLERANCE
     for index, position in enumerate(positions.tolist()):
         plain_text = torch.cat([text[: position + 1], tokens[index].expand(2)])[None]
@@ -140,8 +158,8 @@ def _probe(target: HFTarget) -> None:
         if not max(error, regret) < tolerance:
             raise ValueError(
                 f"{type(target.model).__name__} decodes branches differently from plain texts (relative error {error:.2g} of "
-                f"its hidden states, {regret:.2g} of its best logit): its attention or head computes more than outrider knows "
-                "of, so its labels would be wrong. Choose another target"
+                f"its hidden states, {regret:.2g} of its best logit): its attention or head does more than outrider supports, "
+                "so its labels would be wrong. Choose another target"
             )
 
 
@@ -160,8 +178,10 @@ def _prefill(
     labelled: Bool[torch.Tensor, "batch seq"],
     feature_layers: tuple[int, ...] = (),
 ) -> tuple[Int[torch.Tensor, "batch seq"], tuple[torch.Tensor, dict[int, torch.Tensor]], DynamicCache]:
-    """The first greedy token where `labelled` (UNKNOWN elsewhere), the last hidden states and the inputs of layers, and all
-    keys and values."""
+    """Prefill texts, and choose the first greedy token where `labelled` (UNKNOWN elsewhere).
+
+    Also returns the last hidden states, the inputs of layers, and all keys and values.
+    """
     cache = DynamicCache()
     # No mask: under causal attention no token sees the padding on its right.
     hidden_states, features = target.read_texts(feature_layers, cache, input_ids=input_ids)
@@ -174,7 +194,10 @@ def _prefill(
 def _within(
     wanted: Bool[torch.Tensor, "batch seq"], attention_mask: Bool[torch.Tensor, "batch seq"], horizon: int
 ) -> Bool[torch.Tensor, "batch seq"]:
-    """The wanted positions and the next horizon - 1 after each: all whose first token may be needed."""
+    """Mark the wanted positions and the next horizon - 1 after each.
+
+    Labels may need the first tokens of all these positions.
+    """
     labelled = wanted.clone()
     for _ in range(horizon - 1):
         labelled[:, 1:] |= labelled[:, :-1].clone()
@@ -184,8 +207,11 @@ def _within(
 def _needed_depth(
     wanted: Bool[torch.Tensor, "batch seq"], borrows: Bool[torch.Tensor, "batch seq"], horizon: int
 ) -> Int[torch.Tensor, "batch seq"]:
-    """How many tokens of each position's continuation are needed: `horizon` where it is wanted, and one less than its left
-    neighbour needs where that one borrows."""
+    """Return the number of tokens needed of each position's continuation.
+
+    A wanted position needs `horizon` tokens. If its left neighbour borrows from it, it needs at
+    least one less than the neighbour.
+    """
     depth = wanted * horizon
     for _ in range(horizon - 1):
         lent = torch.where(borrows, depth - 1, 0)
@@ -196,8 +222,9 @@ def _needed_depth(
 def _branch_hidden_states(
     model: PreTrainedModel, branches: BranchCache, tokens: Int[torch.Tensor, " branch"], step: int
 ) -> Float[torch.Tensor, "branch hidden"]:
-    """Feed each branch its token, the `step`-th behind its text."""
-    # One row, so that the linear layers see no padding; the attention sorts out whose token is whose.
+    """Read one token per branch, the `step`-th after its text, and return the hidden states."""
+    # All tokens are in one row, so linear layers see no padding; the attention separates the
+    # branches.
     positions = branches.positions + step
     output = model.base_model(input_ids=tokens[None], position_ids=positions[None], use_cache=False, branches=branches)
     assert branches.num_steps == step
@@ -206,9 +233,10 @@ def _branch_hidden_states(
 
 
 def _greedy(model: PreTrainedModel, hidden_states: Float[torch.Tensor, "position hidden"]) -> Int[torch.Tensor, " position"]:
-    """The likeliest next token of each position, in chunks, so that [position, vocab] never exists as a whole.
+    """Return the most probable next token of each position, in chunks to save memory.
 
-    Some models scale or soft-cap what their head gives: both are monotonic, so they leave the arg-max as it is.
+    [position, vocab] never exists as a whole. Some models scale or soft-cap their logits; both are
+    monotonic, so the arg-max doesn't change.
     """
     return torch.cat([logits.argmax(-1) for logits in _logit_chunks(model, hidden_states)])
 
@@ -216,26 +244,27 @@ def _greedy(model: PreTrainedModel, hidden_states: Float[torch.Tensor, "position
 def _top(
     model: PreTrainedModel,
     hidden_states: Float[torch.Tensor, "batch seq hidden"],
-    asked_for: Bool[torch.Tensor, "batch seq"],
+    needed: Bool[torch.Tensor, "batch seq"],
     top_k: int,
 ) -> tuple[Int[torch.Tensor, "batch seq top"], Float[torch.Tensor, "batch seq top"]]:
-    """The likeliest next tokens where they are `asked_for`, and their log-probabilities; UNKNOWN and minus infinity elsewhere.
+    """Return the top tokens where `needed`, and their log-probabilities.
 
-    Needs a head that is only multiplied with (`HFTarget.require_plain_head`).
+    UNKNOWN and minus infinity elsewhere. The model's logits must be a plain product with its head
+    (`HFTarget.require_plain_head`).
     """
-    tokens = torch.full((*asked_for.shape, top_k), UNKNOWN, device=hidden_states.device)
+    tokens = torch.full((*needed.shape, top_k), UNKNOWN, device=hidden_states.device)
     log_probs = torch.full(tokens.shape, -math.inf, device=hidden_states.device)
-    if asked_for.any():
-        chunks = [logits.float().log_softmax(-1).topk(top_k) for logits in _logit_chunks(model, hidden_states[asked_for])]
-        log_probs[asked_for] = torch.cat([chunk.values for chunk in chunks])
-        tokens[asked_for] = torch.cat([chunk.indices for chunk in chunks])
+    if needed.any():
+        chunks = [logits.float().log_softmax(-1).topk(top_k) for logits in _logit_chunks(model, hidden_states[needed])]
+        log_probs[needed] = torch.cat([chunk.values for chunk in chunks])
+        tokens[needed] = torch.cat([chunk.indices for chunk in chunks])
     return tokens, log_probs
 
 
 def _logit_chunks(
     model: PreTrainedModel, hidden_states: Float[torch.Tensor, "position hidden"]
 ) -> Iterator[Float[torch.Tensor, "chunk vocab"]]:
-    """What the head gives, a chunk of positions at a time."""
+    """Yield the head's output, a chunk of positions at a time."""
     head = model.get_output_embeddings()
     chunk = max(1, LOGIT_ELEMENTS // model.config.get_text_config().vocab_size)
     return (head(states) for states in hidden_states.split(chunk))

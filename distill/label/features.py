@@ -1,4 +1,4 @@
-"""What is stored of the target beside the tokens: checked before any long work, computed, and counted in bytes."""
+"""Tensors of the target stored besides the tokens: checks, computation and size in bytes."""
 
 import shutil
 from collections.abc import Sequence
@@ -16,16 +16,16 @@ from ...models.target.hidden_states import decoder_layers
 from ..config import DistillConfig
 
 TOKEN_BYTES = 4
-"""Of a token's id, and of each token of its label."""
+"""Bytes of a token's id, and of each token of its label."""
 MASK_BYTES = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextFeatures:
-    """What the target computed of right-padded texts beside their labels; meaningless on padding.
+    """Tensors that the target computed for right-padded texts; meaningless on padding.
 
-    `hidden_states` are the last ones, after the final norm, `layers` the inputs of layers by number. `top_tokens` and
-    `top_log_probs` are None where they weren't asked for.
+    `hidden_states` are the last ones, after the final norm; `layers` are the inputs of layers by
+    number. `top_tokens` and `top_log_probs` are None if they weren't requested.
     """
 
     hidden_states: Float[torch.Tensor, "batch seq hidden"]
@@ -35,9 +35,10 @@ class TextFeatures:
 
 
 def bytes_per_token(config: DistillConfig, hidden_size: int, *, labelled: float = 1.0) -> float:
-    """What a token of text takes on disk: its id and mask, its label, and what is stored of the target's states.
+    """Return the bytes on disk per token of text: id, mask, label, and stored states.
 
-    `labelled` is the share of tokens that have likeliest tokens, where these are stored: about that of the assistant's.
+    `labelled` is the share of tokens with top tokens, if these are stored: about the assistant's
+    share.
     """
     num_states = config.last_hidden + len(config.feature_layers)
     states = num_states * state_bytes(hidden_size, config.features_dtype)
@@ -46,25 +47,28 @@ def bytes_per_token(config: DistillConfig, hidden_size: int, *, labelled: float 
 
 
 def num_bytes(config: DistillConfig, target: HFTarget, examples: Sequence[Example]) -> int:
-    """Estimate the bytes of the shards of these examples, from below: likeliest tokens are stored at a few more positions."""
+    """Estimate the bytes of these examples' shards, from below.
+
+    Top tokens are stored at a few more positions than counted here.
+    """
     num_tokens = sum(len(example.input_ids) for example in examples)
     num_labelled = sum(int(example.wanted.sum()) for example in examples)
     return int(num_tokens * bytes_per_token(config, target.hidden_size, labelled=num_labelled / max(1, num_tokens)))
 
 
 def free_bytes(directory: Path) -> int:
-    """Return the free bytes of the disk on which a directory, which need not exist, lies."""
+    """Return the free bytes of the disk of a directory, which need not exist."""
     existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     return shutil.disk_usage(existing).free
 
 
 def require_features(config: DistillConfig, target: HFTarget) -> None:
-    """Raise ValueError where this target can't give what is to be stored."""
+    """Raise ValueError if the target can't provide the tensors to be stored."""
     num_layers = len(decoder_layers(target.model))
     if beyond := [layer for layer in config.feature_layers if layer >= num_layers]:
         raise ValueError(
             f"distill.feature_layers has {', '.join(map(str, beyond))}, and the target {target.identity.name} has the layers 0 "
-            f"to {num_layers - 1}; name some of those"
+            f"to {num_layers - 1}; choose some of those"
         )
     if config.top_logprobs is None:
         return
@@ -77,14 +81,14 @@ def require_features(config: DistillConfig, target: HFTarget) -> None:
 
 
 def require_space(config: DistillConfig, target: HFTarget, examples: Sequence[Example], output_dir: Path) -> None:
-    """Raise ValueError where the shards of these examples don't fit on the disk."""
+    """Raise ValueError if the shards of these examples don't fit on the disk."""
     num_tokens = sum(len(example.input_ids) for example in examples)
     needed, free = num_bytes(config, target, examples), free_bytes(output_dir)
     if needed > free:
         raise ValueError(
             f"the shards take about {needed / 1e6:,.1f} MB ({num_tokens} tokens of {needed / num_tokens:.0f} bytes), and the "
             f"disk of {output_dir} has {free / 1e6:,.1f} MB left; store less (distill.features, feature_layers, top_logprobs), "
-            "in fewer bits (distill.features_dtype), of fewer texts, or choose another output directory"
+            "in fewer bits (distill.features_dtype), or of fewer texts, or choose another output directory"
         )
 
 
@@ -95,9 +99,10 @@ def stored_example(
     features: TextFeatures,
     row: int,
 ) -> DistilledExample:
-    """The example with its labels and what the configuration wants stored of row `row` of the features, on the CPU.
+    """Return the example with its labels and the configured tensors, on the CPU.
 
-    Raises ValueError, naming the example, where the target's states aren't finite.
+    The tensors come from row `row` of the features. Raises ValueError with the example's id if the
+    target's states aren't finite.
     """
     num_tokens = len(example.input_ids)
     try:

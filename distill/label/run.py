@@ -1,5 +1,7 @@
-"""The stage: conversations in, shards of labelled examples out; skips what is complete, and goes on where it was
-interrupted."""
+"""The labelling stage: from conversations to shards of labelled examples.
+
+It skips complete shards, and so resumes after an interruption.
+"""
 
 import logging
 import os
@@ -39,15 +41,19 @@ logger = logging.getLogger(__name__)
 STATS_FILE = "stats.json"
 
 SUSPICIOUS_AGREEMENT = 0.15
-"""A language model says the next token of a text that is meant for it more often than this."""
+"""Lower agreement is suspicious.
+
+A language model predicts the next token of a text in its own chat format more often than this."""
 
 GREEDY_AGREEMENT = 0.95
-"""And of its own greedy answers it says all but a few, which two engines' rounding explains."""
+"""Agreement with the target's own greedy answers, up to differences of rounding between two
+engines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabellingStats(LabelStats):
-    """What labelling one shard took; `seconds` are those of labelling, not of reading and writing."""
+    """Work of labelling one shard; `seconds` are those of labelling, without reading and
+    writing."""
 
     seconds: float
 
@@ -62,24 +68,25 @@ def distill(
     examples: list[Example] | None = None,
     overlap: PromptOverlap | None = None,
 ) -> Manifest:
-    """Label all examples of `data` with the target's own continuations, in shards in `output_dir`.
+    """Label all examples of `data` with the target's continuations, in shards in `output_dir`.
 
-    `examples` are labelled in place of the data's own: those that the target wrote itself, say (see `regenerate`).
-    Conversations with an `overlap` are left out, and counted: the evaluation asks their prompts too. Complete
-    shards are kept, and the others dealt out among the processes (see `run_shards`): an interrupted run loses
-    at most the shard that each process was at, and may be resumed with another number of processes.
+    `examples` are labelled instead of those of `data`; for example, answers of the target (see
+    `regenerate`). Conversations with an `overlap` with the evaluation are dropped and counted.
+    Complete shards are kept, and the others divided among the processes (see `run_shards`). An
+    interrupted run loses at most the current shard of each process, and may be resumed with another
+    number of processes.
 
-    Raises ValueError before any long work where the target can't be distilled, the folder holds another run's
-    shards, one of its shards is damaged, or the disk has no room for what is to be stored.
+    Raises ValueError before any long work if the target isn't supported, the folder holds another
+    run's shards or a damaged one, or the disk is too small.
     """
-    # 1. The examples, and whether the target can label them.
+    # 1. Load the examples, and check that the target can label them.
     dropped: Counter[str] = Counter()
     if examples is None:
         examples, dropped = load_examples(data, target.tokenizer, overlap)
     longest = max(len(example.input_ids) for example in examples)
     require_branch_attention(target, longest + max(config.horizon - 2, 0))
     require_features(config, target)
-    # 2. The labels, shard by shard.
+    # 2. Label them, shard by shard.
     plan, store = plan_shards(examples, config.shard_examples), label_store(output_dir)
     manifest = describe_labels(config, data, target, plan)
     data_facts = describe_data(data, target.tokenizer.chat_template, overlap)
@@ -106,7 +113,8 @@ def distill(
 
 
 def describe_labels(config: DistillConfig, data: DataConfig, target: HFTarget, plan: Sequence[Sequence[Example]]) -> Manifest:
-    """What decides these shards, before there is any."""
+    """Return the manifest of these shards before any exists: everything that decides their
+    content."""
     data_sha256 = examples_sha256(example for shard in plan for example in shard)
     return Manifest(
         format_version=FORMAT_VERSION,
@@ -128,7 +136,8 @@ def describe_labels(config: DistillConfig, data: DataConfig, target: HFTarget, p
 def missing_examples(
     config: DistillConfig, data: DataConfig, target: HFTarget, examples: Sequence[Example], output_dir: Path
 ) -> list[Example]:
-    """Return the examples that are still to be labelled. Raises ValueError where the folder holds another run's shards."""
+    """Return the unlabelled examples. Raises ValueError if the folder holds another run's
+    shards."""
     plan, store = plan_shards(examples, config.shard_examples), label_store(output_dir)
     store.require_same(describe_labels(config, data, target, plan), describe_data(data, target.tokenizer.chat_template))
     return store.missing(plan)
@@ -137,8 +146,10 @@ def missing_examples(
 def load_examples(
     data: DataConfig, tokenizer: PreTrainedTokenizerBase, overlap: PromptOverlap | None = None
 ) -> tuple[list[Example], Counter[str]]:
-    """The examples of `data` in their fixed order, and how many records were dropped on the way by reason, which is logged too.
-    None left is a ValueError."""
+    """Load the examples of `data` in a fixed order, and count dropped records by reason.
+
+    Also logs the counts. Raises ValueError if no example is left.
+    """
     conversations, unread = load_conversations(data, overlap)
     examples, unfit = encode_conversations(conversations, tokenizer, data.max_length)
     logger.info(
@@ -152,10 +163,11 @@ def load_examples(
 
 
 def length_batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
-    """Indexes of texts in batches of at most `batch_tokens` tokens, padding included.
+    """Yield batches of text indexes with at most `batch_tokens` tokens, padding included.
 
-    Longest first, so that memory runs out early or never. For example, lengths 2 5 4 1 under 8 tokens give [1], [2, 0], [3]. A
-    text longer than `batch_tokens` goes alone.
+    The longest texts come first, so memory runs out at the start or not at all. Example: lengths 2
+    5 4 1 with 8 tokens give [1], [2, 0], [3]. A text longer than `batch_tokens` is alone in its
+    batch.
     """
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     while order:
@@ -167,16 +179,16 @@ def length_batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[i
 def label_shard(
     config: DistillConfig, target: HFTarget, examples: Sequence[Example], progress: tqdm
 ) -> tuple[list[DistilledExample], LabellingStats]:
-    """Return the examples of one shard with their labels, in their order. `progress` counts tokens of text."""
+    """Return the labelled examples of one shard in order. `progress` counts tokens of text."""
     started = time.perf_counter()
     counts: list[LabelStats] = []
     labelled: dict[int, DistilledExample] = {}
     for batch in length_batches([len(example.input_ids) for example in examples], config.batch_tokens):
-        # 1. The texts of a batch, padded.
+        # 1. Pad the texts of a batch.
         input_ids = pad_sequence([examples[index].input_ids.long() for index in batch], batch_first=True)
         wanted = pad_sequence([examples[index].wanted for index in batch], batch_first=True)
         attention_mask = pad_sequence([torch.ones_like(examples[index].loss_mask) for index in batch], batch_first=True)
-        # 2. Their labels and features.
+        # 2. Compute labels and features.
         continuations, features, stats = label_continuations(
             target,
             input_ids.to(target.device),
@@ -186,7 +198,7 @@ def label_shard(
             feature_layers=tuple(config.feature_layers),
             top_k=config.top_logprobs,
         )
-        # 3. What is stored of them, by the example's place in the shard.
+        # 3. Keep what is stored, by the example's index in the shard.
         continuations = continuations.cpu()
         for row, index in enumerate(batch):
             labelled[index] = stored_example(config, examples[index], continuations[row], features, row)
@@ -207,7 +219,7 @@ def _label_shards(
     for index, examples in shards.items():
         labelled, stats = label_shard(config, target, examples, progress)
         if worker.speaks:
-            # Before the shard, whose sidecar is written last.
+            # The statistics come first, since the shard's sidecar marks it as complete.
             write_json(label_store(output_dir).path(index, STATS_SUFFIX), asdict(stats))
             write_shard(output_dir, index, labelled)
 
@@ -215,11 +227,11 @@ def _label_shards(
 def _write_statistics(
     config: DistillConfig, target: HFTarget, output_dir: Path, entries: Sequence[ShardEntry], dropped: Counter[str]
 ) -> None:
-    """Write what all shards took into the statistics, and warn where the target disagrees with the texts."""
-    # 1. Sums over the shards.
+    """Write the statistics of all shards, and warn if the target disagrees with the texts."""
+    # 1. Sum over the shards.
     shards = label_store(output_dir).read_stats(LabellingStats, len(entries)).values()
     sums = total(LabellingStats, shards)
-    # 2. The record.
+    # 2. Write them.
     statistics = {
         "num_examples": sum(len(entry.ids) for entry in entries),
         "num_text_tokens": sums.num_text_tokens,
@@ -232,7 +244,7 @@ def _write_statistics(
         "dropped": dict(dropped.most_common()),
     }
     write_json(output_dir / STATS_FILE, statistics)
-    # 3. What a user should know of it.
+    # 3. Report them, with warnings.
     logger.info(
         "labelled %d positions of %d examples, %.0f per second and process; the target agrees with %.1f %% of the text",
         sums.num_positions,
@@ -242,11 +254,11 @@ def _write_statistics(
     )
     if shards and sums.agreement < SUSPICIOUS_AGREEMENT:
         logger.warning(
-            "the target agrees with so little of the text that tokenizer, chat template or data may be another model's: check "
-            "them before you train"
+            "the target agrees with so little of the text that tokenizer, chat template or data may belong to another model: "
+            "check them before you train"
         )
     elif shards and config.mode == "regenerate" and config.temperature == 0 and sums.agreement < GREEDY_AGREEMENT:
         logger.warning(
-            "the answers were to be the target's own greedy ones, and it often disagrees: does the engine run another model, "
+            "the answers should be the target's greedy ones, and it often disagrees: does the engine run another model, "
             "in another precision, or sample? Check it before you train"
         )

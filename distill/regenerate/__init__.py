@@ -1,1 +1,1 @@
-"""Replaces the answers of conversations by the target's own."""
+"""Regeneration: replaces the answers of conversations by the target's answers."""

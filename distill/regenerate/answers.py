@@ -1,7 +1,7 @@
-"""Regenerated answers on disk: JSON Lines, a shard a file (see `ShardStore`).
+"""Regenerated answers on disk, as JSON Lines with one file per shard (see `ShardStore`).
 
-`answers-00003.jsonl` holds an example a line; `answers-00003.json` is its `AnswersEntry`. The same
-conversations, answered by the same engine with the same seeds, give the same bytes.
+`answers-00003.jsonl` holds one example per line; `answers-00003.json` is its `AnswersEntry`. The
+same conversations, answered by the same engine with the same seeds, give the same bytes.
 """
 
 import hashlib
@@ -22,24 +22,24 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerSpan:
-    """Where an answer stands among its example's tokens, its stop token included."""
+    """Position of an answer among its example's tokens, with its stop token."""
 
     start: int
     num_tokens: int
     cut: bool
-    """Whether the length limit ended it, and not the target."""
+    """Whether the length limit ended it, not the target."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnsweredExample:
-    """The very tokens that the target read and wrote: never made from text a second time."""
+    """The exact tokens that the target read and wrote; text is never tokenized a second time."""
 
     id: str
     input_ids: list[int]
     answers: list[AnswerSpan]
 
     def to_example(self) -> Example:
-        """With a loss mask that is True on the answers' tokens only."""
+        """Return the example with a loss mask that is True on the answers' tokens only."""
         loss_mask = torch.zeros(len(self.input_ids), dtype=torch.bool)
         for span in self.answers:
             loss_mask[span.start : span.start + span.num_tokens] = True
@@ -48,21 +48,23 @@ class AnsweredExample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerCounts:
-    """What became of the answers of some conversations: `num_turns` were to be answered, each of which is kept (`num_answers`)
-    or dropped for one reason."""
+    """Results of answering some conversations.
+
+    There were `num_turns` turns to answer. Each was kept (`num_answers`) or dropped for one reason.
+    """
 
     num_turns: int
     num_answers: int
     num_cut: int
     num_tokens: int
-    """Of the answers that were kept."""
+    """Tokens of the kept answers."""
     dropped: dict[str, int]
-    """Turns by the reason why they have no answer."""
+    """Number of turns without an answer, by reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswersEntry(BaseEntry):
-    """One complete shard: the conversations it was to answer, and what became of them."""
+    """One complete shard: its conversations, and the results of answering them."""
 
     conversation_ids: list[str]
     num_examples: int
@@ -71,7 +73,7 @@ class AnswersEntry(BaseEntry):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingFacts:
-    """How the answers were chosen."""
+    """Sampling parameters of the answers."""
 
     temperature: float
     top_k: int | None
@@ -84,8 +86,8 @@ class SamplingFacts:
 class AnswersManifest(BaseManifest):
     """All answers of one regeneration.
 
-    `max_tokens` bounds prompt and answer together; `data_sha256` is `conversations_sha256` of all
-    conversations, in order.
+    `max_tokens` bounds prompt and answer together. `data_sha256` is `conversations_sha256` of all
+    conversations in order.
     """
 
     chat_template_sha256: str
@@ -101,19 +103,19 @@ class AnswersManifest(BaseManifest):
 
 
 def answer_store(directory: Path) -> ShardStore[AnswersEntry, AnswersManifest]:
-    """Return the shards of answers in a folder."""
+    """Return the store of the answer shards in a folder."""
     return ShardStore(directory, "answers", ".jsonl", AnswersEntry, AnswersManifest)
 
 
 def is_answers(directory: Path) -> bool:
-    """Whether a folder is one of answers, and not of shards."""
+    """Return whether a folder holds shards of answers, not of labels."""
     path = directory / MANIFEST_FILE
     content = read_json(path) if path.exists() else None
     return "sampling" in content if isinstance(content, dict) else any(directory.glob("answers-*"))
 
 
 def conversations_sha256(conversations: Iterable[Conversation]) -> str:
-    """A digest of the conversations' ids, roles and texts, in order."""
+    """Return a digest of the conversations' ids, roles and texts, in order."""
     digest = hashlib.sha256()
     for conversation in conversations:
         turns = [(turn.role, turn.content) for turn in conversation.turns]
@@ -124,7 +126,7 @@ def conversations_sha256(conversations: Iterable[Conversation]) -> str:
 def write_answers(
     directory: Path, index: int, conversation_ids: list[str], examples: Sequence[AnsweredExample], counts: AnswerCounts
 ) -> AnswersEntry:
-    """Write one shard and then its sidecar, each whole or not at all. A shard may hold no example."""
+    """Write one shard and then its sidecar, each atomically. A shard may hold no example."""
     data = "".join(json.dumps(asdict(example), ensure_ascii=False) + "\n" for example in examples).encode()
     return answer_store(directory).write(
         index, data, conversation_ids=conversation_ids, num_examples=len(examples), counts=counts
@@ -132,7 +134,8 @@ def write_answers(
 
 
 def read_answers(directory: Path, entry: AnswersEntry) -> list[AnsweredExample]:
-    """Read the examples of one shard, in their order, after checking its digest (errors as in `ShardStore.verify`)."""
+    """Read the examples of one shard in order, after checking its digest (see
+    `ShardStore.verify`)."""
     answer_store(directory).verify(entry)
     path = directory / entry.file
     lines = path.read_bytes().splitlines()

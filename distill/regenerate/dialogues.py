@@ -1,15 +1,18 @@
-"""One conversation, answered anew turn after turn: its prompts, the examples that it becomes, and where it ends early.
+"""A conversation that is answered turn by turn: its prompts, its examples, its early end.
 
-An example's tokens are the very ones that the target read and wrote. Where the next prompt, rendered by the chat template with
-the answers so far, begins with them, the example goes on:
+An example's tokens are exactly those that the target read and wrote. The chat template renders the
+next prompt with the answers so far. If the prompt begins with the example's tokens, the example
+continues:
 
-    example 0   <system> <user> question 1 <assistant> answer 1 <user> question 2 <assistant> answer 2
+    example 0   <system> <user> question 1 <assistant> answer 1 <user> question 2 <assistant> answer
 
-Otherwise (a template that drops earlier thinking, a tokenizer that merges differently across the seam) it ends there, and the
-prompt begins the next one, in which the earlier answers are read but not learned:
+Otherwise the example ends there. This happens if a template drops earlier thinking, or if the
+tokenizer merges tokens across the boundary. The prompt then begins the next example, in which the
+earlier answers are read but not trained:
 
     example 0   <user> question 1 <assistant> <think> ... </think> answer 1
-    example 1   <user> question 1 <assistant> answer 1 <user> question 2 <assistant> <think> ... </think> answer 2
+    example 1   <user> question 1 <assistant> answer 1
+                <user> question 2 <assistant> <think> ... </think> answer 2
 """
 
 import hashlib
@@ -21,14 +24,10 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from ...data.chat import encode_prompt
+from ...data.loops import ends_in_a_loop
 from ...data.types import Conversation, Turn
 from .answers import AnsweredExample, AnswerSpan
 from .engine import Answer, Limits, Request
-
-LOOP_TOKENS = 64
-"""Tokens at an answer's end (all of a shorter one) that a loop must fill to be called one."""
-LOOP_REPEATS = 8
-"""Times that its cycle must be run through there; so the longest cycle has LOOP_TOKENS / LOOP_REPEATS tokens."""
 
 NO_ROOM = "the prompt leaves no room for an answer"
 EMPTY = "empty answer"
@@ -38,7 +37,7 @@ AFTER_DROP = "after a dropped answer"
 
 
 class Dialogue:
-    """A conversation on its way. `dropped` counts the turns that have no answer, by reason."""
+    """A conversation in progress. `dropped` counts the turns without an answer, by reason."""
 
     def __init__(
         self,
@@ -61,17 +60,17 @@ class Dialogue:
         self._known_answers = [turn.content for turn in conversation.turns if turn.role == "assistant"]
         self._turn = 0
         self._messages: list[Turn] = []
-        self._tokens: list[int] = []  # of the example that is growing
+        self._tokens: list[int] = []  # of the unfinished example
         self._spans: list[AnswerSpan] = []
         self._prompt: list[int] = []
 
     @property
     def num_done(self) -> int:
-        """Turns that are answered or dropped."""
+        """Number of answered and dropped turns."""
         return self._turn
 
     def next_request(self) -> Request | None:
-        """What the target is to answer next; None at the end, the planned one or an earlier one."""
+        """Return the next request for the target, or None at the end, also at an early one."""
         if self._turn == self.num_turns:
             self._close()
             return None
@@ -96,7 +95,11 @@ class Dialogue:
         )
 
     def take(self, answer: Answer) -> None:
-        """The answer to the last request. A cut one is the last, since what follows would answer a torso."""
+        """Add the answer to the last request. A cut answer is the last one of the conversation.
+
+        Later turns would refer to an incomplete answer.
+        """
+        # 1. Cut the answer at the room, and drop it if it is empty or ends in a loop.
         room = self._limits.room(len(self._prompt))
         tokens = answer.tokens.tolist()
         cut = answer.cut or len(tokens) > room
@@ -106,6 +109,7 @@ class Dialogue:
         if reason := EMPTY if not text.strip() else LOOP if ends_in_a_loop(answer_tokens) else None:
             self._end(reason, AFTER_DROP)
             return
+        # 2. Continue the example, or begin the next one.
         if self._prompt[: len(self._tokens)] != self._tokens:
             self._close()
         self._spans.append(AnswerSpan(start=len(self._prompt), num_tokens=len(tokens), cut=cut))
@@ -116,7 +120,7 @@ class Dialogue:
             self._end(AFTER_CUT)
 
     def _end(self, reason: str, later: str | None = None) -> None:
-        """Drop this turn for one reason, and those after it for another."""
+        """Drop this turn for `reason`, and all later turns for `later` (by default the same)."""
         self.dropped[reason] += 1
         if rest := self.num_turns - self._turn - 1:
             self.dropped[later or reason] += rest
@@ -124,7 +128,7 @@ class Dialogue:
         self._close()
 
     def _close(self) -> None:
-        """End the growing example. The number in its id is there in the first one too, so that no two ids can meet."""
+        """End the unfinished example. All ids have a number, so that no two ids are equal."""
         if self._spans:
             id = f"{self.id}#{len(self.examples)}"
             self.examples.append(AnsweredExample(id=id, input_ids=self._tokens, answers=self._spans))
@@ -132,7 +136,7 @@ class Dialogue:
 
 
 def questions(turns: Sequence[Turn]) -> list[list[Turn]]:
-    """What is said before each answer. A question that the data leave open at the end is one more."""
+    """Return the turns before each answer. An unanswered question at the end counts, too."""
     groups: list[list[Turn]] = [[]]
     for turn in turns:
         if turn.role == "assistant":
@@ -142,20 +146,9 @@ def questions(turns: Sequence[Turn]) -> list[list[Turn]]:
     return groups if groups[-1] and groups[-1][-1].role == "user" else groups[:-1]
 
 
-def ends_in_a_loop(tokens: Sequence[int]) -> bool:
-    """Whether the last LOOP_TOKENS tokens are one cycle, run through at least LOOP_REPEATS times.
-
-    Of a shorter answer, all of its tokens: nine times the same token is one, and so are `a b` eight times. A table's rule or a
-    row of blanks inside an answer is none.
-    """
-    tail = list(tokens[-LOOP_TOKENS:])
-    longest = len(tail) // LOOP_REPEATS
-    return any(tail[cycle:] == tail[:-cycle] for cycle in range(1, longest + 1))
-
-
 def answer_seed(seed: int, conversation_id: str, turn: int) -> int:
-    """The seed of one answer: neither the order of the work nor anybody else's answer has a say in it.
+    """Return the seed of one answer.
 
-    31 bits, which every server takes.
+    It doesn't depend on the order of work or on other answers. It has 31 bits, which all servers accept.
     """
     return int.from_bytes(hashlib.sha256(f"{seed}/{turn}/{conversation_id}".encode()).digest()[:4], "big") >> 1

@@ -1,4 +1,4 @@
-"""What answers prompts with the target: the seam between regeneration and whatever runs the model."""
+"""The protocol of engines: they answer prompts with the target."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,15 +10,15 @@ from jaxtyping import Int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A prompt that the target is to answer, once."""
+    """A prompt that the target answers once."""
 
     id: str
     prompt_ids: Int[torch.Tensor, " seq"]
     seed: int
-    """Of this answer's draws, where it is sampled: they depend on nothing else."""
+    """Seed of this answer's samples; they depend on nothing else."""
     num_known_tokens: int | None = None
-    """Length of another answer to the same prompt, the data's own, say: it tells more of how long the target's will be than
-    the prompt does."""
+    """Tokens of another answer to this prompt, such as the data's. It predicts the length of the
+    target's answer better than the prompt does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,30 +27,32 @@ class Answer:
 
     id: str
     tokens: Int[torch.Tensor, " answer"]
-    """The stop token, where it stopped, is the last; empty only where it was cut before it said anything."""
+    """The last token is the stop token, if the target stopped. Empty only if it was cut before the
+    first token."""
     cut: bool
-    """Whether the length limit ended it, and not the target."""
+    """Whether the length limit ended it, not the target."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How long an answer may get."""
+    """Limits of an answer's length."""
 
     max_new_tokens: int
     max_tokens: int
-    """Prompt and answer together: of the context window, and of an example."""
+    """Most tokens of prompt and answer together: of the context window, and of an example."""
 
     def room(self, num_prompt_tokens: int) -> int:
-        """Tokens that the answer to such a prompt may have; below 1 the prompt can't be answered."""
+        """Return the most tokens of an answer to such a prompt; below 1 it can't be answered."""
         return min(self.max_new_tokens, self.max_tokens - num_prompt_tokens)
 
 
 @runtime_checkable
 class Engine(Protocol):
-    """Runs the target. Sampling, the stop tokens and the length limit are its own, given when it is made."""
+    """Runs the target. Sampling, stop tokens and length limits are set in its constructor."""
 
     def answer(self, requests: Sequence[Request]) -> Iterator[Answer]:
-        """An answer to every request, in whatever order they come to an end.
+        """Yield an answer to every request, in the order in which they end.
 
-        Where the engine is deterministic, the same requests get the same answers, whatever was asked before.
+        If the engine is deterministic, equal requests get equal answers, whatever it answered
+        before.
         """

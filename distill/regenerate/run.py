@@ -1,7 +1,7 @@
-"""The target answers every conversation anew: conversations in, examples of its own words out.
+"""The regeneration stage: from conversations to examples with the target's answers.
 
-Crash-safe like the labelling: work is done in shards of conversations, each written when it is complete, by whichever
-process is free (see `plan`).
+It can resume after a crash, like labelling. Conversations are divided into shards, each written
+when it is complete, by any process (see `plan`).
 """
 
 import hashlib
@@ -49,12 +49,13 @@ logger = logging.getLogger(__name__)
 
 STATS_FILE = "stats.json"
 LARGE_CUT_SHARE = 0.2
-"""Of the answers: where more are cut, a drafter hardly learns how the target ends."""
+"""Warn if a greater share of the answers is cut: a drafter then hardly learns how the target
+ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnsweringStats:
-    """What answering one shard took."""
+    """Engine, time and schedule of answering one shard."""
 
     engine: str
     seconds: float
@@ -72,19 +73,20 @@ def regenerate(
 ) -> list[Example]:
     """Return examples of the target's answers to all conversations of `data`, in a fixed order.
 
-    `output_dir` keeps the answers. Conversations with an `overlap` are left out: the evaluation asks their
-    prompts too. Complete shards are kept: an interrupted run loses at most the shard that each process was
-    at, and any number of processes may resume it. An example's id is its conversation's and a number.
+    `output_dir` keeps the answers. Conversations with an `overlap` with the evaluation are dropped.
+    Complete shards are kept: an interrupted run loses at most the current shard of each process,
+    and any number of processes may resume it. An example's id is its conversation's id and a
+    number.
 
-    Raises ValueError where the folder holds another run's answers or damaged ones, where the engine can't be
-    had, and where no answer is left.
+    Raises ValueError if the folder holds another run's answers or damaged ones, if the engine isn't
+    available, and if no answer is left.
     """
-    # 1. The conversations, in shards.
+    # 1. Load the conversations, and divide them into shards.
     conversations, unread = load_conversations(data, overlap)
     logger.info("%d conversations to regenerate | dropped: %s", len(conversations), describe_drops(unread))
     plan = plan_shards(conversations, config.shard_examples)
     limits = answer_limits(config, data, target)
-    # 2. The answers, shard by shard. Each process sends a server requests of its own.
+    # 2. Answer them, shard by shard. With a server each process sends its own requests.
     worker = Worker.of(accelerator, tensor_parallel=target.tensor_parallel and config.engine != "openai")
     manifest = run_shards(
         answer_store(output_dir),
@@ -98,11 +100,11 @@ def regenerate(
         unit="answer",
         data_facts=describe_data(data, target.tokenizer.chat_template, overlap),
     )
-    # 3. The examples that they make.
+    # 3. Read the examples.
     examples = [example.to_example() for entry in manifest.shards for example in read_answers(output_dir, entry)]
     if not examples:
         raise ValueError(
-            f"the target gave none of {len(conversations)} conversations an answer that can be used; dropped turns: "
+            f"none of the target's answers to {len(conversations)} conversations can be used; dropped turns: "
             f"{describe_drops(_total(manifest.shards)[1])}. Check data.max_length, the chat template and the target"
         )
     return examples
@@ -111,14 +113,15 @@ def regenerate(
 def missing_conversations(
     config: DistillConfig, data: DataConfig, target: HFTarget, conversations: Sequence[Conversation], output_dir: Path
 ) -> list[Conversation]:
-    """Return the conversations still to be answered. Raises ValueError where the folder holds another run's answers."""
+    """Return the unanswered conversations. Raises ValueError if the folder is another run's."""
     plan, store = plan_shards(conversations, config.shard_examples), answer_store(output_dir)
     store.require_same(describe_answers(config, data, target, plan), describe_data(data, target.tokenizer.chat_template))
     return store.missing(plan)
 
 
 def answer_limits(config: DistillConfig, data: DataConfig, target: HFTarget) -> Limits:
-    """Prompt and answer fit an example and, with the labels that reach beyond its end, the context window."""
+    """Return limits so that prompt and answer fit an example, and with labels the context
+    window."""
     window = target.context_length - max(config.horizon - 2, 0)
     return Limits(max_new_tokens=config.max_new_tokens, max_tokens=min(data.max_length, window))
 
@@ -126,7 +129,10 @@ def answer_limits(config: DistillConfig, data: DataConfig, target: HFTarget) -> 
 def describe_answers(
     config: DistillConfig, data: DataConfig, target: HFTarget, plan: Sequence[Sequence[Conversation]]
 ) -> AnswersManifest:
-    """What decides these answers, before there is any. Which engine runs the target has no say in it."""
+    """Return the manifest of these answers before any exists: everything that decides them.
+
+    The engine isn't part of it.
+    """
     data_sha256 = conversations_sha256(conversation for shard in plan for conversation in shard)
     return AnswersManifest(
         format_version=FORMAT_VERSION,
@@ -137,7 +143,7 @@ def describe_answers(
             temperature=config.temperature,
             top_k=config.top_k,
             top_p=config.top_p,
-            seed=config.seed if config.temperature else 0,  # greedy answers draw nothing
+            seed=config.seed if config.temperature else 0,  # greedy answers sample nothing
             max_new_tokens=config.max_new_tokens,
         ),
         max_tokens=answer_limits(config, data, target).max_tokens,
@@ -157,8 +163,11 @@ def answer_conversations(
     seed: int,
     progress: tqdm,
 ) -> tuple[list[AnsweredExample], AnswerCounts]:
-    """Answer all conversations' first turns, then their second ones, and so on. `progress` counts turns."""
-    # 1. A round of answers for the next turns of all dialogues that are not at their end.
+    """Answer the first turns of all conversations, then the second turns, and so on.
+
+    `progress` counts turns.
+    """
+    # 1. In each round, answer the next turn of all unfinished dialogues.
     dialogues = [
         Dialogue(conversation, target.tokenizer, limits=limits, stop_ids=target.stop_ids, seed=seed)
         for conversation in conversations
@@ -173,7 +182,7 @@ def answer_conversations(
             num_shown += dialogue.num_done - before
         if waiting:
             raise RuntimeError(f"the engine {type(engine).__name__} left {len(waiting)} requests unanswered")
-    # 2. What became of the turns; some were dropped before they were asked.
+    # 2. Count the results; some turns were dropped before they were requested.
     num_turns = sum(dialogue.num_turns for dialogue in dialogues)
     progress.update(num_turns - num_shown)
     examples = [example for dialogue in dialogues for example in dialogue.examples]
@@ -202,7 +211,7 @@ def _answer_shards(
     """Answer and write these shards. `progress` counts turns."""
     with open_engine(config, target, limits) as engine:
         for index, conversations in shards.items():
-            # 1. The answers.
+            # 1. Answer the conversations.
             started = time.perf_counter()
             if isinstance(engine, BatchEngine):
                 engine.statistics.clear()
@@ -211,18 +220,18 @@ def _answer_shards(
             )
             seconds = time.perf_counter() - started
             progress.set_postfix_str(f"{counts.num_tokens / seconds:.0f} tok/s")
-            # 2. What they took, and then the shard, whose sidecar is written last.
+            # 2. Write the statistics, then the shard, whose sidecar marks it as complete.
             if not worker.speaks:
                 continue
             schedules = engine.statistics if isinstance(engine, BatchEngine) else []
             schedule = total(ScheduleStatistics, schedules) if schedules else None
-            note = AnsweringStats(engine=type(engine).__name__, seconds=seconds, schedule=schedule)
-            write_json(answer_store(output_dir).path(index, STATS_SUFFIX), asdict(note))
+            stats = AnsweringStats(engine=type(engine).__name__, seconds=seconds, schedule=schedule)
+            write_json(answer_store(output_dir).path(index, STATS_SUFFIX), asdict(stats))
             write_answers(output_dir, index, [conversation.id for conversation in conversations], examples, counts)
 
 
 def count_turns(conversations: Sequence[Conversation]) -> int:
-    """Answers that are asked for."""
+    """Count the answers that conversations need."""
     return sum(len(questions(conversation.turns)) for conversation in conversations)
 
 
@@ -234,16 +243,16 @@ def _write_statistics(
     shards: Sequence[AnswersEntry],
     unread: Counter[str],
 ) -> None:
-    """Write what all shards took into the statistics, and warn where many answers are cut."""
-    # 1. Sums over the shards; those whose statistics are lost have answers, and no seconds.
+    """Write the statistics of all shards, and warn if many answers are cut."""
+    # 1. Sum over the shards. Shards without statistics have answers, but no seconds.
     num, dropped = _total(shards)
-    notes = answer_store(output_dir).read_stats(AnsweringStats, len(shards))
-    seconds = {index: note.seconds for index, note in notes.items()}
-    schedules = [note.schedule for note in notes.values() if note.schedule is not None]
+    stats = answer_store(output_dir).read_stats(AnsweringStats, len(shards))
+    seconds = {index: shard_stats.seconds for index, shard_stats in stats.items()}
+    schedules = [shard_stats.schedule for shard_stats in stats.values() if shard_stats.schedule is not None]
     num_timed_tokens = sum(entry.counts.num_tokens for entry in shards if entry.index in seconds)
     cut_share = num["num_cut"] / max(1, num["num_answers"])
     tokens_per_second = num_timed_tokens / max(1e-9, sum(seconds.values()))
-    # 2. The record.
+    # 2. Write them.
     statistics = {
         "num_conversations": sum(len(entry.conversation_ids) for entry in shards),
         "num_examples": sum(entry.num_examples for entry in shards),
@@ -260,7 +269,7 @@ def _write_statistics(
         statistics["schedule"] = schedule.record()
         logger.info("by length: %s", schedule)
     write_json(output_dir / STATS_FILE, statistics)
-    # 3. What a user should know of it.
+    # 3. Report them, with warnings.
     logger.info(
         "regenerated %d answers of %d conversations, %d tokens, %.0f per second and process; %.1f %% are cut by the length "
         "limit | dropped turns: %s",

@@ -21,18 +21,12 @@ from ...models.drafters.saved.download import HUB_ID
 from ...models.drafters.saved.folder import WEIGHTS_FILE, DrafterFile, count_tensors, read_drafter_config, read_training_facts
 from ...models.export.certificate_file import Certificate, read_certificate
 from ...models.export.package import UNNAMED, UNNAMED_TARGET, require_names
+from ..records.method_names import TITLES, setting_words
 from ..records.names import BASELINE
 from ..results.rows import Row, decoding_name, fault, is_broken
 from ..results.tables import markdown_table
 from .runs import Run, cell_of, read_run
 
-TITLES = {
-    "draft_model": "Draft model",
-    "eagle": "EAGLE",
-    "eagle3": "EAGLE-3",
-    "medusa": "Medusa",
-    "redrafter": "ReDrafter",
-}
 PLAIN_NAME = re.compile(r"[\w][\w .@/+-]*")
 """Of a target that isn't on the Hub."""
 DATA_SUFFIXES = frozenset({".csv", ".gz", ".json", ".jsonl", ".parquet", ".txt", ".zst"})
@@ -195,13 +189,13 @@ def _results(row: Row, run: Run, saved: DrafterFile) -> list[EvalResult]:
 
 
 def _setting(row: Row, run: Run, saved: DrafterFile) -> str:
-    """Options that were set for a measurement, and those that have been changed in the drafter's own file since."""
+    """Return the setting of a measurement, with options that have been changed in the drafter's file since."""
     method = run.info.config["methods"][row["method"]]
     if method["setting"] is None:
-        return "off: plain decoding"
+        return setting_words(saved.kind, {}, None)
     used = {**method["config"], **method["setting"]}
-    differing = {name: value for name, value in used.items() if name in method["setting"] or saved.drafter.get(name) != value}
-    return ", ".join(f"{name} {value}" for name, value in differing.items()) or "as saved"
+    changed = {name: value for name, value in used.items() if name in method["setting"] or saved.drafter.get(name) != value}
+    return setting_words(saved.kind, used, changed) or "as saved"
 
 
 def _with_interval(value: float | None, interval: Sequence[float] | None, unit: str = "") -> str:

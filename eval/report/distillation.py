@@ -5,6 +5,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from ...data.choices import LABELS
+from ..records.method_names import TITLES
+from ..results.rows import method_name
 from .page_tables import Line, Table, column, number, table
 from .runs import Entry, Group
 from .sections import speedup
@@ -20,12 +22,13 @@ def distillation(group: Group) -> list[Table]:
         runs = {distilled.run for distilled, _ in pairs}
         lines, steps, ratios = [], [], []
         for pair in sorted(pairs, key=lambda pair: pair[0].options.get("beam_width") or 0):
-            name = f"{pair[0].row['method'].split(' ')[0]} {pair[0].detail}".strip()
+            kind = pair[0].row["method"].split(" ")[0]
+            name = ", ".join(filter(None, (TITLES.get(kind, kind), pair[0].detail)))
             name += f" [{pair[0].run}]" if len(runs) > 1 else ""
-            for entry, said in zip(pair, ("distilled", "not distilled"), strict=True):
+            for entry, label in zip(pair, ("distilled", "not distilled"), strict=True):
                 steps.append(number(entry.row["tokens_per_step"], ci95=entry.row["tokens_per_step_ci95"]))
                 ratios.append(speedup(entry))
-                lines.append(Line(label=said, detail=name, values=[steps[-1], ratios[-1]]))
+                lines.append(Line(label=label, detail=name, values=[steps[-1], ratios[-1]]))
         columns = [
             column("Tokens per step", "bar", steps, parity=1.0),
             column("Speedup", "bar", ratios, parity=1.0),
@@ -48,7 +51,7 @@ def _pairs(entries: Sequence[Entry]) -> tuple[list[tuple[Entry, Entry]], list[st
         if len(distilled) == len(text) == 1:
             pairs.append((distilled[0], text[0]))
         elif distilled and text:
-            names = ", ".join(entry.row["method"] for entry in [*distilled, *text])
+            names = "; ".join(method_name(entry.row) for entry in [*distilled, *text])
             notes.append(f"Left out, since several drafters of one run are alike but for their labels: {names}.")
     return pairs, notes
 

@@ -123,6 +123,8 @@ def _facts(group: Group) -> list[tuple[str, str]]:
         facts.append((names.get(key, key.capitalize()), "unknown" if value is None else text))
     target = info.config["target"]
     facts.append(("Target", f"{target['name']}, weights {target['weights_sha256'][:12]}, revision {target['revision']}"))
+    if target.get("quantization"):
+        facts.append(("Quantisation", target["quantization"]))
     options = ("max_new_tokens", "acceptance", "seed", "pack_weights")
     facts.append(("Options", ", ".join(f"{name} {info.config[name]}" for name in options)))
     for run in group.runs:

@@ -9,7 +9,7 @@ from ..results.plots import drawing
 from .page_tables import Column, Table, Value
 
 BAR, WHISKER, PARITY, BAD = "#2a78b5", "#14202b", "#7a848e", "#b3261e"
-LINE_INCHES, NAME_WIDTH, GRID_CELL_INCHES = 0.16, 44, 0.85
+LINE_INCHES, NAME_WIDTH, GRID_CELL_INCHES, GRID_NAME_WIDTH = 0.16, 44, 0.85, 13
 DPI = 130
 
 
@@ -80,7 +80,8 @@ def _grid(axes: Any, table: Table, names: Sequence[str]) -> None:
     axes.set_xlim(-0.5, len(table.columns) - 0.5)
     axes.set_ylim(len(table.lines) - 0.5, -0.5)
     axes.set_yticks(range(len(names)), names)
-    axes.set_xticks(range(len(table.columns)), [column.name.replace(" ", "\n", 1) for column in table.columns])
+    heads = ["\n".join(textwrap.wrap(column.name, GRID_NAME_WIDTH)) for column in table.columns]
+    axes.set_xticks(range(len(heads)), heads)
     axes.tick_params(left=False, top=False, bottom=False, labeltop=True, labelbottom=False)
     axes.spines[["top", "right", "bottom", "left"]].set_visible(False)
 

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from typing import Any
 
+from ..records.method_names import setting_words
 from ..results.rows import fault, is_wrong
 from .page_tables import Column, Line, Table, Value, column, number, table
 from .runs import Entry, Group, decoding
@@ -79,7 +80,8 @@ def _speeds(group: Group) -> list[Table]:
                 lines.append(Line(label="with" if shared else "without", detail=f"batch size {batch}", values=values))
         top = column("", "heat", [value for line in lines for value in line.values]).top
         columns = [Column(name=f"width {width}", kind="heat", top=top) for width in widths]
-        caption = f"{label}, beam_length {dict(rest).get('beam_length', '?')}; {suite}, {decoding(temperature)}: tokens/s"
+        what = ", ".join(filter(None, (label, setting_words("redrafter", {"beam_length": dict(rest).get("beam_length")}, {}))))
+        caption = f"{what}; {suite}, {decoding(temperature)}: tokens/s"
         tables.append(table(f"{caption} with and without tree attention", "", columns, lines))
     return tables
 

@@ -1,14 +1,14 @@
 """Finished evaluations as a report reads them: side by side where they may be compared, apart where they may not."""
 
 import json
-import re
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ...data.differences import differences
+from ..records.method_names import MethodFacts, method_names
 from ..records.names import BASELINE, RUN_FILE
 from ..records.run_files import RunInfo, read_info
 from ..results.finished import read_rows
@@ -34,7 +34,7 @@ class Entry:
     """Name of its folder."""
     row: Row
     label: str
-    """Kind and place of the drafter; the folder too, where another run has a method of that name."""
+    """The drafter's name; the folder too, where another run measured a method of that name."""
     detail: str
     """The method's setting."""
     options: dict[str, Any]
@@ -139,45 +139,41 @@ def short_names(directories: Sequence[Path]) -> list[str]:
 
 
 def _entries(runs: Sequence[Run]) -> list[Entry]:
-    """The rows of comparable runs. What several of them measured, or call the same though it isn't, is told apart."""
-    drafters: dict[str, set[str]] = defaultdict(set)
-    times_measured: Counter[Cell] = Counter()
+    """Return the rows of comparable runs. What several runs measured has the name of its folder as well."""
+    # 1. Name all methods beside each other.
+    methods = {(run.name, row["method"]): _facts(run, row) for run in runs for row in run.rows}
+    names = dict(zip(methods, method_names(list(methods.values())), strict=True))
+    # 2. Find the names that stand for rows of several runs.
+    runs_of: dict[tuple[Any, ...], set[str]] = defaultdict(set)
     for run in runs:
-        times_measured.update(cell_of(row) for row in run.rows)
-        for method, described in run.info.config["methods"].items():
-            drafters[_label(method)[0]].add(described["weights"])
-    twice = {cell[-1] for cell, count in times_measured.items() if count > 1}
+        for row in run.rows:
+            runs_of[*cell_of(row)[:4], names[run.name, row["method"]]].add(run.name)
+    repeated = {cell[-1] for cell, run_names in runs_of.items() if len(run_names) > 1}
+    # 3. Make the entries.
     entries = []
     for run in runs:
         for row in run.rows:
-            method = row["method"]
-            described = run.info.config["methods"].get(method)  # plain decoding isn't among them
-            label, detail = _label(method)
-            contested = method in twice or len(drafters[label]) > 1
+            name, facts = names[run.name, row["method"]], methods[run.name, row["method"]]
+            label = f"{name.drafter} [{run.name}]" if name in repeated else name.drafter
+            named: Row = {**row, "name": ", ".join(filter(None, (label, name.setting)))}
             entries.append(
                 Entry(
                     run=run.name,
-                    row=row,
-                    label=f"{label} [{run.name}]" if contested else label,
-                    detail=detail,
-                    options=_options(described) if described else {},
-                    weights=described["weights"] if described else None,
+                    row=named,
+                    label=label,
+                    detail=name.setting,
+                    options=_options(facts.described) if facts.described else {},
+                    weights=facts.described["weights"] if facts.described else None,
                 )
             )
     return entries
 
 
-def _label(method: str) -> tuple[str, str]:
-    """A method's name in two parts: what drafts, and in which setting."""
-    if method == BASELINE:
-        return "plain decoding", ""
-    words = method.split(" ")
-    first = next((index for index, word in enumerate(words) if "=" in word), len(words))
-    kind, place = words[0], " ".join(words[1:first]).removesuffix("/drafter")
-    settings = re.split(r" (?=\w+=)", " ".join(words[first:]))
-    return (kind if place in ("", kind) else f"{kind}, {place}"), ", ".join(each.replace("=", " ", 1) for each in settings)
+def _facts(run: Run, row: Row) -> MethodFacts:
+    described = run.info.config["methods"].get(row["method"])  # plain decoding isn't among them
+    return MethodFacts(key=row["method"], described=described, training=row["training"], run=run.name)
 
 
-def _options(described: dict[str, Any]) -> dict[str, Any]:
+def _options(described: Mapping[str, Any]) -> dict[str, Any]:
     """A drafter's options as the run tells them; none where tuning turned it off."""
     return {} if described["setting"] is None else {**described["config"], **described["setting"]}

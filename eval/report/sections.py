@@ -5,15 +5,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..records.method_names import setting_words
 from ..records.names import BASELINE, OOM
-from ..results.rows import fault, is_broken, is_lossy, is_wrong
-from ..results.tables import BUFFER, BY_RULE_NOTE, too_few
+from ..results.rows import fault, is_broken, is_lossy, is_wrong, loop_share, method_name
+from ..results.tables import BUFFER, BY_RULE_NOTE, LOOP_SHARE, loop_note, too_few
 from .page_tables import Column, Line, Table, Value, column, number, table
 from .runs import Entry, Group
 
 PHASES = ("draft", "verify", "accept", "rest")
 MAX_HISTOGRAM = 12
 """Accepted lengths shown one by one; longer ones are added up in the last."""
+MAX_METHODS = 5
+"""Methods that fit the page side by side."""
 NO_MEMORY = Value(text=OOM, tone="bad")
 
 
@@ -58,6 +61,9 @@ def _notes(entries: Sequence[Entry]) -> list[str]:
         notes.append(f"{first['num_prompts']} prompts, up to {first['max_new_tokens']} new tokens.{_interval_note(measured)}")
     if len(measured) < len(entries):
         notes.append(f"{OOM}: memory ran out, so that there are no figures; of no method where plain decoding ran out of it.")
+    looping = max(measured, key=lambda entry: loop_share(entry.row), default=None)
+    if looping is not None and loop_share(looping.row) >= LOOP_SHARE:
+        notes.append(loop_note(looping.row))
     notes += [BY_RULE_NOTE] if any(entry.row["lossless"] is None for entry in measured) else []
     if len({entry.run for entry in entries}) > 1:
         notes.append("From several folders: each speedup is over the plain decoding of its own.")
@@ -113,30 +119,34 @@ def _overviews(group: Group) -> list[Table]:
 
 
 def categories(group: Group) -> list[Table]:
-    """Speedup and tokens per step by category."""
+    """Speedup and tokens per step by category: a line for each category, a column for each method."""
     tables = []
     for caption, entries in group.settings():
         drafted = [entry for entry in entries if not entry.is_baseline]
         names = list(dict.fromkeys(name for entry in drafted for name in entry.row["by_category"]))
         if len(names) < 2:
             continue
-        for quantity, value_of in (("speedup", _category_speedup), ("tokens per step", _category_steps)):
-            values = {
-                (index, name): value_of(entry, entry.row["by_category"].get(name))
-                for index, entry in enumerate(drafted)
-                for name in names
-            }
-            top = column("", "heat", list(values.values())).top
-            counts = {
-                name: max(
-                    entry.row["by_category"][name]["num_prompts"] for entry in drafted if name in entry.row["by_category"]
-                )
-                for name in names
-            }
-            columns = [Column(name=f"{name} ({counts[name]})", kind="heat", top=top) for name in names]
-            lines = [_line(entry, [values[index, name] for name in names]) for index, entry in enumerate(drafted)]
-            tables.append(table(f"{caption}: {quantity}", "Method", columns, lines))
+        for start in range(0, len(drafted), MAX_METHODS):  # as many columns as fit the page
+            shown = drafted[start : start + MAX_METHODS]
+            part = f" ({start + 1} to {start + len(shown)} of {len(drafted)} methods)" if len(drafted) > MAX_METHODS else ""
+            for quantity, value_of in (("speedup", _category_speedup), ("tokens per step", _category_steps)):
+                lines = [
+                    Line(
+                        label=name,
+                        detail=_counted_prompts(drafted, name),
+                        values=[value_of(entry, entry.row["by_category"].get(name)) for entry in shown],
+                    )
+                    for name in names
+                ]
+                top = column("", "heat", [value for line in lines for value in line.values]).top
+                columns = [Column(name=method_name(entry.row), kind="heat", top=top) for entry in shown]
+                tables.append(table(f"{caption}: {quantity}{part}", "Category", columns, lines))
     return tables
+
+
+def _counted_prompts(entries: Sequence[Entry], category: str) -> str:
+    counts = [entry.row["by_category"][category]["num_prompts"] for entry in entries if category in entry.row["by_category"]]
+    return f"{max(counts)} prompt{'s' if max(counts) > 1 else ''}"
 
 
 def _category_speedup(entry: Entry, values: dict[str, Any] | None) -> Value:
@@ -220,9 +230,8 @@ def _speed(entry: Entry | None, speed_of: Callable[[Entry], float | None]) -> Va
 
 
 def _fixed_options(entries: Sequence[Entry]) -> str:
-    shown = ("beam_length", "tree_nodes")
-    options = entries[0].options
-    return ", ".join(f"{name} {options[name]}" for name in shown if options.get(name) is not None)
+    options = {name: entries[0].options.get(name) for name in ("beam_length", "tree_nodes")}
+    return setting_words("redrafter", options, {})
 
 
 def accepted_lengths(group: Group) -> list[Table]:

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from ...data.files import read_dataclass
 from ..config import EvalConfig, SuiteConfig
-from ..records.names import SUMMARY_FILE
+from ..records.method_names import MethodFacts, method_names
+from ..records.names import RUN_FILE, SUMMARY_FILE
 from ..records.records import EvalRecord, GroupKey
-from ..records.run_files import Facts, OutOfMemory, RunInfo
+from ..records.run_files import Facts, OutOfMemory, RunInfo, read_info
 from .lossless import judged
 from .rows import Row, build_rows
 
@@ -29,7 +30,7 @@ def rows_of(records: Iterable[EvalRecord], info: RunInfo, facts: Facts) -> list[
     records = complete(records, facts.out_of_memory, facts.without_profile)
     records.sort(key=lambda record: order.index(record.suite))
     names = ("max_new_tokens", "temperatures", "batch_sizes", "repeats", "seed")
-    return build_rows(
+    rows = build_rows(
         records,
         judged(records, info.dtype, facts.audits, facts.unaudited),
         config=EvalConfig(suites=[SuiteConfig(name=name) for name in order], **{name: config[name] for name in names}),
@@ -39,6 +40,18 @@ def rows_of(records: Iterable[EvalRecord], info: RunInfo, facts: Facts) -> list[
         drafters=facts.drafters,
         out_of_memory=facts.out_of_memory,
     )
+    describe_rows(rows, info)
+    return rows
+
+
+def describe_rows(rows: Iterable[Row], info: RunInfo) -> None:
+    """Write into each row its method's name beside the run's others, and the target's quantisation."""
+    training = {row["method"]: row["training"] for row in rows}
+    methods = [MethodFacts(key=key, described=info.config["methods"].get(key), training=training[key]) for key in training]
+    names = {method.key: str(name) for method, name in zip(methods, method_names(methods), strict=True)}
+    for row in rows:
+        row["name"] = names[row["method"]]
+        row["quantization"] = info.config["target"].get("quantization", "")
 
 
 def _num_skipped(records: Iterable[EvalRecord], num_turns: Mapping[str, int]) -> dict[GroupKey, int]:
@@ -58,4 +71,5 @@ def read_rows(directory: Path) -> list[Row]:
     rows = read_dataclass(list[Row], path)
     if not rows:
         raise ValueError(f"{path} has no rows; run the evaluation's command again")
+    describe_rows(rows, read_info(directory / RUN_FILE))
     return rows

@@ -3,13 +3,12 @@
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...data.files import replacing
 from ..records.names import BASELINE, OOM
-from .rows import Row, decoding_name, fault, is_broken, is_lossy
+from .rows import Row, decoding_name, fault, is_broken, is_lossy, method_name
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -87,7 +86,7 @@ def plot_comparison(rows: Sequence[Row], path: Path) -> None:
     if len(first) < 2 or all(row["out_of_memory"] for row in first):
         return
     places = {row["method"]: place for place, row in enumerate(first)}
-    names = [_wrapped(name) for name in places]
+    names = [_wrapped(method_name(row)) for row in first]
     inches = max(LINE_INCHES * (2 + max(name.count("\n") for name in names)), DOT_INCHES * (len(temperatures) + 1))
     with drawing(path, 10.0, inches * len(first) + 1.8) as figure:
         left, right = figure.subplots(1, 2, sharey=True)
@@ -138,13 +137,9 @@ def _speedup_title(row: Row) -> str:
     return f"Speedup, with 95 % interval over {'prompts' if row['batch_size'] == 1 else 'batches'}"
 
 
-def _wrapped(method: str) -> str:
-    """A method's name in short lines, its settings below its kind and place."""
-    words = method.split()
-    name = list(takewhile(lambda word: "=" not in word, words))
-    parts = (" ".join(name), " ".join(words[len(name) :]))
-    lines = [textwrap.wrap(part, NAME_WIDTH, break_long_words=False, break_on_hyphens=False) for part in parts]
-    return "\n".join(chain(*lines))
+def _wrapped(name: str) -> str:
+    """Break a method's name into short lines."""
+    return "\n".join(textwrap.wrap(name, NAME_WIDTH, break_long_words=False, break_on_hyphens=False))
 
 
 def _legend(rows: Sequence[Row]) -> list[Any]:
@@ -175,7 +170,7 @@ def _bars(
         offset = (index - (len(rows) - 1) / 2) * thickness
         if row["out_of_memory"]:
             last = len(categories) - 1 + offset
-            axes.barh(last, 0.0, color=color, label=row["method"])  # for the legend
+            axes.barh(last, 0.0, color=color, label=method_name(row))  # for the legend
             axes.annotate(OOM, (0, last), (4, 0), textcoords="offset points", va="center", fontsize=8)
             continue
         for place, category in enumerate(categories):
@@ -183,7 +178,7 @@ def _bars(
             if value is None:
                 axes.annotate("-", (0, place + offset), (4, 0), textcoords="offset points", va="center", fontsize=8)
                 continue
-            label = row["method"] + NOT_LOSSLESS * is_lossy(row) if category == OVERALL else None
+            label = method_name(row) + NOT_LOSSLESS * is_lossy(row) if category == OVERALL else None
             alpha, hatch = 1.0 if category == OVERALL else 0.75, "///" if is_lossy(row) else None
             axes.barh(place + offset, value, thickness * 0.9, color=color, alpha=alpha, label=label, hatch=hatch)
             end = value

@@ -4,12 +4,14 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import product
-from typing import Any, cast
+from typing import Any, NotRequired, cast
 
 import numpy as np
 from typing_extensions import TypedDict  # pydantic can't read typing's before Python 3.12
 
+from ...data.loops import ends_in_a_loop
 from ..config import EvalConfig
+from ..records.method_names import name_of_key
 from ..records.records import BASELINE, EvalRecord, GroupKey
 from ..records.run_files import DrafterFacts, OutOfMemory, Roofline
 from . import stats
@@ -21,12 +23,17 @@ class Conditions(TypedDict):
     """What a method was measured on, and what it took to make."""
 
     method: str
+    """Its key in the records, which never changes."""
+    name: NotRequired[str]
+    """What tables, plots and reports call it (`method_names`)."""
     suite: str
     prompt_set_revision: str
     """Digest of the prompts."""
     prompt_set_source: str | None
     """Data set of the Hub, ID@COMMIT."""
     dtype: str
+    quantization: NotRequired[str]
+    """Options that the target's weights were quantised by when they were loaded; empty without."""
     temperature: float
     batch_size: int
     """Prompts decoded together; the baseline's answers too."""
@@ -51,6 +58,8 @@ class Figures(TypedDict):
     """Turns left out because the target's context window is too small for them."""
     num_truncated: int
     """Answers (of all repeats) that the token limit ended."""
+    num_loops: NotRequired[int]
+    """Answers (of all repeats) that end in a repeated cycle of tokens (`ends_in_a_loop`)."""
     num_tokens: int
     tokens_per_step: float | None
     """Of one answer."""
@@ -163,6 +172,11 @@ def _withdraw(row: Row, cause: str) -> None:
         row["lossless_label"] = f"{verdict}: plain decoding {cause} ({row['lossless_label']} against it)"
 
 
+def method_name(row: Row) -> str:
+    """Return what a reader calls the row's method."""
+    return row["name"] if "name" in row else name_of_key(row["method"])
+
+
 def decoding_name(row: Row) -> str:
     """How the row's answers were decoded, in a reader's words."""
     name = f"temperature {row['temperature']:g}" if row["temperature"] > 0 else "greedy"
@@ -237,6 +251,7 @@ def _figures(
         "num_batches": len({record.unit for record in own}),
         "num_skipped": num_skipped,
         "num_truncated": sum(record.truncated for record in own),
+        "num_loops": sum(map(_ends_in_a_loop, own)),
         "num_tokens": sum(len(record.token_ids) for record in own),
         "tokens_per_step": tau,
         "tokens_per_step_ci95": _steps_interval(own),
@@ -264,6 +279,17 @@ def _figures(
         "by_category": categories,
         "out_of_memory": False,
     }
+
+
+def _ends_in_a_loop(record: EvalRecord) -> bool:
+    """Return whether an answer ends in a repeated cycle; a final stop token is no part of it."""
+    return ends_in_a_loop(record.token_ids if record.truncated else record.token_ids[:-1])
+
+
+def loop_share(row: Row) -> float:
+    """Return the share of a row's answers that end in a repeated cycle; 0 for rows of older versions, which lack the count."""
+    num_answers = row["num_turns"] * row["num_repeats"]
+    return row.get("num_loops", 0) / num_answers if num_answers else 0.0
 
 
 def _steps_interval(records: Sequence[EvalRecord]) -> tuple[float, float] | None:

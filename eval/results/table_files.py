@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..records.names import OOM
-from .rows import Row
+from .rows import Row, method_name
 from .tables import RESULT_COLUMNS, footnotes, texts
 
 CSV_COLUMNS = (
@@ -12,6 +12,7 @@ CSV_COLUMNS = (
     "temperature",
     "batch_size",
     "method",
+    "name",
     "num_prompts",
     "num_turns",
     "num_repeats",
@@ -46,7 +47,7 @@ def csv_table(rows: Sequence[Row]) -> str:
     """A line per row, numbers as they are in the summary; a number that doesn't exist is an empty cell."""
     import pandas as pd  # slow to import
 
-    lines, columns = [{**row, **_spread(row)} for row in rows], [*CSV_COLUMNS, *_spread(rows[0])]
+    lines, columns = [{**row, "name": method_name(row), **_spread(row)} for row in rows], [*CSV_COLUMNS, *_spread(rows[0])]
     # As objects, integers beside empty cells stay integers.
     return str(pd.DataFrame(lines, columns=columns, dtype=object).to_csv(index=False, lineterminator="\n"))
 
@@ -56,7 +57,7 @@ def latex_table(rows: Sequence[Row]) -> str:
     import pandas as pd  # slow to import
 
     lines = [{name: " ".join(text.split()) for name, text in line.items()} for line in texts(rows, RESULT_COLUMNS)]
-    frame = pd.DataFrame(lines).rename(columns={"Temperature": "Temp.", "Ceiling*": "Ceiling"})
+    frame = pd.DataFrame(lines).rename(columns={"Temperature": "Temp."})
     tabular = frame.to_latex(index=False, escape=True, column_format=f"lrrl{'r' * len(RESULT_COLUMNS)}")
     notes = "".join(f"% {note}\n" for note in footnotes(rows))
     return f"{LATEX_NEEDS}\n{tabular}{notes}"

@@ -2,6 +2,8 @@
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from statistics import geometric_mean
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich import box
@@ -12,25 +14,28 @@ from rich.text import Text
 
 from ..records.names import BASELINE, OOM
 from .lossless import LOSSY
-from .rows import Row, decoding_name, is_broken, is_unproven
+from .rows import Row, decoding_name, is_broken, is_lossy, is_unproven, loop_share, method_name
 
-RESULT_COLUMNS = ("Tok/step", "Tok/s", "Speedup [95 %]", "Ceiling*", "Lossless")
+RESULT_COLUMNS = ("Tok/step", "Tok/s", "Speedup [95 %]", "Ceiling", "Lossless")
 COST_COLUMNS = ("Params", "Trained s", "Draft ms", "Draft", "Verify", "Accept", "Rest", "Of roofline")
-NUM_OUTLIERS_NAMED = 3
 FEW_UNITS = 8
-"""A bootstrap over fewer prompts, or batches, hardly knows how far they spread."""
-METHOD_WIDTH = 14
+"""A bootstrap over fewer prompts, or batches, gives an interval that means little."""
+NUM_OUTLIERS_NAMED = 3
+LOOP_SHARE = 0.1
+"""Share of answers that end in a loop from which on a note warns of it."""
+METHOD_WIDTH = 23
 """Characters for the name of a method on the narrowest terminal."""
+LOSSLESS_WIDTH = 10
 BUFFER = "that size, at most 1 GiB (4 GiB on an accelerator)"
 """What bandwidth is measured on (`roofline.measure_bandwidth`), in words."""
 BY_RULE_NOTE = (
-    "by rule: a method that draws its drafts at random gives another sample than plain decoding by design. That it is "
-    "lossless is claimed by its acceptance rule, which the command outrider certify tests."
+    "by rule: the method draws its draft tokens at random, so its samples differ from those of plain decoding. Its acceptance "
+    "rule keeps the target's distribution, which the command outrider certify tests."
 )
 
 
 def cells(row: Row) -> dict[str, str]:
-    """A row's texts by column; "-" where there is no number."""
+    """Return a row's texts by column; "-" where there is no number."""
     interval, split, training = row["speedup_ci95"], row["time_split"] or {}, row["training"]
     draft_seconds = row["draft_seconds_per_step"]
     if row["out_of_memory"]:
@@ -39,7 +44,7 @@ def cells(row: Row) -> dict[str, str]:
         "Tok/step": _number(row["tokens_per_step"], ".2f"),
         "Tok/s": _number(row["tokens_per_second"], ".1f"),
         "Speedup [95 %]": _number(row["speedup"], ".2f", "x"),
-        "Ceiling*": _number(row["ceiling"], ".2f", "x"),
+        "Ceiling": _number(row["ceiling"], ".2f", "x"),
         "Lossless": row["lossless_label"],
         "Params": "-" if row["parameters"] is None else _count(row["parameters"]),
         "Trained s": _number(training["seconds"] if training else None, ".0f"),
@@ -52,25 +57,58 @@ def cells(row: Row) -> dict[str, str]:
     return shown
 
 
-def footnotes(rows: Sequence[Row]) -> list[str]:
-    """What a reader must know to judge the numbers, and what went wrong: the lines of `templates/footnotes.jinja`."""
+def headline(rows: Sequence[Row]) -> str:
+    """Return the result in one sentence: the method with the highest speedup, as the geometric mean over the row groups."""
+    # 1. The lossless methods that have a speedup in every group.
+    groups = _groups(rows)
+    speedups: dict[str, list[Row]] = {}
+    for row in rows:
+        if row["method"] != BASELINE and row["speedup"] is not None and not is_lossy(row):
+            speedups.setdefault(method_name(row), []).append(row)
+    complete = {name: of_method for name, of_method in speedups.items() if len(of_method) == len(groups)}
+    if not complete:
+        return "No lossless method has a speedup everywhere: the table says why."
+    # 2. The fastest of them, in words.
+    name, best = max(complete.items(), key=lambda item: geometric_mean([row["speedup"] or 0.0 for row in item[1]]))
+    if len(best) == 1:
+        (row,) = best
+        (group,) = groups
+        steps = _number(row["tokens_per_step"], ".2f")
+        low, high = row["speedup_ci95"] or (0.0, 0.0)
+        doubt = f" The interval [{low:.2f}, {high:.2f}] includes 1, so this may be chance." if low <= 1 <= high else ""
+        return f"Fastest on {group}: {name}. {row['speedup']:.2f}x of plain decoding, {steps} tokens per step.{doubt}"
+    values = [row["speedup"] or 0.0 for row in best]
+    return f"Fastest in {len(groups)} groups: {name}. {min(values):.2f}x to {max(values):.2f}x of plain decoding."
+
+
+def footnotes(rows: Sequence[Row], *, costs: bool = True) -> list[str]:
+    """Return what a reader must know to judge the numbers: the lines of `templates/footnotes.jinja`.
+
+    Without `costs` the notes on COST_COLUMNS are left out.
+    """
     loader = PackageLoader("outrider.eval", "templates")
-    # A note is one line, whatever stands in a name.
+    # A note is one line, whatever a name holds.
     environment = Environment(loader=loader, undefined=StrictUndefined, finalize=lambda value: " ".join(str(value).split()))
     measured = [row for row in rows if not row["out_of_memory"]]
     text = environment.get_template("footnotes.jinja").render(
         first=rows[0],
+        costs=costs,
         batch_sizes=dict.fromkeys(row["batch_size"] for row in rows),
         rows=measured,
         groups=_groups(measured),
         left_out=_groups([row for row in rows if row["out_of_memory"]]),
-        num_named=NUM_OUTLIERS_NAMED,
+        outliers=_worst_outliers(measured),
+        num_outliers=sum(len(row["outliers"]) for row in measured),
+        num_outliers_named=NUM_OUTLIERS_NAMED,
+        looping=max((row for row in measured if loop_share(row) >= LOOP_SHARE), key=loop_share, default=None),
         baseline=BASELINE,
         oom=OOM,
         lossy=LOSSY,
         by_rule=BY_RULE_NOTE,
+        loop_note=loop_note,
         buffer=BUFFER,
         too_few=too_few,
+        method_name=method_name,
         decoding_name=decoding_name,
         is_broken=is_broken,
         is_unproven=is_unproven,
@@ -78,20 +116,35 @@ def footnotes(rows: Sequence[Row]) -> list[str]:
     return [line for line in text.splitlines() if line]
 
 
+def loop_note(row: Row) -> str:
+    """Return a sentence on the row's answers that run in circles, and what follows from them."""
+    return (
+        f"Loops: {row.get('num_loops', 0)} of {row['num_turns'] * row['num_repeats']} answers of {method_name(row)} on "
+        f"{row['suite']} ({decoding_name(row)}) end in a short cycle of tokens ({loop_share(row):.0%}). Loops are "
+        "easy to draft, so tokens per step and speedup mean little for such answers."
+    )
+
+
+def _worst_outliers(rows: Sequence[Row]) -> list[tuple[Row, dict[str, Any]]]:
+    """The outliers that took longest, measured by their method's median."""
+    outliers = [(row, outlier) for row in rows for outlier in row["outliers"]]
+    return sorted(outliers, key=lambda pair: -pair[1]["ratio"])[:NUM_OUTLIERS_NAMED]
+
+
 def escape_markdown(text: str) -> str:
-    """The text as Markdown shows it, on one line. Underscores within a word are left: they mean nothing there."""
+    """Escape a text for Markdown, on one line. Underscores within a word stay: they mean nothing there."""
     text = re.sub(r"[\\`*|<>&$~]", r"\\\g<0>", " ".join(text.split()))
     return re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\\_", text)
 
 
 def texts(rows: Sequence[Row], columns: Sequence[str]) -> list[dict[str, str]]:
-    """Return the table as a reader sees it: of each row the texts by column, what it is about first."""
+    """Return the table's texts: for each row by column, its suite, setting and method first."""
     return [
         {
             "Suite": row["suite"],
             "Temperature": f"{row['temperature']:g}",
             "Batch": str(row["batch_size"]),
-            "Method": row["method"],
+            "Method": method_name(row),
             **{column: cells(row)[column] for column in columns},
         }
         for row in rows
@@ -106,35 +159,39 @@ def markdown_table(lines: Sequence[Mapping[str, str]], left: Collection[str]) ->
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """The table and its notes as a Markdown page."""
+    """Write the table and its notes as a Markdown page."""
     table = markdown_table(texts(rows, (*RESULT_COLUMNS, *COST_COLUMNS)), left=("Suite", "Method"))
     notes = "\n".join(f"- {escape_markdown(note)}" for note in footnotes(rows))
     return f"{table}\n\n{notes}\n"
 
 
 def print_table(rows: Sequence[Row], console: Console | None = None) -> None:
-    """The results, their costs and the notes on the terminal; a method that isn't lossless in red."""
+    """Print a headline, the results and the notes; a method that isn't lossless in red."""
     console = console or Console()
-    for columns in (RESULT_COLUMNS, COST_COLUMNS):
-        table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, collapse_padding=True)
-        table.add_column("Method", min_width=METHOD_WIDTH)
-        for column in columns:
-            # The heads of costs are wider than what they stand over.
-            head = column.replace(" ", "\n") if columns is COST_COLUMNS else column
-            table.add_column(head, justify="right", no_wrap=True)
-        for group, of_group in _groups(rows).items():
-            table.add_row(Text(group), style="bold")
-            for row in of_group:
-                shown = (Text(text) for text in (row["method"], *(cells(row)[column] for column in columns)))
-                table.add_row(*shown, style="red" if is_broken(row) else None)
-            table.add_section()
-        console.print(table)
-    for note in footnotes(rows):
+    console.print(Text(headline(rows), style="bold"))
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, collapse_padding=True)
+    table.add_column("Method", min_width=METHOD_WIDTH)
+    for column in RESULT_COLUMNS:
+        is_words = column == "Lossless"
+        table.add_column(column, justify="right", no_wrap=not is_words, max_width=LOSSLESS_WIDTH if is_words else None)
+    for group, of_group in _groups(rows).items():
+        table.add_row(Text(group), style="bold")
+        for row in of_group:
+            shown = (Text(text) for text in (_in_lines(method_name(row)), *(cells(row)[column] for column in RESULT_COLUMNS)))
+            table.add_row(*shown, style="red" if is_broken(row) else None)
+        table.add_section()
+    console.print(table)
+    for note in footnotes(rows, costs=False):
         console.print(Padding(Text(note), (0, 0, 0, 2)), style="dim")
 
 
+def _in_lines(name: str) -> str:
+    """Put the setting of a long name on a line of its own."""
+    return name if len(name) <= METHOD_WIDTH else re.sub(r", (?![^(]*\))", ",\n", name, count=1)
+
+
 def _groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """The rows by suite, temperature and batch size, under the names that a reader sees."""
+    """Group the rows by suite, temperature and batch size, under the names that a reader sees."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(f"{row['suite']}, {decoding_name(row)}", []).append(row)
@@ -142,12 +199,12 @@ def _groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def too_few(num_units: int) -> str:
-    """What there is to say of an interval over so few prompts or batches."""
+    """Return a warning of an interval over so few prompts or batches; empty for enough of them."""
     return ", too few for an interval to say much" if num_units < FEW_UNITS else ""
 
 
 def _count(number: int) -> str:
-    """Three digits or so: 850, 1.4M, 12.3B."""
+    """Shorten a number to about three digits: 850, 1.4M, 12.3B."""
     for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
             return f"{number / size:.1f}{unit}"

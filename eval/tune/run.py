@@ -17,7 +17,7 @@ from ...models.drafters import load_drafter
 from ...models.drafters.base import TrainableDrafter
 from ...models.drafters.saved.build import saved_spec
 from ...models.drafters.saved.loading import read_drafter_config
-from ...models.drafters.saved.tuned import Choice, describe_place, read_tuned, save_tuned, tuned_choice
+from ...models.drafters.saved.tuned import Choice, describe_setup, read_tuned, save_tuned, tuned_choice
 from ...models.target.hf_target import HFTarget
 from ...models.target.packed_linears import packed_linears
 from ..config import EvalConfig
@@ -115,7 +115,7 @@ def tune(
             pack=config.pack_weights,
         )
         tuning = _tune(trial, drafter, Tried(settings=[None, *settings], grid=grid), batch_sizes, check=check)
-        place, environment = describe_place(target, drafter_dir, temperature), describe_environment(target.device)
+        place, environment = describe_setup(target, drafter_dir, temperature), describe_environment(target.device)
     found = asdict(tuning) | {
         "place": asdict(place),
         "environment": asdict(environment),

@@ -1,4 +1,4 @@
-"""Speculative decoding with draft trees: the loop, the trees, and the rules that keep it lossless."""
+"""Speculative decoding with draft trees: the loop, the trees, and the acceptance rules."""
 
 from ..phases import PhaseSeconds
 from .acceptance import GreedyAcceptance, SpeculativeSampling, TypicalAcceptance

@@ -1,7 +1,8 @@
-"""Acceptance rules: which path of a draft tree the target keeps, and the bonus token after it.
+"""Acceptance rules: they choose the accepted path of a draft tree, and the bonus token.
 
-Every rule has the same two halves. The first looks at each node alone and says whether it is accepted, should its parent be;
-the second, `follow`, walks down the accepted nodes. No rule waits for a step of the walk, so none makes the host wait either.
+Every rule has the same two halves. The first half decides for each node alone whether the node is
+accepted if its parent is. The second half, `follow`, walks down the accepted nodes. All nodes are
+decided at once on the device, so no rule makes the host wait.
 """
 
 from dataclasses import dataclass
@@ -16,8 +17,9 @@ from .types import NO_NODE, Acceptance, AcceptedPath, TargetOutput
 
 
 class GreedyAcceptance:
-    """Keep the longest path on which every draft token is the target's own arg-max: the text of greedy decoding, token for
-    token.
+    """Greedy rule: keep the longest path on which every draft token is the target's arg-max.
+
+    The tokens are exactly those of greedy decoding.
     """
 
     lossless = True
@@ -30,18 +32,24 @@ class GreedyAcceptance:
 class SpeculativeSampling:
     """Sample from the target's warped distribution p exactly, whatever the drafter proposes.
 
-    **Deterministic trees** (`tree.drawn` is None: beam search, top-k). After every node a token is drawn from p, and the
-    walk goes on as long as that token is a child. Proof of exactness: given the text so far, each emitted token is a draw from
-    p after just that text, independent of all others; the tree, a function of the text alone, only decides after how many
-    draws the walk ends. It accepts one of the children with probability sum p(child), which no rule for such trees exceeds.
+    **Deterministic trees** (`tree.drawn` is None: beam search, top-k). A token is drawn from p
+    after every node. The walk continues as long as the drawn token is a child of the current node.
+    Proof of exactness: each emitted token is a draw from p given the text before it, independent of
+    all other draws. The tree is a function of the text alone; it only decides after how many draws
+    the walk ends. One of the children is accepted with probability sum p(child). No exact rule for
+    such trees accepts more.
 
-    **Drawn trees** (`tree.drawn` has the distribution q that each node's children were drawn from). The children are
-    tried in turn (arXiv 2302.01318 for one, 2305.09781 section 4.3 for several): child x is accepted with probability min(1,
-    p(x) / q(x)); refused, p becomes the normalised positive part of p - q, and q loses x where the drawing was without
-    replacement (2402.14160, section 3.1). After all children the bonus token is drawn from what p has become. Proof: let x ~ q.
-    Accepting emits y with probability min(p(y), q(y)), refusing has the probability sum max(p - q, 0), so one round emits p if
-    what follows a refusal emits the normalised max(p - q, 0): true for the final draw, and by induction from the last child to
-    the first for the rounds before it, whose q is again the distribution that their child was drawn from.
+    **Drawn trees** (`tree.drawn` has the distribution q that each node's children were drawn from).
+    The children are tried in turn (arXiv 2302.01318 for one child, 2305.09781 section 4.3 for
+    several). Child x is accepted with probability min(1, p(x) / q(x)). If x is rejected, p becomes
+    the normalised positive part of p - q. If the children were drawn without replacement, q also
+    loses x (2402.14160, section 3.1). After all children the bonus token is drawn from the final p.
+
+    Proof for one round, with x ~ q. Acceptance emits y with probability min(p(y), q(y)). Rejection
+    has the probability sum max(p - q, 0). So the round emits p if the rest, after a rejection,
+    emits the normalised max(p - q, 0). This holds for the final draw. By induction from the last
+    child to the first it holds for every round: the q of a round is the distribution of that
+    round's child.
     """
 
     sampling: Sampling
@@ -62,10 +70,11 @@ class SpeculativeSampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TypicalAcceptance:
-    """Medusa's rule (arXiv 2401.10774, section 2.3.1): keep what the target finds typical. NOT lossless.
+    """Medusa's rule (arXiv 2401.10774, section 2.3.1): accept typical tokens. NOT lossless.
 
-    A token x is accepted where p(x) > min(epsilon, delta * exp(-H(p))), H the entropy in nats of the target's warped
-    distribution p; the longest such path wins, and the bonus token is drawn from p after it.
+    A token x is accepted where p(x) > min(epsilon, delta * exp(-H(p))). H is the entropy in nats of
+    the target's warped distribution p. The longest accepted path wins, and the bonus token is drawn
+    from p after it.
     """
 
     sampling: Sampling
@@ -93,30 +102,41 @@ class TypicalAcceptance:
 def try_children(
     tree: DraftTree, drawn: Drawn, probs: Float[torch.Tensor, "batch entry vocab"]
 ) -> tuple[Float[torch.Tensor, "batch node"], Float[torch.Tensor, "batch entry vocab"]]:
-    """Multi-round speculative sampling at all entries at once.
+    """Run multi-round speculative sampling at all entries at once.
 
-    Returns the probability with which each node is accepted where its parent was and its elder siblings weren't, and the
-    distribution of the bonus token at each entry where none of its children was.
+    Returns two tensors. The first has the probability that each node is accepted, given that its
+    parent was accepted and its elder siblings were rejected. The second has the distribution of the
+    bonus token at each entry, given that all its children were rejected.
+
+    Worked example: an entry with p = (0.5, 0.5, 0) and one child, token 2, drawn from q = (0, 0.5,
+    0.5). The child is accepted with probability 0 / 0.5 = 0. The bonus distribution is the positive
+    part of p - q = (0.5, 0, -0.5), normalised: (1, 0, 0).
     """
+    # 1. Rank the siblings: rank r is tried in turn r, at all entries together.
     batch, num_entries, _ = probs.shape
     drawn_from = drawn.probs.to(probs.dtype)
     rank = sibling_rank(tree)
     accept = torch.zeros(tree.tokens.shape, dtype=probs.dtype, device=probs.device)
     for turn in range(drawn.max_children):
         is_turn = rank == turn
-        # The token tried at each entry in this turn. Nodes of other turns write to a dummy last column, which is cut off.
+        # 2. Find the token tried at each entry in this turn. Nodes of other turns write to a dummy
+        # last column, which is cut off.
         tried = torch.full((batch, num_entries + 1), NO_NODE, device=probs.device)
         tried.scatter_(1, torch.where(is_turn, tree.parents + 1, num_entries), tree.tokens)
         tried = tried[:, :num_entries, None]
         token = tried.clamp(min=0)
-        # A child of no probability in q can't have been drawn; should one be there, it is refused.
+        # 3. Accept with probability min(1, p / q). A token with q = 0 can't have been drawn; if one
+        # is there anyway, its probability of acceptance is 0.
         ratio = (probs.gather(2, token) / drawn_from.gather(2, token)).nan_to_num(0.0, posinf=0.0)[..., 0].clamp(max=1.0)
         accept = torch.where(is_turn, ratio.gather(1, tree.parents + 1), accept)
+        # 4. A rejected child leaves max(p - q, 0), normalised, for the next child and for the
+        # bonus.
         left = (probs - drawn_from).clamp(min=0.0)
         total = left.sum(-1, keepdim=True)
-        # Where nothing is left, p equals q and the child was accepted for sure.
+        # If nothing is left, p equals q, and the child is always accepted.
         probs = torch.where((tried != NO_NODE) & (total > 0), left / total, probs)
         if not drawn.with_replacement:
+            # 5. The rejected token leaves q.
             without = drawn_from.scatter(2, token, 0.0)
             without = (without / without.sum(-1, keepdim=True)).nan_to_num(0.0)
             drawn_from = torch.where(tried != NO_NODE, without, drawn_from)
@@ -124,24 +144,24 @@ def try_children(
 
 
 def sibling_rank(tree: DraftTree) -> Int[torch.Tensor, "batch node"]:
-    """How many nodes of the same parent come before each node; NO_NODE for padding."""
+    """Count the earlier nodes with the same parent, for each node; NO_NODE for padding."""
     same_parent = tree.parents[:, :, None] == tree.parents[:, None, :]
     rank = same_parent.tril(-1).sum(-1)
     return torch.where(tree.tokens == NO_NODE, NO_NODE, rank)
 
 
 def first_accepted(tree: DraftTree, accepted: Bool[torch.Tensor, "batch node"]) -> Bool[torch.Tensor, "batch node"]:
-    """Of each node's accepted children only the first: the others were never tried."""
+    """Keep only the first accepted child of each node: later siblings are never tried."""
     siblings = tree.parents[:, :, None] == tree.parents[:, None, :]
     elder_accepted = (siblings & accepted[:, None, :]).tril(-1).any(-1)
     return accepted & ~elder_accepted & (tree.tokens != NO_NODE)
 
 
 def _at_children(tree: DraftTree, probs: Float[torch.Tensor, "batch entry vocab"]) -> Float[torch.Tensor, "batch node"]:
-    """The probability of each node's token after its parent; 0 for padding."""
+    """Return the probability of each node's token after its parent; 0 for padding."""
     rows = torch.arange(len(probs), device=probs.device)[:, None]
-    found = probs[rows, tree.parents + 1, tree.tokens.clamp(min=0)]
-    return torch.where(tree.tokens == NO_NODE, 0.0, found)
+    child_probs = probs[rows, tree.parents + 1, tree.tokens.clamp(min=0)]
+    return torch.where(tree.tokens == NO_NODE, 0.0, child_probs)
 
 
 # --- the second half: the walk
@@ -149,7 +169,10 @@ def _at_children(tree: DraftTree, probs: Float[torch.Tensor, "batch entry vocab"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Walk:
-    """The deepest accepted path. `entry` is the target's entry of its last token: 0 where no draft token was accepted."""
+    """The deepest accepted path.
+
+    `entry` is the target's entry of the path's last token: 0 where no draft token was accepted.
+    """
 
     path: Int[torch.Tensor, "batch depth"]
     num_accepted: Int[torch.Tensor, " batch"]
@@ -160,27 +183,27 @@ class Walk:
 
 
 def follow(tree: DraftTree, accepted: Bool[torch.Tensor, "batch node"]) -> Walk:
-    """Walk down as long as a child is accepted. Among several paths the deepest wins, among equally deep ones the first."""
-    padded = pad(accepted, (1, 0), value=True)  # entry 0 answers for "no node"
+    """Walk down the accepted nodes. The deepest path wins; among equally deep ones, the first."""
+    padded = pad(accepted, (1, 0), value=True)  # entry 0 stands for "no node"
     reached = padded.gather(1, (tree.lineage + 1).flatten(1)).view_as(tree.lineage).all(-1)
     reached_depth = tree.depths * reached
-    # One column for "nothing accepted" keeps the empty tree from being a special case.
+    # The extra column stands for "nothing accepted", so the empty tree is no special case.
     num_accepted, entry = pad(reached_depth, (1, 0)).max(1)
     return Walk(path=_path_to(tree, entry, num_accepted), num_accepted=num_accepted, entry=entry)
 
 
 def follow_choices(tree: DraftTree, choices: Int[torch.Tensor, "batch entry"]) -> Acceptance:
-    """Walk down as long as a child is the token that the target chose.
+    """Walk down as long as the token that the target chose is a child.
 
-    `choices[b, 0]` is the target's choice after the last committed token, `choices[b, n + 1]` the one after node n; the last
-    one on the path is the bonus token.
+    `choices[b, 0]` is the target's choice after the last committed token, and `choices[b, n + 1]`
+    its choice after node n. The choice after the last node of the path is the bonus token.
     """
     walk = follow(tree, tree.tokens == choices.gather(1, tree.parents + 1))
     return walk.accept(choices.gather(1, walk.entry[:, None])[:, 0])
 
 
 def last_entry(accepted: AcceptedPath) -> Int[torch.Tensor, " batch"]:
-    """Return the target's entry of the last accepted token: 0 where no draft token was accepted."""
+    """Return the target's entry of the last accepted token: 0 if none was accepted."""
     last = pad(accepted.nodes, (1, 0), value=NO_NODE).gather(1, accepted.num_accepted.device[:, None])
     return last[:, 0] + 1
 
@@ -188,7 +211,10 @@ def last_entry(accepted: AcceptedPath) -> Int[torch.Tensor, " batch"]:
 def _path_to(
     tree: DraftTree, entry: Int[torch.Tensor, " batch"], depth: Int[torch.Tensor, " batch"]
 ) -> Int[torch.Tensor, "batch depth"]:
-    """The path from the root to the node of `entry` (entry 0: no node), padded with NO_NODE."""
+    """Return the path from the root to the node of `entry`, padded with NO_NODE.
+
+    Entry 0 stands for no node: its path is all padding.
+    """
     if tree.num_nodes == 0:
         return tree.tokens
     node = (entry - 1).clamp(min=0)

@@ -1,6 +1,7 @@
 """The decode loop. Plain decoding is this loop with a drafter that proposes nothing.
 
-The host reads from the device once per step, for the whole batch; a drafter may read once more, to cut the padding of its tree.
+The host reads from the device once per step, for the whole batch. A drafter may read once more, to
+cut the padding of its tree.
 """
 
 import time
@@ -38,18 +39,18 @@ def generate(
 ) -> Iterator[Step]:
     """Answer a batch of prompts, step by step. A row leaves the batch when its answer ends.
 
-    The tokens are exactly those of plain decoding with the same rule: what ends an answer (see
+    The tokens are exactly those of plain decoding with the same rule: every stop rule (see
     `Stopping`) also cuts an accepted path. With `RowSeeds` as `generator`, a row's samples depend
-    neither on its neighbours nor on the drafter; a torch.Generator is shared by all rows. `timed`
+    neither on its neighbours nor on the drafter. A torch.Generator is shared by all rows. `timed`
     measures the seconds of each phase, and synchronises an accelerator after each.
 
-    Raises ValueError for prompts that are empty or fill the context window and for logits that aren't
-    numbers, RuntimeError where the target is used for another batch before the answers have ended.
+    Raises ValueError for prompts that are empty or fill the context window, and for logits that are
+    NaN. Raises RuntimeError if the target begins another batch before the answers have ended.
     """
     batch = Prompts.of(prompts)
     stopping = Stopping(batch.lengths, max_new_tokens, target.context_length, stop_ids, stop_strings, tokenizer)
     lap = Stopwatch(batch.input_ids.device, is_on=timed)
-    # 1. Prefill: the target reads the prompts, and chooses the first token of each answer.
+    # 1. Prefill: the target reads the prompts and chooses the first token of each answer.
     tree = empty_tree(len(batch.lengths), batch.input_ids.device)
     state, output, num_prefills = prefill(target, drafter, batch, max(stopping.max_new_tokens))
     acceptance = rule(tree, output, generator=generator)
@@ -59,34 +60,34 @@ def generate(
 
     while places := step.unfinished:
         require_same_batch(target, num_prefills)
-        # 2. Rows leave the batch when their answers have ended.
+        # 2. Drop the rows whose answers have ended.
         kept = kept_places(places, len(tokens), few_sizes=wants_few_sizes(target, rule, generator, step))
         if len(places) < len(step.rows):
             target.select(kept)
             state, acceptance = drafter.select(state, kept), acceptance.select(kept)
         if isinstance(generator, RowSeeds):
             generator = generator.after([count + 1 for count in step.num_accepted], kept)
-        # 3. Draft a tree behind the last committed token.
+        # 3. Draft a tree after the last committed token.
         lap()
         tree, drafted = drafter.propose(state, acceptance.bonus_token, generator=generator)
         draft_seconds = lap()
         # 4. Verify all its nodes in one pass of the target.
         output = target.verify(acceptance.bonus_token, tree)
         verify_seconds = lap()
-        # 5. Accept a path, behind which target and drafter continue. The host waits in `read_acceptance`.
+        # 5. Accept a path and commit it. The host waits once, in `read_acceptance`.
         acceptance = rule(tree, output, generator=generator)
         tokens, accepted = read_acceptance(tree, output, acceptance)
         target.commit(tree, accepted)
         state = drafter.advance(drafted, tree, accepted, output)
         seconds = PhaseSeconds(draft=draft_seconds, verify=verify_seconds, accept=lap()) if timed else None
-        step = make_step([step.rows[place] for place in places], tokens, stopping, tree, seconds=seconds)
+        step = make_step([step.rows[index] for index in places], tokens, stopping, tree, seconds=seconds)
         yield step
 
 
 def prefill(
     target: Target, drafter: Drafter[State, Any], prompts: Prompts, max_new_tokens: int
 ) -> tuple[State, TargetOutput, int]:
-    """Let target and drafter read the prompts, with room for the answers and for the drafter's trees.
+    """Prefill target and drafter, with room for the answers and for the drafter's trees.
 
     Returns the drafter's state, the target's output, and the number of this prefill of the target.
     """
@@ -98,43 +99,48 @@ def prefill(
 
 
 def require_same_batch(target: Target, num_prefills: int) -> None:
-    """Raise RuntimeError where the target has begun another batch: there is one KV cache."""
+    """Raise RuntimeError if the target has begun another batch: it has only one KV cache."""
     if target.num_prefills != num_prefills:
         raise RuntimeError(
-            "the target has begun another answer meanwhile, and it has one KV cache: finish one `generate` before the next "
-            "begins, and let a draft model be a target of its own"
+            "the target has begun another batch meanwhile, and it has one KV cache: finish one `generate` before the next "
+            "begins, and load a draft model as a separate target"
         )
 
 
 def wants_few_sizes(target: Target, rule: AcceptanceRule, generator: Randomness, step: Step) -> bool:
-    """Return whether a batch may be filled up with copies of a row, so that it has one of few sizes.
+    """Return whether copies of a row may fill the batch up to one of few sizes.
 
-    Copies must decode what the row does: by the same random numbers, or by none.
+    Copies must decode the same text as their row. They do if they use the same random numbers, or
+    none.
     """
     are_alike = isinstance(generator, RowSeeds) or (isinstance(rule, GreedyAcceptance) and not step.drawn)
     return target.has_fixed_shapes and are_alike
 
 
 def kept_places(places: Sequence[int], batch: int, *, few_sizes: bool) -> list[int]:
-    """Return which rows of a batch stay in it, given the `places` of those whose answers haven't ended.
+    """Return the rows that stay in a batch, given the `places` of the unfinished answers.
 
-    With `few_sizes` the size falls from one power of two to the next, since each other size would
-    be compiled or recorded first. The last row is repeated to fill it: its copies decode the same
-    text, so they need no more room than the row itself. Nothing reads or counts them.
+    With `few_sizes` the batch size is always a power of two, because each further size would be
+    compiled or recorded first. The last row is repeated to fill the batch. Its copies decode the
+    same text, so they need no more room than the row itself. Nothing reads or counts them.
 
-        5 of 8 go on   0 2 3 6 7   ->   0 2 3 6 7 7 7 7        4 of 8 go on   0 2 3 6   ->   0 2 3 6
+        5 of 8 unfinished   0 2 3 6 7   ->   0 2 3 6 7 7 7 7
+        4 of 8 unfinished   0 2 3 6     ->   0 2 3 6
     """
     size = min(1 << (len(places) - 1).bit_length(), batch) if few_sizes else len(places)
     return [*places, *[places[-1]] * (size - len(places))]
 
 
 def read_acceptance(tree: DraftTree, output: TargetOutput, acceptance: Acceptance) -> tuple[list[list[int]], AcceptedPath]:
-    """Read each row's new tokens, draft tokens then the bonus token, and its path, in one transfer from the device.
+    """Read each row's new tokens and its path, in one transfer from the device.
 
-    Raises ValueError where the target's logits are not numbers: every rule would make some token of them.
+    New tokens are the accepted draft tokens, then the bonus token.
+
+    Raises ValueError if the target's logits are NaN: every rule would choose some token from them.
     """
     drafts = tree.tokens.gather(1, acceptance.path.clamp(min=0)) if tree.num_nodes else acceptance.path
-    # After the last committed token, where drafts have no say: a NaN anywhere in the text makes all logits there NaN.
+    # Entry 0 is the last committed token, which no draft token influences. A NaN anywhere in the
+    # text makes all logits of this entry NaN, so one of them is enough.
     first = output.logits[:, 0, 0]
     columns = [acceptance.num_accepted[:, None], acceptance.bonus_token[:, None], (first == first)[:, None], drafts]
     values = torch.cat(columns, dim=1).tolist()
@@ -156,7 +162,10 @@ def make_step(
     is_prefill: bool = False,
     seconds: PhaseSeconds | None = None,
 ) -> Step:
-    """Return the step of these `rows`, its tokens cut where answers end. Repeated rows come last, and are left out."""
+    """Return the step of these `rows`, with tokens cut where answers end.
+
+    Repeated rows come last and are left out.
+    """
     tokens = tokens[: len(rows)]
     kept = [stopping.add(row, new) for row, new in zip(rows, tokens, strict=True)]
     return Step(
@@ -168,13 +177,16 @@ def make_step(
         drawn=tree.drawn is not None,
         is_prefill=is_prefill,
         seconds=seconds,
-        # Copies: a recorded drafter overwrites its trees.
+        # Copies, since a recorded drafter overwrites its trees.
         links=(tree.tokens.clone(), tree.parents.clone()) if seconds else None,
     )
 
 
 class Stopwatch:
-    """Seconds since the last call, measured when the device has finished its work; 0 where it isn't on."""
+    """Stopwatch of device time: a call returns the seconds since the last call.
+
+    Each call waits until the device has finished its work. A stopwatch that is off returns 0.
+    """
 
     def __init__(self, device: torch.device, *, is_on: bool = True) -> None:
         self.device, self.is_on = device, is_on

@@ -10,7 +10,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompts:
-    """Token ids padded on the right, and how many of each row are real. The host knows the lengths: they size the cache."""
+    """Token ids padded on the right, and the number of real tokens in each row.
+
+    `lengths` are on the host, because they decide the size of the KV cache.
+    """
 
     input_ids: Int[torch.Tensor, "batch seq"]
     lengths: tuple[int, ...]
@@ -26,7 +29,8 @@ class Prompts:
 
     @classmethod
     def of(cls, prompts: Int[torch.Tensor, "batch seq"] | Sequence[Int[torch.Tensor, " _"]]) -> "Prompts":
-        """Equally long rows of one tensor, or a sequence of vectors of any lengths."""
+        """Build a batch from a tensor of equally long rows, or a sequence of vectors of any
+        lengths."""
         if isinstance(prompts, torch.Tensor):
             return cls(input_ids=prompts, lengths=(prompts.shape[1],) * len(prompts))
         if not prompts:
@@ -34,6 +38,6 @@ class Prompts:
         return cls(input_ids=pad_sequence(list(prompts), batch_first=True), lengths=tuple(len(prompt) for prompt in prompts))
 
     def last(self, values: Shaped[torch.Tensor, "batch seq *rest"]) -> Shaped[torch.Tensor, "batch *rest"]:
-        """Of values at every token (ids, hidden states), those at each row's last real one."""
+        """Return the values (ids, hidden states) at each row's last real token."""
         row = torch.arange(len(self.lengths), device=values.device)
         return values[row, torch.tensor(self.lengths, device=values.device) - 1]

@@ -1,4 +1,4 @@
-"""From logits to the distribution that is sampled from, and the only things that are ever left to chance."""
+"""Sampling: from logits to probabilities, and every random decision of the decode loop."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ MIN_PRECISION = torch.float32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Parameters of sampling, in the order in which they act (transformers' own): temperature, top-k, top-p."""
+    """Parameters of sampling, in the order in which they act (as in transformers)."""
 
     temperature: float = 1.0
     """0 is greedy: all probability on the arg-max."""
     top_k: int | None = None
-    """Keep the k likeliest tokens."""
+    """Keep only the k most probable tokens; None keeps all."""
     top_p: float | None = None
-    """Keep the fewest likeliest tokens whose probabilities sum to at least top_p."""
+    """Keep the smallest set of most probable tokens with a sum of at least top_p; None keeps all."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -35,15 +35,16 @@ class Sampling:
 
 
 def warp(logits: Float[torch.Tensor, "*batch vocab"], sampling: Sampling) -> Float[torch.Tensor, "*batch vocab"]:
-    """The distribution that `sampling` makes of logits: the only place where its parameters act, for targets and drafters.
+    """Return the distribution that `sampling` makes of logits.
 
-    Probabilities are in float32, or in float64 where the logits are. Of equally likely tokens at the edge of top-k
-    torch's topk chooses, at that of top-p the first.
+    The parameters of sampling act nowhere else, neither for targets nor for drafters. Probabilities
+    are in float32, or in float64 if the logits are. Ties at the edge of top-k are broken by torch's
+    topk, and ties at the edge of top-p in favour of the first token.
     """
     logits = logits.to(torch.promote_types(logits.dtype, MIN_PRECISION))
-    if sampling.temperature < torch.finfo(logits.dtype).tiny:  # as good as 0, which it would be rounded to
+    if sampling.temperature < torch.finfo(logits.dtype).tiny:  # would be rounded to 0
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-    # Below 0 first, so that a tiny temperature makes -inf of the others, and not inf - inf.
+    # Subtract the maximum first: a tiny temperature then gives -inf, and not inf - inf.
     probs = ((logits - logits.max(-1, keepdim=True).values) / sampling.temperature).softmax(-1)
     if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
         top = probs.topk(sampling.top_k, dim=-1)
@@ -51,9 +52,9 @@ def warp(logits: Float[torch.Tensor, "*batch vocab"], sampling: Sampling) -> Flo
         probs = probs / probs.sum(-1, keepdim=True)
     if sampling.top_p is not None and sampling.top_p < 1:
         ranked, order = probs.sort(dim=-1, descending=True, stable=True)
-        before = ranked.cumsum(-1) - ranked  # the sum of all likelier tokens
+        before = ranked.cumsum(-1) - ranked  # the sum over all more probable tokens
         ranked = ranked.masked_fill(before >= sampling.top_p, 0.0)
-        ranked[..., 0] = ranked[..., 0].clamp(min=torch.finfo(ranked.dtype).tiny)  # the likeliest always stays
+        ranked[..., 0] = ranked[..., 0].clamp(min=torch.finfo(ranked.dtype).tiny)  # the most probable token always stays
         probs = torch.zeros_like(probs).scatter_(-1, order, ranked)
         probs = probs / probs.sum(-1, keepdim=True)
     return probs
@@ -61,7 +62,10 @@ def warp(logits: Float[torch.Tensor, "*batch vocab"], sampling: Sampling) -> Flo
 
 @runtime_checkable
 class Chance(Protocol):
-    """Decides in a generator's place what is left to chance: a certificate plays every outcome, `RowSeeds` each row apart."""
+    """Source of random decisions in place of a torch.Generator.
+
+    A certificate enumerates every outcome; `RowSeeds` decides for each row on its own.
+    """
 
     def draw(self, probs: torch.Tensor) -> torch.Tensor: ...
     def flip(self, probs: torch.Tensor) -> torch.Tensor: ...
@@ -71,9 +75,11 @@ Randomness = torch.Generator | Chance | None
 
 
 def draw(probs: Float[torch.Tensor, "*batch vocab"], generator: Randomness = None) -> Int[torch.Tensor, "*batch"]:
-    """One token of each distribution; needs no normalisation and no read by the host.
+    """Draw one token from each distribution.
 
-    Of independent exponential clocks with rates p, the first to ring is token i with probability p(i) / sum(p).
+    The distributions need not be normalised, and the host doesn't wait.
+    Of independent exponential clocks with rates p, the first to ring is token i with probability
+    p(i) / sum(p).
     """
     if isinstance(generator, Chance):
         return generator.draw(probs)
@@ -86,9 +92,10 @@ def choose(
     max_depth: int,
     generator: Randomness = None,
 ) -> Int[torch.Tensor, "batch entry"]:
-    """One token after each entry of a tree, `depths` tokens after the first one: only those on one path will be used.
+    """Choose one token after each entry of a tree, at its depth. One path of them will be used.
 
-    Entries of one depth share their clocks, so that after the same text they choose the same token.
+    `depths` counts tokens after entry 0. Entries of one depth share their clocks, so after the same
+    text they choose the same token.
     """
     if isinstance(generator, RowSeeds):
         return generator.choose(probs, depths, max_depth)
@@ -102,9 +109,10 @@ def choose(
 def draw_several(
     probs: Float[torch.Tensor, "*batch vocab"], count: int, generator: Randomness = None
 ) -> Int[torch.Tensor, "*batch count"]:
-    """`count` different tokens of each distribution, drawn one after the other without replacement, in that order.
+    """Draw `count` different tokens from each distribution without replacement, in order.
 
-    The clocks of `draw`: who rings second is drawn from what the first has left. Needs as many tokens of positive probability.
+    The clocks are those of `draw`: the second to ring is a draw from the tokens that remain. At
+    least `count` tokens must have a positive probability.
     """
     if isinstance(generator, Chance):
         drawn = []
@@ -116,24 +124,28 @@ def draw_several(
 
 
 def flip(probs: Float[torch.Tensor, "*batch"], generator: Randomness = None) -> Bool[torch.Tensor, "*batch"]:
-    """One coin for each probability."""
+    """Flip one coin for each probability; True with that probability."""
     if isinstance(generator, Chance):
         return generator.flip(probs)
     return torch.rand(probs.shape, dtype=probs.dtype, device=probs.device, generator=generator) < probs
 
 
 class RowSeeds:
-    """A seed for each row of a batch: its text is the same alone, among any neighbours, and in any place among them.
+    """A seed for each row of a batch: a row's text doesn't depend on its batch.
 
-    And it is the same with any drafter whose trees are functions of the text: token t of an answer is chosen by a draw of its
-    own, made of the row's seed and t alone, so that plain decoding and tree decoding with the same seeds give the very same
-    text. (The idea is that of common random numbers; for drafters, "drafter invariance", arXiv 2408.07978.) It remains exact:
-    whether a tree is there or not, the draw of token t is independent of the text before it.
+    A row decodes the same text alone, with any neighbours, and at any index of the batch. The text
+    is also the same with every drafter whose trees are functions of the text: the draw of token t
+    of an answer depends on the row's seed and on t alone. So plain decoding and tree decoding with
+    the same seeds emit the same text. (The idea is common random numbers; for drafters, "drafter
+    invariance", arXiv 2408.07978.) Sampling stays exact: with or without a tree, the draw of token
+    t is independent of the text before it.
 
-    Other decisions (`draw`, `flip`) are made of the seed, t, and how many were made since. On a CPU the values that a seeded
-    generator gives first do not depend on how many are asked for, so padding behind a row's own nodes
-    changes nothing; elsewhere that matters to drawn trees only, which are of one size in all batches.
-    Good for one call of `generate`.
+    Other decisions (`draw`, `flip`) are seeded by the seed, t, and the number of earlier decisions.
+    On a CPU the first values of a seeded generator don't depend on how many values are drawn, so
+    padding after a row's nodes changes nothing. On other devices this matters only to drawn trees,
+    which have one size in all batches.
+
+    Use an instance for one call of `generate`.
     """
 
     def __init__(self, seeds: Sequence[int], positions: Sequence[int] | None = None) -> None:
@@ -158,7 +170,7 @@ class RowSeeds:
         return self._fill(probs, torch.Tensor.uniform_) < probs
 
     def after(self, num_emitted: Sequence[int], rows: Sequence[int]) -> "RowSeeds":
-        """The seeds of these rows of the batch, whose answers have grown by so many tokens."""
+        """Return the seeds of these rows after their answers have grown by `num_emitted` tokens."""
         positions = [self._positions[row] + num_emitted[row] for row in rows]
         return RowSeeds([self.seeds[row] for row in rows], positions)
 
@@ -176,16 +188,16 @@ class RowSeeds:
 
 
 def wind_clocks(clocks: Float[torch.Tensor, " vocab"], seed: int, position: int) -> Float[torch.Tensor, " vocab"]:
-    """Set the clocks by which `RowSeeds.choose` picks token `position` of a row's answer, in place.
+    """Set, in place, the clocks by which `RowSeeds.choose` picks token `position` of an answer.
 
-    The token is the arg-max of probs / clocks, and so of logits / temperature - log(clocks): whoever has the logits can say how
-    narrow a choice was.
+    The token is the arg-max of probs / clocks, which is that of logits / temperature - log(clocks).
+    So the logits show how narrow a choice was.
     """
     return clocks.exponential_(generator=_generator(clocks.device, seed, position))
 
 
 def _generator(device: torch.device, *parts: int) -> torch.Generator:
-    # A string is hashed: neighbouring seeds, positions and decisions get unrelated streams.
+    # Random hashes a string, so neighbouring seeds, positions and decisions get unrelated streams.
     return torch.Generator(device).manual_seed(Random("/".join(map(str, parts))).getrandbits(63))
 
 

@@ -1,4 +1,4 @@
-"""Where an answer ends: exactly where plain decoding would end it, also inside an accepted path."""
+"""Stop rules: an answer ends where plain decoding ends it, even inside an accepted path."""
 
 from collections.abc import Collection, Sequence
 from enum import StrEnum
@@ -6,7 +6,7 @@ from enum import StrEnum
 from transformers import PreTrainedTokenizerBase
 
 BYTES_PER_CHAR = 4
-"""UTF-8 needs at most so many, and a token of a byte-level vocabulary may be one of them."""
+"""Most bytes of a character in UTF-8; a token of a byte-level vocabulary may be one byte."""
 
 
 class Finish(StrEnum):
@@ -21,9 +21,9 @@ class Finish(StrEnum):
 class Stopping:
     """The stop rules of a batch, and the answers so far.
 
-    A stop token is emitted and ends the answer. A stop string ends it with the token whose text completes the string; it needs
-    the tokenizer. `max_new_tokens` (one limit, or one for each prompt) and the context window end an answer after so many
-    tokens.
+    A stop token is emitted and ends the answer. A stop string ends the answer with the token whose
+    text completes the string; it needs the tokenizer. `max_new_tokens` (one limit, or one per
+    prompt) and the context window bound the answer's length in tokens.
     """
 
     def __init__(
@@ -55,11 +55,15 @@ class Stopping:
         self._stop_ids = frozenset(stop_ids)
         self._stop_strings = tuple(stop_strings)
         self._tokenizer = tokenizer
-        # A string that ends with the newest token lies in so many of the last tokens (and some that are no text).
+        # Decode only the last tokens: a string that ends with the newest token lies in the last
+        # `_tail` tokens. The constant is for special tokens, which have no text.
         self._tail = BYTES_PER_CHAR * max(map(len, stop_strings), default=0) + 8
 
     def add(self, row: int, tokens: Sequence[int]) -> tuple[tuple[int, ...], Finish | None]:
-        """A step's new tokens of a row, up to the answer's end, and why it ended, if it did."""
+        """Append a row's new tokens up to the answer's end. Return them, and why the answer ended.
+
+        The reason is None if the answer continues.
+        """
         answer = self.answers[row]
         for index, token in enumerate(tokens):
             answer.append(token)

@@ -1,4 +1,4 @@
-"""Steps as text, while they are decoded."""
+"""Streaming: the text of steps, printed while they are decoded."""
 
 from collections.abc import Iterable
 
@@ -9,10 +9,11 @@ from .types import Step
 
 
 def stream_text(steps: Iterable[Step], streamer: BaseStreamer) -> list[int]:
-    """Hand one prompt's tokens to a streamer of transformers (`TextStreamer`, say) as they come; returns them all.
+    """Pass one prompt's tokens to a streamer of transformers as they come; return all of them.
 
-    Raises ValueError for a batch of several prompts: its texts would mix. A streamer that skips a prompt would skip the first
-    tokens instead, since the steps don't hold the prompt; leave its `skip_prompt` off.
+    Raises ValueError for a batch of several prompts, whose texts would mix. Leave the streamer's
+    `skip_prompt` (of `TextStreamer`, for example) off: the steps don't contain the prompt, so it
+    would skip the first tokens of the answer.
     """
     answer: list[int] = []
     for step in steps:

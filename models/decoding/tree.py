@@ -1,4 +1,4 @@
-"""The draft tree: every drafter's proposal, whatever its shape."""
+"""The draft tree: the proposal of every drafter."""
 
 from copy import copy
 from dataclasses import dataclass, field
@@ -11,38 +11,43 @@ from .types import NO_NODE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """How the draft tokens of a tree were drawn at random: what exact acceptance must know of it."""
+    """Record of how a tree's draft tokens were drawn at random. Exact acceptance needs it."""
 
     probs: Float[torch.Tensor, "batch entry vocab"]
-    """The warped distribution that the children of each entry were drawn from. Entry 0 is the last committed token, entry n + 1
-    is node n."""
+    """The warped distribution that the children of each entry were drawn from.
+
+    Entry 0 is the last committed token, entry n + 1 is node n.
+    """
     max_children: int
-    """Bound of the number of siblings."""
+    """Upper bound of the number of siblings."""
     with_replacement: bool = False
-    """Whether siblings were drawn independently, so that they may be equal."""
+    """Whether siblings were drawn independently, and so may be equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftTree:
     """Draft tokens hanging from the last committed token.
 
-    `parents[b, n]` is the node that node n follows, NO_NODE where it follows the last committed token; a parent comes before
-    its children. Rows with fewer nodes than others are padded at the end with NO_NODE in `tokens` and `parents`. `max_depth`
-    bounds the length of any path. A chain is `parents = [-1, 0, 1, ...]`.
+    `parents[b, n]` is the parent of node n, or NO_NODE if node n follows the last committed token.
+    A parent comes before its children. Rows with fewer nodes are padded at the end with NO_NODE, in
+    `tokens` and `parents`. `max_depth` bounds the length of any path. A chain is `parents = [-1, 0,
+    1, ...]`.
 
-    Derived: `lineage[b, n]` lists node n, its parent, and so on up to the root's child, then NO_NODE. For the tree
+    Derived: `lineage[b, n]` lists node n, its parent, and so on up to the root's child, then
+    NO_NODE. For the tree
 
         last token ─┬─ 0 ─┬─ 2          parents = [-1, -1, 0, 0]
                     └─ 1  └─ 3          lineage = [[0, -1], [1, -1], [2, 0], [3, 0]]
 
-    The values are not checked here, since reading them would stall an accelerator: tests do that.
+    The constructor doesn't check the values, because reading them would stall an accelerator. Tests
+    check them.
     """
 
     tokens: Int[torch.Tensor, "batch node"]
     parents: Int[torch.Tensor, "batch node"]
     max_depth: int
     drawn: Drawn | None = None
-    """None where the tree is a function of the text; siblings must then be different tokens."""
+    """None if the tree is a function of the text; siblings must then be different tokens."""
     lineage: Int[torch.Tensor, "batch node depth"] = field(init=False)
     depths: Int[torch.Tensor, "batch node"] = field(init=False)
     """1 for a child of the last committed token; 0 for padding."""
@@ -62,50 +67,50 @@ class DraftTree:
         return self.tokens.shape[1]
 
     def trimmed(self, bucket: int = 1) -> "DraftTree":
-        """Return the tree without the padding that all rows have, in sizes that are multiples of
-        `bucket`, or its own.
+        """Return the tree without the padding that all rows share.
 
-        The host reads the number of nodes of the fullest row, and so waits for an accelerator. Not
-        for trees that were drawn.
+        The new size is a multiple of `bucket`, at most the old size. The host reads the number of
+        nodes of the fullest row, and so waits for an accelerator. Drawn trees can't be trimmed.
         """
         assert self.drawn is None
         num_nodes = int((self.tokens != NO_NODE).sum(1).max()) if self.num_nodes else 0
         num_nodes = min(-(-num_nodes // bucket) * bucket, self.num_nodes)
-        tree = copy(self)  # what is derived is cut as well, and not computed again
+        tree = copy(self)  # slices the derived fields too, instead of recomputing them
         for name in ("tokens", "parents", "lineage", "depths"):
             object.__setattr__(tree, name, getattr(self, name)[:, :num_nodes])
         return tree
 
 
 def empty_tree(batch: int, device: torch.device) -> DraftTree:
-    """The proposal of nothing: decoding with it is plain autoregressive decoding."""
+    """Return a tree without nodes: decoding with it is plain autoregressive decoding."""
     none = torch.empty(batch, 0, dtype=torch.long, device=device)
     return DraftTree(tokens=none, parents=none, max_depth=0)
 
 
 def chain_tree(tokens: Int[torch.Tensor, "batch depth"]) -> DraftTree:
-    """A single path: each token follows the one before it."""
+    """Return a tree of a single path: each token follows the one before it."""
     depth = tokens.shape[1]
     parents = torch.arange(-1, depth - 1, device=tokens.device).expand_as(tokens)
     return DraftTree(tokens=tokens, parents=parents, max_depth=depth)
 
 
 def depths(lineage: Int[torch.Tensor, "batch node depth"]) -> Int[torch.Tensor, "batch node"]:
-    """How far each node is from the last committed token; 0 for padding."""
+    """Return each node's distance from the last committed token; 0 for padding."""
     return (lineage != NO_NODE).sum(-1)
 
 
 def tree_tokens(
     tokens: Int[torch.Tensor, "batch node"], parents: Int[torch.Tensor, "batch node"]
 ) -> tuple[Int[torch.Tensor, " batch"], Int[torch.Tensor, " batch"]]:
-    """What merging shared prefixes saves (arXiv 2403.09919, section 3.3): the draft tokens of each row's tree, and those of its
-    paths written out one by one, from the first draft token to each leaf. Padding counts in neither.
+    """Count the draft tokens of each row's tree, and those of its paths written out one by one.
 
+    The difference is the saving of merged prefixes (arXiv 2403.09919, section 3.3). A path runs
+    from the first draft token to a leaf. Neither number counts padding.
         A ─┬─ B ─┬─ C        5 tokens as a tree; as paths A B C, A B D and A E they are 8
            └─ E  └─ D
     """
     real = tokens != NO_NODE
-    # Entry 0 takes what hangs from the last committed token, and padding.
+    # Entry 0 collects the children of the last committed token, and padding.
     is_parent = torch.zeros_like(torch.nn.functional.pad(real, (1, 0))).scatter(1, parents + 1, True)[:, 1:]
     depth, above = real.long(), parents
     while bool((above != NO_NODE).any()):
@@ -118,7 +123,7 @@ def _lineage(
     tokens: Int[torch.Tensor, "batch node"], parents: Int[torch.Tensor, "batch node"], max_depth: int
 ) -> Int[torch.Tensor, "batch node depth"]:
     batch, num_nodes = tokens.shape
-    # Entry 0 stands for "no node" and is its own parent, so that walking up needs no case distinction.
+    # Entry 0 stands for "no node" and is its own parent, so walking up needs no special case.
     parents = torch.nn.functional.pad(parents + 1, (1, 0))  # [batch, node + 1]
     index = torch.arange(1, num_nodes + 1, device=tokens.device).expand(batch, num_nodes)
     node = torch.where(tokens == NO_NODE, 0, index)

@@ -1,4 +1,4 @@
-"""The values of a decode step: what the target computes, and what an acceptance rule decides."""
+"""The data types of a decode step: the target's output, acceptance, and the emitted tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,30 +10,31 @@ from ..phases import PhaseSeconds
 from .stopping import Finish
 
 NO_NODE = -1
-"""Pads node indexes: "no such node"; as a parent it is the last committed token."""
+"""Padding of node indexes: "no such node". As a parent it is the last committed token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetOutput:
-    """One forward pass of the target.
+    """Output of one forward pass of the target.
 
-    Of `verify`: entry 0 belongs to the last committed token, entry n + 1 to node n of the tree. Of `prefill`: `hidden_states`
-    has one entry per prompt token (meaningless on padding) and `logits` only the last one's.
-    `hidden_states` are the last layer's, after the final norm: what the target's head reads.
+    From `verify`: entry 0 belongs to the last committed token, entry n + 1 to node n of the tree.
+    From `prefill`: `hidden_states` has one entry per prompt token (meaningless on padding), and
+    `logits` has only the last prompt token's entry. `hidden_states` are those of the last layer
+    after the final norm, the input of the target's head.
     """
 
     logits: Float[torch.Tensor, "batch entry vocab"]
     hidden_states: Float[torch.Tensor, "batch hidden_entry hidden"]
     features: Float[torch.Tensor, "batch hidden_entry feature"] | None = None
-    """The inputs of the layers that were asked for, side by side."""
+    """The inputs of the requested layers, side by side."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """A number for each row of a batch, as the device and the host know it.
+    """One number for each row of a batch, on the device and on the host.
 
-    Both travel together: code on the device must not wait for the host, and the host must not read
-    the device to choose shapes.
+    Both copies travel together. Code on the device must not wait for the host, and the host must
+    not read the device to choose shapes.
     """
 
     device: Int[torch.Tensor, " batch"]
@@ -57,23 +58,24 @@ class Counts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptedPath:
-    """The accepted draft tokens of a step, after the host has read how many they are.
+    """The accepted draft tokens of a step, after the host has read their number.
 
     `nodes[b, d]` is the accepted node of row b at depth d, NO_NODE past the end of the row's path.
-    It is as wide as the longest of these paths.
+    The tensor is as wide as the longest path.
     """
 
     nodes: Int[torch.Tensor, "batch accepted"]
     num_accepted: Counts
-    """Draft tokens only: a step emits one token more."""
+    """Draft tokens only: a step emits one more token, the bonus token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Acceptance:
     """The path of draft tokens that the target accepts, and the bonus token after it.
 
-    `path[b, d]` is the index of the accepted node at depth d, NO_NODE past the end. `num_accepted` counts draft tokens only,
-    so a step emits `num_accepted + 1` tokens. All of it is on the device: a rule doesn't wait for the host.
+    `path[b, d]` is the index of the accepted node at depth d, NO_NODE past the end. `num_accepted`
+    counts draft tokens only, so a step emits `num_accepted + 1` tokens. All tensors are on the
+    device: a rule doesn't wait for the host.
     """
 
     path: Int[torch.Tensor, "batch depth"]
@@ -85,7 +87,7 @@ class Acceptance:
         return Acceptance(path=self.path[rows], num_accepted=self.num_accepted[rows], bonus_token=self.bonus_token[rows])
 
     def accepted_path(self, num_accepted: Sequence[int]) -> AcceptedPath:
-        """Return the path, given `num_accepted` as the host has read it."""
+        """Return the path with `num_accepted` as the host has read it."""
         longest = max(num_accepted)
         nodes = self.path if longest == self.path.shape[1] else self.path[:, :longest]
         return AcceptedPath(nodes=nodes, num_accepted=Counts(self.num_accepted, tuple(num_accepted)))
@@ -93,20 +95,21 @@ class Acceptance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What one turn of the decode loop emitted, already cut where answers end.
+    """Tokens that one iteration of the decode loop emitted, already cut where answers end.
 
-    The first step is the prefill: it emits the target's first token and has `is_prefill` set. `rows` are the prompts that were
-    still being answered; the other tuples have an entry for each of them.
+    The first step is the prefill: it emits the target's first token and has `is_prefill` set.
+    `rows` are the prompts whose answers were unfinished. The other tuples have one entry for each
+    of them.
     """
 
     rows: tuple[int, ...]
     tokens: tuple[tuple[int, ...], ...]
     finishes: tuple[Finish | None, ...]
-    """Why the answer ended with this step; None where it hasn't ended."""
+    """Why the answer ended with this step; None if it hasn't ended."""
     num_accepted: tuple[int, ...]
-    """Draft tokens that the target accepted, before any cut."""
+    """Draft tokens that the target accepted, including those cut off at an answer's end."""
     num_nodes: int
-    """Draft tokens per row that the target read."""
+    """Draft tokens per row that the target verified, padding included."""
     drawn: bool
     """Whether its draft tokens were drawn at random (`DraftTree.drawn`)."""
     is_prefill: bool
@@ -117,5 +120,5 @@ class Step:
 
     @property
     def unfinished(self) -> list[int]:
-        """The places in `rows` of the answers that haven't ended."""
-        return [place for place, finish in enumerate(self.finishes) if finish is None]
+        """The indexes in `rows` of the unfinished answers."""
+        return [index for index, finish in enumerate(self.finishes) if finish is None]

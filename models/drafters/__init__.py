@@ -1,4 +1,4 @@
-"""The drafters, one a file, and the registry that finds them by name."""
+"""The drafters, one per module, and the registry that maps names to them."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,10 @@ MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name when it is first used: `outrider pull` needs `saved.download` alone, and no transformers."""
+    """Import a name at its first use.
+
+    `outrider pull` needs only `saved.download`, and no transformers.
+    """
     if name not in MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f".{MODULES[name]}", __name__), name)

@@ -1,4 +1,4 @@
-"""Beam search with a recurrent drafter, and the draft tree that it makes (arXiv 2403.09919, sections 3.2 and 3.3)."""
+"""Beam search with a recurrent drafter (arXiv 2403.09919, sections 3.2 and 3.3)."""
 
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -10,16 +10,17 @@ from ..decoding.tree import DraftTree
 from ..decoding.types import NO_NODE
 
 MAX_SEARCH_NODES = 2**14
-"""Nodes that a search may meet: far above what any target gains from, and far below what memory holds."""
+"""Most nodes of a search: far more than any target gains from, and far less than memory holds."""
 
 MAX_CANDIDATES = 2**18
-"""Successors that a search may rank, width x width at each depth: ten times as many as the paper's widest search, of 70 beams
-of 5 tokens."""
+"""Most candidates that a search may rank, width x width at each depth.
+
+Ten times the candidates of the paper's widest search, which has 70 beams of 5 tokens."""
 
 
 @runtime_checkable
 class RecurrentDrafter(Protocol):
-    """What the beam search asks of a drafter; see `Redrafter`."""
+    """A drafter as the beam search uses it; see `Redrafter`."""
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor: ...
     def first_state(self, embedding: torch.Tensor) -> torch.Tensor: ...
@@ -30,10 +31,11 @@ class RecurrentDrafter(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchTree:
-    """All beams that a search held at any depth. Beams share their prefixes, so together they are a tree.
+    """All beams that a search had at any depth. Beams share prefixes, so they form a tree.
 
-    Nodes are ordered by depth, parents before their children; `level_sizes` counts the nodes of each depth.
-    `scores` are log-probabilities of the whole path, which never exceed the parent's.
+    Nodes are ordered by depth, so parents come before their children. `level_sizes` counts the
+    nodes of each depth. `scores` are log-probabilities of the whole path; a child's score never
+    exceeds its parent's.
     """
 
     tokens: Int[torch.Tensor, "batch node"]
@@ -50,10 +52,10 @@ def beam_search(
     width: int,
     length: int,
 ) -> SearchTree:
-    """Search for the `width` likeliest continuations of `length` tokens.
+    """Search for the `width` most probable continuations of `length` tokens.
 
-    There are fewer where the vocabulary is smaller than `width`. All beams advance together: no loop over beams, no read by
-    the host.
+    A vocabulary smaller than `width` gives fewer. All beams advance together: there is no loop over
+    beams, and the host doesn't wait.
     """
     hidden = hidden[:, None]  # [batch, 1, hidden]
     state = drafter.first_state(drafter.embed(last_token))[:, None]  # [batch, beam, hidden]
@@ -62,12 +64,15 @@ def beam_search(
     levels: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     num_nodes = 0
     for depth in range(length):
+        # 1. Rank the successors of all beams, and keep the best.
         logits = drafter.logits(hidden.expand_as(state), state).float()  # [batch, beam, vocab]
         outputs, beam, scores = likeliest_successors(logits, scores, width)
         token = drafter.to_target_tokens(outputs)
+        # 2. Record them as nodes, with back-pointers to their parents.
         levels.append((token, parents_at.gather(1, beam), scores))
         parents_at = torch.arange(num_nodes, num_nodes + token.shape[1], device=token.device).expand_as(token)
         num_nodes += token.shape[1]
+        # 3. Advance the recurrent states.
         if depth + 1 < length:
             state = state.gather(1, beam[..., None].expand(-1, -1, state.shape[-1]))
             state = drafter.next_state(state, drafter.embed(token))
@@ -79,30 +84,32 @@ def beam_search(
 def likeliest_successors(
     logits: Float[torch.Tensor, "batch beam vocab"], scores: Float[torch.Tensor, "batch beam"], width: int
 ) -> tuple[Int[torch.Tensor, "batch next"], Int[torch.Tensor, "batch next"], Float[torch.Tensor, "batch next"]]:
-    """The `width` likeliest among all successors of all beams: outputs, the beam that each follows, and its score."""
-    # No beam can keep more than `width` of its successors: rank those alone, not beam x vocab of them.
+    """Return the `width` most probable successors of all beams: outputs, beam indexes, and
+    scores."""
+    # A beam keeps at most `width` successors, so only those are ranked, not beam x vocab.
     top, outputs = logits.topk(min(width, logits.shape[-1]), dim=-1)
-    # In this order no rounding lifts a child above its parent: what is added is never above 0.
+    # In this order rounding can't lift a child above its parent: the added term is never above 0.
     candidates = (scores[..., None] + (top - logits.logsumexp(-1, keepdim=True))).flatten(1)
     scores, chosen = candidates.topk(min(width, candidates.shape[1]), dim=-1)
     return outputs.flatten(1).gather(1, chosen), chosen // top.shape[-1], scores
 
 
 def pack_survivors(search: SearchTree) -> DraftTree:
-    """The beams that the search ended with, each shared prefix once: the paper's tree (section 3.3).
+    """Return the final beams as a tree, with each shared prefix once: the paper's tree (section
+    3.3).
 
         beams  A B C        depth 1: A        parents  -1
                A B D   ->   depth 2: B E               0 0
                A E F        depth 3: C D F             1 1 2
 
-    The paper finds shared prefixes by comparing beams; here the search has back-pointers.
-    All rows are padded to the most nodes that a tree could have, so the host reads nothing;
+    The paper compares beams to find shared prefixes; here the search has back-pointers. All rows
+    are padded to the largest number of nodes that a tree could have, so the host reads nothing.
     `DraftTree.trimmed` cuts the padding.
     """
     alive = torch.zeros_like(search.tokens)
     end = alive.shape[1]
     alive[:, end - search.level_sizes[-1] :] = 1
-    for size in reversed(search.level_sizes[1:]):  # a node lives where a child of its does
+    for size in reversed(search.level_sizes[1:]):  # a node is alive if one of its children is
         level = slice(end - size, end)
         alive.scatter_reduce_(1, search.parents[:, level], alive[:, level].clone(), "amax")
         end -= size
@@ -110,13 +117,14 @@ def pack_survivors(search: SearchTree) -> DraftTree:
 
 
 def pack_separately(search: SearchTree) -> DraftTree:
-    """The beams that the search ended with, each written out in full, as if none shared a prefix: what `pack_survivors` saves.
+    """Return the final beams, each written out in full, to measure what `pack_survivors` saves.
 
         beams  A B C        depth 1: A A A        parents  -1 -1 -1
                A B D   ->   depth 2: B B E                  0  1  2
                A E F        depth 3: C D F                  3  4  5
 
-    Siblings may be the same token here, which acceptance can bear: what is chosen after a text doesn't depend on the node.
+    Siblings may be the same token here. Acceptance allows that: the target's choice after a text
+    doesn't depend on the node.
     """
     size = search.level_sizes[-1]
     num_nodes = search.tokens.shape[1]
@@ -129,27 +137,32 @@ def pack_separately(search: SearchTree) -> DraftTree:
 
 
 def pack_likeliest(search: SearchTree, num_nodes: int) -> DraftTree:
-    """The `num_nodes` likeliest of all nodes that the search held, dropped beams' too: EAGLE-2's choice (arXiv 2406.16858,
-    section 4.2).
+    """Return the `num_nodes` most probable nodes of the search, dropped beams included.
 
-    No other tree of so many of these nodes has a greater expected number of accepted tokens, where the drafter's
-    probabilities are right. All rows have the same number of nodes (all there are, if fewer), so the host reads nothing.
+    This is EAGLE-2's choice (arXiv 2406.16858, section 4.2). If the drafter's probabilities are
+    right, no other tree of `num_nodes` of these nodes has a greater expected number of accepted
+    tokens. All rows have the same number of nodes (all nodes, if there are fewer), so the host
+    reads nothing.
     """
     num_nodes = min(num_nodes, search.tokens.shape[1])
     return pack(search, likeliest_nodes(search, num_nodes), num_nodes)
 
 
 def likeliest_nodes(search: SearchTree, num_nodes: int) -> Bool[torch.Tensor, "batch node"]:
-    """Mark the `num_nodes` likeliest nodes.
+    """Mark the `num_nodes` most probable nodes.
 
-    Parents come before their children and are at least as likely, so a stable order never takes a child alone.
+    Parents come before their children and have at least their probability, so a stable sort never
+    takes a child without its parent.
     """
     order = search.scores.sort(dim=1, descending=True, stable=True).indices[:, :num_nodes]
     return torch.zeros_like(search.tokens, dtype=torch.bool).scatter_(1, order, True)
 
 
 def pack(search: SearchTree, kept: Bool[torch.Tensor, "batch node"], num_nodes: int) -> DraftTree:
-    """Return the kept nodes as a tree, in their order, padded to `num_nodes`. The parents of kept nodes must be kept too."""
+    """Return the kept nodes as a tree, in order, padded to `num_nodes`.
+
+    The parents of kept nodes must be kept too.
+    """
     index = kept.cumsum(1) - 1  # new number of each kept node
     # Nodes that aren't kept write to a dummy last column, which is cut off below.
     column = torch.where(kept, index, num_nodes)

@@ -1,4 +1,4 @@
-"""The decoder layer of EAGLE's drafters: one of the target's own kind, or of a form that is named, with weights of its own."""
+"""The decoder layer of EAGLE's drafters: of the target's kind, or of another named form."""
 
 import copy
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from ..target.tree_attention import IMPLEMENTATION as GROUPED_HEADS
 from .branches.attention import Entries
 
 LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-"""Exactly these: another norm would have its place, which isn't known."""
+"""Modules that a layer must consist of. Another norm would have an unknown position."""
 PROJECTIONS = {
     *(f"self_attn.{name}_proj" for name in ("q", "k", "v", "o")),
     *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
@@ -31,7 +31,7 @@ FORMS: dict[str, tuple[Any, Any, Any]] = {
     "qwen2": (Qwen2Config, Qwen2DecoderLayer, Qwen2RotaryEmbedding),
     "qwen3": (Qwen3Config, Qwen3DecoderLayer, Qwen3RotaryEmbedding),
 }
-"""Configuration, layer and rotary embeddings of the kinds of layers that a drafter may have whatever its target's are."""
+"""Configuration, layer and rotary embeddings of the forms that a drafter may have."""
 FORM_OPTIONS = frozenset(
     {
         "num_attention_heads",
@@ -45,15 +45,15 @@ FORM_OPTIONS = frozenset(
         "rope_parameters",
     }
 )
-"""What a form may say besides its `model_type`: names of transformers' configurations."""
+"""Options of a form besides its `model_type`, by the names of transformers' configurations."""
 
 
 def check_form(form: dict[str, Any]) -> dict[str, Any]:
-    """Return what `drafter.layer` is. Raises ValueError where that is no known form."""
+    """Return `drafter.layer`. Raises ValueError if it is no known form."""
     if form.get("model_type") not in FORMS:
         raise ValueError(
             f"model_type is {form.get('model_type')!r}; it must be one of {', '.join(FORMS)}, or drafter.layer "
-            "null for a layer of the target's own kind"
+            "null for a layer of the target's kind"
         )
     if unknown := sorted(form.keys() - FORM_OPTIONS - {"model_type"}):
         raise ValueError(f"there is no option {', '.join(unknown)}; there are: {', '.join(sorted(FORM_OPTIONS))}")
@@ -61,45 +61,53 @@ def check_form(form: dict[str, Any]) -> dict[str, Any]:
 
 
 def form_config(target: HFTarget, form: Mapping[str, Any]) -> Any:
-    """transformers' configuration of one layer of a form. What the form doesn't say is as in the target."""
-    own = target.model.config.get_text_config()
+    """Return transformers' configuration of one layer of a form.
+
+    Options that the form leaves out are the target's.
+    """
+    target_config = target.model.config.get_text_config()
     make_config = FORMS[form["model_type"]][0]
-    names = FORM_OPTIONS if own.model_type == form["model_type"] else FORM_OPTIONS - {"attention_bias", "mlp_bias"}
-    options = {name: getattr(own, name) for name in names if getattr(own, name, None) is not None}
+    is_target_kind = target_config.model_type == form["model_type"]
+    names = FORM_OPTIONS if is_target_kind else FORM_OPTIONS - {"attention_bias", "mlp_bias"}
+    options = {name: getattr(target_config, name) for name in names if getattr(target_config, name, None) is not None}
     if "head_dim" in options and "num_attention_heads" in form:
-        del options["head_dim"]  # it follows from the heads
+        del options["head_dim"]  # recomputed from the number of heads
     options |= {name: value for name, value in form.items() if name != "model_type"}
     try:
         return make_config(
             **copy.deepcopy(options),
-            hidden_size=own.hidden_size,
-            vocab_size=own.vocab_size,
-            max_position_embeddings=own.max_position_embeddings,
+            hidden_size=target_config.hidden_size,
+            vocab_size=target_config.vocab_size,
+            max_position_embeddings=target_config.max_position_embeddings,
             num_hidden_layers=1,
         )
     except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
-        raise ValueError(f"transformers can't make a layer of drafter.layer {dict(form)} ({error})") from error
+        raise ValueError(f"transformers can't build a layer of drafter.layer {dict(form)} ({error})") from error
 
 
 def make_rotary(target: HFTarget, form: Mapping[str, Any]) -> nn.Module:
-    """The rotary embeddings of a form."""
+    """Build the rotary embeddings of a form."""
     rotary: nn.Module = FORMS[form["model_type"]][2](form_config(target, form))
     return rotary
 
 
 def make_layer(target: HFTarget, input_width: int, form: Mapping[str, Any] | None = None) -> Any:
-    """A fresh layer of this form, else of the target's own kind, whose attention reads vectors of `input_width`.
+    """Build a fresh layer of this form, or of the target's kind if `form` is None.
 
-    Raises ValueError where the target's layers are built differently.
+    Its attention reads vectors of `input_width`. Raises ValueError if the target's layers have
+    another structure.
     """
+    # 1. A named form is independent of the target's layers.
     if form is not None:
         return _widened(FORMS[form["model_type"]][1], form_config(target, form), input_width)
+    # 2. The target's layers must have the expected modules, unscaled residuals and rotary
+    # embeddings.
     layers = decoder_layers(target.model)
     names = {name for name, _ in layers[0].named_modules()} if layers else set()
     if {name for name in names if name and "." not in name} != LAYER_PARTS or not names >= PROJECTIONS:
         raise ValueError(
-            f"the decoder layers of {type(target.model).__name__} aren't built of attention (q, k, v and o projections), a "
-            "gated MLP and a norm before each, so this drafter can't take over their form; choose the drafter redrafter"
+            f"the decoder layers of {type(target.model).__name__} don't consist of attention (q, k, v and o projections), a "
+            "gated MLP and a norm before each, so this drafter can't use their form; choose the drafter redrafter"
         )
     norms_have_weights = {"input_layernorm.weight", "post_attention_layernorm.weight"} <= {
         name for name, _ in layers[0].named_parameters()
@@ -107,13 +115,14 @@ def make_layer(target: HFTarget, input_width: int, form: Mapping[str, Any] | Non
     if not norms_have_weights or getattr(target.model.config.get_text_config(), "residual_multiplier", 1.0) != 1.0:
         raise ValueError(
             f"the decoder layers of {type(target.model).__name__} scale their residual stream, or have norms without weights, "
-            "which this drafter's layer doesn't; choose the drafter redrafter"
+            "which this drafter's layer doesn't do; choose the drafter redrafter"
         )
     if "rotary_emb" not in dict(target.model.get_decoder().named_children()):
         raise ValueError(
             f"{type(target.model).__name__} has no rotary embeddings, which this drafter's layer needs; choose the drafter "
             "redrafter"
         )
+    # 3. Build a layer of the target's kind.
     return _widened(type(layers[0]), copy.deepcopy(target.model.config.get_text_config()), input_width)
 
 
@@ -128,12 +137,14 @@ def _widened(make: Any, config: Any, input_width: int) -> Any:
 
 @torch.no_grad()
 def start_from_target(layer: Any, fc: nn.Linear, target: HFTarget) -> None:
-    """Let the layer begin as the target's last one, but add nothing yet, and `fc` let through the last of its inputs as it is.
+    """Initialise the layer with the target's last layer; the last feature passes unchanged.
 
-    So the first outputs are the features themselves, at every depth: EAGLE-1's layer, which has no norm at its input, would
-    blow them up otherwise. Where the attention reads a pair, both halves begin with the target's weights: either is a vector of
-    its residual stream.
+    The layer's output projections start at zero, and `fc` starts as the identity on the last part
+    of its input. So the first outputs are the features themselves, at every depth. EAGLE-1's layer
+    has no norm at its input, so its outputs would grow otherwise. If the attention reads a pair,
+    both halves get the target's weights: each half is a vector of its residual stream.
     """
+    # 1. Copy the target's last layer.
     require_plain_weights(decoder_layers(target.model)[-1], "set drafter.init=random")
     source = dict(decoder_layers(target.model)[-1].named_parameters())
     for name, parameter in layer.named_parameters():
@@ -142,10 +153,11 @@ def start_from_target(layer: Any, fc: nn.Linear, target: HFTarget) -> None:
             weight = torch.cat([weight, weight], dim=1)
         if weight is None or weight.shape != parameter.shape:
             raise ValueError(
-                f"the layer of drafter.layer can't start from the target's, which has no {name} of the shape "
+                f"the layer of drafter.layer can't start with the target's weights: the target has no {name} of shape "
                 f"{tuple(parameter.shape)}; set drafter.init=random"
             )
         parameter.copy_(weight)
+    # 2. Zero the output projections, and make `fc` the identity on its last part.
     for parameter in (*layer.self_attn.o_proj.parameters(), *layer.mlp.down_proj.parameters(), *fc.parameters()):
         parameter.zero_()
     fc.weight[:, -fc.out_features :].fill_diagonal_(1.0)
@@ -164,7 +176,10 @@ def _attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface. Without a mask only keys and values are wanted, and the cache has them already."""
+    """Compute attention by transformers' interface.
+
+    Without a mask only keys and values are needed, and the cache already has them: return zeros.
+    """
     if attention_mask is None:
         return torch.zeros_like(query).transpose(1, 2), None
     if entries is not None:
@@ -173,5 +188,5 @@ def _attention(
     return ALL_ATTENTION_FUNCTIONS[GROUPED_HEADS](module, query, key, value, attention_mask, scaling=scaling, **kwargs)
 
 
-# Masks are always given under this name, so it needs no mask function.
+# A mask is always passed when this name is used, so it needs no mask function.
 ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _attention)

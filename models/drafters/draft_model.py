@@ -1,15 +1,16 @@
-"""An independent draft model: any smaller causal LM with the target's vocabulary (arXiv 2211.17192).
+"""An independent draft model: a smaller causal LM with the target's vocabulary.
 
-It is trained by distillation on the target's continuations: text and branches are read in one pass, and entry c_d of a branch
-predicts c_{d+1}. It drafts
+Paper: arXiv 2211.17192. The model is trained by distillation on the target's continuations. Text
+and branches are read in one pass, and entry c_d of a branch predicts c_{d+1}. It drafts one of:
 
     a chain of its arg-max tokens                          top_k 1
-    a tree of its likeliest continuations                  top_k > 1 (EAGLE-2's choice, arXiv 2406.16858, section 4)
+    a tree of its most probable continuations              top_k > 1 (as EAGLE-2, arXiv 2406.16858)
     a chain drawn from its own warped distribution q       temperature > 0
 
-The first two are functions of the text, and speculative sampling accepts a child with the probability p(child) that the target
-gives it. A drawn token is accepted with probability sum min(p, q) (section 3.3), which is more where q is near p: best draw at
-the temperature that the target samples at. Whichever it is, greedy or sampled output is the target's own.
+The first two are functions of the text. Speculative sampling accepts their children with the
+target's probability p(child). A drawn token is accepted with probability sum min(p, q) (section
+3.3), which is higher if q is close to p: so draw at the temperature at which the target samples. In
+all three cases the output follows the target's distribution exactly, greedy or sampled.
 """
 
 from collections.abc import Sequence
@@ -48,30 +49,31 @@ from .vocabulary import DraftVocabulary
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextState:
-    """Texts without their last tokens, which `propose` gets."""
+    """State of a batch of texts without their last tokens, which `propose` gets."""
 
     text: CacheSnapshot
     """Keys and values of the texts without their last two tokens."""
     token: Int[torch.Tensor, " batch"]
-    """The last token but one."""
+    """The second to last token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftedTree:
-    """What the model has read when it has drafted a tree."""
+    """Results of drafting a tree."""
 
     text: CacheSnapshot
-    """Keys and values of the texts without their last token; behind them lie the tree's entries."""
+    """Keys and values of the texts without their last token; the tree's entries follow them."""
     last_token: Int[torch.Tensor, " batch"]
     entries: Int[torch.Tensor, "batch node"]
-    """Where the nodes of the tree lie behind the texts: 0 is the last token, others are nodes that the search read."""
+    """Entry of each node in the cache behind the text. Entry 0 is the last token."""
 
 
 class DraftModel(TrainableDrafter):
-    """Drafts with a model of its own.
+    """Drafter with a model and a KV cache of its own.
 
-    The model's KV cache holds each text without its last two tokens. Each step begins by reading both, although the model may
-    have read the first of them as a draft: so all steps are alike, and drafting `length` tokens deep takes `length` passes.
+    The KV cache holds each text without its last two tokens. Each step begins by reading both,
+    although the model may have read the first of them as a draft token. So all steps are alike, and
+    drafting `length` tokens deep takes `length` passes.
     """
 
     Config = DraftModelConfig
@@ -88,9 +90,11 @@ class DraftModel(TrainableDrafter):
 
     @classmethod
     def for_target(cls, config: DraftModelConfig, target: HFTarget) -> "DraftModel":
-        """Raises ValueError for a model of another tokenizer or vocabulary size, and for sizes that make no model."""
+        """Build the drafter. Raises ValueError for another tokenizer, vocabulary size, or bad
+        sizes."""
+        # 1. Load a model, or build one from a saved or derived architecture.
         if config.architecture is None and torch.get_default_device().type == "meta":
-            raise ValueError("a saved draft model needs its `architecture`, which tells what its weights are; save it again")
+            raise ValueError("a saved draft model needs its `architecture`, which describes its weights; save it again")
         if config.architecture is None and config.path is not None:
             reader = pretrained(config.path, config.tokenizer_options, target)
         else:
@@ -99,16 +103,18 @@ class DraftModel(TrainableDrafter):
             reader = HFTarget(
                 model, target.tokenizer, target.identity, compiled=target.compiled, cuda_graphs=target.cuda_graphs
             )
+        # 2. Check its vocabulary.
         if reader.vocab_size != target.vocab_size:
             raise ValueError(
                 f"the draft model has a vocabulary of {reader.vocab_size} tokens and {target.identity.name} one of "
                 f"{target.vocab_size}; use a smaller model of the same family"
             )
+        # 3. Initialise it from the target's layers, if configured.
         if config.architecture is None:
             if config.init == "target_layers" and config.path is None:
                 first_layers(reader.model, target)
             reader.require_plain_head("choose another draft model")
-        # No path of this machine belongs into a published checkpoint.
+        # 4. Saved configurations contain no local path, since checkpoints are published.
         return cls(replace(config, architecture=architecture_of(reader.model), path=None), reader)
 
     @classmethod
@@ -127,7 +133,7 @@ class DraftModel(TrainableDrafter):
     # --- decoding
 
     def init_state(self, prompts: Prompts, prefill: TargetOutput, *, max_new_tokens: int) -> TextState:
-        """Read the prompts without their last tokens."""
+        """Prefill the prompts, then drop their last tokens from the cache."""
         if max(prompts.lengths) >= self.reader.context_length:
             raise ValueError(
                 f"a prompt of {max(prompts.lengths)} tokens leaves no room for an answer in the draft model's context window "
@@ -142,18 +148,19 @@ class DraftModel(TrainableDrafter):
     def propose(
         self, state: TextState, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
     ) -> tuple[DraftTree, DraftedTree]:
-        """Draft the likeliest continuations that a search meets, or a chain that is drawn at random."""
+        """Draft the most probable continuations of a search, or a chain drawn at random."""
+        # 1. Read the last two tokens of each text: the first is kept, the second starts the tree.
         cache = state.text.writable()
-        # Both tokens belong to the text: read as a chain of one behind the first, which is kept.
         logits = self.reader.read_tree(cache, state.token, chain_tree(last_token[:, None])).logits[:, 1:]
         cache.keep(None, Counts(torch.ones_like(last_token), (1,) * len(last_token)))
+        # 2. Draw a chain, or search.
         if self.config.temperature:
             tree = self._draw(cache, logits, last_token, generator)
             entries = torch.arange(1, tree.num_nodes + 1, device=last_token.device).expand_as(tree.tokens)
         else:
             search = self._search(cache, logits, last_token)
             chosen = likeliest_nodes(search, self.max_nodes)
-            # Node n of the tree is the n-th of those chosen; entry 0 is the last token.
+            # Node n of the tree is the n-th chosen node. Entry 0 is the last token.
             entries = 1 + chosen.long().sort(dim=1, descending=True, stable=True).indices[:, : self.max_nodes]
             tree = pack(search, chosen, min(self.max_nodes, search.tokens.shape[1]))
         return tree, DraftedTree(text=cache.snapshot(), last_token=last_token, entries=entries)
@@ -161,14 +168,14 @@ class DraftModel(TrainableDrafter):
     def _search(
         self, cache: TreeCache, logits: Float[torch.Tensor, "batch 1 vocab"], last_token: Int[torch.Tensor, " batch"]
     ) -> SearchTree:
-        """Search for the likeliest continuations, depth by depth; all nodes but the last depth's are read."""
+        """Search for the most probable continuations by depth; all but the last depth are read."""
         width, length = self.config.top_k, self.config.length
         scores = torch.zeros(logits.shape[:2], device=logits.device)  # log-probability of each path
         nodes = torch.full_like(last_token, NO_NODE)[:, None]  # at the end of each path
         tokens, parents, all_scores = (nodes[:, :0], nodes[:, :0], scores[:, :0])
         sizes: list[int] = []
         while True:
-            # 1. Extend each path by its likeliest tokens, and keep the likeliest paths of all.
+            # 1. Extend each path by its most probable tokens, and keep the most probable paths.
             new, path, scores = likeliest_successors(logits.float(), scores, width)
             tokens, parents = torch.cat([tokens, new], dim=1), torch.cat([parents, nodes.gather(1, path)], dim=1)
             all_scores = torch.cat([all_scores, scores], dim=1)
@@ -187,7 +194,7 @@ class DraftModel(TrainableDrafter):
         last_token: Int[torch.Tensor, " batch"],
         generator: Randomness,
     ) -> DraftTree:
-        """Draw a chain from the model's own distribution."""
+        """Draw a chain from the model's distribution."""
         sampling = Sampling(temperature=self.config.temperature)
         probs, tokens = [warp(logits, sampling)], [draw(warp(logits, sampling)[:, 0], generator)]
         while len(tokens) < self.max_nodes:
@@ -200,9 +207,10 @@ class DraftModel(TrainableDrafter):
         return replace(chain, drawn=Drawn(probs=drawn_from, max_children=1))
 
     def advance(self, drafted: DraftedTree, tree: DraftTree, accepted: AcceptedPath, output: TargetOutput) -> TextState:
-        """Keep what comes before the last two tokens of the new text: the last token and the accepted nodes but one."""
+        """Keep all but the last two tokens of the new text: the last token and all accepted nodes
+        but one."""
         cache, entries = drafted.text.writable(), drafted.entries
-        if not drafted.text.is_newest:  # the cache is a copy of the texts alone: read the tree again
+        if not drafted.text.is_newest:  # the cache is a copy of the texts without the tree: read the tree again
             self.reader.read_tree(cache, drafted.last_token, tree)
             entries = torch.arange(1, tree.num_nodes + 1, device=entries.device).expand_as(tree.tokens)
         kept = None
@@ -226,50 +234,56 @@ class DraftModel(TrainableDrafter):
         self.model.activation_checkpointing_enable()
 
     def loss(self, batch: DrafterBatch, objective: Objective) -> Loss:
-        """The target's continuations behind the batch's positions, teacher-forced, all texts and branches in one pass.
+        """Return the loss of the continuations, teacher-forced, with all branches in one pass.
 
-        Memory grows with the square of a row's tokens, its branches' included: `train.max_positions` bounds it.
+        Memory grows with the square of the number of tokens in a row, branches included.
+        `train.max_positions` bounds it.
         """
+        # 1. Append the branches to their texts: tokens, positions and masks.
         labels, branches = Labels.of(batch), Branches.of(batch)
         num_depths, num_branches, seq = labels.tokens.shape[1], branches.columns.shape[1], branches.num_columns
-        given = branches.spread(labels.given.clamp(min=0)).transpose(1, 2)  # [batch, depth, branch]
-        depth = torch.arange(1, num_depths + 1, device=given.device)[:, None]
-        of_branches = (branches.positions[:, None] + depth).flatten(1)
-        positions = torch.cat([batch.position_ids.expand(len(given), -1), of_branches], dim=1)
-        positions = positions.clamp(max=self.reader.context_length - 1)  # as when it drafts beyond them
+        previous = branches.spread(labels.previous.clamp(min=0)).transpose(1, 2)  # [batch, depth, branch]
+        depth = torch.arange(1, num_depths + 1, device=previous.device)[:, None]
+        branch_positions = (branches.positions[:, None] + depth).flatten(1)
+        positions = torch.cat([batch.position_ids.expand(len(previous), -1), branch_positions], dim=1)
+        positions = positions.clamp(max=self.reader.context_length - 1)  # as in drafting past the context window
+        # 2. Read texts and branches.
         states, _ = self.reader.read_texts(
-            input_ids=torch.cat([batch.input_ids, given.flatten(1)], dim=1),
+            input_ids=torch.cat([batch.input_ids, previous.flatten(1)], dim=1),
             attention_mask=self._masks(branches.whole_mask(num_depths, with_own_column=True), positions),
             position_ids=positions,
         )
+        # 3. Score the branches' outputs.
         outputs = states[:, seq:].unflatten(1, (num_depths, num_branches)).transpose(1, 2)
         inputs = branches.collect(outputs)[labels.known]
         vocabulary = DraftVocabulary(size=self.reader.vocab_size)
         return score(self.reader.head, (inputs,), labels, batch, objective, vocabulary=vocabulary)
 
     def _masks(self, visible: torch.Tensor, positions: Int[torch.Tensor, "batch query"]) -> Any:
-        """The additive mask of each kind of layer, as transformers' models take them.
+        """Return the additive mask of each kind of layer, as transformers' models take them.
 
-        A window is counted in positions, which start anew with every text of a row; `visible` keeps to the own text anyway.
+        A window counts positions, which start again at 0 for each text of a row. `visible` never
+        crosses texts, so this is right.
         """
         back = (positions[:, :, None] - positions[:, None])[:, None]
-        seen = {kind: visible if window is None else visible & (back < window) for kind, window in self._kinds.items()}
+        by_kind = {kind: visible if window is None else visible & (back < window) for kind, window in self._kinds.items()}
         dtype = self.reader.dtype
         masks = {
-            kind: torch.zeros_like(each, dtype=dtype).masked_fill_(~each, hidden_score(dtype)) for kind, each in seen.items()
+            kind: torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, hidden_score(dtype)) for kind, seen in by_kind.items()
         }
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
 def tied_parameters(module: nn.Module) -> dict[str, str]:
-    """Names of parameters that are another's too, such as a head that is the embeddings, and that one's."""
+    """Map the name of each tied parameter, such as a head, to the name that it is stored under."""
     first: dict[nn.Parameter, str] = {}
-    names = {name: first.setdefault(each, name) for name, each in module.named_parameters(remove_duplicate=False)}
+    parameters = module.named_parameters(remove_duplicate=False)
+    names = {name: first.setdefault(parameter, name) for name, parameter in parameters}
     return {name: other for name, other in names.items() if name != other}
 
 
 def _drop_tied(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """A file holds no tensor twice."""
+    """Drop tied tensors before saving: a file holds no tensor twice."""
     for name in tied_parameters(module):
         state_dict.pop(prefix + name, None)
 

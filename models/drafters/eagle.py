@@ -1,10 +1,13 @@
-"""EAGLE-1 and EAGLE-2: one decoder layer that predicts the target's next last hidden state (arXiv 2401.15077, 2406.16858).
+"""EAGLE-1 and EAGLE-2: one decoder layer that predicts the target's next last hidden state.
 
-    x = fc([e ; f]),   a = x + attention(x),   g = a + MLP(norm(a)),   logits = target's head(g)        (section 3.1)
+Papers: arXiv 2401.15077 and 2406.16858.
 
-with e the target's own frozen embedding of the next token and f the target's last hidden state, or the layer's own output where
-that isn't known yet. The layer has no norm at its input and none at its output. The two papers differ in the draft tree alone
-(`tree: static` and `tree: dynamic`).
+    x = fc([e ; f]),   a = x + attention(x),   g = a + MLP(norm(a)),   logits = target's head(g)
+
+(section 3.1). Here e is the target's frozen embedding of the next token. f is the target's last
+hidden state, or the layer's previous output if that state isn't known yet. The layer has no norm at
+its input and none at its output. The two papers differ only in the draft tree (`tree: static` and
+`tree: dynamic`).
 """
 
 from dataclasses import replace
@@ -26,26 +29,31 @@ from .feature_drafter import FeatureDrafter, TreeOptions
 from .objective import Labels, Loss, Objective, score
 
 MEASURED_EVERY = 4
-"""Depths that aren't trained cost a layer and a head each, for an estimate: so it is made of a share of the positions."""
+"""One in so many positions is measured at untrained depths.
+
+Each such depth costs a layer and a head, only for an estimate.
+"""
 
 
 @dataclass(kw_only=True, config=OPTIONS)
 class EagleConfig(TreeOptions):
-    """How an EAGLE-1 or EAGLE-2 drafter is trained, and how it drafts by default."""
+    """Options of an EAGLE-1 or EAGLE-2 drafter: its training, and how it drafts by default."""
 
     bias: bool = False
     """Whether `fc` has a bias."""
     init: Annotated[str, one_of("random", "target")] = "target"
-    """`target`: the layer starts as the target's last one, but adds nothing yet, so that it lets the feature through; `random`:
-    from nothing, as in the paper."""
+    """`target`: the layer starts with the weights of the target's last layer, but its output
+    projections start at zero, so the feature passes through unchanged. `random`: random weights, as
+    in the paper."""
     regression_weight: NonNegativeFloat = 1.0
     """Weight of the smooth L1 distance to the target's next feature (EAGLE-1, section 3.2)."""
     classification_weight: NonNegativeFloat = 0.1
-    """Weight of the objective on the tokens."""
+    """Weight of the objective on tokens."""
     feature_noise: NonNegativeFloat = 0.1
-    """In training, uniform noise of up to this size is added to the features (EAGLE-1, section 3.2)."""
+    """Largest uniform noise added to the features in training (EAGLE-1, section 3.2)."""
     unroll: PositiveInt = 1
-    """Depths trained; the papers train the first only. Deeper ones are fed the drafter's own outputs, as in drafting."""
+    """Depths trained; the papers train only the first. Deeper ones read the drafter's own outputs,
+    as in drafting."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,7 +62,7 @@ class EagleConfig(TreeOptions):
 
 
 class Eagle(FeatureDrafter):
-    """The drafter of features: what it feeds back is what the target's head reads."""
+    """EAGLE-1 and EAGLE-2. The layer's output approximates the input of the target's head."""
 
     Config = EagleConfig
     config: EagleConfig
@@ -64,13 +72,14 @@ class Eagle(FeatureDrafter):
         self.config = config
         self.fc = nn.Linear(2 * target.hidden_size, target.hidden_size, bias=config.bias)
         self.layer.input_layernorm = nn.Identity()
-        # Read, not owned: in a tuple, it is neither saved nor trained with the drafter.
+        # A reference only: in a tuple, it is neither saved nor trained with the drafter.
         self._head = (target.head,)
 
     @classmethod
     def for_target(cls, config: EagleConfig, target: HFTarget) -> "Eagle":
         drafter = cls(config, target)
-        with torch.device(target.device):  # sizes may be asked for without memory: the target is there all the same
+        # This may run on the meta device to find shapes; the target has a real device all the same.
+        with torch.device(target.device):
             target.require_plain_head()
         if config.init == "target":
             start_from_target(drafter.layer, drafter.fc, target)
@@ -96,22 +105,28 @@ class Eagle(FeatureDrafter):
         return logits
 
     def loss(self, batch: DrafterBatch, objective: Objective) -> Loss:
-        """Regression of the target's next feature, where the continuation keeps to the text, and the objective on the tokens
-        (EAGLE-1, section 3.2). Depths that aren't trained have no sums: they are counted for the estimate of what decoding
-        accepts, in training at every MEASURED_EVERY-th position.
+        """Return the regression to the target's next feature plus the objective on tokens.
+
+        Regression counts only where the continuation follows the text (EAGLE-1, section 3.2).
+        Untrained depths have no sums. They have counts and hits, for the estimate of accepted
+        tokens; in training these come from every MEASURED_EVERY-th position.
         """
+        # 1. Features, with noise in training only: validation must not change the random state.
         all_labels = Labels.of(batch)
         labels = all_labels.first(self.config.unroll)
         features = self.target_features(batch)
         noisy = features
-        if self.training and self.config.feature_noise:  # otherwise nothing is drawn: validation must not change training
+        if self.training and self.config.feature_noise:
             noisy = features + self.config.feature_noise * (2 * torch.rand_like(features) - 1)
+        # 2. The objective on tokens, at the trained depths.
         outputs = self.unroll(batch, labels, noisy)
         loss = self._score(labels, outputs, batch, objective)
+        # 3. The distance to the target's next features, and the weighted sum of both.
         next_features = features.flatten(0, 1)[labels.text_index]  # [position, depth, hidden]
         distance = F.smooth_l1_loss(outputs, next_features.to(outputs.dtype), reduction="none").mean(-1)
         regression = (distance * (labels.on_text & labels.known)).sum(0)
         sums = self.config.classification_weight * loss.sums + self.config.regression_weight * regression
+        # 4. Counts of the untrained depths.
         if all_labels.tokens.shape[1] > len(sums):
             loss = self._with_untrained_depths(loss, batch, noisy, objective)
         return replace(loss, sums=sums)
@@ -120,10 +135,10 @@ class Eagle(FeatureDrafter):
     def _with_untrained_depths(
         self, loss: Loss, batch: DrafterBatch, features: Float[torch.Tensor, "batch seq hidden"], objective: Objective
     ) -> Loss:
-        """The loss with counts and hits of the depths behind those that it is of."""
+        """Return the loss with counts and hits of the untrained depths added."""
         if self.training:
-            places = batch.positions.flatten().nonzero()[:, 0][::MEASURED_EVERY]
-            positions = torch.zeros_like(batch.positions).flatten().index_fill(0, places, True)
+            measured_positions = batch.positions.flatten().nonzero()[:, 0][::MEASURED_EVERY]
+            positions = torch.zeros_like(batch.positions).flatten().index_fill(0, measured_positions, True)
             batch = replace(batch, positions=positions.view_as(batch.positions))
         labels, num_trained = Labels.of(batch), len(loss.sums)
         measured = self._score(labels, self.unroll(batch, labels, features), batch, objective, trained_depths=0)

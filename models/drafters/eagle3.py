@@ -1,10 +1,10 @@
-"""EAGLE-3: one decoder layer over fused features of three of the target's layers (arXiv 2503.01840).
+"""EAGLE-3: one decoder layer over fused features of three target layers (arXiv 2503.01840).
 
-    h = fc([features of three layers])  at the first depth, the layer's own output at deeper ones       (section 3.1)
+    h = fc([features of three layers])  at the first depth, at others the layer's previous output
     a = h + attention([norm(e) ; norm(h)]),   g = a + MLP(norm(a)),   logits = lm_head(norm(g))
 
-with e the target's own frozen embedding of the next token. There is no loss on features; training goes over its own outputs as
-drafting does (section 3.2).
+(section 3.1). Here e is the target's frozen embedding of the next token. There is no loss on
+features. Training unrolls the drafter over its own outputs, as drafting does (section 3.2).
 """
 
 import copy
@@ -29,29 +29,34 @@ from .vocabulary import ReducedVocabulary
 
 @dataclass(kw_only=True, config=OPTIONS)
 class Eagle3Config(TreeOptions):
-    """Shape of an EAGLE-3 drafter, how it is trained, and how it drafts by default."""
+    """Options of an EAGLE-3 drafter: its shape, its training, and how it drafts by default."""
 
     feature_layers: Distinct[NonNegativeInt] | None = None
-    """Layers of the target whose inputs it reads; None is an early, a middle and a late one: 2, half and the last but two of
-    them (fewer where these coincide)."""
+    """Layers of the target whose inputs the drafter reads.
+
+    None: an early, a middle and a late layer, with the numbers 2, half of the number of layers, and
+    the last but two (fewer if these coincide)."""
     draft_vocab_size: PositiveInt | None = None
-    """Draft only this many tokens, the commonest in the distilled data; None is the whole vocabulary."""
+    """Number of tokens to draft, the most frequent of the distilled data; None is the whole
+    vocabulary."""
     init: Annotated[str, one_of("random", "target")] = "target"
-    """`target`: layer, norm and head start as the target's last ones, but the layer adds nothing yet, so that the latest of its
-    features goes through; `random`: from nothing, as in the paper."""
+    """`target`: layer, norm and head start with the weights of the target's last ones, but the
+    layer's output projections start at zero, so the latest feature passes through unchanged.
+    `random`: random weights, as in the paper."""
     loss_decay: Share = 0.8
-    """The loss at each depth counts this much of that at the depth before."""
+    """Factor of the loss from each depth to the next."""
 
 
 def default_feature_layers(num_layers: int) -> list[int]:
-    """An early, a middle and a late layer: those that EAGLE-3's release reads."""
+    """Return an early, a middle and a late layer: the layers that EAGLE-3's release reads."""
     return sorted({min(2, num_layers - 1), num_layers // 2, max(0, num_layers - 3)})
 
 
 class Eagle3(ReducedVocabulary, FeatureDrafter):
-    """The drafter with fused features. What it feeds back is its output before the final norm."""
+    """EAGLE-3. Deeper steps read the layer's output before the final norm."""
 
     Config = Eagle3Config
+    DEPTH_OPTION = "depth"
     config: Eagle3Config
 
     def __init__(self, config: Eagle3Config, target: HFTarget) -> None:
@@ -67,7 +72,7 @@ class Eagle3(ReducedVocabulary, FeatureDrafter):
         self.fc = nn.Linear(len(layers) * hidden_size, hidden_size, bias=False)
         self.hidden_norm, self.norm = copy.deepcopy(self.layer.input_layernorm), copy.deepcopy(self.layer.input_layernorm)
         self.lm_head = nn.Linear(hidden_size, num_outputs, bias=False)
-        # Read, not owned: in a tuple, it is neither saved nor trained with the drafter.
+        # A reference only: in a tuple, it is neither saved nor trained with the drafter.
         self._target_head = (target.head,)
 
     @classmethod
@@ -83,7 +88,7 @@ class Eagle3(ReducedVocabulary, FeatureDrafter):
 
     @torch.no_grad()
     def _start_head(self, tokens: slice | Int[torch.Tensor, " draft_vocab"]) -> None:
-        """Begin with the target's head, once it is known for which tokens."""
+        """Copy the target's head, once the drafted tokens are chosen (`init` is target)."""
         rows = self._target_head[0].weight[tokens]
         if self.config.init == "target" and len(rows) == len(self.lm_head.weight):
             self.lm_head.weight.copy_(rows)
@@ -116,7 +121,7 @@ class Eagle3(ReducedVocabulary, FeatureDrafter):
         return logits
 
     def choose_draft_vocabulary(self, token_counts: Int[torch.Tensor, " vocab"]) -> None:
-        """Take the commonest tokens, and start the head with their rows."""
+        """Choose the most frequent tokens, and copy their rows of the target's head."""
         super().choose_draft_vocabulary(token_counts)
         if self.vocabulary.tokens is not None:
             self._start_head(self.vocabulary.tokens)
@@ -124,7 +129,8 @@ class Eagle3(ReducedVocabulary, FeatureDrafter):
     # --- training
 
     def loss(self, batch: DrafterBatch, objective: Objective) -> Loss:
-        """The objective at all depths, each weighted by its power of `loss_decay` (section 3.2)."""
+        """Return the objective at all depths, each weighted by its power of `loss_decay` (section
+        3.2)."""
         labels = Labels.of(batch)
         num_depths = labels.tokens.shape[1]
         outputs = self.unroll(batch, labels, self.target_features(batch))

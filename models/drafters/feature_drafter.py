@@ -1,10 +1,11 @@
-"""What EAGLE-1, -2 and -3 share: one decoder layer that goes on where the target's features end, and the trees it drafts.
+"""The common part of EAGLE-1, -2 and -3: one decoder layer over features, and its training.
 
-Entry t of a text pairs the embedding of token t + 1 with the target's feature at token t; the layer's output there predicts
-token t + 2 and stands in for the feature at t + 1, which the target hasn't computed yet (arXiv 2401.15077, section 3.1).
+Entry t of a text pairs the embedding of token t + 1 with the target's feature at token t. The
+layer's output at entry t predicts token t + 2. It also replaces the feature at t + 1, which the
+target hasn't computed yet (arXiv 2401.15077, section 3.1).
 
-    token after entry      c_0        c_1        c_2            c_0: chosen by the target, c_1..: drafted
-    entry             (c_0, f_i)  (c_1, g_0)  (c_2, g_1)        f: the target's feature, g: the layer's own output
+    token after entry      c_0        c_1        c_2        c_0: chosen by the target, c_1..: drafted
+    entry             (c_0, f_i)  (c_1, g_0)  (c_2, g_1)    f: target's feature, g: layer's output
 """
 
 from abc import abstractmethod
@@ -40,20 +41,23 @@ from .vocabulary import DraftVocabulary
 
 @options(kw_only=True, config=OPTIONS)
 class TreeOptions:
-    """The layer's form, and the shape of the draft tree, all of which may be changed when a drafter is loaded."""
+    """Form of the layer and shape of the draft tree; loading a drafter may change the tree."""
 
     layer: Annotated[dict[str, Any], AfterValidator(check_form)] | None = None
-    """The decoder layer where it isn't of the target's own kind: `model_type` (llama, qwen2 or qwen3) and what differs from the
-    target's configuration, under transformers' names. Serving engines draft with Llama's layers, whatever the target's are."""
+    """Form of the decoder layer; None is the target's kind.
+
+    A form has a `model_type` (llama, qwen2 or qwen3), and the options that differ from the target's
+    configuration, under transformers' names. Serving engines draft with Llama's layer, whatever the
+    target's layers are."""
     tree: Annotated[str, one_of("dynamic", "static")] = "dynamic"
-    """`dynamic`: grow where the drafter is surest (EAGLE-2, arXiv 2406.16858, section 4); `static`: the same ranks always
-    (EAGLE-1)."""
+    """`dynamic`: expand the nodes with the highest probability (EAGLE-2, arXiv 2406.16858, section
+    4). `static`: always expand the same ranks (EAGLE-1)."""
     depth: PositiveInt = 6
-    """Draft tokens on the longest path."""
+    """Number of draft tokens on the longest path."""
     top_k: PositiveInt = 8
-    """Nodes expanded at each depth, and children of each."""
+    """Nodes expanded at each depth, and children of each expanded node."""
     tree_nodes: PositiveInt = 48
-    """Nodes of the tree: so many of the likeliest that the search met."""
+    """Nodes of the tree: the most probable nodes of the search."""
 
     RUNTIME_FIELDS: ClassVar[frozenset[str]] = frozenset({"tree", "depth", "top_k", "tree_nodes"})
 
@@ -67,49 +71,55 @@ class TreeOptions:
 
 @runtime_checkable
 class KeyValues(Protocol):
-    """What the layer's attention asks of a cache."""
+    """A cache as the layer's attention uses it."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take up keys and values [batch, kv_head, entry, head_dim], and give back all that are read now."""
+        """Add keys and values [batch, kv_head, entry, head_dim], and return all that are read
+        now."""
 
 
 class FeatureDrafter(TrainableDrafter):
-    """One decoder layer over pairs of embedding and feature. Subclasses say how the pair goes in and how tokens come out."""
+    """A drafter with one decoder layer over pairs of embedding and feature.
+
+    Subclasses define the layer's inputs and the logits of its outputs.
+    """
 
     config: TreeOptions
     vocab_size: int
     layer: Any
-    """A decoder layer of the target's kind."""
+    """A decoder layer of the target's kind, or of `config.layer`."""
     _keep_activations: bool = True
 
     def __init__(self, target: HFTarget, *, input_width: int, form: dict[str, Any] | None) -> None:
-        """The layer's attention reads vectors of `input_width`."""
+        """Build the layer, whose attention reads vectors of `input_width`."""
         super().__init__()
         self.vocab_size = target.vocab_size
         self.layer = make_layer(target, input_width, form)
         self.own_rotary = None if form is None else make_rotary(target, form)
-        # The target's parts are read, not owned: in a tuple, they are neither saved nor trained with the drafter.
+        # References only: in a tuple, the target's parts are neither saved nor trained with the
+        # drafter.
         self._target_parts = target.embed_tokens, None if form else target.model.get_decoder().rotary_emb
 
     @abstractmethod
     def target_features(self, source: TargetOutput | DrafterBatch) -> Float[torch.Tensor, "batch seq feature"]:
-        """The features that the drafter reads of what the target computed. Raises ValueError where they are missing."""
+        """Return the target's features that the drafter reads. Raises ValueError if they are
+        missing."""
 
     @abstractmethod
     def fuse(self, features: Float[torch.Tensor, "*batch feature"]) -> Float[torch.Tensor, "*batch hidden"]:
-        """The target's features as the layer's own outputs are: what it is fed at the first depth."""
+        """Map the target's features to the layer's output space: its input at the first depth."""
 
     @abstractmethod
     def layer_inputs(
         self, embeddings: Float[torch.Tensor, "batch seq hidden"], hidden: Float[torch.Tensor, "batch seq hidden"]
     ) -> tuple[Float[torch.Tensor, "batch seq _"], Float[torch.Tensor, "batch seq hidden"]]:
-        """What the attention reads of the pairs, and what its output is added to."""
+        """Return the input of the attention for the pairs, and the residual it is added to."""
 
     @abstractmethod
     def logits(self, outputs: Float[torch.Tensor, "*batch hidden"]) -> Float[torch.Tensor, "*batch draft_vocab"]:
-        """Logits of the next token, of the layer's outputs."""
+        """Return the logits of the next token from the layer's outputs."""
 
     @property
     def vocabulary(self) -> DraftVocabulary:
@@ -117,7 +127,7 @@ class FeatureDrafter(TrainableDrafter):
         return DraftVocabulary(size=self.vocab_size)
 
     def embed(self, tokens: Int[torch.Tensor, "*batch"]) -> Float[torch.Tensor, "*batch hidden"]:
-        """The target's embeddings, in the drafter's own dtype."""
+        """Return the target's embeddings in the drafter's dtype."""
         embeddings: torch.Tensor = self._target_parts[0](tokens)
         return embeddings.to(next(self.parameters()).dtype)
 
@@ -130,10 +140,10 @@ class FeatureDrafter(TrainableDrafter):
         mask: Bool[torch.Tensor, "batch 1 seq key"] | None,
         **options: Any,
     ) -> Float[torch.Tensor, "batch seq hidden"]:
-        """The layer's outputs at these entries, whose keys and values the cache takes up.
+        """Return the layer's outputs at these entries, and add their keys and values to the cache.
 
-        `mask` says which of the cache's entries each sees. Without one, that is all: of a text before the branches that hang
-        from it, one layer needs no more.
+        `mask` marks the cache entries that each entry sees. With mask None the method only adds
+        keys and values and returns `hidden`: branches read no more than that from their text.
         """
         attended, residual = self.layer_inputs(self.embed(tokens), hidden)
         rotary: Any = self.own_rotary or self._target_parts[1]
@@ -154,28 +164,32 @@ class FeatureDrafter(TrainableDrafter):
     def unroll(
         self, batch: DrafterBatch, labels: Labels, features: Float[torch.Tensor, "batch seq feature"]
     ) -> Float[torch.Tensor, "position depth hidden"]:
-        """The layer's outputs at every position and depth, as decoding has them: only the first depth is fed features, the
-        others the outputs before them (EAGLE-3's training-time test, arXiv 2503.01840, section 3.2).
+        """Return the layer's outputs at every position and depth, computed as in decoding.
 
-        The paper unrolls along the text; here the tokens are the target's own continuations.
+        Only the first depth reads features. Deeper ones read the outputs of the depth before
+        (EAGLE-3's training-time test, arXiv 2503.01840, section 3.2). The paper unrolls along the
+        text; here the tokens are the target's continuations.
         """
+        # 1. Keys and values of the texts. No branch reads the entry of a text's last token.
         branches, cache, hidden = Branches.of(batch), DynamicCache(), self.fuse(features)
-        next_tokens = pad(batch.input_ids[:, 1:], (0, 1))  # that of a text's last token is read by no branch
+        next_tokens = pad(batch.input_ids[:, 1:], (0, 1))
         self.read(next_tokens, hidden, batch.position_ids, cache, None)
-        if not len(labels.given):  # nothing is asked of these texts; yet the loss must have a gradient, of nothing
-            nothing = torch.cat([each.flatten()[:0] for each in self.parameters() if each.requires_grad])
-            return hidden.new_zeros(0, *labels.given.shape[1:], hidden.shape[-1]) + nothing.sum()
-        of_text: Any = cache.layers[0]
-        text = of_text.keys, of_text.values
-        seen = branches.text_mask(with_own_column=False)
+        # 2. Without labels, return an empty tensor whose gradient reaches every parameter.
+        if not len(labels.previous):
+            empty = torch.cat([parameter.flatten()[:0] for parameter in self.parameters() if parameter.requires_grad])
+            return hidden.new_zeros(0, *labels.previous.shape[1:], hidden.shape[-1]) + empty.sum()
+        text_layer: Any = cache.layers[0]
+        text = text_layer.keys, text_layer.values
+        visible = branches.text_mask(with_own_column=False)
+        # 3. Read the branches depth by depth.
         hidden = branches.spread(hidden[batch.positions])
-        own: list[KeysAndValues] = []
+        earlier: list[KeysAndValues] = []
         outputs = []
-        for depth, tokens in enumerate(labels.given.clamp(min=0).unbind(1)):
+        for depth, depth_tokens in enumerate(labels.previous.clamp(min=0).unbind(1)):
             step = self._go_deeper if self._keep_activations else partial(checkpoint, self._go_deeper, use_reentrant=False)
-            given, positions = branches.spread(tokens), branches.positions + depth
-            hidden, keys, values = step(given, hidden, positions, seen, text, tuple(own))
-            own.append((keys, values))
+            tokens, positions = branches.spread(depth_tokens), branches.positions + depth
+            hidden, keys, values = step(tokens, hidden, positions, visible, text, tuple(earlier))
+            earlier.append((keys, values))
             outputs.append(branches.collect(hidden))
         return torch.stack(outputs, dim=1)
 
@@ -184,14 +198,14 @@ class FeatureDrafter(TrainableDrafter):
         tokens: Int[torch.Tensor, "batch branch"],
         hidden: Float[torch.Tensor, "batch branch hidden"],
         positions: Int[torch.Tensor, "batch branch"],
-        seen: Bool[torch.Tensor, "batch 1 branch seq"],
+        visible: Bool[torch.Tensor, "batch 1 branch seq"],
         text: KeysAndValues,
-        own: tuple[KeysAndValues, ...],
+        earlier: tuple[KeysAndValues, ...],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The outputs at the branches' entries of one depth, and their keys and values."""
-        entries = Entries(text, own)
-        outputs = self.read(tokens, hidden, positions, entries, seen, entries=entries)
-        return outputs, *entries.own[-1]
+        """Return the outputs of the branches' entries at one depth, and their keys and values."""
+        entries = Entries(text, earlier)
+        outputs = self.read(tokens, hidden, positions, entries, visible, entries=entries)
+        return outputs, *entries.branches[-1]
 
     def checkpoint_activations(self) -> None:
         self._keep_activations = False
@@ -212,7 +226,7 @@ class FeatureDrafter(TrainableDrafter):
     def propose(
         self, state: FeatureState, last_token: Int[torch.Tensor, " batch"], *, generator: Randomness = None
     ) -> tuple[DraftTree, CacheSnapshot]:
-        """Draft the likeliest `tree_nodes` nodes of a search that starts at the last committed token."""
+        """Draft the `tree_nodes` most probable nodes of a search from the last committed token."""
         cache = state.text.writable()
         tree_of_search = search(self, cache, read_committed(self, cache, state, last_token))
         return pack_likeliest(tree_of_search, self.config.tree_nodes), cache.snapshot()

@@ -1,4 +1,4 @@
-"""How EAGLE-1, -2 and -3 decode: the layer reads what the target has completed, then searches for likely continuations."""
+"""Decoding of EAGLE-1, -2 and -3: read accepted features, then search for continuations."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,17 +16,20 @@ from .beams import SearchTree
 from .vocabulary import DraftVocabulary
 
 STATIC_FIRST_HIT = 0.6
-"""Static trees take the r-th likeliest child (from 0) to be right with probability STATIC_FIRST_HIT / (r + 1)^2. With four
-children and 26 nodes that makes a tree like that of EAGLE-1 (arXiv 2401.15077, appendix): deep below the likeliest, bushy near
-the root."""
+"""Probability that the most probable child is right, in static trees.
+
+The child of rank r (from 0) is assumed to be right with probability STATIC_FIRST_HIT / (r + 1)^2.
+With four children and 26 nodes this gives a tree like that of EAGLE-1 (arXiv 2401.15077, appendix):
+deep below the most probable child, and wide near the root."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureState:
-    """What the layer has read of each text, and what the target has completed since.
+    """State of a batch of texts: what the layer has read, and accepted features that it hasn't
+    read.
 
-    These are `num_accepted + 1` features per row, and one token fewer: the bonus token arrives with
-    `propose`.
+    There are `num_accepted + 1` such features per row, and one token fewer: the bonus token arrives
+    with `propose`.
     """
 
     text: CacheSnapshot
@@ -47,7 +50,7 @@ class FeatureState:
 
 @runtime_checkable
 class FeatureReader(Protocol):
-    """What decoding asks of a drafter; see `FeatureDrafter`."""
+    """A drafter as decoding uses it; see `FeatureDrafter`."""
 
     config: Any
 
@@ -63,7 +66,7 @@ class FeatureReader(Protocol):
 def read_prompts(
     drafter: FeatureReader, prompts: Prompts, features: Float[torch.Tensor, "batch seq feature"], *, max_new_tokens: int
 ) -> FeatureState:
-    """Read all entries of the prompts but the last, whose token is the first that the target chooses."""
+    """Read all entries of the prompts except the last, whose token the target chooses."""
     batch, num_tokens = prompts.input_ids.shape
     room = max_new_tokens + drafter.config.depth * drafter.config.top_k
     step = extent_step(features.device, is_fixed=False)
@@ -84,7 +87,7 @@ def read_prompts(
 def read_committed(
     drafter: FeatureReader, cache: TreeCache, state: FeatureState, last_token: Int[torch.Tensor, " batch"]
 ) -> Float[torch.Tensor, "batch hidden"]:
-    """Read the entries that the target has completed, with its own features, and return the output at the last one."""
+    """Read the accepted entries with the target's features, and return the last entry's output."""
     last = state.num_accepted.device[:, None]
     tokens = pad(state.tokens, (0, 1)).scatter(1, last, last_token[:, None])
     num_entries = tokens.shape[1]
@@ -105,7 +108,7 @@ def completed(
     accepted: AcceptedPath,
     features: Float[torch.Tensor, "batch entry feature"],
 ) -> FeatureState:
-    """Return the state behind an accepted path: of the tree's tokens and the target's features, those on the path."""
+    """Return the state after an accepted path, with the path's tokens and features."""
     path = accepted.nodes.clamp(min=0)
     entries = pad(path + 1, (1, 0))[..., None]
     return FeatureState(
@@ -117,31 +120,37 @@ def completed(
 
 
 def search(drafter: FeatureReader, cache: TreeCache, output: Float[torch.Tensor, "batch hidden"]) -> SearchTree:
-    """Return all children of the nodes that were expanded: at each depth the `top_k` likeliest paths (arXiv 2406.16858,
-    section 4.1). `output` is the layer's at the last committed token."""
+    """Search for the most probable paths, and return all children of expanded nodes.
+
+    At each depth the `top_k` most probable nodes are expanded (arXiv 2406.16858, section 4.1).
+    `output` is the layer's output at the last committed token.
+    """
     lengths = cache.lengths.device
     hidden, scores = output[:, None], torch.zeros(len(output), 1, device=output.device)  # of the nodes to expand
-    node = torch.full_like(scores, NO_NODE, dtype=torch.long)  # their numbers
-    related = torch.zeros(*node.shape, 0, dtype=torch.bool, device=output.device)  # entries read that each follows, or is
+    node = torch.full_like(scores, NO_NODE, dtype=torch.long)  # indexes of these nodes
+    # For each of these nodes, which of the entries read so far are the node itself or its
+    # ancestors.
+    related = torch.zeros(*node.shape, 0, dtype=torch.bool, device=output.device)
     levels: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     num_nodes = 0
     for depth in range(drafter.config.depth):
-        # 1. The likeliest children of each node, and the scores of the paths to them.
+        # 1. The most probable children of each node, and the scores of the paths to them.
         tokens, log_probs = children(drafter, hidden)  # [batch, node, child]
         width = tokens.shape[2]
         tokens, candidates = tokens.flatten(1), (scores[..., None] + log_probs).flatten(1)
         levels.append((tokens, node.repeat_interleave(width, dim=1), candidates))
         if depth + 1 == drafter.config.depth:
             break
-        # 2. The likeliest paths of this depth. A sort and not `topk`: among equals the first, on every device.
+        # 2. The most probable paths of this depth. A stable sort, unlike `topk`, takes the first of
+        # equal scores on every device.
         chosen = candidates.sort(dim=1, descending=True, stable=True).indices[:, : drafter.config.top_k]
         parent = (chosen // width)[..., None]
-        own = torch.eye(chosen.shape[1], dtype=torch.bool, device=chosen.device).expand(len(chosen), -1, -1)
+        itself = torch.eye(chosen.shape[1], dtype=torch.bool, device=chosen.device).expand(len(chosen), -1, -1)
         offset = related.shape[2]
-        related = torch.cat([related.gather(1, parent.expand(-1, -1, offset)), own], dim=2)
+        related = torch.cat([related.gather(1, parent.expand(-1, -1, offset)), itself], dim=2)
         scores, node = candidates.gather(1, chosen), num_nodes + chosen
         num_nodes += tokens.shape[1]
-        # 3. Read them.
+        # 3. Read these nodes.
         cache.begin_pass(chosen.shape[1], offset=offset)
         cache.locate()
         hidden = drafter.read(
@@ -159,7 +168,7 @@ def search(drafter: FeatureReader, cache: TreeCache, output: Float[torch.Tensor,
 def children(
     drafter: FeatureReader, outputs: Float[torch.Tensor, "batch node hidden"]
 ) -> tuple[Int[torch.Tensor, "batch node child"], Float[torch.Tensor, "batch node child"]]:
-    """Return the likeliest tokens after each node, and their log-probabilities, which are never above 0."""
+    """Return the most probable tokens after each node, and their log-probabilities (at most 0)."""
     logits = drafter.logits(outputs).float()
     top, chosen = logits.topk(min(drafter.config.top_k, logits.shape[-1]), dim=-1)
     tokens = chosen if drafter.vocabulary.tokens is None else drafter.vocabulary.tokens[chosen]

@@ -1,4 +1,4 @@
-"""Drafters that are replayed as CUDA graphs."""
+"""Drafters that are recorded and replayed as CUDA graphs."""
 
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
@@ -14,11 +14,11 @@ from ..target.cuda_graphs import GraphedFunction, Recorder
 
 @runtime_checkable
 class RecordableDrafter(Drafter[torch.Tensor, None], Protocol):
-    """A drafter whose `propose` is `trim` of `draft`, and whose `draft` can be recorded.
+    """A drafter whose `propose` is `trim(draft(...))`, and whose `draft` can be recorded.
 
-    Its state is one tensor, of which `advance` needs no more than the accepted path. `draft` reads
-    nothing but its arguments, samples nothing, and returns a tree whose size does not depend on their
-    values. `trim` may read values, to cut padding.
+    Its state is one tensor, and its `advance` needs only the accepted path. `draft` depends only on
+    its arguments, samples nothing, and returns a tree whose size doesn't depend on their values.
+    `trim` may read values, to cut padding.
     """
 
     def draft(self, state: torch.Tensor, last_token: Int[torch.Tensor, " batch"]) -> DraftTree: ...
@@ -31,10 +31,10 @@ class RecordableDrafter(Drafter[torch.Tensor, None], Protocol):
 
 
 class GraphedDrafter:
-    """A drafter replayed as a CUDA graph: one that can be recorded, such as ReDrafter.
+    """Wrapper that replays a recordable drafter, such as ReDrafter, as a CUDA graph.
 
-    A recording is a function of the state, so states are values as ever; but the tree that it proposes
-    is overwritten by the next one. The drafter's settings must stay as they are.
+    A recording is a function of the state, so states are values as usual. But the next proposal
+    overwrites the tree. The drafter's settings must not change.
     """
 
     def __init__(self, drafter: RecordableDrafter, recorder: Recorder | None = None) -> None:

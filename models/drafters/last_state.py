@@ -1,4 +1,4 @@
-"""Drafters whose state is the target's last hidden state at the last accepted token, such as ReDrafter and Medusa."""
+"""Drafters whose state is the target's last hidden state, such as ReDrafter and Medusa."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -17,14 +17,17 @@ HiddenState = Float[torch.Tensor, "batch hidden"]
 
 
 class LastStateDrafter(TrainableDrafter):
-    """Base class of these drafters. Each is a `RecordableDrafter`, too."""
+    """Base class of drafters whose state is the last hidden state at the last accepted token.
+
+    Each is also a `RecordableDrafter`.
+    """
 
     @abstractmethod
     def draft(self, state: HiddenState, last_token: Int[torch.Tensor, " batch"]) -> DraftTree:
-        """Draft a tree without anything random, in operations that a CUDA graph can record."""
+        """Draft a tree without sampling, by operations that a CUDA graph can record."""
 
     def trim(self, tree: DraftTree) -> DraftTree:
-        """Cut padding from the tree. By default it has none."""
+        """Cut padding from the tree. By default there is none."""
         return tree
 
     @property

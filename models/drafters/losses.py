@@ -1,4 +1,4 @@
-"""The losses that a drafter can be trained with, by name. They are computed in `objective`."""
+"""The losses that a drafter can be trained with, by name. `objective` computes them."""
 
 from enum import StrEnum, auto
 
@@ -7,13 +7,14 @@ TEACHERS = ("full", "top_k")
 
 
 class LossKind(StrEnum):
-    """A loss of one label. p is the target's distribution, q the drafter's, overlap is sum min(p, q).
+    """A loss of one label.
 
-    The overlap is the probability that speculative sampling accepts the draft token (arXiv 2211.17192,
-    section 3.3). `reverse_kl` would rather miss some of p than offer what p lacks (arXiv 2306.08543,
-    section 2). The two blends weight their parts by the label's current overlap, as a constant: KL
-    leads where the drafter is weak. No weight is a mean over a batch, so a loss doesn't depend on how
-    a step is divided.
+    p is the target's distribution, q the drafter's. The overlap is sum min(p, q). It is the
+    probability that speculative sampling accepts the draft token (arXiv 2211.17192, section 3.3).
+    `reverse_kl` prefers to miss parts of p rather than to propose tokens that p lacks (arXiv
+    2306.08543, section 2). The two blends weight their parts by the label's current overlap, as a
+    constant: KL dominates where the drafter is weak. No weight is a mean over a batch, so a loss
+    doesn't depend on how a step is split into micro-batches.
     """
 
     cross_entropy = auto()
@@ -43,10 +44,10 @@ class LossKind(StrEnum):
 
     @property
     def is_total_variation(self) -> bool:
-        """Whether the part made of the overlap is 1 - overlap; it is -log overlap otherwise."""
+        """Whether the overlap's term is 1 - overlap; otherwise it is -log overlap."""
         return self in (LossKind.tv, LossKind.kl_tv)
 
     @property
     def is_blend(self) -> bool:
-        """Whether the loss blends KL with a part made of the overlap."""
+        """Whether the loss blends KL with a term of the overlap."""
         return self in (LossKind.kl_tv, LossKind.kl_acceptance)

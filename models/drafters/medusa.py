@@ -1,13 +1,17 @@
-"""Medusa: heads on the target's last hidden state, each for one of the tokens to come (arXiv 2401.10774).
+"""Medusa: heads on the target's last hidden state, one for each draft position.
 
-From the hidden state h at the last accepted token, head k draws up, for k = 0..K-1,
+Paper: arXiv 2401.10774. From the hidden state h at the last accepted token, head k = 0..K-1
+predicts
 
-    s_k = h + SiLU(W_k h + b_k)  (a residual block, or several),   logits of token k + 2 behind h = H_k s_k   (section 2.1.1)
+    s_k = h + SiLU(W_k h + b_k)  (a residual block, or several)
+    logits of token k + 2 after h = H_k s_k
 
-Token 1 behind h is the one that the target has already chosen, so head k is trained on depth k of the labels, and K heads need
-labels of K + 1 tokens. No head knows what the others say: a draft tree is a fixed set of paths of ranks, such as "the likeliest
-token of head 0, then the third likeliest of head 1" (section 2.3.3). Blockwise parallel decoding (arXiv 1811.03115, sections 4
-and 6) is the configuration conf/drafter/blockwise.yaml: feed-forward heads under the target's own output layer.
+(section 2.1.1). The target has already chosen token 1 after h. So head k is trained on depth k of
+the labels, and K heads need labels of K + 1 tokens. Heads are independent of each other. A draft
+tree is therefore a fixed set of paths of ranks, such as "the most probable token of head 0, then
+the third most probable of head 1" (section 2.3.3). Blockwise parallel decoding (arXiv 1811.03115,
+sections 4 and 6) is the configuration conf/drafter/blockwise.yaml: feed-forward heads before the
+target's output layer.
 """
 
 import heapq
@@ -33,58 +37,63 @@ from .redrafter import ResidualBlock
 from .vocabulary import DraftVocabulary
 
 RankPath = tuple[int, ...]
-"""A node of a static tree: the rank of each token on the way to it, 0 being a head's likeliest."""
+"""A node of a static tree: the ranks of the tokens on its path. Rank 0 is a head's most probable
+token."""
 
 MAX_TREE_NODES = 2**12
-"""Far above what any target gains from."""
+"""Far more than any target gains from."""
 
 
 @dataclass(kw_only=True, config=OPTIONS)
 class MedusaConfig:
-    """Shape of the heads, how they are trained, and the draft tree."""
+    """Options of Medusa: the heads, their training, and the draft tree."""
 
     num_heads: PositiveInt = 4
-    """Heads, and so the longest path of a draft tree; distil with a horizon of at least one more."""
+    """Number of heads, which is the longest path of a draft tree. Distil with a horizon of at least
+    one more."""
     num_layers: PositiveInt = 1
     """Blocks of each head."""
     heads: Annotated[str, one_of("residual", "ffn")] = "residual"
-    """`residual`: blocks x + SiLU(Linear(x)), as Medusa's; `ffn`: x + Linear(ReLU(Linear(x))), as blockwise parallel
-    decoding's. Both start as the identity."""
+    """`residual`: blocks x + SiLU(Linear(x)), as in Medusa. `ffn`: x + Linear(ReLU(Linear(x))), as
+    in blockwise parallel decoding. Both start as the identity."""
     share_head: bool = False
-    """All heads end in the target's own output layer, frozen and not saved. Off, each has one that starts as a copy of it."""
+    """Use the target's output layer for all heads, frozen and not saved. Off, each head has an
+    output layer that starts as a copy of the target's."""
     head_rank: PositiveInt | None = None
-    """All heads end in one trained output layer of this rank, which starts as the best approximation of the target's."""
+    """Rank of one trained output layer that all heads share; it starts as the best approximation of
+    the target's. None: no shared layer."""
     head_decay: Share = 0.8
-    """The loss of head k counts head_decay^k times (section 2.2.1, less a common factor)."""
+    """Factor of the loss from head to head: head k counts head_decay^k (section 2.2.1, up to a
+    common factor)."""
     one_head_per_step: bool = False
-    """Train one head at a time, drawn anew for every batch; its loss counts num_heads times, so that the mean gradient is that
-    of all heads (arXiv 1811.03115, section 6)."""
+    """Train one head per batch, drawn at random. Its loss counts num_heads times, so the mean
+    gradient is that of all heads (arXiv 1811.03115, section 6)."""
     tree_nodes: Annotated[int, Field(ge=1, le=MAX_TREE_NODES)] = 24
-    """Nodes of the draft tree, chosen by how often each head was right at each rank when training ended. May be changed when
-    the drafter is loaded."""
+    """Nodes of the draft tree, chosen by how often each head was right at each rank at the end of
+    training. May be changed when the drafter is loaded."""
     tree_paths: Annotated[list[Annotated[list[NonNegativeInt], Field(min_length=1)]], Field(min_length=1)] | None = None
-    """The draft tree itself, as paths of ranks, such as [[0], [1], [0, 0]], whatever `tree_nodes` says; None is the chosen
-    tree. May be changed when the drafter is loaded."""
+    """The draft tree as paths of ranks, such as [[0], [1], [0, 0]]; it overrides `tree_nodes`. None
+    is the chosen tree. May be changed when the drafter is loaded."""
 
     RUNTIME_FIELDS: ClassVar[frozenset[str]] = frozenset({"tree_nodes", "tree_paths"})
 
     def __post_init__(self) -> None:
         problems = []
         if self.share_head and self.head_rank is not None:
-            problems.append("share_head leaves no head for head_rank to factorise; drop one of them")
+            problems.append("share_head leaves no head for head_rank to factorise; leave one of them out")
         paths = self.tree_paths or []
         for index, path in enumerate(paths):
             if len(path) > self.num_heads:
-                problems.append(f"tree_paths has {path}, of more ranks than the {self.num_heads} heads; shorten it")
+                problems.append(f"tree_paths has {path}, which has more ranks than the {self.num_heads} heads; shorten it")
             elif path in paths[:index]:
-                problems.append(f"tree_paths has {path} twice; name each path once")
+                problems.append(f"tree_paths has {path} twice; list each path once")
             elif len(path) > 1 and path[:-1] not in paths:
-                problems.append(f"tree_paths has {path} but not its parent {path[:-1]}; add that")
+                problems.append(f"tree_paths has {path} but not its parent {path[:-1]}; add the parent")
         raise_problems(problems)
 
 
 class FeedForwardBlock(nn.Module):
-    """x + Linear(ReLU(Linear(x))), the inner width four times the outer one. Starts as the identity."""
+    """Block x + Linear(ReLU(Linear(x))), four times as wide inside. Starts as the identity."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -101,7 +110,10 @@ BLOCKS: dict[str, type[nn.Module]] = {"residual": ResidualBlock, "ffn": FeedForw
 
 
 class Medusa(LastStateDrafter):
-    """The heads and their tree. Its state is the target's hidden state at the last accepted token, [batch, hidden]."""
+    """Medusa's heads and tree.
+
+    Its state is the target's hidden state at the last accepted token, [batch, hidden].
+    """
 
     Config = MedusaConfig
     accuracies: Float[torch.Tensor, "head rank"]
@@ -116,7 +128,7 @@ class Medusa(LastStateDrafter):
             raise ValueError(
                 f"drafter.head_rank is {config.head_rank}, more than the target's width of {width}; lower it, or null"
             )
-        # The target's head is read, not owned: in a tuple, it is neither saved nor trained with the drafter.
+        # A reference only: in a tuple, it is neither saved nor trained with the drafter.
         self._target_head = (target_head,)
         block = BLOCKS[config.heads]
         self.blocks = nn.ModuleList(
@@ -126,7 +138,7 @@ class Medusa(LastStateDrafter):
             self.lm_heads = nn.ModuleList([low_rank_head(target_head, config.head_rank)])
         else:
             self.lm_heads = nn.ModuleList(copied_head(target_head) for _ in range(0 if config.share_head else config.num_heads))
-        # Until training measures them, a guess: halves with every head and every rank.
+        # A guess until training measures the accuracies: half for each further head and rank.
         guess = [[0.5 ** (head + rank + 1) for rank in range(HIT_RANKS)] for head in range(config.num_heads)]
         self.register_buffer("accuracies", torch.tensor(guess))
         self._plant(guess)
@@ -146,19 +158,19 @@ class Medusa(LastStateDrafter):
             )
 
     def check_weights(self) -> None:
-        """The accuracies must be shares. With them the tree is chosen."""
+        """Raise ValueError unless the accuracies are shares; then choose the tree with them."""
         if (self.accuracies < 0).any() or (self.accuracies.sum(1) > 1.01).any():
             raise ValueError("accuracies must be shares of all labels, at most 1 in sum; copy or export the drafter again")
         self._plant(self.accuracies.tolist())
 
     def calibrate(self, measured: Loss) -> None:
-        """Keep how often each head's label was of each rank, and choose the tree with that."""
+        """Store how often each head's label had each rank, and choose the tree accordingly."""
         up_to_rank = measured.hits / measured.counts.clamp(min=1)[:, None]
         self.accuracies = up_to_rank.diff(dim=1, prepend=torch.zeros_like(up_to_rank[:, :1])).to(self.accuracies)
         self._plant(self.accuracies.tolist())
 
     def _plant(self, accuracies: list[list[float]]) -> None:
-        """Make the tree ready, so that `propose` finds all that it needs on its device."""
+        """Store the tree as tensors on the drafter's device, for `draft`."""
         if self.config.tree_paths is not None:
             paths = [tuple(path) for path in self.config.tree_paths]
         else:
@@ -168,13 +180,14 @@ class Medusa(LastStateDrafter):
         self.num_ranks = 1 + max(path[-1] for path in paths)
         if self.num_ranks > self.vocab_size:
             raise ValueError(
-                f"drafter.tree_paths names rank {self.num_ranks - 1}, and the target has {self.vocab_size} tokens; lower it"
+                f"drafter.tree_paths has rank {self.num_ranks - 1}, and the target has {self.vocab_size} tokens; lower it"
             )
         index = {path: node for node, path in enumerate(paths)}
         device = self.accuracies.device
         tokens = torch.tensor([(len(path) - 1) * self.num_ranks + path[-1] for path in paths], device=device)
         parents = torch.tensor([index.get(path[:-1], NO_NODE) for path in paths], device=device)
-        self.register_buffer("node_tokens", tokens, persistent=False)  # where in the list of [head, rank] each token is
+        # Index of each node's token in the flattened [head, rank] list.
+        self.register_buffer("node_tokens", tokens, persistent=False)
         self.register_buffer("node_parents", parents, persistent=False)
 
     # --- decoding
@@ -184,7 +197,8 @@ class Medusa(LastStateDrafter):
         return len(self.node_tokens)
 
     def draft(self, state: Float[torch.Tensor, "batch hidden"], last_token: Int[torch.Tensor, " batch"]) -> DraftTree:
-        """Draft the same tree for every text, with each head's likeliest tokens (section 2.1.2)."""
+        """Draft the same tree for every text, from each head's most probable tokens (section
+        2.1.2)."""
         ranked = self.logits(state).topk(self.num_ranks, dim=-1).indices  # [batch, head, rank]
         tokens = ranked.flatten(1)[:, self.node_tokens]
         return DraftTree(tokens=tokens, parents=self.node_parents.expand_as(tokens), max_depth=self.max_depth)
@@ -193,17 +207,17 @@ class Medusa(LastStateDrafter):
 
     @property
     def heads(self) -> Sequence[Callable[[torch.Tensor], torch.Tensor]]:
-        """The output layer of each head; a single one where they share it."""
+        """The output layer of each head; a single layer if the heads share it."""
         target_head = self._target_head[0]
         return [lambda x: target_head(x.to(target_head.weight.dtype))] if self.config.share_head else list(self.lm_heads)
 
     def states(self, hidden: Float[torch.Tensor, "batch hidden"]) -> Float[torch.Tensor, "batch head hidden"]:
-        """What each head's blocks make of the target's hidden state."""
+        """Return the output of each head's blocks for the target's hidden state."""
         hidden = hidden.to(next(self.parameters()).dtype)
         return torch.stack([blocks(hidden) for blocks in self.blocks], dim=1)
 
     def logits(self, hidden: Float[torch.Tensor, "batch hidden"]) -> Float[torch.Tensor, "batch head vocab"]:
-        """Head k's logits of the token k + 2 behind the hidden state."""
+        """Return head k's logits of token k + 2 after the hidden state."""
         states, heads = self.states(hidden), self.heads
         if len(heads) == 1:
             return heads[0](states)
@@ -212,7 +226,7 @@ class Medusa(LastStateDrafter):
     def _logits_of(
         self, states: Float[torch.Tensor, "label hidden"], index: Int[torch.Tensor, " label"]
     ) -> Float[torch.Tensor, "label vocab"]:
-        """Logits of mixed rows: head `index[n]` reads state n."""
+        """Return the logits of mixed rows: head `index[n]` reads state n."""
         heads = self.heads
         if len(heads) == 1:
             return heads[0](states)
@@ -223,9 +237,11 @@ class Medusa(LastStateDrafter):
     # --- training
 
     def loss(self, batch: DrafterBatch, objective: Objective) -> Loss:
-        """Medusa-1 (section 2.2.1): the heads alone are trained, head k on depth k of the labels.
+        """Return the loss of Medusa-1 (section 2.2.1): only the heads are trained, head k on depth
+        k.
 
-        `sums` are of weighted losses; counts and hits are those of all heads, also where one alone is trained.
+        `sums` are weighted losses. Counts and hits are those of all heads, even if only one is
+        trained.
         """
         if batch.hidden_states is None:
             raise ValueError("Medusa reads the target's hidden states, and the batch has none; distil them or recompute them")
@@ -248,18 +264,20 @@ class Medusa(LastStateDrafter):
 
 
 def copied_head(head: nn.Linear) -> nn.Linear:
-    """A head of one's own that starts as the target's."""
-    copy = nn.Linear(head.in_features, head.out_features, bias=head.bias is not None)
+    """Return a trainable head that starts as a copy of the target's."""
+    new_head = nn.Linear(head.in_features, head.out_features, bias=head.bias is not None)
     with torch.no_grad():
-        copy.weight.copy_(head.weight)
+        new_head.weight.copy_(head.weight)
         if head.bias is not None:
-            copy.bias.copy_(head.bias)
-    return copy
+            new_head.bias.copy_(head.bias)
+    return new_head
 
 
 def low_rank_head(head: nn.Linear, rank: int) -> nn.Sequential:
-    """A head of `rank` that starts as the nearest to the target's, which is its projection on the leading eigenvectors of its
-    Gram matrix."""
+    """Return a head of `rank` that starts as the nearest one to the target's.
+
+    This is the projection of the target's head on the leading eigenvectors of its Gram matrix.
+    """
     down, up = nn.Linear(head.in_features, rank, bias=False), nn.Linear(rank, head.out_features, bias=head.bias is not None)
     if not down.weight.is_meta:
         with torch.no_grad():
@@ -273,11 +291,14 @@ def low_rank_head(head: nn.Linear, rank: int) -> nn.Sequential:
 
 
 def likeliest_paths(accuracies: Sequence[Sequence[float]], num_nodes: int) -> list[RankPath]:
-    """The tree of `num_nodes` with the greatest expected number of accepted tokens (section 2.3.3), or all there are, if fewer.
+    """Return the tree of `num_nodes` with the most expected accepted tokens (section 2.3.3).
 
-    `accuracies[k][r]` is how often the token of rank r is the right one at head k. Heads are taken to be right independently
-    of each other: a path is accepted with the product of its accuracies, which is what its last node adds to the expectation.
-    So the likeliest node whose parent is there comes next. Example: [[0.6, 0.2], [0.5, 0.3]] and 3 nodes -> (0), (0, 0), (1).
+    It has fewer nodes if there are fewer. `accuracies[k][r]` is how often the token of rank r is
+    right at head k. Heads are assumed to be right independently of each other. So a path is
+    accepted with the product of its accuracies, and its last node adds this probability to the
+    expectation. The tree grows by the most probable node whose parent is in it.
+
+    Example: [[0.6, 0.2], [0.5, 0.3]] and 3 nodes -> (0), (0, 0), (1).
     """
     paths: list[RankPath] = []
     candidates: list[tuple[float, RankPath]] = [(-probability, (rank,)) for rank, probability in enumerate(accuracies[0])]

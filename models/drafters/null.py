@@ -1,4 +1,4 @@
-"""The drafter that proposes nothing: plain autoregressive decoding, the baseline of every table."""
+"""The drafter that proposes nothing: plain autoregressive decoding, the baseline."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from ..decoding.types import AcceptedPath, TargetOutput
 
 
 class NullDrafter:
-    """Proposes an empty tree, so that each step emits the one token that the target itself chose."""
+    """Proposes an empty tree, so each step emits the one token that the target chooses."""
 
     max_nodes = 0
     feature_layers = ()

@@ -1,6 +1,7 @@
-"""The training objective of all drafters: labels, the loss of each label, and counts of right drafts.
+"""The training objective of all drafters: labels, their losses, and counts of right drafts.
 
-Losses are computed in chunks of labels and recomputed for the gradient, so that memory doesn't grow with labels x vocabulary.
+Losses are computed in chunks of labels and recomputed for the gradient, so memory doesn't grow with
+labels x vocabulary.
 """
 
 from collections.abc import Callable
@@ -20,21 +21,24 @@ from .teachers import TINY, Teacher, TopTeacher
 from .vocabulary import DraftVocabulary
 
 HIT_RANKS = 10
-"""Training reports how often the label is among the 1..HIT_RANKS likeliest tokens."""
+"""Training reports how often the label is among the 1..HIT_RANKS most probable tokens."""
 
 MAX_CHUNK = 2**26
-"""Logits held at a time: 256 MiB in float32, and a few times that while their loss is computed. Less would cost time: for every
-chunk a trained head's whole gradient is added up once more (scripts/bench_loss_memory.py)."""
+"""Logits held at a time: 256 MiB in float32, and a few times that while their loss is computed.
+
+A smaller chunk costs time: for every chunk, a trained head's whole gradient is added up once more
+(scripts/bench_loss_memory.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """Sums and counts by depth, never a mean: whoever adds batches or processes together divides once, at the end.
+    """Sums and counts by depth, never means: divide once, after adding batches and processes.
 
-    `depth` counts draft tokens from 0. `hits[d, k]` counts positions whose label is among the k + 1 likeliest tokens at depth
-    d; `joint_hits[d]` those whose labels at depths 0..d are all the likeliest token, which is what a chain would have
-    accepted. `sums` are of the depths that are trained, which are the first ones and may be fewer: their mean is over the
-    labels of those depths alone.
+    `depth` counts draft tokens from 0. `hits[d, k]` counts positions whose label is among the k + 1
+    most probable tokens at depth d. `joint_hits[d]` counts positions whose labels at depths 0..d
+    are all the most probable token; a chain would have accepted them. `sums` cover the trained
+    depths, which are the first ones and may be fewer; their mean is over the labels of those depths
+    only.
     """
 
     sums: Float[torch.Tensor, " trained_depth"]
@@ -45,33 +49,41 @@ class Loss:
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """What is minimised, the same for every kind of drafter.
+    """What training minimises, the same for every kind of drafter.
 
-    p is known where a continuation keeps to the text, since the target has read that. Elsewhere it is taken to be one-hot at
-    the label, where `reverse_kl`, which would be infinite, is -log q(label) too.
+    p is known where a continuation follows the text, since the target has read that. Elsewhere p is
+    taken as one-hot at the label. There `reverse_kl` would be infinite, and is -log q(label)
+    instead.
     """
 
     loss: LossKind = LossKind.cross_entropy
     weights: str = "uniform"
-    """`reached` counts a label only where the drafter's arg-max was right at all depths before it: where decoding gets to."""
+    """`reached` counts a label only if the drafter's arg-max was right at all earlier depths:
+    decoding gets no further otherwise."""
     head: nn.Linear | None = None
-    """The target's head, frozen: what makes p of its hidden states. All losses but cross-entropy need it, with `full`."""
+    """The target's head, frozen: it maps hidden states to p. With `full`, all losses except
+    cross-entropy need it."""
     teacher: str = "full"
-    """`full`: p of all tokens. `top_k`: p of the likeliest ones that the batch holds, and of "any other" as one outcome more;
-    q is lumped likewise. Lumping makes no divergence larger and no overlap smaller: what is minimised is a bound of the loss,
-    exact where k is the whole vocabulary. How q divides the rest is left to it."""
+    """`full`: p of all tokens. `top_k`: p of the top-k tokens in the batch, and of "any other" as
+    one more outcome.
+
+    q is merged in the same way. Merging outcomes makes no divergence larger and no overlap smaller.
+    So training minimises a bound of the loss, which is exact if k is the whole vocabulary. Nothing
+    constrains how q divides the remaining probability."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Labels:
-    """The labelled draft tokens of a batch: `tokens[n, d]` at the n-th position and depth d, those that are `known`.
+    """The labelled draft tokens of a batch: `tokens[n, d]` at position n and depth d, where
+    `known`.
 
-    `given[n, d]` is the token before it, which the drafter has read: at depth 0 the one that the target has already chosen.
-    `text_index[n, d]` is where, among all batch x seq tokens, the text stands after that token, and `on_text` whether the
-    continuation has kept to the text so far, so that the target's state there is that of the continuation.
+    `previous[n, d]` is the token before it, which the drafter reads; at depth 0 the target has
+    already chosen it. `text_index[n, d]` is the index of that token in the text, among all batch x
+    seq tokens. `on_text` marks where the continuation has followed the text so far; there the
+    target's state in the text is also that of the continuation.
     """
 
-    given: Int[torch.Tensor, "position depth"]
+    previous: Int[torch.Tensor, "position depth"]
     tokens: Int[torch.Tensor, "position depth"]
     known: Bool[torch.Tensor, "position depth"]
     text_index: Int[torch.Tensor, "position depth"]
@@ -79,32 +91,37 @@ class Labels:
 
     @classmethod
     def of(cls, batch: DrafterBatch) -> "Labels":
-        """The labels at the batch's positions. Raises ValueError where they leave nothing to draft."""
+        """Read the labels at the batch's positions. Raises ValueError if they leave nothing to
+        draft."""
+        # 1. The continuations at the labelled positions.
         continuations = batch.continuations[batch.positions]  # [position, horizon]
         if continuations.shape[1] < 2:
             raise ValueError(
                 f"labels of {continuations.shape[1]} token leave nothing to draft; distil with distill.horizon of at least 2"
             )
+        # 2. Where in the texts these tokens are, if the texts contain them.
         row, column = batch.positions.nonzero(as_tuple=True)
         depth = torch.arange(1, continuations.shape[1], device=row.device)
         seq = batch.input_ids.shape[1]
-        index = column[:, None] + depth  # [position, depth]: where token `given` stands, if the text says it
+        index = column[:, None] + depth  # [position, depth]: column of `previous`, if it is in the text
         text_index = row[:, None] * seq + index.clamp(max=seq - 1)
-        given = continuations[:, :-1]
+        previous = continuations[:, :-1]
         in_text = batch.attention_mask.flatten()[text_index] & (index < seq)
-        if batch.starts is not None:  # what follows in the row may be another text
+        if batch.starts is not None:  # packed rows: the next token may belong to another text
             in_text &= batch.starts.flatten()[text_index] == batch.starts[batch.positions][:, None]
-        says_so = (batch.input_ids.flatten()[text_index] == given) & in_text
+        follows_text = (batch.input_ids.flatten()[text_index] == previous) & in_text
+        # 3. A label is known up to the first unknown token, and on the text up to the first
+        # difference.
         return cls(
-            given=given,
+            previous=previous,
             tokens=continuations[:, 1:],
             known=(continuations != UNKNOWN).cumprod(1).bool()[:, 1:],
             text_index=text_index,
-            on_text=says_so.cumprod(1).bool(),
+            on_text=follows_text.cumprod(1).bool(),
         )
 
     def first(self, num_depths: int) -> "Labels":
-        """Those of the first depths only."""
+        """Return the labels of the first `num_depths` depths."""
         return Labels(**{field.name: getattr(self, field.name)[:, :num_depths] for field in fields(self)})
 
 
@@ -118,31 +135,32 @@ def score(
     vocabulary: DraftVocabulary,
     trained_depths: int | None = None,
 ) -> Loss:
-    """Compute the loss of a drafter from `inputs`, which have one row per known label, position by position.
+    """Compute the loss of a drafter from `inputs`, one row per known label, by position.
 
-    `predict` makes logits of such rows. A label outside a reduced vocabulary counts as a miss. It adds
-    nothing to the sums where it is the teacher: in the cross-entropy, and in every loss off the text.
-    Depths from `trained_depths` on have no sums, only counts and hits.
+    `predict` computes the logits of such rows. A label outside a reduced vocabulary counts as a
+    miss. It adds nothing to the sums if the label is the teacher: in the cross-entropy, and in
+    every loss off the text. Depths from `trained_depths` on have no sums, only counts and hits.
     """
-    # 1. Name each label's depth, and which labels the target's distribution teaches.
+    # 1. Find each label's depth, and the labels that have a teacher's distribution.
     known = labels.known
     num_depths = known.shape[1]
     depth = torch.arange(num_depths, device=known.device).expand_as(known)[known]
     trained = depth < (num_depths if trained_depths is None else trained_depths)
     rows = LabelRows(*vocabulary.outputs(labels.tokens[known]), labels.text_index[known], inputs)
     teacher = make_teacher(batch, objective, vocabulary)
-    taught = torch.zeros_like(trained)
+    has_teacher = torch.zeros_like(trained)
     if teacher is not None:
-        taught = trained & labels.on_text[known] & teacher.knows(rows.text_index)
-    # 2. Evaluate the labels of one kind together, so that only those with a teacher pay for it. The kinds don't depend
-    # on the labels: every process runs the same modules, and every parameter has a gradient.
-    parts = [per_label_loss(partial(against_label, predict), rows, trained & ~taught, vocabulary.num_outputs)]
+        has_teacher = trained & labels.on_text[known] & teacher.knows(rows.text_index)
+    # 2. Evaluate the labels of one kind together, so only those with a teacher cost its
+    # computation. The kinds don't depend on the labels: every process runs the same modules, and
+    # every parameter has a gradient.
+    parts = [per_label_loss(partial(against_label, predict), rows, trained & ~has_teacher, vocabulary.num_outputs)]
     if teacher is not None:
         evaluate = partial(against_teacher, predict, teacher, objective.loss)
-        parts.append(per_label_loss(evaluate, rows, taught, teacher.num_columns, in_text_order=True))
+        parts.append(per_label_loss(evaluate, rows, has_teacher, teacher.num_columns, in_text_order=True))
     if trained_depths is not None:
         parts.append(per_label_loss(partial(rank_only, predict), rows, ~trained, vocabulary.num_outputs))
-    # 3. Put them back in order, and sum the losses by depth.
+    # 3. Restore the order of the labels, and sum the losses by depth.
     order = torch.cat([index for index, _ in parts]).argsort()
     divergence, overlap, rank = (torch.cat(column)[order] for column in zip(*(part for _, part in parts), strict=True))
     loss = combine(divergence, overlap, objective.loss)
@@ -159,16 +177,16 @@ def score(
 
 
 class LabelRows(NamedTuple):
-    """Labels, and what the loss of each is computed from. Fields have one row per label."""
+    """Labels, and the inputs of each label's loss. All fields have one row per label."""
 
     output: Int[torch.Tensor, " label"]
-    """The label among the drafter's outputs; some output where it isn't among them."""
+    """Index of the label among the drafter's outputs; arbitrary if it isn't among them."""
     inside: Bool[torch.Tensor, " label"]
     """Whether the drafter's vocabulary has the label."""
     text_index: Int[torch.Tensor, " label"]
-    """Where the teacher's distribution of this label is: see `Labels.text_index`."""
+    """Index of the teacher's distribution of this label: see `Labels.text_index`."""
     inputs: tuple[torch.Tensor, ...]
-    """What the drafter predicts the label from."""
+    """Arguments of `predict`, one row per label."""
 
     def take(self, index: Int[torch.Tensor, " taken"]) -> "LabelRows":
         """Return the rows `index`, in its order."""
@@ -183,14 +201,15 @@ class LabelRows(NamedTuple):
 
 
 class LabelLoss(NamedTuple):
-    """Parts of the loss of each label, for `combine`, and the label's rank."""
+    """Parts of each label's loss, for `combine`, and the label's rank."""
 
     divergence: Float[torch.Tensor, " label"]
-    """KL or reverse KL from the teacher; the cross-entropy where the label is the teacher."""
+    """KL or reverse KL from the teacher; the cross-entropy if the label is the teacher."""
     overlap: Float[torch.Tensor, " label"]
-    """sum min(p, q); 1 where no loss reads it."""
+    """sum min(p, q); 1 if the loss doesn't read it."""
     rank: Int[torch.Tensor, " label"]
-    """How many outputs are likelier than the label; HIT_RANKS for a label outside the vocabulary."""
+    """Number of outputs more probable than the label; HIT_RANKS for a label outside the
+    vocabulary."""
 
 
 def combine(
@@ -207,17 +226,21 @@ def combine(
 
 
 def against_label(predict: Callable[..., torch.Tensor], rows: LabelRows) -> LabelLoss:
-    """Compare the drafter with the label itself, as if p were one-hot."""
+    """Compare the drafter with the label, as if p were one-hot."""
     logits, rank = logits_and_rank(predict, rows)
     divergence = F.cross_entropy(logits, rows.output, reduction="none") * rows.inside
-    # The overlap is q(label), and 1 where the label is outside, so that no loss has a part for it.
+    # The overlap is q(label), or 1 if the label is outside, so such a label adds nothing to any
+    # loss.
     return LabelLoss(divergence, divergence.neg().exp(), rank)
 
 
 def against_teacher(
     predict: Callable[..., torch.Tensor], teacher: Teacher | TopTeacher, kind: LossKind, rows: LabelRows
 ) -> LabelLoss:
-    """Compare the drafter with the target's distribution. The divergences are of p within a reduced vocabulary."""
+    """Compare the drafter with the target's distribution.
+
+    Divergences use p restricted to a reduced vocabulary and normalised.
+    """
     logits, rank = logits_and_rank(predict, rows)
     p, log_q = teacher.outcomes(rows.text_index, logits.log_softmax(1))
     inside_p = p / p.sum(1, keepdim=True).clamp(min=TINY) if teacher.reduced else p
@@ -226,14 +249,14 @@ def against_teacher(
     else:
         divergence = F.kl_div(log_q, inside_p, reduction="none").sum(1)
     overlap = torch.ones_like(divergence)
-    if kind.reads_overlap:  # two more tensors of all logits, and what their gradient keeps
+    if kind.reads_overlap:  # costs two more tensors of all logits, and memory for their gradient
         overlap = torch.minimum(p, log_q.exp()).sum(1)
     return LabelLoss(divergence, overlap, rank)
 
 
 @torch.no_grad()
 def rank_only(predict: Callable[..., torch.Tensor], rows: LabelRows) -> LabelLoss:
-    """Compute the rank alone, of a label that isn't trained on."""
+    """Compute only the rank, for a label that isn't trained on."""
     _, rank = logits_and_rank(predict, rows)
     return LabelLoss(torch.zeros_like(rank, dtype=torch.float), torch.ones_like(rank, dtype=torch.float), rank)
 
@@ -245,8 +268,10 @@ def logits_and_rank(
     logits = predict(*rows.inputs)
     values, output = logits.detach(), rows.output[:, None]
     label = values.gather(1, output)
-    rank = (values > label).sum(1, dtype=torch.int32)  # in 64 bits, the default, it takes twice as long
-    if values.dtype != torch.float32:  # in 16 bits many are equal, and of equals the first one is the arg-max
+    rank = (values > label).sum(1, dtype=torch.int32)  # the default, int64, takes twice as long
+    # In 16 bits many logits are equal. The arg-max takes the first of equal ones, so count those
+    # before.
+    if values.dtype != torch.float32:
         first = torch.arange(values.shape[1], device=values.device) < output
         rank += ((values == label) & first).sum(1, dtype=torch.int32)
     return logits.float(), torch.where(rows.inside, rank, HIT_RANKS)
@@ -260,10 +285,11 @@ def per_label_loss(
     *,
     in_text_order: bool = False,
 ) -> tuple[Int[torch.Tensor, " chosen"], LabelLoss]:
-    """Evaluate the chosen rows in chunks, and return their indices too.
+    """Evaluate the chosen rows in chunks; return their indexes and losses.
 
-    `num_columns` is the width of the widest tensor that `evaluate` makes. Several chunks keep nothing but
-    the result: backward recomputes the rest. In the order of the text, labels of one token are neighbours.
+    `num_columns` is the width of the widest tensor that `evaluate` computes. Several chunks keep
+    only the result: the backward pass recomputes the rest. `in_text_order` puts labels of one token
+    next to each other.
     """
     index = chosen.nonzero()[:, 0]
     if in_text_order:
@@ -278,7 +304,10 @@ def per_label_loss(
 
 
 def make_teacher(batch: DrafterBatch, objective: Objective, vocabulary: DraftVocabulary) -> Teacher | TopTeacher | None:
-    """Make the teacher that the objective names; None where its loss needs none. Raises ValueError for missing inputs."""
+    """Build the teacher of the objective, or None if the loss needs none.
+
+    Raises ValueError for missing inputs.
+    """
     if not objective.loss.needs_teacher:
         return None
     if objective.teacher == "top_k":

@@ -1,4 +1,4 @@
-"""A drafter that knows the answers: what accepted paths do to a target's cache can be certified without a trained one."""
+"""A drafter that knows the answers, to test a target's cache without a trained drafter."""
 
 from collections.abc import Sequence
 
@@ -12,9 +12,11 @@ from ..decoding.types import AcceptedPath, TargetOutput
 
 
 class OracleDrafter:
-    """Knows each row's answer, and proposes it with wrong siblings: right down to the depth in `right`, wrong below.
+    """Drafter that proposes each row's known answer, mixed with wrong siblings.
 
-    Its state is the row in the first batch and the number of tokens answered. On an accelerator it waits for the device.
+    Row b's draft is right down to depth `right[b]`, and wrong below. The state holds the row's
+    index in the first batch and the number of answered tokens. On an accelerator `propose` waits
+    for the device.
     """
 
     PARENTS = (-1, -1, 1, 1, 3, 3)
@@ -36,8 +38,9 @@ class OracleDrafter:
         for row, position in state.tolist():
             text = [*self.texts[row], *[0] * 2 * self.DEPTH][position : position + self.DEPTH]
             path = [token if depth < self.right[row] else (token + 9) % self.vocab_size for depth, token in enumerate(text)]
-            # The wrong sibling comes first, so the right path is scattered over the tree.
-            tokens.append([token for right in path for token in ((right + 1) % self.vocab_size, right)])
+            # The wrong sibling comes first, so the nodes of the right path aren't adjacent in the
+            # tree.
+            tokens.append([token for answer in path for token in ((answer + 1) % self.vocab_size, answer)])
         parents = torch.tensor([self.PARENTS] * len(tokens), device=state.device)
         return DraftTree(tokens=torch.tensor(tokens, device=state.device), parents=parents, max_depth=self.DEPTH), state
 

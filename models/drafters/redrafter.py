@@ -1,15 +1,18 @@
 """ReDrafter: a recurrent drafter with beam search (Recurrent Drafter, arXiv 2403.09919).
 
-From the target's last hidden state h and the tokens after it, the drafter keeps a recurrent state and predicts
+From the target's last hidden state h and the tokens after it, the drafter computes a recurrent
+state and predicts
 
     s_1 = e_1 (or f(W e_1 + b), Apple's release),   s_t = f(U s_{t-1} + W e_t + b),   f = SiLU,
-    g_t = [h ; s_t] -> residual blocks x + SiLU(Linear(x)) -> logits of the token after token t        (section 3.1)
+    g_t = [h ; s_t] -> residual blocks x + SiLU(Linear(x)) -> logits of the token after token t
 
-with the target's own frozen embeddings e. Token 1 is the one that the target has already chosen, so T labelled tokens train T
-- 1 depths. The same weights serve every depth, so a drafter can draft deeper than it was trained.
+(section 3.1). Here e are the target's frozen embeddings. The target has already chosen token 1, so
+T labelled tokens train T - 1 depths. All depths share the same weights, so a drafter can draft
+deeper than it was trained.
 
-The tree of its beam search is a function of the text. So speculative sampling is exact with it at every temperature: at each
-node the target's own draw decides whether the walk goes on (see `SpeculativeSampling`).
+The tree of its beam search is a function of the text. So speculative sampling is exact with it at
+every temperature: at each node the target's draw decides whether the walk continues (see
+`SpeculativeSampling`).
 """
 
 from collections.abc import Sequence
@@ -32,46 +35,58 @@ from .vocabulary import ReducedVocabulary
 
 TREE_PADDINGS = ("exact", "bucket", "full")
 NUM_BUCKETS = 5
-"""Sizes of a tree under `tree_padding=bucket`. Each is recorded or compiled once; on average a
-tenth of the nodes is padding."""
+"""Number of tree sizes with `tree_padding=bucket`.
+
+Each size is recorded or compiled once. On average a tenth of the nodes is padding."""
 
 
 @dataclass(kw_only=True, config=OPTIONS)
 class RedrafterConfig:
-    """Shape of a ReDrafter, and how it drafts by default."""
+    """Options of a ReDrafter: its shape, and how it drafts by default."""
 
     rnn: bool = True
-    """Recurrent state as in the paper; off, the state is the plain sum of the embeddings (the ablation of Apple's release)."""
+    """Recurrent state as in the paper; off, the state is the sum of the embeddings (the ablation of
+    Apple's release)."""
     initial_state: Annotated[str, one_of("embedding", "zero")] = "embedding"
-    """`embedding`: s_1 = e_1, as the paper has it; `zero`: s_0 = 0 and s_1 = f(W e_1 + b), as Apple's release has it."""
+    """`embedding`: s_1 = e_1, as in the paper. `zero`: s_0 = 0 and s_1 = f(W e_1 + b), as in
+    Apple's release."""
     num_blocks: NonNegativeInt = 2
     """Residual blocks between [h ; s] and the head."""
     exit_width: PositiveInt | None = None
-    """Width of the blocks and the head's input; None is twice the target's width. A narrow one makes a light head."""
+    """Width of the blocks and of the head's input; None is twice the target's hidden size. A
+    smaller width makes a cheaper head."""
     head_rank: PositiveInt | None = None
     """Rank of the head's factorisation; None is a full matrix."""
     head_init: Annotated[str, one_of("random", "target")] = "random"
-    """`random`, or `target`: start from the target's own head; `exit_width` must then be the target's width."""
+    """`random`, or `target`: start with the target's head; `exit_width` must then be the target's
+    hidden size."""
     draft_vocab_size: PositiveInt | None = None
-    """Draft only this many tokens, the commonest in the distilled data; None is the whole vocabulary."""
+    """Number of tokens to draft, the most frequent of the distilled data; None is the whole
+    vocabulary."""
     beam_width: PositiveInt = 4
-    """Beams kept by the beam search. May be changed when the drafter is loaded."""
+    """Beams of the beam search. May be changed when the drafter is loaded."""
     beam_length: PositiveInt = 5
-    """Draft tokens per beam, not counting the token that the target has already chosen. May be changed when it is loaded."""
+    """Draft tokens per beam, without the token that the target has already chosen. May be changed
+    when it is loaded."""
 
     tree_nodes: PositiveInt | None = None
-    """Nodes of the draft tree: so many of the likeliest that the beam search met; None is the paper's tree, the beams that it
-    ended with. May be changed when the drafter is loaded."""
+    """Nodes of the draft tree: the most probable nodes of the beam search. None is the paper's
+    tree, the final beams. May be changed when the drafter is loaded."""
     share_prefixes: bool = True
-    """Whether the target reads a prefix that beams share once (section 3.3). Off, it reads every beam in full: slower, the same
-    answers, and only there to measure what sharing saves. May be changed when the drafter is loaded."""
+    """Whether the target reads a prefix that beams share only once (section 3.3).
+
+    Off, it reads every beam in full. The answers are the same, but slower: this only measures what
+    sharing saves. May be changed when the drafter is loaded."""
 
     tree_padding: Annotated[str, one_of(*TREE_PADDINGS)] | None = None
-    """How the paper's tree, whose nodes are as many as its beams don't share, comes to a size:
-    `exact`: the fullest row's, which the host waits for; `bucket`: the next multiple of a fifth of
-    the most that are possible, so that sizes are few; `full`: that most, without a wait, and the
-    target reads the padding. None is `bucket` where the target's passes are compiled or recorded,
-    else `exact`. May be changed when the drafter is loaded."""
+    """How the paper's tree is padded. Its number of nodes depends on the prefixes that its beams
+    share.
+
+    `exact`: to the fullest row of the batch, which the host waits for. `bucket`: to the next
+    multiple of a fifth of the largest possible number, so there are few sizes. `full`: to the
+    largest possible number, without a wait; the target reads the padding. None is `bucket` if the
+    target's passes are compiled or recorded, else `exact`. May be changed when the drafter is
+    loaded."""
 
     RUNTIME_FIELDS: ClassVar[frozenset[str]] = frozenset(
         {"beam_width", "beam_length", "tree_nodes", "share_prefixes", "tree_padding"}
@@ -80,10 +95,10 @@ class RedrafterConfig:
     def __post_init__(self) -> None:
         problems = []
         if self.head_init == "target" and (self.head_rank, self.draft_vocab_size) != (None, None):
-            problems.append("head_init is target, but a head of lower rank or fewer tokens can't start from it; set random")
+            problems.append("head_init is target, but a head of lower rank or fewer tokens can't start with it; set random")
         if not self.share_prefixes and self.tree_nodes is not None:
             problems.append(
-                f"share_prefixes is off and tree_nodes {self.tree_nodes}; a tree of the likeliest nodes shares its prefixes: "
+                f"share_prefixes is off and tree_nodes {self.tree_nodes}; a tree of a given size shares its prefixes: "
                 "set tree_nodes to null"
             )
         num_nodes = self.beam_width * self.beam_length
@@ -96,7 +111,7 @@ class RedrafterConfig:
 
 
 class ResidualBlock(nn.Module):
-    """x + SiLU(Linear(x)). Starts as the identity, so that the head sees [h ; s] from the first step on."""
+    """Block x + SiLU(Linear(x)). Starts as the identity, so at first the head reads [h ; s]."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -109,9 +124,13 @@ class ResidualBlock(nn.Module):
 
 
 class Redrafter(ReducedVocabulary, LastStateDrafter):
-    """The recurrent drafter. Its state is the target's hidden state at the last accepted token, [batch, hidden]."""
+    """The recurrent drafter.
+
+    Its state is the target's hidden state at the last accepted token, [batch, hidden].
+    """
 
     Config = RedrafterConfig
+    DEPTH_OPTION = "beam_length"
 
     def __init__(self, config: RedrafterConfig, embed_tokens: nn.Module, *, hidden_size: int, vocab_size: int) -> None:
         super().__init__()
@@ -120,7 +139,8 @@ class Redrafter(ReducedVocabulary, LastStateDrafter):
         self.tree_padding = config.tree_padding or "exact"
         self.hidden_size = hidden_size
         self.exit_width = exit_width = config.exit_width or 2 * hidden_size
-        # The target's table is read, not owned: in a tuple, it is neither saved nor trained with the drafter.
+        # A reference only: in a tuple, the target's embeddings are neither saved nor trained with
+        # the drafter.
         self._embed_tokens = (embed_tokens,)
         if config.rnn:
             self.recurrence = nn.Linear(hidden_size, hidden_size, bias=False)  # U
@@ -143,12 +163,15 @@ class Redrafter(ReducedVocabulary, LastStateDrafter):
         return drafter
 
     def _start_from(self, target_head: nn.Linear) -> None:
-        """Take the target's head, and let h through to it as it is: at first the drafter tends to what the target said last."""
+        """Copy the target's head, and pass h through to it unchanged.
+
+        At first the drafter then predicts the target's last token again.
+        """
         assert isinstance(self.head, nn.Linear)
         if self.head.weight.shape != target_head.weight.shape:
             raise ValueError(
                 f"drafter.head_init is target, whose head is {target_head.in_features} wide; "
-                "drafter.exit_width must be that too"
+                "drafter.exit_width must be the same"
             )
         assert isinstance(self.projection, nn.Linear)
         width = target_head.in_features
@@ -165,8 +188,10 @@ class Redrafter(ReducedVocabulary, LastStateDrafter):
     # --- decoding
 
     def draft(self, state: Float[torch.Tensor, "batch hidden"], last_token: Int[torch.Tensor, " batch"]) -> DraftTree:
-        """Draft the tree of a beam search (section 3.2), padded to its full size: the last beams
-        (section 3.3), or the likeliest nodes that the search met."""
+        """Draft the tree of a beam search (section 3.2), padded to its full size.
+
+        It consists of the final beams (section 3.3), or of the most probable nodes of the search.
+        """
         search = beam_search(self, state, last_token, width=self.config.beam_width, length=self.config.beam_length)
         if not self.config.share_prefixes:
             return pack_separately(search)
@@ -175,21 +200,21 @@ class Redrafter(ReducedVocabulary, LastStateDrafter):
         return pack_likeliest(search, self.config.tree_nodes)
 
     def trim(self, tree: DraftTree) -> DraftTree:
-        """Cut padding as `tree_padding` asks."""
+        """Cut padding according to `tree_padding`."""
         if self.tree_padding == "full" or not self._has_padding:
             return tree
         return tree.trimmed(self._bucket if self.tree_padding == "bucket" else 1)
 
     @property
     def tree_sizes(self) -> Sequence[int]:
-        """Return the sizes of trees under `tree_padding=bucket`; for others the largest."""
+        """Return the sizes of trees with `tree_padding=bucket`; otherwise only the largest."""
         if self.tree_padding != "bucket" or not self._has_padding:
             return (self.max_nodes,)
         return (*range(self._bucket, self.max_nodes, self._bucket), self.max_nodes)
 
     @property
     def _has_padding(self) -> bool:
-        """Whether trees have different numbers of nodes: the paper's have, others are of one size."""
+        """Whether trees have different numbers of nodes: only the paper's tree has."""
         return self.config.tree_nodes is None and self.config.share_prefixes
 
     @property
@@ -199,12 +224,12 @@ class Redrafter(ReducedVocabulary, LastStateDrafter):
     # --- the network
 
     def embed(self, tokens: Int[torch.Tensor, "*batch"]) -> Float[torch.Tensor, "*batch hidden"]:
-        """The target's embeddings, in the drafter's own dtype."""
+        """Return the target's embeddings in the drafter's dtype."""
         embeddings: torch.Tensor = self._embed_tokens[0](tokens)
         return embeddings.to(next(self.parameters()).dtype)
 
     def first_state(self, embedding: Float[torch.Tensor, "*batch hidden"]) -> Float[torch.Tensor, "*batch hidden"]:
-        """s_1, from the embedding of the token that the target has already chosen."""
+        """Return s_1, from the embedding of the token that the target has already chosen."""
         if self.config.initial_state == "embedding" or not self.config.rnn:
             return embedding
         return F.silu(self.input(embedding))
@@ -212,7 +237,7 @@ class Redrafter(ReducedVocabulary, LastStateDrafter):
     def next_state(
         self, state: Float[torch.Tensor, "*batch hidden"], embedding: Float[torch.Tensor, "*batch hidden"]
     ) -> Float[torch.Tensor, "*batch hidden"]:
-        """s_t from s_{t-1} and the embedding of token t."""
+        """Return s_t from s_{t-1} and the embedding of token t."""
         if not self.config.rnn:
             return state + embedding
         return F.silu(self.recurrence(state) + self.input(embedding))
@@ -220,7 +245,8 @@ class Redrafter(ReducedVocabulary, LastStateDrafter):
     def logits(
         self, hidden: Float[torch.Tensor, "*batch hidden"], state: Float[torch.Tensor, "*batch hidden"]
     ) -> Float[torch.Tensor, "*batch draft_vocab"]:
-        """Logits of the next token from the target's hidden state and the drafter's recurrent one."""
+        """Return logits of the next token from the target's hidden state and the recurrent
+        state."""
         both = torch.cat([hidden.to(state.dtype), state], dim=-1)
         logits: torch.Tensor = self.head(self.blocks(self.projection(both)))
         return logits
@@ -228,7 +254,7 @@ class Redrafter(ReducedVocabulary, LastStateDrafter):
     # --- training
 
     def loss(self, batch: DrafterBatch, objective: Objective) -> Loss:
-        """The target's continuations (section 3.4), teacher-forced, at the batch's positions.
+        """Return the loss of the target's continuations (section 3.4), teacher-forced.
 
         Depth d reads the continuation's tokens 0..d and predicts token d + 1.
         """
@@ -237,7 +263,7 @@ class Redrafter(ReducedVocabulary, LastStateDrafter):
                 "ReDrafter reads the target's hidden states, and the batch has none; distil them or recompute them"
             )
         labels = Labels.of(batch)
-        embeddings = self.embed(labels.given.clamp(min=0))  # [position, depth, hidden]
+        embeddings = self.embed(labels.previous.clamp(min=0))  # [position, depth, hidden]
         states = [self.first_state(embeddings[:, 0])]
         for depth in range(1, labels.tokens.shape[1]):
             states.append(self.next_state(states[-1], embeddings[:, depth]))
@@ -246,5 +272,5 @@ class Redrafter(ReducedVocabulary, LastStateDrafter):
         return score(self.logits, inputs, labels, batch, objective, vocabulary=self.vocabulary)
 
     def has_unused_parameters(self, horizon: int) -> bool:
-        """Labels of two tokens train the first depth alone, which the recurrence hasn't reached."""
+        """Return whether only the first depth is trained: it doesn't use the recurrence."""
         return self.config.rnn and horizon == 2

@@ -1,4 +1,4 @@
-"""Which drafters there are. A new one is a module, a row here, and a YAML in `conf/drafter/`."""
+"""The registry of drafters. A new one is a module, a row here, and a file in conf/drafter/."""
 
 from .base import TrainableDrafter
 from .draft_model import DraftModel
@@ -17,5 +17,5 @@ DRAFTERS: dict[str, type[TrainableDrafter]] = {
 
 
 def kind_of(drafter: TrainableDrafter) -> str:
-    """The registry's name of a drafter."""
+    """Return the registry's name of a drafter."""
     return next(kind for kind, drafter_class in DRAFTERS.items() if type(drafter) is drafter_class)

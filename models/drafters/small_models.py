@@ -1,4 +1,4 @@
-"""Where the weights of an independent draft model come from: the target's family made smaller, or a model that is there."""
+"""The model of an independent draft model: the target made smaller, or another model."""
 
 from dataclasses import field
 from pathlib import Path
@@ -20,46 +20,50 @@ from ..target.plain_weights import require_plain_weights, whole
 from .beams import MAX_SEARCH_NODES
 
 NOT_ARCHITECTURE = ("_name_or_path", "architectures", "auto_map", "dtype", "quantization_config", "transformers_version")
-"""Keys of a configuration that say where a model came from and in which form, not what it computes."""
+"""Keys of a configuration that describe a model's origin and storage, not its computation."""
 
 PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
-"""Keys whose value lists all layers."""
+"""Keys whose value is a list with one item per layer."""
 
 
 @dataclass(kw_only=True, config=OPTIONS)
 class DraftModelConfig:
-    """Which model drafts, and how it drafts by default."""
+    """Options of an independent draft model, and how it drafts by default."""
 
     path: str | None = None
-    """Directory or Hub id of a model to fine-tune, with safetensors weights and the target's own tokenizer and vocabulary size.
-    None: a model of the target's family, of the sizes below."""
+    """Directory or Hub id of a model to fine-tune, or None for a model of the target's family with
+    the sizes below.
+
+    It needs safetensors weights, and the target's tokenizer and vocabulary size."""
     tokenizer_options: dict[str, Any] = field(default_factory=dict)
-    """For the tokenizer at `path`: those of the target's configuration."""
+    """Options of the tokenizer at `path`, as in the target's configuration."""
     init: Annotated[str, one_of("random", "target_layers")] = "random"
-    """`random`, or `target_layers`: the target's first layers with its embeddings, norm and head, so none of its sizes but
-    `num_layers` may be another."""
+    """`random`, or `target_layers`: copy the target's first layers, embeddings, norm and head. Then
+    only `num_layers` may differ from the target's sizes."""
     num_layers: PositiveInt = 2
-    """Decoder layers; at most the target's."""
+    """Decoder layers, at most the target's number."""
     hidden_size: PositiveInt | None = None
-    """Width; None is the target's own."""
+    """Hidden size; None is the target's."""
     intermediate_size: PositiveInt | None = None
-    """Width of the MLPs; None keeps the target's proportion to the width."""
+    """Hidden size of the MLPs; None keeps the target's ratio to the hidden size."""
     num_heads: PositiveInt | None = None
-    """Attention heads; None keeps the target's proportion to the width."""
+    """Attention heads; None keeps the target's ratio to the hidden size."""
     num_kv_heads: PositiveInt | None = None
-    """Heads of keys and values; None keeps the size of the target's groups."""
+    """Heads of keys and values; None keeps the target's group size."""
     architecture: dict[str, Any] | None = None
-    """transformers' configuration of the model, written when a drafter is saved: what its weights belong to. It replaces the
+    """transformers' configuration of the model, written when a drafter is saved. It replaces the
     options above."""
 
     length: PositiveInt = 4
-    """Draft tokens on the longest path. This and what follows may be changed when the drafter is loaded."""
+    """Number of draft tokens on the longest path. This and the next options may be changed when the
+    drafter is loaded."""
     top_k: PositiveInt = 1
-    """Nodes expanded at each depth; 1 makes a chain."""
+    """Nodes expanded at each depth; 1 gives a chain."""
     tree_nodes: PositiveInt | None = None
-    """Nodes of the tree: so many of the likeliest that the search met; None is all of them."""
+    """Nodes of the tree: the most probable nodes of the search; None keeps all."""
     temperature: NonNegativeFloat = 0.0
-    """Above 0, draft tokens are drawn at this temperature, best the target's own. Trees are not drawn: `top_k` must be 1."""
+    """Above 0, draft tokens are drawn at this temperature; use the target's. Trees can't be drawn:
+    `top_k` must be 1."""
 
     RUNTIME_FIELDS: ClassVar[frozenset[str]] = frozenset({"length", "top_k", "tree_nodes", "temperature"})
 
@@ -67,11 +71,11 @@ class DraftModelConfig:
         problems = []
         sizes = [name for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads") if getattr(self, name)]
         if self.init == "target_layers" and sizes:
-            problems.append(f"init is target_layers, whose {', '.join(sizes)} can't be chosen; leave that out, or set random")
+            problems.append(f"init is target_layers, so {', '.join(sizes)} can't be chosen; leave that out, or set random")
         if self.temperature > 0 and self.top_k > 1:
             problems.append(
-                f"temperature is {self.temperature} and top_k {self.top_k}; what is drawn is a chain: set one of them to 0 or "
-                "1. A tree that isn't drawn serves every temperature of the target"
+                f"temperature is {self.temperature} and top_k {self.top_k}; only a chain can be drawn: set temperature to 0 or "
+                "top_k to 1. A tree that isn't drawn works at every temperature of the target"
             )
         if self.length * self.top_k**2 > MAX_SEARCH_NODES:
             problems.append(
@@ -82,20 +86,21 @@ class DraftModelConfig:
 
 
 CANT_BE_BUILT = (
-    *(StrictDataclassError, TypeError, ValueError),  # values of wrong types, or that contradict each other
+    *(StrictDataclassError, TypeError, ValueError),  # values of wrong types, or contradictory values
     KeyError,  # names that transformers doesn't know
-    *(ArithmeticError, AssertionError, RuntimeError),  # sizes that no tensor can have
+    *(ArithmeticError, AssertionError, RuntimeError),  # impossible sizes of tensors
 )
-"""What transformers' classes and torch's modules raise for a configuration of which no model can be built."""
+"""Errors of transformers and torch for a configuration that describes no valid model."""
 
 
 def architecture_of(model: PreTrainedModel) -> dict[str, Any]:
-    """What `build_model` makes such a model of: JSON values."""
+    """Return the JSON values from which `build_model` builds such a model."""
     return _shape(model.config)
 
 
 def build_model(architecture: dict[str, Any], target: HFTarget) -> PreTrainedModel:
-    """A model with random weights, in float32. Raises ValueError where transformers knows no such model."""
+    """Build a model with random weights, in float32. Raises ValueError for an invalid
+    architecture."""
     try:
         config: Any = AutoConfig.for_model(**architecture)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -105,39 +110,43 @@ def build_model(architecture: dict[str, Any], target: HFTarget) -> PreTrainedMod
             trust_remote_code=False,
         )
     except CANT_BE_BUILT as error:
-        raise ValueError(f"transformers can't make the draft model ({error}); its configuration is {architecture}") from error
+        raise ValueError(f"transformers can't build the draft model ({error}); its configuration is {architecture}") from error
     return model
 
 
 def smaller_architecture(config: DraftModelConfig, target: HFTarget) -> dict[str, Any]:
-    """The target's own configuration, with the sizes of `config`."""
-    own = target.model.config.get_text_config()
-    if config.num_layers > own.num_hidden_layers:
-        raise ValueError(f"drafter.num_layers is {config.num_layers}; the target has only {own.num_hidden_layers}")
-    heads, hidden = own.num_attention_heads, config.hidden_size or own.hidden_size
-    num_heads = config.num_heads or max(1, heads * hidden // own.hidden_size)
-    num_kv_heads = config.num_kv_heads or max(1, num_heads * (getattr(own, "num_key_value_heads", None) or heads) // heads)
+    """Return the target's configuration with the sizes of `config`."""
+    # 1. Derive the sizes, by default in the target's ratios.
+    target_config = target.model.config.get_text_config()
+    if config.num_layers > target_config.num_hidden_layers:
+        raise ValueError(f"drafter.num_layers is {config.num_layers}; the target has only {target_config.num_hidden_layers}")
+    heads, hidden = target_config.num_attention_heads, config.hidden_size or target_config.hidden_size
+    num_heads = config.num_heads or max(1, heads * hidden // target_config.hidden_size)
+    target_kv_heads = getattr(target_config, "num_key_value_heads", None) or heads
+    num_kv_heads = config.num_kv_heads or max(1, num_heads * target_kv_heads // heads)
     if hidden % num_heads or num_heads % num_kv_heads:
         raise ValueError(
-            f"a draft model {hidden} wide with {num_heads} heads, {num_kv_heads} of them for keys and values, can't be made; "
+            f"a draft model of hidden size {hidden} with {num_heads} heads and {num_kv_heads} KV heads can't be built; "
             "set drafter.hidden_size, num_heads and num_kv_heads so that each is a multiple of the next"
         )
+    # 2. Keep the sizes that the target's family has.
     sizes = {"hidden_size": hidden, "num_hidden_layers": config.num_layers, "num_attention_heads": num_heads}
-    if hasattr(own, "num_key_value_heads"):
+    if hasattr(target_config, "num_key_value_heads"):
         sizes["num_key_value_heads"] = num_kv_heads
-    if hasattr(own, "intermediate_size"):
-        sizes["intermediate_size"] = config.intermediate_size or own.intermediate_size * hidden // own.hidden_size
-    if config.num_heads is not None and getattr(own, "head_dim", None) is not None:
+    if hasattr(target_config, "intermediate_size"):
+        default_width = target_config.intermediate_size * hidden // target_config.hidden_size
+        sizes["intermediate_size"] = config.intermediate_size or default_width
+    if config.num_heads is not None and getattr(target_config, "head_dim", None) is not None:
         sizes["head_dim"] = hidden // num_heads
     for option, name in (("num_kv_heads", "num_key_value_heads"), ("intermediate_size", "intermediate_size")):
         if getattr(config, option) is not None and name not in sizes:
-            raise ValueError(f"drafter.{option} is {getattr(config, option)}, and {type(own).__name__} has no {name}")
-    shape = _shape(own)
+            raise ValueError(f"drafter.{option} is {getattr(config, option)}, and {type(target_config).__name__} has no {name}")
+    # 3. Put them into the target's configuration; some families have other names for these keys.
+    shape = _shape(target_config)
     for name in PER_LAYER:
         if isinstance(shape.get(name), list):
             shape[name] = shape[name][: config.num_layers]
-    # Some families have names of their own for these.
-    return shape | {own.attribute_map.get(name, name): size for name, size in sizes.items()}
+    return shape | {target_config.attribute_map.get(name, name): size for name, size in sizes.items()}
 
 
 def _shape(config: Any) -> dict[str, Any]:
@@ -146,17 +155,20 @@ def _shape(config: Any) -> dict[str, Any]:
 
 @torch.no_grad()
 def first_layers(model: PreTrainedModel, target: HFTarget) -> None:
-    """Give a model, the target cut short, the target's own weights."""
+    """Copy the target's weights into a model that is the target with fewer layers."""
     require_plain_weights(target.model, "set drafter.init=random")
-    weights, theirs = model.state_dict(), target.model.state_dict()
-    if missing := sorted(weights.keys() - theirs.keys()):
-        raise ValueError(f"the target has no {missing[0]}, so the draft model can't begin with its layers; set init=random")
+    weights, target_weights = model.state_dict(), target.model.state_dict()
+    if missing := sorted(weights.keys() - target_weights.keys()):
+        raise ValueError(f"the target has no {missing[0]}, so the draft model can't start with its layers; set init=random")
     for name, weight in weights.items():
-        weight.copy_(whole(theirs[name]))
+        weight.copy_(whole(target_weights[name]))
 
 
 def weights_digest_at(path: str) -> str:
-    """Digest of an existing model's weights, not read into memory. Raises ValueError where there is none."""
+    """Return the digest of an existing model's weights, without loading them.
+
+    Raises ValueError if there is no model.
+    """
     if not Path(path).is_dir():
         use_hub()
     try:
@@ -166,7 +178,10 @@ def weights_digest_at(path: str) -> str:
 
 
 def pretrained(path: str, tokenizer_options: dict[str, Any], target: HFTarget) -> HFTarget:
-    """An existing model, in float32. Raises ValueError where it can't be loaded, isn't safe to, or reads other tokens."""
+    """Load an existing model in float32.
+
+    Raises ValueError if it can't be loaded, isn't in safetensors format, or has another tokenizer.
+    """
     config = TargetConfig(
         name_or_path=path,
         dtype="float32",
@@ -186,7 +201,7 @@ def pretrained(path: str, tokenizer_options: dict[str, Any], target: HFTarget) -
 
 
 def require_same_tokenizer(name: str, digest: str, target: HFTarget) -> None:
-    """Raise ValueError where the draft model `name` has a tokenizer of another `digest` than the target's."""
+    """Raise ValueError if the draft model's tokenizer `digest` differs from the target's."""
     if digest != target.identity.tokenizer_sha256:
         raise ValueError(
             f"the draft model {name} has another tokenizer than {target.identity.name}, so its token ids mean something else; "

@@ -1,4 +1,4 @@
-"""The target's distributions that a drafter learns from: of all tokens, or of the likeliest ones."""
+"""The target's distributions that a drafter learns from: over all tokens, or the top k."""
 
 import math
 from dataclasses import dataclass
@@ -11,15 +11,19 @@ from ...data.types import UNKNOWN, DrafterBatch
 from .vocabulary import DraftVocabulary
 
 TINY = 1e-12
-"""Keeps logarithms and quotients of probabilities finite."""
+"""Lower bound that keeps logarithms and quotients of probabilities finite."""
 
 LEAST_REST = 1e-6
-"""Least probability of all tokens but the likeliest: as 1 less a sum in float32, a smaller one would be rounding."""
+"""Least probability of all tokens outside the top k.
+
+It is 1 minus a sum in float32; a smaller value would be rounding error.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Teacher:
-    """The target's distribution after any token of the texts, computed from its hidden states when needed."""
+    """The target's distribution after each token of the texts, computed from hidden states when
+    needed."""
 
     states: Float[torch.Tensor, "token hidden"]
     head: nn.Linear
@@ -27,24 +31,25 @@ class Teacher:
 
     @property
     def reduced(self) -> bool:
-        """Whether the drafter has outputs for some tokens only."""
+        """Whether the drafter has outputs for only some tokens."""
         return self.vocabulary.tokens is not None
 
     @property
     def num_columns(self) -> int:
-        """Columns of the widest tensor that the teacher makes."""
+        """Columns of the widest tensor that the teacher computes."""
         return self.vocabulary.size
 
     def knows(self, index: Int[torch.Tensor, " label"]) -> Bool[torch.Tensor, " label"]:
-        """Return where there is a distribution: everywhere."""
+        """Return which labels have a distribution: all."""
         return torch.ones_like(index, dtype=torch.bool)
 
     def outcomes(
         self, index: Int[torch.Tensor, " label"], log_q: Float[torch.Tensor, "label output"]
     ) -> tuple[Float[torch.Tensor, "label output"], Float[torch.Tensor, "label output"]]:
-        """Return p of the drafter's outputs, which sums to less than 1 in a reduced vocabulary, and `log_q` unchanged.
+        """Return p of the drafter's outputs, and `log_q` unchanged.
 
-        Neighbouring labels of one token of the text share its distribution.
+        In a reduced vocabulary p sums to less than 1. Adjacent labels of one token of the text
+        share its distribution.
         """
         with torch.no_grad():
             tokens, row = index.unique_consecutive(return_inverse=True)
@@ -56,10 +61,11 @@ class Teacher:
 
 @dataclass(frozen=True, kw_only=True)
 class TopTeacher:
-    """The target's likeliest tokens after any token of the texts, as outputs of the drafter, and their probabilities.
+    """The target's top-k tokens after each token of the texts, and their probabilities.
 
-    `inside` are those that a reduced vocabulary has. How much of "any other" it lacks is unknown: all of
-    that counts as inside. Where nothing is `known`, p is taken to be one-hot at the label, as off the text.
+    The tokens are indexes of the drafter's outputs. `inside` marks those in a reduced vocabulary.
+    The share of "any other" outside the vocabulary is unknown; all of it counts as inside. Where
+    nothing is `known`, p is taken as one-hot at the label, as off the text.
     """
 
     outputs: Int[torch.Tensor, "token top"]
@@ -68,18 +74,18 @@ class TopTeacher:
     known: Bool[torch.Tensor, " token"]
     reduced: bool
     num_columns: int
-    """Columns of the widest tensor that is needed: the drafter's own logits."""
+    """Columns of the widest tensor that the teacher needs: the drafter's logits."""
 
     def knows(self, index: Int[torch.Tensor, " label"]) -> Bool[torch.Tensor, " label"]:
-        """Return where likeliest tokens are stored."""
+        """Return which labels have stored top-k tokens."""
         return self.known[index]
 
     @classmethod
     def of(cls, batch: DrafterBatch, vocabulary: DraftVocabulary) -> "TopTeacher":
-        """Read the batch's likeliest tokens. Raises ValueError where it has none."""
+        """Read the batch's top-k tokens. Raises ValueError if it has none."""
         if batch.top_tokens is None or batch.top_log_probs is None:
             raise ValueError(
-                "the teacher top_k needs the target's likeliest tokens, and the batch has none; distil with "
+                "the teacher top_k needs the target's top-k tokens, and the batch has none; distil with "
                 "distill.top_logprobs, or train with train.teacher=full"
             )
         tokens = batch.top_tokens.flatten(0, 1).long()
@@ -97,7 +103,7 @@ class TopTeacher:
     def outcomes(
         self, index: Int[torch.Tensor, " label"], log_q: Float[torch.Tensor, "label output"]
     ) -> tuple[Float[torch.Tensor, "label outcome"], Float[torch.Tensor, "label outcome"]]:
-        """Return p and log q of the likeliest tokens and, last, of any other."""
+        """Return p and log q of the top-k tokens and, in the last column, of any other token."""
         probs, inside = self.probs[index], self.inside[index]
         top_log_q = log_q.gather(1, self.outputs[index])
         rest = (1 - probs.sum(1, keepdim=True)).clamp(min=LEAST_REST)

@@ -1,4 +1,4 @@
-"""The vocabulary of a drafter: all tokens of the target, or the commonest ones."""
+"""The vocabulary of a drafter: all tokens of the target, or the most frequent ones."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,10 @@ from ...data.types import UNKNOWN
 
 @dataclass(frozen=True, kw_only=True)
 class DraftVocabulary:
-    """The target's tokens that a drafter's outputs stand for: all `size` of them, or some, in order of their ids."""
+    """The target's tokens that a drafter's outputs stand for.
+
+    These are all `size` tokens, or only `tokens`, in order of their ids.
+    """
 
     size: int
     tokens: Int[torch.Tensor, " output"] | None = None
@@ -22,7 +25,8 @@ class DraftVocabulary:
         return self.size if self.tokens is None else len(self.tokens)
 
     def outputs(self, tokens: Int[torch.Tensor, " label"]) -> tuple[Int[torch.Tensor, " label"], Bool[torch.Tensor, " label"]]:
-        """Return the outputs of the target's tokens (any output for a token that has none), and which have one."""
+        """Return the output of each token (an arbitrary one if there is none), and which have
+        one."""
         if self.tokens is None:
             return tokens, torch.ones_like(tokens, dtype=torch.bool)
         output = torch.searchsorted(self.tokens, tokens).clamp(max=len(self.tokens) - 1)
@@ -31,9 +35,9 @@ class DraftVocabulary:
 
 
 class ReducedVocabulary(nn.Module):
-    """A drafter's mixin, for kinds that may draft the `config.draft_vocab_size` commonest tokens only.
+    """Mixin of drafters that may draft only the `config.draft_vocab_size` most frequent tokens.
 
-    The buffer `draft_tokens` is there with a reduced vocabulary alone: output o is the target's token
+    The buffer `draft_tokens` exists only with a reduced vocabulary. Output o is the target's token
     `draft_tokens[o]`. It is UNKNOWN until training chooses the tokens.
     """
 
@@ -42,7 +46,7 @@ class ReducedVocabulary(nn.Module):
     draft_tokens: torch.Tensor
 
     def add_draft_vocabulary(self, size: int | None, vocab_size: int) -> int:
-        """Return the number of outputs. Raises ValueError where they would be more than the target's tokens."""
+        """Return the number of outputs. Raises ValueError if it exceeds the target's vocabulary."""
         self.vocab_size = vocab_size
         if size is None:
             return vocab_size
@@ -71,9 +75,10 @@ class ReducedVocabulary(nn.Module):
         return tokens is not None and bool((tokens == UNKNOWN).any())
 
     def choose_draft_vocabulary(self, token_counts: Int[torch.Tensor, " vocab"]) -> None:
-        """Take the commonest tokens of the distilled data, in order of their ids. Without a reduced vocabulary, do nothing.
+        """Choose the most frequent tokens of the distilled data, in order of their ids.
 
-        Raises ValueError where the counts are of another vocabulary.
+        Without a reduced vocabulary this does nothing. Raises ValueError for counts of another
+        vocabulary.
         """
         tokens = self.vocabulary.tokens
         if tokens is None:
@@ -83,10 +88,10 @@ class ReducedVocabulary(nn.Module):
         self.draft_tokens = token_counts.topk(len(tokens)).indices.sort().values.to(tokens.device)
 
     def check_weights(self) -> None:
-        """Raise ValueError unless a reduced vocabulary has different tokens of the target, in order."""
+        """Raise ValueError unless a reduced vocabulary has distinct target tokens in order."""
         tokens = self.vocabulary.tokens
         if tokens is not None and (tokens[0] < 0 or tokens[-1] >= self.vocab_size or not (tokens[1:] > tokens[:-1]).all()):
             raise ValueError(
-                f"the drafter's draft_tokens must be different tokens of the target's {self.vocab_size}, in order; "
+                f"the drafter's draft_tokens must be distinct tokens of the target's {self.vocab_size}, in order; "
                 "export it again"
             )

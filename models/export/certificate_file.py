@@ -35,6 +35,8 @@ class Certificate:
     weights_sha256: str | None = None
     suite: str | None = None
     dtype: str | None = None
+    quantization: str | None = None
+    """Of the target when it was loaded; empty without."""
     form: str | None = None
     drafters: dict[str, str] = field(default_factory=dict)
     """Digest of the weights by the drafter's name."""

@@ -28,6 +28,8 @@ class ExportConfig:
     formats: Annotated[list[str], AfterValidator(known_formats)] = field(default_factory=list)
     """Formats of other programs to write it in (`outrider export --help` names them), each in export/FORMAT; of several
     drafters, those of the format's kind."""
+    allow_no_format: bool = False
+    """Train a drafter that no export format can hold, and so no serving engine can load, without the warning at the start."""
     dtype: Annotated[str, one_of(*DTYPES)] | None = None
     """float32, float16 or bfloat16, of these formats; null leaves the numbers as they are."""
     licence: str | None = None

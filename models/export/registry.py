@@ -1,4 +1,4 @@
-"""Which formats there are. A new one is a module, a row here, and a page in `docs/engines`."""
+"""Which formats there are. A new one is a module, a row here, and a page in `docs/how-to/engines`."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..drafters.base import TrainableDrafter
+from ..drafters.registry import kind_of
 from ..drafters.saved.build import drafter_of_weights, saved_spec
 from ..drafters.saved.folder import read_drafter_config
 from ..drafters.saved.loading import require_fitting_target
@@ -29,6 +30,11 @@ FORMATS: dict[str, Format] = {
     )
 }
 """In the order in which a folder is asked what it is: those told by a key of their own come first."""
+ENGINES: dict[str, dict[str, str]] = {
+    "vllm": {"eagle3": "eagle3", "eagle": "eagle1-vllm", "draft_model": "transformers"},
+    "sglang": {"eagle3": "eagle3", "eagle": "eagle1-sglang", "draft_model": "transformers"},
+}
+"""The format that a serving engine reads, by engine and kind of drafter."""
 
 
 def format_of(directory: Path) -> Format:
@@ -52,10 +58,51 @@ def format_of(directory: Path) -> Format:
 
 
 def find_format(name: str) -> Format:
-    """The format of this name. Raises ValueError for a name that there isn't."""
+    """Return the format of this name. Raises ValueError for an unknown name."""
     if name not in FORMATS:
-        raise ValueError(f"the format is {name!r}; there are: {', '.join(FORMATS)}")
+        formats = ", ".join(f"{format.name} ({format.kind})" for format in FORMATS.values())
+        raise ValueError(f"the format is {name!r}; there are (each for a kind of drafter): {formats}")
     return FORMATS[name]
+
+
+def refusals_after_training(fresh: TrainableDrafter, target: HFTarget) -> dict[str, str | None]:
+    """Return for each format of the drafter's kind why it can't hold such a drafter, or None if it can.
+
+    `fresh` is an untrained drafter, and it is of no use afterwards: the function chooses some
+    vocabulary, and sets all weights to 1, since training leaves no weight at the zero that it starts at.
+    """
+    if fresh.wants_token_counts:
+        fresh.choose_draft_vocabulary(torch.arange(target.vocab_size))
+    for parameter in fresh.parameters():
+        parameter.data = torch.ones_like(parameter.data)  # a new tensor: the old one may belong to the target
+    refusals: dict[str, str | None] = {}
+    for name, format in FORMATS.items():
+        if format.kind != kind_of(fresh):
+            continue
+        try:
+            format.write(fresh, target)
+            refusals[name] = None
+        except ValueError as error:
+            refusals[name] = str(error)
+    return refusals
+
+
+def engine_format(engine: str, directory: Path) -> str:
+    """Return the format in which an engine of ENGINES reads the drafter in a directory.
+
+    Raises ValueError, with what the engine serves and how the drafter can be written, for a kind that it doesn't serve.
+    """
+    saved = read_drafter_config(directory)
+    served = ENGINES[engine]
+    if saved.kind not in served:
+        others = ", ".join(name for name, format in FORMATS.items() if format.kind == saved.kind) or "no format"
+        raise ValueError(
+            f"--to is {engine}, which serves no drafter of the kind {saved.kind}; it serves {', '.join(served)}. {directory} "
+            f"can be written as {others}"
+        )
+    if engine == "vllm" and saved.drafter.get("feature_layers") is not None:
+        return "speculators"  # `eagle3` has no place for layers of one's own
+    return served[saved.kind]
 
 
 def stored_drafter(directory: Path, target: HFTarget) -> TrainableDrafter:

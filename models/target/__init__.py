@@ -1,1 +1,1 @@
-"""The frozen target: any causal language model of transformers, loaded and decoded with."""
+"""The frozen target: loading and decoding any causal language model of transformers."""

@@ -1,7 +1,8 @@
-"""CUDA graphs: a function's kernels are recorded once for each shape of its inputs, and replayed without Python.
+"""CUDA graphs: kernels recorded once per shape of the inputs, and replayed without Python.
 
-A decode step launches hundreds of kernels, and a large card finishes many of them sooner than Python launches the next one.
-What is recorded must not depend on the host: no numbers read from the device, the same memory and the same shapes each time.
+A decode step launches hundreds of kernels, and a large GPU finishes many of them sooner than Python
+launches the next one. Recorded work must not depend on the host: it reads no numbers from the
+device, and uses the same memory and the same shapes each time.
 """
 
 from collections import OrderedDict
@@ -15,31 +16,37 @@ from ..machine import is_out_of_memory
 Output = TypeVar("Output")
 
 MAX_RECORDINGS = 256
-"""Recordings kept; beyond them the one is dropped that was used longest ago. Batch sizes, tree
-sizes and lengths make many shapes: 5 x 5 x 4 for batches of up to 16, trees in five buckets, and
-texts of 2,048 tokens; and so for each setting of a drafter."""
+"""Most recordings kept; then the least recently used one is dropped.
+
+Batch sizes, tree sizes and lengths make many shapes: 5 x 5 x 4 for batches of up to 16, trees in
+five buckets, and texts of 2,048 tokens. Each setting of a drafter has as many.
+"""
 
 WARM_UP_CALLS = 3
-"""Calls before the recording, in which libraries set themselves up; what PyTorch's documentation advises."""
+"""Calls before the recording, in which libraries initialise; PyTorch's documentation advises
+this."""
 
 
 @runtime_checkable
 class Recorder(Protocol):
-    """Records functions, so that they can be run again without Python."""
+    """Recorder of functions, which replays them without Python."""
 
     def __call__(self, function: Callable[[], Output]) -> tuple[Callable[[], Any], Output]:
-        """Run a function once, recording. Return what runs it again, and its output, which each
-        replay overwrites."""
+        """Run a function once and record it. Return the replay function, and the output.
+
+        Each replay overwrites the output.
+        """
 
     def forget(self) -> None:
-        """Take note that all recordings are gone."""
+        """Drop all state that belongs to earlier recordings, which are gone."""
 
 
 class GraphedFunction(Generic[Output]):
-    """A function of tensors, recorded at its first call with inputs of such shapes and under such a `key`, then replayed.
+    """Function of tensors, recorded once for each `key` and set of input shapes.
 
-    The output is overwritten by later calls: use it, or copy it, before the next one. The function must give the same when
-    called twice, and may depend on nothing but its inputs, memory that stays where it is, and `key`.
+    Later calls overwrite the output: use it, or copy it, before the next call. The function must be
+    deterministic. It may depend on its inputs, on memory at a fixed address, and on `key`, but on
+    nothing else.
     """
 
     def __init__(self, function: Callable[..., Output], recorder: Recorder | None = None) -> None:
@@ -49,13 +56,15 @@ class GraphedFunction(Generic[Output]):
 
     def __call__(self, *inputs: torch.Tensor, key: Hashable = None) -> Output:
         shapes = (key, *(tensor.shape for tensor in inputs))
+        # 1. Record the function if these shapes are new, on inputs at a fixed address.
         if shapes not in self._recorded:
-            with torch.inference_mode(False):  # so that they can be written in any mode
+            with torch.inference_mode(False):  # the copies can then be written in any mode
                 static = tuple(tensor.clone() for tensor in inputs)
             if len(self._recorded) == MAX_RECORDINGS:
                 self._recorded.popitem(last=False)
             self._recorded[shapes] = static, *self.recorder(lambda: self.function(*static))
-        self._recorded.move_to_end(shapes)  # the first is the one that was used longest ago
+        # 2. Replay it with the new inputs. The first recording is the least recently used one.
+        self._recorded.move_to_end(shapes)
         static, replay, output = self._recorded[shapes]
         for recorded_input, new_input in zip(static, inputs, strict=True):
             recorded_input.copy_(new_input)
@@ -63,17 +72,18 @@ class GraphedFunction(Generic[Output]):
         return output
 
     def __len__(self) -> int:
-        """Return the number of recordings. Each keeps the memory of its outputs."""
+        """Return the number of recordings. Each recording keeps the memory of its outputs."""
         return len(self._recorded)
 
     def forget(self) -> None:
-        """Drop all recordings: the memory that they write has moved."""
+        """Drop all recordings: the memory that they write to has moved."""
         self._recorded.clear()
         self.recorder.forget()
 
 
 class CudaGraphRecorder:
-    """Records with `torch.cuda.graph`. Its graphs share their scratch memory, so they never run side by side."""
+    """Records with `torch.cuda.graph`. The graphs share scratch memory, so they never run in
+    parallel."""
 
     def __init__(self) -> None:
         self._pool: Any = None
@@ -82,12 +92,14 @@ class CudaGraphRecorder:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.current_stream()
+        # 1. Warm up in a side stream, as PyTorch's documentation advises.
         side = torch.cuda.Stream()
         side.wait_stream(stream)
         with torch.cuda.stream(side):
             for _ in range(WARM_UP_CALLS):
                 function()
         stream.wait_stream(side)
+        # 2. Record.
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=self._pool):
@@ -96,39 +108,41 @@ class CudaGraphRecorder:
             self._leave_capture(stream)
             if is_out_of_memory(error):
                 raise
-            # The model reads numbers from the device, as mixtures of experts may.
+            # Some models read numbers from the device, for example mixtures of experts.
             raise ValueError(f"this model can't be recorded as a CUDA graph ({error}); turn target.cuda_graphs off") from error
         return graph.replay, output
 
     def forget(self) -> None:
-        """Take a new pool for later recordings.
+        """Use a new memory pool for later recordings.
 
-        A pool without graphs is closed. PyTorch asserts against another recording in it while a
-        tensor of it is alive, and the last output of a dropped recording may well be.
+        A pool without graphs is closed. A closed pool can't be used for another recording while one
+        of its tensors is alive; PyTorch asserts that. The last output of a dropped recording may
+        still be alive.
         """
         self._pool = None
 
     def _leave_capture(self, stream: Any) -> None:
-        """Go back to `stream`: where a capture fails, `torch.cuda.graph` raises before it leaves
-        the stream that it captured."""
+        """Return to `stream`: when a capture fails, `torch.cuda.graph` doesn't leave its stream."""
         torch.cuda.set_stream(stream)
-        self.forget()  # what the capture has allocated stays in its pool
+        self.forget()  # memory that the capture has allocated stays in its pool
 
 
 class SharedBuffer:
-    """Memory that the outputs of many recordings share, since only the latest of them is looked at.
+    """Memory shared by the outputs of many recordings, of which only the latest is read.
 
-    Without it each recording would keep an output of its own: the logits of 16 rows and 61 entries
-    over 128,000 tokens take 250 MB in 16 bits.
+    Otherwise each recording would keep its own output: the logits of 16 rows and 61 entries over
+    128,000 tokens take 250 MB in 16 bits.
     """
 
     def __init__(self) -> None:
         self._memory: torch.Tensor | None = None
 
     def hold(self, values: torch.Tensor) -> torch.Tensor:
-        """Copy `values` here. Where they don't fit, new memory is taken; what was recorded with the
-        old keeps that."""
+        """Copy `values` into the shared memory, and return the copy.
+
+        If they don't fit, new memory is allocated. Earlier recordings keep the old memory.
+        """
         if self._memory is None or self._memory.dtype != values.dtype or len(self._memory) < values.numel():
-            with torch.inference_mode(False):  # so that it can be written in any mode
+            with torch.inference_mode(False):  # the memory can then be written in any mode
                 self._memory = torch.empty(values.numel(), dtype=values.dtype, device=values.device)
         return self._memory[: values.numel()].view(values.shape).copy_(values)

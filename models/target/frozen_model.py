@@ -1,4 +1,4 @@
-"""The frozen model as training and labelling read it: any causal language model of transformers."""
+"""The frozen model that training and labelling read: a causal LM of transformers."""
 
 from functools import partial
 from typing import Any
@@ -12,18 +12,20 @@ from ...data.manifest import TargetIdentity
 from .hidden_states import CapturedHiddenStates
 
 ROUNDING, NARROW_ROUNDING = 0.001, 0.1
-"""Relative errors of logits and states that rounding may explain: in types of at least float32's
-precision, and in narrower ones."""
+"""Largest relative errors of logits and states that rounding explains.
+
+The first is for types of at least float32's precision, the second for narrower types.
+"""
 
 UNLIMITED = 2**31 - 1
-"""Context length of a model whose configuration names none."""
+"""Context length of a model whose configuration has none."""
 
 
 class FrozenModel:
-    """A model of transformers that is read and never trained, with its tokenizer.
+    """A model of transformers with its tokenizer, which is read and never trained.
 
-    With `tensor_parallel` each process holds a slice of the model, and all must read the same texts
-    together. The `tokenizer` may be None where none is needed: decoding takes and gives token ids.
+    With `tensor_parallel` each process holds a slice of the model, and all processes must read the
+    same texts together. `tokenizer` may be None for decoding, which works on token ids.
     """
 
     def __init__(
@@ -57,8 +59,8 @@ class FrozenModel:
 
     @property
     def rounding(self) -> float:
-        """Relative error of logits and states that rounding may explain."""
-        # Quantised inputs of a layer turn a rounding into a step.
+        """Largest relative error of logits and states that rounding explains."""
+        # Quantised activations turn a rounding error into a whole quantisation step.
         return ROUNDING if self.is_precise and not self.is_quantized else NARROW_ROUNDING
 
     @property
@@ -85,7 +87,7 @@ class FrozenModel:
 
     @property
     def context_length(self) -> int:
-        """Tokens, prompt and answer together, that the model has positions for."""
+        """Number of positions of the model, for prompt and answer together."""
         return context_length(self.model)
 
     @property
@@ -105,44 +107,48 @@ class FrozenModel:
 
     @torch.no_grad()
     def require_plain_head(self, remedy: str = "use train.loss=cross_entropy, and a drafter with a head of its own") -> None:
-        """Raise ValueError where the model does more to its hidden states than multiply them by its head."""
+        """Raise ValueError if the logits are more than the product of hidden states and head."""
         text = torch.arange(3, 11, device=self.device)[None] % self.vocab_size
         with self._captured.states_of_pass() as states:
             logits = self.model(text, use_cache=False).logits[0, -1].float()
         plain = self.head(states.last)[0, -1].float()
         if not torch.allclose(logits, plain, rtol=1e-3, atol=1e-3 * float(logits.abs().max())):
             raise ValueError(
-                f"{type(self.model).__name__} caps or scales its logits, so its distribution can't be made of hidden states "
-                f"and head alone; {remedy}"
+                f"{type(self.model).__name__} caps or scales its logits, so its distribution can't be computed from hidden "
+                f"states and head alone; {remedy}"
             )
 
     @torch.no_grad()
     def hidden_states(
         self, input_ids: Int[torch.Tensor, "batch seq"], feature_layers: tuple[int, ...] = ()
     ) -> tuple[Float[torch.Tensor, "batch seq hidden"], Float[torch.Tensor, "batch seq feature"] | None]:
-        """Last hidden states, after the final norm, of right-padded texts, and the inputs of `feature_layers`, side by side.
+        """Return the last hidden states of right-padded texts, and the inputs of `feature_layers`.
 
-        Neither head nor gradients are computed. States on padding mean nothing, so the model gets no mask: under causal
-        attention no token sees the padding on its right.
+        The states are taken after the final norm; the layers' inputs are side by side. Neither head
+        nor gradients are computed. States on padding are meaningless. The model gets no mask: under
+        causal attention no token sees the padding on its right.
         """
         return self.read_texts(feature_layers, input_ids=input_ids)
 
     @torch.no_grad()
     def layer_inputs(self, feature_layers: tuple[int, ...], **inputs: Any) -> Float[torch.Tensor, "batch seq feature"]:
-        """The inputs of `feature_layers` alone, side by side: no layer from the last of them on is computed."""
+        """Return the inputs of `feature_layers`, side by side. Later layers are not computed."""
         return self._captured.inputs_of(feature_layers, partial(self.model.base_model, **inputs, use_cache=False))
 
     def read_texts(
         self, feature_layers: tuple[int, ...] = (), cache: Cache | None = None, **inputs: Any
     ) -> tuple[Float[torch.Tensor, "batch seq hidden"], Float[torch.Tensor, "batch seq feature"] | None]:
-        """`hidden_states` of whatever the model takes, with gradients where they are on; keys and values go to the `cache`."""
+        """Return `hidden_states` for any inputs of the model, with gradients if they are on.
+
+        Keys and values are added to `cache`.
+        """
         cached = {} if cache is None else {"past_key_values": cache}
         with self._captured.states_of_pass(feature_layers) as states:
             self.model.base_model(**inputs, **cached, use_cache=cache is not None)
-        self._captured.layers = ()  # whatever runs the model next doesn't keep its layers' inputs alive
+        self._captured.layers = ()  # later passes then don't keep references to layers' inputs
         return states.last, states.layer_inputs
 
 
 def context_length(model: PreTrainedModel) -> int:
-    """Return the number of tokens that a model has positions for."""
+    """Return the number of positions that a model has."""
     return int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or UNLIMITED)

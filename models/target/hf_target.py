@@ -1,4 +1,4 @@
-"""The target of the decode loop: a frozen model with a KV cache that draft trees are verified in."""
+"""The target of the decode loop: a frozen model with a KV cache that verifies draft trees."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,16 +20,15 @@ from .tree_reader import TreeReader
 
 
 class HFTarget(FrozenModel):
-    """A target behind transformers' public seams: 4-D attention masks, explicit positions, and a
-    cache of our own.
+    """A target that uses 4-D attention masks, position ids and our own cache in transformers.
 
-    As a `Target` it holds the KV cache of one batch of prompts at a time. A draft model reads its trees
-    through one, too: it takes the cache (`hand_over_cache`) and passes it to `read_tree`. Make it with
-    `outrider.models.target.loading.load_target`.
+    As a `Target` it holds the KV cache of one batch of prompts at a time. A draft model uses an
+    `HFTarget` to read its trees, too: it takes the cache (`hand_over_cache`) and passes it to
+    `read_tree`. Create instances with `outrider.models.target.loading.load_target`.
 
-    `compiled` runs the model's passes over draft trees through `torch.compile`, `cuda_graphs` replays
-    them as CUDA graphs (see `GraphedFunction`); both may be on. Prefills are read as they are: no two
-    have the same shape.
+    `compiled` runs the model's passes over draft trees through `torch.compile`. `cuda_graphs`
+    replays them as CUDA graphs (see `GraphedFunction`). Both may be on. Prefills run eagerly,
+    because nearly every prefill has a new shape.
     """
 
     def __init__(
@@ -55,26 +54,30 @@ class HFTarget(FrozenModel):
 
     @property
     def form(self) -> str:
-        """How passes over draft trees run: a speed depends on it."""
+        """How passes over draft trees run: compiled, as CUDA graphs, or eagerly. Speed depends on
+        it."""
         return " ".join(name for name in ("compiled", "cuda_graphs") if getattr(self, name)) or "eager"
 
     @property
     def has_fixed_shapes(self) -> bool:
-        """Whether each new shape of a pass is compiled or recorded first, so that few shapes are
-        worth some padding."""
+        """Whether each new shape of a pass is compiled or recorded first.
+
+        If so, few shapes are worth some padding.
+        """
         return self.compiled or self.cuda_graphs
 
     @property
     def extent_step(self) -> int:
-        """Columns by which the part of the KV cache grows that a pass over a draft tree reads."""
+        """Step in columns by which the part of the KV cache grows that a tree's pass reads."""
         return extent_step(self.device, is_fixed=self.has_fixed_shapes)
 
     def prefill(
         self, prompts: Prompts, *, max_new_tokens: int, max_nodes: int, feature_layers: tuple[int, ...] = ()
     ) -> TargetOutput:
-        """Begin a batch of prompts: read them, with room for answers and trees behind them.
+        """Begin a batch: prefill the prompts, and reserve room for answers and draft trees.
 
-        Raises ValueError where a prompt leaves no room in the context window, or the model can't read draft trees.
+        Raises ValueError if a prompt leaves no room in the context window, or if the model can't
+        read draft trees.
         """
         self._require_readable(prompts)
         self._feature_layers = feature_layers
@@ -82,9 +85,10 @@ class HFTarget(FrozenModel):
         return self._prefill(prompts, self._empty_cache(len(prompts.lengths), max(prompts.lengths) + room + 1 + max_nodes))
 
     def resume(self, prompts: Prompts | None, texts: Sequence[KeptText], *, capacity: int) -> TargetOutput | None:
-        """Begin a batch: prefill `prompts`, then append rows for `texts`, whose keys and values `take` saved earlier.
+        """Begin a batch: prefill `prompts`, then append a row for each of `texts`.
 
-        `capacity` is the number of tokens that there is room for in a row. The output is that of the prompts.
+        `take` has saved the keys and values of `texts` earlier. `capacity` is the room in tokens of
+        each row. Returns the output of the prompts, or None.
         """
         if prompts is not None:
             self._require_readable(prompts)
@@ -99,10 +103,10 @@ class HFTarget(FrozenModel):
         return self._require_cache().take(row)
 
     def hand_over_cache(self) -> TreeCache:
-        """Return the batch's cache, for `read_tree`: it is the caller's, and the next batch gets another one.
+        """Return the batch's cache, for `read_tree`. The next batch gets another cache.
 
-        A cache of fixed memory stays here as well, since what was compiled or recorded writes there:
-        the next batch that fits takes it over.
+        A cache of fixed memory stays here as well, because compiled code and recordings write to
+        it. The next batch that fits takes it over.
         """
         cache = self._require_cache()
         if not cache.is_fixed:
@@ -110,7 +114,8 @@ class HFTarget(FrozenModel):
         return cache
 
     def _require_readable(self, prompts: Prompts) -> None:
-        """Raise ValueError where a prompt leaves no room in the context window, or the model can't read draft trees."""
+        """Raise ValueError if a prompt fills the context window or the model can't read trees."""
+        # 1. Check the prompts.
         if max(prompts.lengths) >= self.context_length:
             raise ValueError(
                 f"a prompt of {max(prompts.lengths)} tokens leaves no room for an answer in the target's context window of "
@@ -118,6 +123,7 @@ class HFTarget(FrozenModel):
             )
         if int(prompts.input_ids.max()) >= self.vocab_size or int(prompts.input_ids.min()) < 0:
             raise ValueError(f"a prompt has token ids beyond the target's {self.vocab_size}: is it another tokenizer's?")
+        # 2. Check the model once: its configuration, then a probe with a small tree.
         if not self._trees.kinds:
             self._trees.require_trees()
             try:
@@ -127,7 +133,7 @@ class HFTarget(FrozenModel):
                 if isinstance(error, torch.OutOfMemoryError):
                     raise
                 raise ValueError(
-                    f"{type(self.model).__name__} can't be driven by 4-D masks, position ids and a cache, which reading draft "
+                    f"{type(self.model).__name__} doesn't accept 4-D masks, position ids and a cache, which reading draft "
                     f"trees needs ({type(error).__name__}: {error}). Choose another target"
                 ) from error
             except BaseException:
@@ -143,31 +149,33 @@ class HFTarget(FrozenModel):
         return replace(output, logits=output.logits[row, column][:, None])
 
     def _empty_cache(self, batch: int, capacity: int) -> TreeCache:
-        """Begin a batch with the cache that is there, if it is large enough: recordings for it stay good."""
+        """Begin a batch with the present cache if it is large enough: its recordings stay valid."""
         self.num_prefills += 1
         if self._cache is not None and self._cache.fits(batch, capacity):
             self._cache.restart()
         else:
-            self._cache = None  # before the next takes its memory
+            self._cache = None  # free its memory before the next cache is allocated
             self._forget_graphs()
             self._cache = self._trees.new_cache(batch, capacity, self.device)
         return self._cache
 
     def verify(self, last_token: Int[torch.Tensor, " batch"], tree: DraftTree) -> TargetOutput:
-        """Read the last committed token and the tree's nodes in one pass, each attending to its own path only.
+        """Read the last committed token and the tree's nodes in one pass.
 
-        With CUDA graphs the output is overwritten by the next `verify`.
+        Each node attends to its own path only. With CUDA graphs the next `verify` overwrites the
+        output.
         """
         return self.read_tree(self._require_cache(), last_token, tree)
 
     def read_tree(
         self, cache: TreeCache, last_token: Int[torch.Tensor, " batch"], tree: DraftTree, *, num_read: int = 0
     ) -> TargetOutput:
-        """Do what `verify` does, in a cache of the caller.
+        """Read a tree like `verify`, in the caller's cache.
 
-        The first `num_read` entries (the last token, then the nodes) have been read since the cache's
-        last `keep`. Only the others are read, and have outputs: so a tree is read while it grows.
-        Recordings are replayed in their own cache alone; in a copy of it passes run as they are.
+        The first `num_read` entries (the last token, then the nodes) were read since the cache's
+        last `keep`. Only the remaining entries are read and have outputs; so a drafter can read a
+        tree while it grows. Recordings are replayed only in the cache that they were recorded with.
+        In a copy of it, passes run without recordings.
         """
         has_moved = self._trees.begin(cache, tree.num_nodes, num_read)
         if self._graphs is None or cache is not self._cache:
@@ -178,8 +186,7 @@ class HFTarget(FrozenModel):
         return self._graphs(last_token, tree.tokens, tree.lineage, key=key)
 
     def _read_tree_for_replay(self, *inputs: torch.Tensor) -> TargetOutput:
-        """Read a tree; the logits lie in memory that all recordings share, since those of a batch's
-        trees are large."""
+        """Read a tree, with logits in memory that all recordings share, because they are large."""
         output = self._read_tree(self._decoding_model, self._require_cache(), *inputs)
         return replace(output, logits=self._logits.hold(output.logits))
 
@@ -191,7 +198,7 @@ class HFTarget(FrozenModel):
         nodes: Int[torch.Tensor, "batch node"],
         lineage: Int[torch.Tensor, "batch node depth"],
     ) -> TargetOutput:
-        """Do the device's part of a pass: what a CUDA graph records."""
+        """Run the device's part of a pass, which a CUDA graph can record."""
         tokens = last_token[:, None]
         if nodes.shape[1]:
             tokens = torch.cat([tokens, nodes.clamp(min=0)], dim=1)
@@ -199,21 +206,21 @@ class HFTarget(FrozenModel):
         return self._trees.read(cache, lineage, partial(self._forward, model, unread))
 
     def commit(self, tree: DraftTree, accepted: AcceptedPath) -> None:
-        """Keep each row's last committed token and accepted path in the KV cache; forget the other nodes."""
+        """Keep each row's last committed token and accepted path in the KV cache; drop the rest."""
         keep_path(self._require_cache(), accepted)
 
     def rewind(self, num_tokens: Counts) -> None:
-        """Forget the last committed tokens, so many in each row."""
+        """Remove the last `num_tokens` committed tokens of each row from the KV cache."""
         self._require_cache().rewind(num_tokens)
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows of the batch only."""
+        """Keep only these rows of the batch."""
         self._require_cache().select(rows)
 
     def release_cache(self) -> None:
-        """Give back the memory of keys and values, and of what was recorded for it. The next prefill takes it again.
+        """Free the KV cache and the recordings that use it. The next prefill allocates them again.
 
-        Other passes of the model then keep no layer's inputs alive.
+        Later passes of the model then keep no references to layers' inputs.
         """
         self._cache = None
         self._captured.layers = ()
@@ -221,11 +228,12 @@ class HFTarget(FrozenModel):
         self._logits = SharedBuffer()
 
     def release_hooks(self) -> None:
-        """Take off the model what reads its hidden states; the next pass puts it on again."""
+        """Remove the hooks that read hidden states from the model; the next pass adds them
+        again."""
         self._captured.detach()
 
     def _require_cache(self) -> TreeCache:
-        assert self._cache is not None, "prefill comes before verify and commit"
+        assert self._cache is not None, "prefill must come before verify and commit"
         return self._cache
 
     def _forget_graphs(self) -> None:
@@ -239,19 +247,24 @@ class HFTarget(FrozenModel):
 
     @torch.inference_mode()
     def _probe(self) -> None:
-        """Raise ValueError where a little tree gives other logits than its paths do in plain forward passes."""
+        """Raise ValueError if a small tree's logits differ from those of its paths in plain
+        passes."""
+        # 1. Two prompts of different lengths, and a tree with the paths "a b" and "c", in the order
+        # a c b.
         text = torch.arange(3, 15, device=self.device) % self.vocab_size
         prompts = Prompts.of([text[:8], text[:5]])
-        # Two paths, a b and c, whose nodes lie in the order a c b.
         tokens, parents = torch.tensor([[5, 7, 6]] * 2, device=self.device), torch.tensor([[-1, -1, 0]] * 2, device=self.device)
         tree = DraftTree(tokens=tokens % self.vocab_size, parents=parents, max_depth=2)
         last = text[[8, 9]]
+        # 2. Read both prompts, the tree, and then a chain behind different accepted paths in each
+        # row.
         cache = self._trees.new_cache(2, 24, self.device)
         start = self._prefill(prompts, cache).logits
         first = self._read_eagerly(cache, last, tree)
         path = torch.tensor([[0, 2], [1, -1]], device=self.device)
         keep_path(cache, AcceptedPath(nodes=path, num_accepted=Counts.of([2, 1], self.device)))
         second = self._read_eagerly(cache, text[[10, 11]], chain_tree(tree.tokens[:, :1]))
+        # 3. The same texts, each in one plain pass: compare the logits.
         rows = [
             (start[0, 0], [*text[:8]]),
             (start[1, 0], [*text[:5]]),
@@ -265,22 +278,26 @@ class HFTarget(FrozenModel):
                 f"the logits of {self.identity.name} are not all numbers: its weights are damaged, or overflow {self.dtype}"
             )
         errors = [self._difference(logits, torch.stack(path_ids)) for logits, path_ids in rows]
-        if not all(error < self.rounding for error in errors):  # NaN is below nothing
+        if not all(error < self.rounding for error in errors):  # also true for NaN
             raise ValueError(
                 f"{type(self.model).__name__} reads a draft tree differently from plain texts (relative error "
-                f"{max(errors):.2g} of its logits): something beside masks and position ids tells it where a token stands, so "
-                "decoding trees would change its output. Choose another target"
+                f"{max(errors):.2g} of its logits): its positions depend on more than masks and position ids, so decoding "
+                "with trees would change its output. Choose another target"
             )
 
     def _read_eagerly(
         self, cache: TreeCache, last_token: Int[torch.Tensor, " batch"], tree: DraftTree
     ) -> Float[torch.Tensor, "batch entry vocab"]:
-        """Return a tree's logits. Compiling or recording for the probe's shapes would be for nothing."""
+        """Return a tree's logits by the eager model: compiling or recording the probe isn't worth
+        it."""
         self._trees.begin(cache, tree.num_nodes)
         return self._read_tree(self.model, cache, last_token, tree.tokens, tree.lineage).logits
 
     def _difference(self, logits: Float[torch.Tensor, " vocab"], text: Int[torch.Tensor, " seq"]) -> float:
-        """Relative, of logits less their mean: what all tokens share hides no error, since softmax doesn't see it."""
+        """Return the relative error of logits against a plain pass, each less its mean.
+
+        The mean cancels in softmax, so a difference of means is no error.
+        """
         plain = self.model(text[None], use_cache=False).logits[0, -1].float()
         error = logits.float() - plain
         return float((error - error.mean()).norm() / (plain - plain.mean()).norm())

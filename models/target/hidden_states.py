@@ -1,4 +1,4 @@
-"""The inside of a model of transformers: its decoder's layers, the inputs of each, and the input of the head."""
+"""Access to the inside of a model: its decoder's layers, their inputs, the head's input."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,11 +13,12 @@ from transformers import PreTrainedModel
 
 
 class DeepEnough(Exception):  # noqa: N818 - it is no error
-    """Ends a pass whose later layers are not needed."""
+    """Ends a pass early, when no later layer is needed."""
 
 
 class PassStates:
-    """What a forward pass computed: the last hidden states after the final norm, and layers' inputs."""
+    """Results of a forward pass: the last hidden states after the final norm, and layers'
+    inputs."""
 
     last: torch.Tensor
     layer_inputs: torch.Tensor | None
@@ -26,8 +27,9 @@ class PassStates:
 class CapturedHiddenStates:
     """Hooks that record the last hidden states of a pass, and the inputs of some layers.
 
-    transformers returns hidden states of all layers or of none; this records those that are needed. The hooks stay on the model
-    until `detach`: a model with other hooks would be compiled again.
+    transformers returns the hidden states of all layers or of none. These hooks record only what is
+    needed. They stay on the model until `detach`: compiled code would be compiled again if the
+    hooks changed.
     """
 
     _of_models: ClassVar[WeakKeyDictionary[PreTrainedModel, "CapturedHiddenStates"]] = WeakKeyDictionary()
@@ -42,31 +44,32 @@ class CapturedHiddenStates:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "CapturedHiddenStates":
-        """Return the hooks of a model, which all targets around it share."""
+        """Return the hooks of a model, which all targets of this model share."""
         captured = cls._of_models.get(model) or cls._of_models.setdefault(model, cls())
         if not captured._hooks:
             captured._attach(model)
         return captured
 
     def _attach(self, model: PreTrainedModel) -> None:
-        decoder = model.get_decoder()  # some models call it past their base model
+        decoder = model.get_decoder()  # some models call the decoder directly, not their base model
         self._hooks.append(decoder.register_forward_hook(self._capture))
         for index, layer in enumerate(decoder_layers(model)):
             hook = partial(self._capture_input, index)
             self._hooks.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
 
     def detach(self) -> None:
-        """Take the hooks off the model; `of` puts them on again."""
+        """Remove the hooks from the model; `of` adds them again."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
     @contextmanager
     def states_of_pass(self, layers: tuple[int, ...] = ()) -> Iterator["PassStates"]:
-        """Record the hidden states of the forward pass within the block, and the inputs of `layers`.
+        """Record the hidden states of the forward pass in the block, and the inputs of `layers`.
 
-        The block's value has them when the block ends; no reference to them stays here. Other passes
-        are not recorded. `layers` stay set, since compiled code depends on them.
+        The yielded value holds them after the block; this object keeps no reference to them. Other
+        passes are not recorded. `layers` stay set after the block, since compiled code depends on
+        them.
         """
         self.layers, self._awaited = layers, True
         states = PassStates()
@@ -90,7 +93,7 @@ class CapturedHiddenStates:
                 raise DeepEnough
 
     def inputs_of(self, layers: tuple[int, ...], run: Callable[[], object]) -> torch.Tensor:
-        """Run the model down to the last of these layers, and return their inputs, side by side."""
+        """Run the model as far as the last of `layers`, and return their inputs, side by side."""
         self.layers, self._last_layer = layers, max(layers)
         try:
             run()
@@ -99,14 +102,14 @@ class CapturedHiddenStates:
         finally:
             self.layers, self._last_layer = (), None
             self._inputs.clear()
-        raise AssertionError("the model has not read all of its layers")
+        raise AssertionError("the model has not run all of its layers")
 
     def _side_by_side(self) -> torch.Tensor:
         return torch.cat([self._inputs.pop(index) for index in self.layers], dim=-1)
 
 
 def decoder_layers(model: PreTrainedModel) -> Sequence[nn.Module]:
-    """Return the model's layers, in order; none where its decoder has no such list."""
+    """Return the model's layers in order; empty if its decoder has no list of them."""
     num_layers = model.config.get_text_config().num_hidden_layers
     lists = (module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList))
     return next((list(layers) for layers in lists if len(layers) == num_layers), [])

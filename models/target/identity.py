@@ -1,4 +1,4 @@
-"""Which model and which tokenizer: digests that are equal where the answers are."""
+"""Digests that identify a model and its tokenizer: equal digests mean equal answers."""
 
 import hashlib
 import json
@@ -10,12 +10,15 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from ...data.files import sha256_file
 
 IRRELEVANT_KEYS = frozenset({"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"})
-"""Of a configuration: what may differ between two copies of one model. The type it computes in is told apart."""
+"""Keys of a configuration that may differ between two copies of one model.
+
+The compute type is recorded elsewhere.
+"""
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 over the vocabulary and the rules that cut a text into it: what makes the ids of a text."""
+    """Return the SHA-256 of the vocabulary and of the rules by which a text is tokenised."""
     digest = hashlib.sha256()
     for token, index in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
         digest.update(f"{index}\t{token}\n".encode())
@@ -27,7 +30,10 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def weights_digest(name_or_path: str, commit: str | None) -> str:
-    """SHA-256 of the weight files of a directory; of name and commit for the Hub, which never changes a commit's files."""
+    """Return the SHA-256 of a directory's weight files, or of name and commit on the Hub.
+
+    The files of a commit on the Hub never change.
+    """
     directory = Path(name_or_path)
     if not directory.is_dir():
         return hashlib.sha256(f"{name_or_path}@{commit}".encode()).hexdigest()
@@ -38,8 +44,11 @@ def weights_digest(name_or_path: str, commit: str | None) -> str:
 
 
 def config_digest(name_or_path: str) -> str:
-    """SHA-256 of what the configuration files of a directory say of the model and its stop tokens, whatever wrote them; empty
-    for the Hub, where the weights' digest is the commit's."""
+    """Return the SHA-256 of a directory's model and generation configuration.
+
+    Keys that depend on the writer are left out. Empty for the Hub, where the weights' digest
+    contains the commit.
+    """
     directory = Path(name_or_path)
     if not directory.is_dir():
         return ""
@@ -51,7 +60,9 @@ def config_digest(name_or_path: str) -> str:
 
 
 def _without(value: Any, keys: frozenset[str]) -> Any:
-    """A JSON value without these keys, wherever they are."""
+    """Return a JSON value without these keys, at all levels."""
     if isinstance(value, list):
-        return [_without(each, keys) for each in value]
-    return {key: _without(each, keys) for key, each in value.items() if key not in keys} if isinstance(value, dict) else value
+        return [_without(item, keys) for item in value]
+    if isinstance(value, dict):
+        return {key: _without(item, keys) for key, item in value.items() if key not in keys}
+    return value

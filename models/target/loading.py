@@ -1,4 +1,4 @@
-"""Loading a target from a directory or the Hub, with its mistakes named before any long work."""
+"""Loading a target from a directory or the Hub. Errors are raised before any long work."""
 
 import json
 import logging
@@ -22,39 +22,54 @@ from .tensor_parallel import make_sharding, require_whole_ends
 
 logger = logging.getLogger(__name__)
 
-LEAST_SHARE = 0.9
-"""Models pad their vocabulary to round numbers, which adds a few percent at most."""
+MIN_TOKENIZER_SHARE = 0.9
+"""Smallest share of the model's vocabulary that its tokenizer covers.
+
+Models pad their vocabulary to round numbers, which adds a few percent at most.
+"""
 
 
-def load_target(config: TargetConfig | str, device: torch.device | None = None, *, safetensors_only: bool = False) -> HFTarget:
-    """The frozen target (of a configuration, or only a directory or Hub id) on `config.device`, else `device`, else the first
-    accelerator, else the CPU. With `safetensors_only` no pickled weights are read.
+def load_target(
+    config: TargetConfig | str,
+    device: torch.device | None = None,
+    *,
+    safetensors_only: bool = False,
+    needs_tokenizer: bool = True,
+) -> HFTarget:
+    """Load the frozen target of a configuration, or of a directory or Hub id.
 
-    On CUDA this turns off cuDNN's attention for the whole process (see `turn_off_cudnn_attention`).
+    The device is `config.device`, else `device`, else the first accelerator, else the CPU. With
+    `safetensors_only` no pickled weights are read. Without `needs_tokenizer` a target that has no
+    tokenizer is loaded too; its identity then has no digest of a tokenizer. On CUDA this turns off
+    cuDNN's attention for the whole process (see `turn_off_cudnn_attention`).
 
-    Raises ValueError where the directory is incomplete or its tokenizer doesn't belong to it.
+    Raises ValueError if the directory is incomplete or its tokenizer belongs to another model.
     """
     config = TargetConfig(name_or_path=config) if isinstance(config, str) else config
-    tokenizer = load_tokenizer(config)  # a second's work: its mistakes come first
-    place = _parse_device(config.device) if config.device else device or default_device()
-    if config.cuda_graphs and place.type != "cuda":
-        raise ValueError(f"target.cuda_graphs is on, and the target goes to {place}; choose a CUDA device, or turn it off")
-    model = _load_model(config, place, safetensors_only)
+    # 1. The tokenizer takes a second, so its errors come before the weights are loaded.
+    tokenizer = _load_tokenizer(config, needs_tokenizer)
+    device = _parse_device(config.device) if config.device else device or default_device()
+    if config.cuda_graphs and device.type != "cuda":
+        raise ValueError(f"target.cuda_graphs is on, and the target goes to {device}; choose a CUDA device, or turn it off")
+    # 2. Load the model, frozen.
+    model = _load_model(config, device, safetensors_only)
     model.eval().requires_grad_(False)
     turn_off_cudnn_attention(model.device)
+    # 3. Check that the tokenizer belongs to the model.
     vocab_size = model.config.get_text_config().vocab_size
-    if len(tokenizer) > vocab_size:
+    if tokenizer is not None and len(tokenizer) > vocab_size:
         raise ValueError(
             f"the tokenizer of {config.name_or_path} has {len(tokenizer)} tokens and the model only {vocab_size}; "
             "this is another model's tokenizer: put the right tokenizer files into the directory"
         )
+    # 4. Identify the target by digests: labels and checkpoints record them.
     identity = TargetIdentity(
         name=_public_name(config.name_or_path),
         revision=config.revision,
         weights_sha256=weights_digest(config.name_or_path, getattr(model.config, "_commit_hash", None)),
         config_sha256=config_digest(config.name_or_path),
         quantization=describe(config.quantization),
-        tokenizer_sha256=tokenizer_digest(tokenizer),
+        tokenizer_sha256="" if tokenizer is None else tokenizer_digest(tokenizer),
         hidden_size=model.config.get_text_config().hidden_size,
         vocab_size=vocab_size,
     )
@@ -66,12 +81,25 @@ def load_target(config: TargetConfig | str, device: torch.device | None = None, 
         cuda_graphs=config.cuda_graphs,
         tensor_parallel=config.tensor_parallel,
     )
-    _check_stop_tokens(target)
+    if tokenizer is not None:
+        _check_stop_tokens(target)
     return target
 
 
+def _load_tokenizer(config: TargetConfig, needs_tokenizer: bool) -> PreTrainedTokenizerBase | None:
+    """Load the target's tokenizer; return None if it is absent and not needed."""
+    try:
+        return load_tokenizer(config)
+    except ValueError:
+        _check_directory(config.name_or_path)
+        if needs_tokenizer:
+            raise
+        logger.info("%s has no tokenizer: nothing checks that a drafter was trained with the same one", config.name_or_path)
+        return None
+
+
 def load_tokenizer(config: TargetConfig) -> PreTrainedTokenizerBase:
-    """The target's tokenizer."""
+    """Load the target's tokenizer. Raises ValueError if there is none."""
     _check_directory(config.name_or_path)
     if not Path(config.name_or_path).is_dir():
         use_hub()
@@ -97,21 +125,24 @@ def load_tokenizer(config: TargetConfig) -> PreTrainedTokenizerBase:
 
 
 def _check_stop_tokens(target: HFTarget) -> None:
-    """A tokenizer with fewer tokens than the model is common (vocabularies are padded); one with another end is suspicious."""
+    """Raise ValueError for a tokenizer of another model; warn if its end token differs.
+
+    A tokenizer with fewer tokens than the model is common, because vocabularies are padded.
+    """
     end, stops, num_tokens = target.tokenizer.eos_token_id, target.stop_ids, len(target.tokenizer)
     if any(stop >= num_tokens for stop in stops):
         raise ValueError(
             f"the model {target.identity.name} ends its answers with the tokens {stops}, and its tokenizer has only "
             f"{num_tokens}: this is another model's tokenizer; put the right tokenizer files into the directory"
         )
-    if num_tokens < LEAST_SHARE * target.vocab_size:
+    if num_tokens < MIN_TOKENIZER_SHARE * target.vocab_size:
         raise ValueError(
             f"the tokenizer of {target.identity.name} has {num_tokens} tokens and the model {target.vocab_size}, far more than "
             "padding explains: this is another model's tokenizer; put the right tokenizer files into the directory"
         )
     if stops and end is not None and end not in stops:
         logger.warning(
-            "the tokenizer's end token is %d, and the model %s ends its answers with %s; "
+            "the tokenizer's end token is %d, but answers of the model %s end with %s; "
             "are these the tokenizer files of this model?",
             end,
             target.identity.name,
@@ -119,18 +150,21 @@ def _check_stop_tokens(target: HFTarget) -> None:
         )
 
 
-def _load_model(config: TargetConfig, place: torch.device, safetensors_only: bool) -> PreTrainedModel:
+def _load_model(config: TargetConfig, device: torch.device, safetensors_only: bool) -> PreTrainedModel:
+    # 1. Decide how to load: quantised weights go straight to their device, since some can't be
+    # moved.
     dtype = config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
     stored = stored_method(config.name_or_path)
     if stored is not None:
         require_packages(stored)
-    placed: dict[str, Any] = {}  # what says more of how and where to load it
+    placement: dict[str, Any] = {}
     if config.quantization is not None:
-        placed = {"quantization_config": make_config(config.quantization)}
-    if placed or stored:
-        placed["device_map"] = {"": place}  # they are quantised where they go to, and some can't be moved later
+        placement = {"quantization_config": make_config(config.quantization)}
+    if placement or stored:
+        placement["device_map"] = {"": device}
     if config.tensor_parallel:
-        placed = {"distributed_config": make_sharding(config)}
+        placement = {"distributed_config": make_sharding(config)}
+    # 2. Load the weights.
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             config.name_or_path,
@@ -140,13 +174,14 @@ def _load_model(config: TargetConfig, place: torch.device, safetensors_only: boo
             trust_remote_code=config.trust_remote_code,
             use_safetensors=True if safetensors_only else None,
             output_loading_info=True,
-            **placed,
+            **placement,
         )
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError, pickle.UnpicklingError) as error:
         raise ValueError(
             f"the target {config.name_or_path!r} can't be loaded: {error}. Do config.json and the weights belong together, and "
             "is the download complete?"
         ) from error
+    # 3. Check that no weight is missing: transformers would initialise it at random.
     model: PreTrainedModel = loaded[0]
     missing = sorted(loaded[1]["missing_keys"])
     if missing:
@@ -156,8 +191,8 @@ def _load_model(config: TargetConfig, place: torch.device, safetensors_only: boo
         )
     if config.tensor_parallel:
         require_whole_ends(model)
-    if not placed:
-        model.to(device=place)  # type: ignore[call-arg]  # transformers wraps `to` in a way that hides its signature
+    if not placement:
+        model.to(device=device)  # type: ignore[call-arg]  # transformers wraps `to` in a way that hides its signature
     return model
 
 
@@ -180,7 +215,8 @@ def _check_directory(name_or_path: str) -> None:
 
 
 def _public_name(name_or_path: str) -> str:
-    """The Hub id, or only the directory's last name: no path of this machine belongs into a published checkpoint."""
+    """Return the Hub id, or a directory's last name: published checkpoints contain no local
+    path."""
     path = Path(name_or_path)
     return path.resolve().name if path.is_dir() else name_or_path
 
@@ -188,13 +224,15 @@ def _public_name(name_or_path: str) -> str:
 def _parse_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
-        torch.empty(1, device=device).tolist()  # a device may be named and yet not be there, or hold no numbers
+        torch.empty(1, device=device).tolist()  # the name may be valid, but the device absent or unusable (meta)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ValueError(f"there is no device {name!r} ({error}); use one like cpu, cuda or cuda:1") from error
     return device
 
 
 def default_device() -> torch.device:
-    """Return the first accelerator that is there, else the CPU. PyTorch's CUDA build names CUDA also on
-    a machine without a GPU, so its being there is asked for."""
+    """Return the first available accelerator, else the CPU.
+
+    PyTorch's CUDA build names CUDA even on a machine without a GPU, so availability is checked.
+    """
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")

@@ -1,4 +1,4 @@
-"""A target's weights as plain numbers, for drafters that begin with some of them."""
+"""A target's weights as plain numbers, for drafters that are initialised from them."""
 
 import torch
 from torch import nn
@@ -6,7 +6,10 @@ from torch.distributed.tensor import DTensor
 
 
 def require_plain_weights(module: nn.Module, remedy: str) -> None:
-    """Raise ValueError where linear layers of a module, or what stands in their place, hold no plain weights to copy."""
+    """Raise ValueError if linear layers of a module have no plain weights to copy.
+
+    Quantised layers have none.
+    """
     for name, part in module.named_modules():
         weight = getattr(part, "weight", None)
         plain = (type(weight) is nn.Parameter or isinstance(weight, DTensor)) and weight.is_floating_point()
@@ -15,5 +18,5 @@ def require_plain_weights(module: nn.Module, remedy: str) -> None:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A parameter in full. Where it is in slices, all processes must ask for it together."""
+    """Return a parameter in full. If it is sliced, all processes must call this together."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

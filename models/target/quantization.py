@@ -1,4 +1,4 @@
-"""Targets in few bits, by transformers' own quantisers: what an option asks for, and whether the packages for it are there."""
+"""Targets in few bits, quantised by transformers: checks of options and packages."""
 
 import inspect
 import json
@@ -13,11 +13,11 @@ PACKAGES = {
     "gptq": ("gptqmodel", "optimum"),
     "awq": ("gptqmodel",),
 }
-"""What each method is computed by, under the names that are both imported and installed."""
+"""Packages that each method needs; each is imported and installed under the same name."""
 
 
 def check_method(options: Any) -> Any:
-    """Return options that have a known `method`, or None. Raises ValueError for others."""
+    """Return options with a known `method`, or None. Raises ValueError for other options."""
     method = options.get("method") if isinstance(options, Mapping) else None
     if options is not None and method not in PACKAGES:
         raise ValueError(
@@ -28,7 +28,7 @@ def check_method(options: Any) -> Any:
 
 
 def require_packages(method: str) -> None:
-    """Raise ValueError, with the command that installs them, where packages of a method are absent."""
+    """Raise ValueError, with the command to install them, if packages of a method are missing."""
     missing = [name for name in PACKAGES.get(method, ()) if find_spec(name) is None]
     if missing:
         raise ValueError(
@@ -37,28 +37,32 @@ def require_packages(method: str) -> None:
 
 
 def stored_method(name_or_path: str) -> str | None:
-    """The method that the weights in a directory were quantised by; None where they weren't, or it isn't a directory."""
+    """Return the method by which a directory's weights are quantised, or None.
+
+    None if they aren't quantised or `name_or_path` is no directory.
+    """
     path = Path(name_or_path) / "config.json"
     if not path.is_file():
         return None
     stored = json.loads(path.read_text()).get("quantization_config")
-    return None if stored is None else str(stored.get("quant_method", "bitsandbytes"))  # which once didn't say so
+    return None if stored is None else str(stored.get("quant_method", "bitsandbytes"))  # old files lack the key
 
 
 def describe(options: Mapping[str, Any] | None) -> str:
-    """The options in one line, the same for the same options: a part of a target's identity. Empty without any."""
+    """Return the options as one line of JSON, for a target's identity; empty without options."""
     return "" if options is None else json.dumps(dict(options), sort_keys=True)
 
 
 def make_config(options: Mapping[str, Any]) -> Any:
-    """transformers' configuration of these options, which but for `method` are its own.
+    """Return transformers' configuration of the options, which are its own apart from `method`.
 
-    torchao's are a `type`, the name of a configuration of `torchao.quantization`, and that one's options. Raises ValueError for
-    options that there aren't, and where packages are absent.
+    For torchao the options are a `type`, the name of a configuration class of
+    `torchao.quantization`, and the options of that class. Raises ValueError for unknown options and
+    missing packages.
     """
     check_method(options)
     require_packages(options["method"])
-    from transformers import AwqConfig, BitsAndBytesConfig, GPTQConfig, TorchAoConfig  # they look for their packages
+    from transformers import AwqConfig, BitsAndBytesConfig, GPTQConfig, TorchAoConfig  # imports optional packages
 
     method_options = {name: value for name, value in options.items() if name != "method"}
     if options["method"] != "torchao":
@@ -82,4 +86,4 @@ def _make(kind: Any, options: Mapping[str, Any]) -> Any:
     try:
         return kind(**options)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"target.quantization: {kind.__name__} refuses {dict(options)}: {error}") from error
+        raise ValueError(f"target.quantization: {kind.__name__} doesn't accept {dict(options)}: {error}") from error

@@ -1,9 +1,11 @@
-"""One copy of a target for all processes of a launch, where it doesn't fit on one device: tensor parallelism.
+"""Tensor parallelism: one copy of a target, sliced over all processes of a launch.
 
-Every process holds a slice of each layer's matrices, and all of the embeddings, the norms and the head (Shoeybi et al. 2019,
-Megatron-LM, section 3), by the plan that transformers has for the model. A pass is then the work of all processes: each must
-make it at the same time, on the same texts. So in a distillation they are one `Worker`, and in a training, where each has texts
-of its own, they read everybody's in turn (`turns`).
+Use it for a target that doesn't fit on one device. Each process holds a slice of each layer's
+matrices, and whole copies of the embeddings, the norms and the head (Shoeybi et al. 2019,
+Megatron-LM, section 3). The slices follow transformers' plan for the model. All processes compute a
+pass together, so each must run it at the same time, on the same texts. In labelling, all processes
+are therefore one `Worker`. In training each process has its own texts, and all processes read the
+texts of each in turn (`turns`).
 """
 
 from collections.abc import Iterator
@@ -22,16 +24,17 @@ from .config import TargetConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worker:
-    """Who does a part of some work with the target: a process, or all of them together where they hold one copy of it."""
+    """Unit of parallel work with the target: one process, or all of them if they share one
+    target."""
 
     index: int
     num_workers: int
     speaks: bool
-    """Whether this process is the one that writes, or counts, what the worker has done."""
+    """Whether this process writes, or counts, the worker's results."""
 
     @classmethod
     def of(cls, accelerator: Accelerator, *, tensor_parallel: bool) -> "Worker":
-        """The worker that this process is, or is a part of."""
+        """Return the worker that this process belongs to."""
         if tensor_parallel:
             return cls(index=0, num_workers=1, speaks=accelerator.is_main_process)
         return cls(index=accelerator.process_index, num_workers=accelerator.num_processes, speaks=True)
@@ -41,18 +44,24 @@ REMEDY = "leave target.tensor_parallel out, and quantise the target (target.quan
 
 
 def make_sharding(config: TargetConfig) -> DistributedConfig:
-    """How transformers is to slice the model. Raises ValueError where the launch or the model doesn't allow that."""
+    """Return how transformers slices the model, after checking the launch and the model.
+
+    Raises ValueError if the launch has one process, or if the model can't be sliced evenly.
+    """
+    # 1. There must be several processes.
     num_processes = PartialState().num_processes
     if num_processes == 1:
         raise ValueError(
             "target.tensor_parallel divides the target among the processes of a launch, and there is one; launch several "
             "(accelerate launch --config_file conf/launch/one_node.yaml), or leave it out"
         )
+    # 2. transformers must have a plan for this kind of model.
     model = AutoConfig.from_pretrained(
         config.name_or_path, revision=config.revision, trust_remote_code=config.trust_remote_code
     ).get_text_config()
     if not getattr(model, "base_model_tp_plan", None):
         raise ValueError(f"transformers has no plan to slice models of type {model.model_type}; {REMEDY}")
+    # 3. The sliced dimensions must be divisible by the number of processes.
     sizes = {name: getattr(model, name, None) for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")}
     if uneven := {name: size for name, size in sizes.items() if size is not None and size % num_processes}:
         dimensions = " and ".join(f"{name} of {size}" for name, size in uneven.items())
@@ -60,25 +69,26 @@ def make_sharding(config: TargetConfig) -> DistributedConfig:
             f"{num_processes} processes can't share the target evenly: it has {dimensions}. Launch a number of processes that "
             f"divides these, or {REMEDY}"
         )
-    # Drafters and losses multiply by these themselves, in each process as often as it needs.
+    # 4. Drafters and losses multiply by embeddings and head themselves, so each process has them
+    # whole.
     whole = {"lm_head": "replicate", "model.embed_tokens": "replicate"}
     return DistributedConfig(tp_size=num_processes, tp_plan=whole)
 
 
 def require_whole_ends(model: PreTrainedModel) -> None:
-    """Raise ValueError where embeddings or head were sliced too."""
+    """Raise ValueError if transformers has sliced the embeddings or the head."""
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
         if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
             raise ValueError(f"transformers slices the embeddings or the head of {type(model).__name__}; {REMEDY}")
 
 
 def turns(inputs: dict[str, Any], device: torch.device) -> Iterator[tuple[bool, dict[str, Any]]]:
-    """The tensors that each process has brought, one process after the other, and whether they are this process's own."""
-    own = PartialState().process_index
-    for index, each in enumerate(gather_object([{name: value.cpu() for name, value in inputs.items()}])):
-        yield index == own, {name: value.to(device) for name, value in each.items()}
+    """Yield the inputs of each process in turn, and whether they are this process's inputs."""
+    rank = PartialState().process_index
+    for index, tensors in enumerate(gather_object([{name: value.cpu() for name, value in inputs.items()}])):
+        yield index == rank, {name: value.to(device) for name, value in tensors.items()}
 
 
 def agreed(flag: bool, device: torch.device) -> bool:
-    """What the main process says, for decisions that are made by the clock."""
+    """Return the main process's flag on all processes, for decisions that depend on the clock."""
     return bool(broadcast(torch.tensor(flag, device=device)))

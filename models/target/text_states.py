@@ -1,4 +1,4 @@
-"""What training reads of the target: its states of a batch's texts, each in a row of its own or several behind each other."""
+"""Hidden states that training reads from the target, for padded or packed texts."""
 
 from typing import Any
 
@@ -18,31 +18,33 @@ LayerInputs = Float[torch.Tensor, "batch seq feature"]
 def states_of_texts(
     target: HFTarget, batch: DrafterBatch, *, last: bool, layers: tuple[int, ...]
 ) -> tuple[LastStates | None, LayerInputs | None]:
-    """The target's last hidden states, where `last` asks for them, and the inputs of `layers`, side by side.
+    """Return the target's last hidden states (None unless `last`) and the inputs of `layers`.
 
-    Runs without gradients, in the target's own type, without its head, and without the last states no deeper than the last of
-    `layers`. Meaningless on padding.
+    The layers' inputs are side by side. The pass runs without gradients and without the head, in
+    the target's type. Without `last` it runs no deeper than the last of `layers`. States on padding
+    are meaningless.
     """
     if not last and not layers:
         return None, None
     shape = batch.input_ids.shape
-    own = _inputs(batch)
+    inputs = _inputs(batch)
     states, features = None, None
-    for is_own, inputs in turns(own, target.device) if target.tensor_parallel else [(True, own)]:
-        if "position_ids" not in inputs:
-            inputs = {**inputs, "past_key_values": PassingCache()}
-        read = target.read_texts(layers, **inputs) if last else (None, target.layer_inputs(layers, **inputs))
-        if is_own:
-            states, features = (None if each is None else each.reshape(*shape, -1) for each in read)
+    for is_local, texts in turns(inputs, target.device) if target.tensor_parallel else [(True, inputs)]:
+        if "position_ids" not in texts:
+            texts = {**texts, "past_key_values": PassingCache()}
+        outputs = target.read_texts(layers, **texts) if last else (None, target.layer_inputs(layers, **texts))
+        if is_local:
+            states, features = (None if output is None else output.reshape(*shape, -1) for output in outputs)
     return states, features
 
 
 def _inputs(batch: DrafterBatch) -> dict[str, Any]:
-    """The tensors that the model reads.
+    """Return the tensors that the model reads.
 
-    Rows of one text need no mask: under causal attention no token sees the padding on its right. With a mask, attention would
-    run without its fastest kernels, and the host would wait to learn whether the mask hides anything. Several texts in a row
-    are told apart by their positions, which start again at 0: transformers makes the block mask from them.
+    Rows of one text need no mask: under causal attention no token sees the padding on its right.
+    With a mask, attention would not use its fastest kernels, and the host would wait to check
+    whether the mask hides anything. Packed texts in a row are separated by their positions, which
+    start again at 0: transformers computes the block mask from them.
     """
     if batch.starts is None:
         return {"input_ids": batch.input_ids}
@@ -50,10 +52,11 @@ def _inputs(batch: DrafterBatch) -> dict[str, Any]:
 
 
 class PassingCache(DynamicCache):
-    """A KV cache that keeps nothing: attention reads the keys and values of the pass itself, as it does without a cache.
+    """A KV cache that keeps nothing: attention reads the keys and values of the pass itself.
 
-    Without one, transformers looks for packed texts in the position ids, and the host waits for the answer. The target has been
-    read with a `DynamicCache` before: when its texts were labelled.
+    Without a cache, transformers looks for packed texts in the position ids, and the host waits for
+    the result. Using a cache adds no new requirement: labelling has already read the target with a
+    `DynamicCache`.
     """
 
     def update(
@@ -64,9 +67,9 @@ class PassingCache(DynamicCache):
 
 @torch.no_grad()
 def require_packing(target: HFTarget) -> None:
-    """Raise ValueError where the target reads texts differently when they stand in one row.
+    """Raise ValueError if the target reads texts differently when they are packed into one row.
 
-    Something beside position ids tells it then where a token stands, or it attends across texts.
+    Such a target finds positions by more than position ids, or attends across texts.
     """
     text = torch.arange(3, 15, device=target.device)[None] % target.vocab_size
     lengths = [7, 5]
@@ -74,8 +77,8 @@ def require_packing(target: HFTarget) -> None:
     together, _ = target.read_texts(input_ids=text, position_ids=position_ids)
     alone = torch.cat([target.read_texts(input_ids=part)[0] for part in text.split(lengths, dim=1)], dim=1).float()
     error = float((together.float() - alone).norm() / alone.norm())
-    if not error < target.rounding:  # NaN is below nothing
+    if not error < target.rounding:  # also true for NaN
         raise ValueError(
-            f"{type(target.model).__name__} reads texts differently when they stand in one row (relative error {error:.2g} of "
-            "its hidden states), so they can't be packed; set train.packing=false, or store the states that training reads"
+            f"{type(target.model).__name__} reads texts differently when they are packed into one row (relative error "
+            f"{error:.2g} of its hidden states); set train.packing=false, or store the hidden states that training reads"
         )

@@ -1,9 +1,9 @@
-"""How a draft tree is shown to an unmodified model: 4-D masks and position ids, nothing else.
+"""Draft trees for an unmodified model: 4-D masks and position ids, nothing else.
 
 A 4-D mask replaces the model's mask in every layer. So each kind of layer (full attention, sliding
-window) gets a mask of its kind, and the model must know the place of a token by masks and position
-ids alone. `require_tree_attention` refuses models whose configuration shows another way; the target's
-probe finds the others (see `HFTarget`).
+window) gets a mask of its kind. The model must derive positions from masks and position ids alone.
+`require_tree_attention` raises for models whose configuration shows another way; the target's probe
+finds the others (see `HFTarget`).
 """
 
 from collections.abc import Iterator
@@ -28,55 +28,64 @@ Mask = Float[torch.Tensor, "batch 1 query key"]
 
 
 def attention_kinds(model: PreTrainedModel) -> dict[str, int | None]:
-    """The kinds of attention layers, by transformers' names, and the window of each (None: the whole text).
+    """Return the kinds of attention layers, by transformers' names, and the window of each.
 
-    Raises ValueError where a kind can't read a draft tree.
+    None stands for the whole text.
+    Raises ValueError for a kind that can't read a draft tree.
     """
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     kinds = set(getattr(config, "layer_types", None) or (SLIDING if window is not None else FULL,))
     if strange := kinds - {FULL, SLIDING}:
         raise ValueError(
-            f"{type(model).__name__} has layers of type {', '.join(sorted(strange))}; they don't attend to single tokens of "
-            "the text, so they can't read a draft tree. Choose another target"
+            f"{type(model).__name__} has layers of type {', '.join(sorted(strange))}; these layers don't attend to single "
+            "tokens, so they can't read a draft tree. Choose another target"
         )
     return {kind: window if kind == SLIDING else None for kind in sorted(kinds)}
 
 
 def require_tree_attention(model: PreTrainedModel) -> None:
-    """Raise ValueError where the configuration shows that draft trees would be verified wrongly."""
+    """Raise ValueError if the configuration shows that draft trees would be verified wrongly."""
+    # 1. Kinds of layers.
     attention_kinds(model)
     config = model.config.get_text_config()
     name = type(model).__name__
+    # 2. Models that address the cache by column, not by position.
     if hasattr(config, "attention_types"):
         raise ValueError(
-            f"{name} cuts windows by column, whatever the position ids say, so trees and batches would go wrong. "
+            f"{name} cuts windows by cache column, not by position ids, so trees and batches would go wrong. "
             "Choose another target"
         )
     if hasattr(config, "keep_window_size"):
         raise ValueError(
-            f"{name} chooses which columns of its cache to read by their number, so trees and batches would go wrong. "
+            f"{name} chooses the cache columns that it reads by their number, so trees and batches would go wrong. "
             "Choose another target"
         )
+    # 3. Models whose positions depend on other tokens of the pass, or don't come from position ids.
     if (kind := _length_dependent_rope(config)) is not None:
         raise ValueError(
-            f"{name} chooses its rotary frequencies ({kind}) by the longest position in a pass, so a draft node or a neighbour "
-            "in the batch would change them. Choose another target, or one whose configuration stays within the original length"
+            f"{name} chooses its rotary frequencies ({kind}) by the longest position in a pass, so a draft node or another row "
+            "of the batch would change them. Choose another target, or a configuration that stays within the original length"
         )
     if getattr(config, "alibi", False) or config.model_type in BIASED_MODELS:
         raise ValueError(
-            f"{name} tells positions by a bias on the attention scores (ALiBi), which position ids don't reach. "
+            f"{name} encodes positions by a bias on the attention scores (ALiBi), which ignores position ids. "
             "Choose another target"
         )
+    # 4. Attention functions that would ignore a part of the computation.
     if getattr(config, "attn_logit_softcapping", None) is not None and model.config._attn_implementation != "eager":
         raise ValueError(
-            f"{name} caps its attention scores, which only transformers' eager attention does together with a mask; "
+            f"{name} caps its attention scores, and with a mask only transformers' eager attention does that; "
             "set target.attn_implementation to eager"
         )
 
 
 def _length_dependent_rope(config: Any) -> str | None:
-    """The kind of rotary embedding where it depends on the length of the text, in a context long enough for that."""
+    """Return the kind of rotary embedding if its frequencies depend on the text's length, else
+    None.
+
+    Such an embedding counts only if the context is longer than the original length.
+    """
     parameters = getattr(config, "rope_parameters", None) or {}
     for rope in [parameters, *(value for value in parameters.values() if isinstance(value, dict))]:
         kind = rope.get("rope_type")
@@ -96,40 +105,43 @@ def tree_attention_mask(
     window: int | None = None,
     queries: slice = slice(None),
 ) -> Mask:
-    """Additive mask of the last committed token and the tree's nodes over `extent` cache columns.
+    """Return the additive mask of the last committed token and the nodes over `extent` columns.
 
-    Row b's first `lengths[b]` columns are its committed text, the next are the queries themselves. All
-    queries see the committed text and the last token; a node also sees itself and its ancestors. With
-    `window`, a query sees only keys that are fewer than so many positions back. The mask is additive,
-    since both the sdpa and the eager attention of transformers take that form.
+    Row b's first `lengths[b]` cache columns are its committed text; the next columns are the
+    queries themselves. All queries see the committed text and the last token. A node also sees
+    itself and its ancestors. With `window`, a query sees only keys that are fewer than `window`
+    positions back. The mask is additive, because both the sdpa and the eager attention of
+    transformers accept that form.
 
-    Of the last committed token and the nodes, only the `queries` get a row. The mask is new memory
-    and no slice of a larger one: kernels on a GPU read masks in words of several bytes, which must
-    begin at such an address.
+    Of the last committed token and the nodes, only the `queries` get a row. The mask is always new
+    memory, not a slice of a larger mask: kernels on a GPU read masks in words of several bytes, and
+    the mask must start at a multiple of that size.
     """
     batch, num_nodes, _ = lineage.shape
+    # 1. What each query adds to the scores of: the committed text (column 0), the last token (1),
+    # the nodes (2 and up), unwritten columns (the last).
     hidden = hidden_score(dtype)
-    # By query, what is added to the scores of: the committed text (0), the last token (1), the nodes (2..), what isn't written.
     added = torch.full((batch, 1 + num_nodes, num_nodes + 3), hidden, dtype=dtype, device=lineage.device)
     added[:, :, :2] = 0
-    added[:, 1:, 1:].scatter_(2, lineage + 1, 0)  # NO_NODE falls on the last token, which all queries see anyway
+    added[:, 1:, 1:].scatter_(2, lineage + 1, 0)  # NO_NODE is the last token's column, which all queries see anyway
     added = added[:, queries]
-    what = torch.arange(1, extent + 1, device=lengths.device) - lengths[:, None]  # [batch, key]: 0 and less where committed
-    mask = added.gather(2, what.clamp(0, num_nodes + 2)[:, None].expand(-1, added.shape[1], -1))
+    # 2. Look these scores up for each cache column. `offset` is 0 and less where text is committed.
+    offset = torch.arange(1, extent + 1, device=lengths.device) - lengths[:, None]  # [batch, key]
+    mask = added.gather(2, offset.clamp(0, num_nodes + 2)[:, None].expand(-1, added.shape[1], -1))
+    # 3. Hide keys outside the window. Positions count from the last committed token, which is at 0.
     if window is not None:
         depth = pad(depths(lineage), (1, 0))  # [batch, query]
-        # Positions are counted from the last committed token, at 0.
-        key_position = torch.where(what <= 0, what - 1, depth.gather(1, (what - 1).clamp(0, num_nodes)))
+        key_position = torch.where(offset <= 0, offset - 1, depth.gather(1, (offset - 1).clamp(0, num_nodes)))
         mask.masked_fill_(depth[:, queries, None] - key_position[:, None] >= window, hidden)
     return mask[:, None]
 
 
 def hidden_score(dtype: torch.dtype) -> float:
-    """Return what an additive mask adds to the score of a key that a query must not see.
+    """Return the value that an additive mask adds to the score of a hidden key.
 
-    Half of the smallest number: kernels multiply the masked score by log2(e), and the smallest
-    number itself would become minus infinity. A block of keys that are all hidden (a sliding window
-    has them) would then give NaN.
+    It is half of the smallest number. Kernels multiply the masked score by log2(e), which would
+    turn the smallest number into minus infinity. A block of keys that are all hidden (which a
+    sliding window has) would then give NaN.
     """
     return torch.finfo(dtype).min / 2
 
@@ -137,7 +149,10 @@ def hidden_score(dtype: torch.dtype) -> float:
 def visible_columns(
     related: Bool[torch.Tensor, "batch query entry"], lengths: Int[torch.Tensor, " batch"], extent: int
 ) -> Bool[torch.Tensor, "batch query key"]:
-    """Mark which of `extent` cache columns queries see: the committed ones, and the `related` entries behind them."""
+    """Mark which of `extent` cache columns each query sees.
+
+    A query sees the committed columns, and the `related` entries behind them.
+    """
     column = torch.arange(extent, device=lengths.device) - lengths[:, None]  # [batch, key]: negative where committed
     num_entries = related.shape[2]
     entry = column.clamp(0, num_entries - 1)[:, None].expand(-1, related.shape[1], -1)
@@ -153,9 +168,9 @@ def masks_by_kind(
     dtype: torch.dtype,
     queries: slice = slice(None),
 ) -> Any:
-    """Return the mask of each kind of layer, as transformers' models take them: one tensor, or a dictionary of several.
+    """Return the mask of each kind of layer: one tensor, or a dictionary of several.
 
-    Of the last committed token and the nodes, only the `queries` get a row.
+    transformers' models take both forms. Only the `queries` get a row (see `tree_attention_mask`).
     """
     masks = {}
     for kind, window in kinds.items():
@@ -179,7 +194,10 @@ def _grouped_heads_forward(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: query is [batch, head, query, head_dim], key and value have fewer heads."""
+    """Compute attention by transformers' interface, without repeating keys for each head.
+
+    `query` is [batch, head, query, head_dim]; `key` and `value` have fewer heads.
+    """
     num_groups = query.shape[1] // key.shape[1]
     special = (name for name in ("softcap", "position_bias", "cache") if kwargs.get(name) is not None)
     if attention_mask is None or attention_mask.shape[1] != 1 or num_groups == 1 or any(special):
@@ -189,10 +207,9 @@ def _grouped_heads_forward(
 
 
 def has_grouped_kernel(device: torch.device) -> bool:
-    """Whether the device has a kernel that takes a mask and grouped heads, and is fast for few
-    queries.
+    """Return whether the device has a fast kernel for a mask, grouped heads and few queries.
 
-    The CPU has. On CUDA cuDNN's kernel takes both, but plans anew for every shape (see
+    The CPU has one. On CUDA cuDNN's kernel supports both, but makes a new plan for every shape (see
     `turn_off_cudnn_attention`). Folding also fills a GPU's tiles better: the queries of a group's
     heads together are one matrix product.
     """
@@ -202,8 +219,7 @@ def has_grouped_kernel(device: torch.device) -> bool:
 def attend_grouped(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
-    """Attend with keys and values that have fewer heads than the queries, by a kernel that knows
-    groups.
+    """Attend with a kernel that supports grouped heads: keys have fewer heads than queries.
 
     From [batch, head, query, head_dim] and [batch, kv_head, key, head_dim] to [batch, query, head,
     head_dim].
@@ -214,31 +230,33 @@ def attend_grouped(
 def attend_folded(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
-    """Do the same by a kernel that knows no groups.
+    """Compute `attend_grouped` with a kernel that doesn't support grouped heads.
 
-    The heads of a group read the same keys, so their queries can as well be further queries of one
+    The heads of a group read the same keys, so their queries are treated as further queries of one
     head.
     """
     batch, num_heads, num_queries, _ = query.shape
     num_groups = num_heads // key.shape[1]
     folded = query.reshape(batch, key.shape[1], num_groups * num_queries, -1)
     output = scaled_dot_product_attention(folded, key, value, mask.repeat(1, 1, num_groups, 1), scale=scale)
-    # Kernels return outputs of different layouts: CUDA's memory-efficient one returns [batch, query,
-    # head] transposed. So only dimensions are split and moved here, never viewed as others,
-    # and one copy puts them in order.
+    # Kernels return outputs of different layouts: CUDA's memory-efficient kernel returns [batch,
+    # query, head] transposed. So dimensions are only split and moved here, never merged, and one
+    # copy puts them in order.
     output = output.unflatten(2, (num_groups, num_queries)).permute(0, 3, 1, 2, 4)
     return output.reshape(batch, num_queries, num_heads, -1)
 
 
-# Masks are always given under this name, so it needs no mask function.
+# A mask is always passed when this name is used, so it needs no mask function.
 ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _grouped_heads_forward)
 
 
 @contextmanager
 def grouped_heads(model: PreTrainedModel) -> Iterator[None]:
-    """Within, a model with sdpa attention reads masked texts without copying its keys and values for every head of a group.
+    """Let a model with sdpa attention read masked texts without repeating keys and values, in a
+    block.
 
-    transformers repeats them where there is a mask: four times the cache's memory traffic in a model with groups of four.
+    With a mask, transformers repeats keys and values for every head of a group. That multiplies the
+    cache's memory traffic by the group's size, for example by four.
     """
     config = model.config.get_text_config()
     implementation = config._attn_implementation

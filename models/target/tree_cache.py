@@ -1,13 +1,14 @@
-"""A KV cache that holds committed texts and, behind each, the nodes of its draft tree.
+"""A KV cache that holds committed texts and, behind each text, the nodes of its draft tree.
 
     row 0   a b c d|x y z . . .         | = lengths[0] = 4, then the entries of the last pass
     row 1   e f|x y z . . . . .         | = lengths[1] = 2
 
-Buffers are allocated once and written in place. A pass writes its entries right behind each row's committed ones and sees the
-first `extent` columns; a mask hides those that a query must not see. Nothing moves until the owner keeps some of the entries.
+Buffers are allocated once and written in place. A pass writes its entries directly behind each
+row's committed columns. It sees the first `extent` columns; a mask hides the columns that a query
+must not see. Nothing moves until the owner keeps some of the entries.
 
 Committed columns are never written again, except by `rewind`, `select` and `restart`. So a
-`CacheSnapshot` needs to name no more than how many columns were committed at its time.
+`CacheSnapshot` only records how many columns were committed at its time.
 """
 
 from collections.abc import Sequence
@@ -22,18 +23,21 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from ..decoding.types import Counts
 
 EXTENT_STEP = 256
-"""Columns by which the part of a cache grows that passes see, where each new length of it is
-compiled or recorded."""
+"""Step in columns by which `extent` grows, where each new extent is compiled or recorded."""
 
 ACCELERATOR_EXTENT_STEP = 512
-"""The same on an accelerator, in every form. A thousand columns more cost hundredths of a
-millisecond there, a recording tenths of a second; and kernels copy a mask whose rows don't begin at
-multiples of 16 bytes."""
+"""The same step on an accelerator, for every kind of pass.
+
+A thousand columns more cost hundredths of a millisecond there; a recording costs tenths of a
+second. Kernels also copy a mask whose rows don't begin at multiples of 16 bytes.
+"""
 
 
 def extent_step(device: torch.device, *, is_fixed: bool) -> int:
-    """Return the columns by which the part of a cache grows that masked passes see; 1 on a CPU
-    unless shapes are fixed."""
+    """Return the step in columns by which the extent of masked passes grows.
+
+    It is 1 on a CPU unless shapes are fixed.
+    """
     if device.type != "cpu":
         return ACCELERATOR_EXTENT_STEP
     return EXTENT_STEP if is_fixed else 1
@@ -42,7 +46,7 @@ def extent_step(device: torch.device, *, is_fixed: bool) -> int:
 class TreeCacheLayer(CacheLayerMixin):
     """One layer's view of the cache: keys and values, [batch, head, capacity, head_dim]."""
 
-    is_sliding = False  # layers with a window keep everything too: the mask hides what is out of it
+    is_sliding = False  # layers with a window keep all columns too: the mask hides those outside the window
 
     def __init__(self, cache: "TreeCache") -> None:
         super().__init__()
@@ -50,7 +54,7 @@ class TreeCacheLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        self._place_keys, self._place_values = self.cache.reserve(key_states), self.cache.reserve(value_states)
+        self._key_slot, self._value_slot = self.cache.reserve(key_states), self.cache.reserve(value_states)
         self.is_initialized = True
 
     def update(
@@ -58,7 +62,7 @@ class TreeCacheLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        return self.cache.write(self._place_keys, key_states), self.cache.write(self._place_values, value_states)
+        return self.cache.write(self._key_slot, key_states), self.cache.write(self._value_slot, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.cache.extent, 0
@@ -71,19 +75,21 @@ class TreeCacheLayer(CacheLayerMixin):
 
 
 KeptText = list[torch.Tensor]
-"""A text's keys and values, a tensor [slot, head, token, head_dim] of each buffer."""
+"""A text's keys and values: a tensor [slot, head, token, head_dim] for each buffer."""
 
-Place = tuple[int, int]
+Slot = tuple[int, int]
 """Index of a buffer, and of the slot in it."""
 
 
 class TreeCache(Cache):
-    """The layers of a model. All tensors of one shape lie in one buffer, [slot, batch, head, capacity, head_dim], so that
+    """KV cache of a model's layers, with draft trees behind the committed texts.
+
+    All tensors of one shape are slots of one buffer, [slot, batch, head, capacity, head_dim]; so
     committing is one gather for all layers.
 
-    Passes under a mask see a multiple of `extent_step` columns. With `is_fixed`, every pass over as
-    many tokens reads and writes the same memory with the same shapes, whatever the rows' lengths:
-    what compiled code and CUDA graphs need.
+    Passes with a mask see a multiple of `extent_step` columns. With `is_fixed`, every pass over the
+    same number of tokens reads and writes the same memory with the same shapes, whatever the rows'
+    lengths: compiled code and CUDA graphs need this.
     """
 
     def __init__(
@@ -105,7 +111,7 @@ class TreeCache(Cache):
         self.extent = 0
         self.num_written = 0
         self._offset = 0
-        # All memory is allocated outside inference mode, so that it can be written in any mode.
+        # All memory is allocated outside inference mode, so it can be written in any mode.
         with torch.inference_mode(False):
             self._lengths = torch.zeros(batch, dtype=torch.long, device=device)
         self._buffers: list[torch.Tensor] = []
@@ -114,7 +120,7 @@ class TreeCache(Cache):
 
     @property
     def lengths(self) -> Counts:
-        """Committed tokens of each row. Later passes write to its tensor."""
+        """Committed tokens of each row. Later passes write to its device tensor."""
         return Counts(self._lengths[: self.batch], self._host_lengths)
 
     @property
@@ -127,34 +133,38 @@ class TreeCache(Cache):
         return min(self._host_lengths) == max(self._host_lengths)
 
     def fits(self, batch: int, capacity: int) -> bool:
-        """Whether another batch can be read into the same memory."""
+        """Return whether another batch fits into the same memory."""
         return batch <= self.max_batch and capacity <= self.capacity
 
     def restart(self) -> None:
-        """Forget all rows, and be ready for a batch of at most as many as the first."""
+        """Drop all rows. The next batch has at most as many rows as the first."""
         self._host_lengths = ()
         self._forget_snapshots()
         self._lengths.zero_()
         for buffer in self._buffers:
-            buffer.zero_()  # what is masked must still be a number
+            buffer.zero_()  # masked values must be finite too
 
     @torch.inference_mode(False)
-    def reserve(self, states: torch.Tensor) -> Place:
-        """A slot for tensors like `states`, in the buffer of their shape."""
+    def reserve(self, states: torch.Tensor) -> Slot:
+        """Return a free slot for tensors like `states`, in the buffer of their shape."""
         _, num_heads, _, head_dim = states.shape
         for index, buffer in enumerate(self._buffers):
             if buffer.shape[2::2] == (num_heads, head_dim) and self._used[index] < len(buffer):
                 self._used[index] += 1
                 return index, self._used[index] - 1
-        left = 2 * len(self.layers) - sum(self._used)  # layers are mostly alike: room for all that are to come
-        # Zeros, since what lies between a short row and the longest one is masked, and NaN times 0 would still be NaN.
-        self._buffers.append(states.new_zeros(left, self.max_batch, num_heads, self.capacity, head_dim))
+        num_missing = 2 * len(self.layers) - sum(self._used)  # most layers are alike: room for all that follow
+        # Zeros: columns between a short row and the longest one are masked, and NaN times 0 would
+        # be NaN.
+        self._buffers.append(states.new_zeros(num_missing, self.max_batch, num_heads, self.capacity, head_dim))
         self._used.append(1)
         return len(self._buffers) - 1, 0
 
     @torch.inference_mode(False)
     def trim(self) -> None:
-        """After the first pass: give back the slots that no layer took, which models with layers of several shapes leave."""
+        """Free unused slots after the first pass.
+
+        Models with layers of several shapes leave some unused.
+        """
         self._buffers = [
             buffer if used == len(buffer) else buffer[:used].clone()
             for buffer, used in zip(self._buffers, self._used, strict=True)
@@ -168,11 +178,10 @@ class TreeCache(Cache):
         self._columns = slice(0, num_entries)
 
     def begin_pass(self, num_entries: int, *, offset: int = 0, is_masked: bool = True) -> bool:
-        """Prepare a pass over `num_entries` tokens per row, behind `offset` entries of earlier
-        passes that aren't committed.
+        """Prepare a pass over `num_entries` tokens per row, after `offset` uncommitted entries.
 
-        Without a mask the pass sees exactly the columns that are written. Returns whether the cache
-        was too small: it then has doubled, and moved.
+        Those entries come from earlier passes. Without a mask the pass sees exactly the written
+        columns. Returns whether the cache was too small; it has then doubled and moved.
         """
         self.num_written, self._offset = num_entries, offset
         self._version += 1
@@ -184,26 +193,29 @@ class TreeCache(Cache):
         return has_moved
 
     def locate(self) -> None:
-        """Find the columns that the pass writes: the part of its beginning that a CUDA graph must do again each time."""
+        """Compute the columns that the pass writes. A CUDA graph must repeat this each time."""
         self._columns = self._behind(self.num_written, offset=self._offset, fixed=self.is_fixed)
 
-    def write(self, place: Place, states: torch.Tensor) -> torch.Tensor:
-        """Write a layer's new keys or values, and return all that the pass sees of them."""
-        buffer = self._buffers[place[0]]
-        slot = buffer[place[1], : states.shape[0]]
+    def write(self, slot: Slot, states: torch.Tensor) -> torch.Tensor:
+        """Write a layer's new keys or values, and return all columns that the pass sees."""
+        buffer_index, slot_index = slot
+        buffer = self._buffers[buffer_index]
+        stored = buffer[slot_index, : states.shape[0]]
         if isinstance(self._columns, slice):
-            slot[:, :, self._columns] = states
+            stored[:, :, self._columns] = states
         elif torch.compiler.is_compiling():
-            torch.ops.outrider.write_columns(buffer, place[1], self._columns, states)
+            torch.ops.outrider.write_columns(buffer, slot_index, self._columns, states)
         else:
-            _write_columns(buffer, place[1], self._columns, states)
-        return slot[:, :, : self.extent]
+            _write_columns(buffer, slot_index, self._columns, states)
+        return stored[:, :, : self.extent]
 
     def keep(self, entries: Int[torch.Tensor, "batch kept"] | None, counts: Counts) -> None:
-        """Commit the first `counts` of the `entries` of each row's last pass, in that order; forget the others.
+        """Commit the first `counts` of the `entries` of each row's last pass, in order; drop the
+        rest.
 
-        A row that keeps fewer than are named must name others all the same (any), which are soon overwritten. None keeps the
-        pass's first entries, which lie where they belong.
+        A row that keeps fewer entries than `entries` is wide lists arbitrary others at the end;
+        later passes overwrite them. None keeps the first entries of the pass, which are already in
+        the right columns.
         """
         if entries is not None:
             columns = self._behind(entries.shape[1])
@@ -214,33 +226,35 @@ class TreeCache(Cache):
         self._host_lengths = tuple(length + count for length, count in zip(self._host_lengths, counts.host, strict=True))
 
     def rewind(self, num_tokens: Counts) -> None:
-        """Forget the last committed tokens, so many in each row."""
+        """Remove the last `num_tokens` committed tokens of each row."""
         self.keep(None, -num_tokens)
         self._forget_snapshots()
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows of the batch only. They ascend, so none is overwritten before it has
-        moved; the last one may be named again."""
-        for place, row in enumerate(rows):
-            if place != row:
-                self._lengths[place] = self._lengths[row]
+        """Keep only these rows of the batch.
+
+        `rows` ascend, so no row is overwritten before it has moved. The last row may be repeated.
+        """
+        for index, row in enumerate(rows):
+            if index != row:
+                self._lengths[index] = self._lengths[row]
                 for buffer in self._buffers:
-                    buffer[:, place] = buffer[:, row]
+                    buffer[:, index] = buffer[:, row]
         self._host_lengths = tuple(self._host_lengths[row] for row in rows)
         self._forget_snapshots()
 
     def snapshot(self) -> "CacheSnapshot":
-        """Return the texts as they are committed now, and the entries behind them, as a value."""
+        """Return the committed texts, and the entries behind them, as a value."""
         return CacheSnapshot(cache=self, version=self._version, lengths=self._host_lengths)
 
     def _forget_snapshots(self) -> None:
-        """Take note that committed columns of earlier snapshots are gone."""
+        """Invalidate earlier snapshots: some of their committed columns are gone."""
         self._version += 1
         self._oldest_version = self._version
 
     @torch.inference_mode(False)
     def copy_rows(self, rows: Sequence[int], lengths: Sequence[int]) -> "TreeCache":
-        """Return a cache of these rows, in memory of its own, with the first `lengths` columns of each."""
+        """Return a copy of these rows in new memory, with the first `lengths` columns of each."""
         other = copy(self)
         other.layers = [copy(layer) for layer in self.layers]
         for layer in other.layers:
@@ -263,17 +277,19 @@ class TreeCache(Cache):
         texts = [buffer[:, row, :, :length] for buffer in self._buffers]
         if self._lengths.device.type == "cpu":
             return [text.clone() for text in texts]
-        # Into pinned memory, all copies under way at once: into ordinary memory each would be
-        # staged, and waited for.
+        # Copy into pinned memory, so that all copies run at once. Copies into ordinary memory are
+        # staged, and the host waits for each.
         copies = [torch.empty(text.shape, dtype=text.dtype, pin_memory=True).copy_(text, non_blocking=True) for text in texts]
         torch.accelerator.current_stream(self._lengths.device).synchronize()
         return copies
 
     @torch.inference_mode(False)
     def put(self, texts: Sequence[KeptText]) -> None:
-        """Add rows behind those that are there: texts that were taken from a cache of the same model."""
+        """Append rows with texts that `take` copied from a cache of the same model."""
         self._version += 1
-        if not self._buffers:  # nothing was read yet; the layers will find their slots in the order in which they did before
+        # If nothing was read yet, allocate the buffers. The layers will reserve their slots in the
+        # same order as before.
+        if not self._buffers:
             for kept in texts[0]:
                 num_slots, num_heads, _, head_dim = kept.shape
                 shape = (num_slots, self.max_batch, num_heads, self.capacity, head_dim)
@@ -296,8 +312,11 @@ class TreeCache(Cache):
         self.capacity += more
 
     def _behind(self, num_entries: int, *, offset: int = 0, fixed: bool = False) -> slice | Int[torch.Tensor, "batch entry"]:
-        """The `num_entries` columns `offset` behind each row's committed ones: a slice where all rows are equally long, unless
-        the columns must be looked up again each time (`fixed`)."""
+        """Return the `num_entries` columns that start `offset` behind each row's committed columns.
+
+        They are a slice if all rows are equally long. With `fixed` they are always a tensor, which
+        a recording can recompute.
+        """
         if self.is_even and not fixed:
             start = self._host_lengths[0] + offset
             return slice(start, start + num_entries)
@@ -306,7 +325,7 @@ class TreeCache(Cache):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSnapshot:
-    """The texts that a cache held at one moment: a value, although the cache is written on."""
+    """The texts of a cache at one moment: a value, although the cache is written later."""
 
     cache: TreeCache
     version: int
@@ -314,18 +333,23 @@ class CacheSnapshot:
 
     @property
     def is_newest(self) -> bool:
-        """Whether the cache hasn't been written since. If so, the entries behind the texts are still there, too."""
+        """Whether the cache wasn't written since; the entries behind the texts are then valid
+        too."""
         return self.cache._version == self.version
 
     def writable(self) -> TreeCache:
-        """Return a cache with these texts that may be written: the snapshot's own if it is the newest, otherwise a copy.
+        """Return a writable cache of these texts: the original if the snapshot is the newest, else
+        a copy.
 
-        Raises RuntimeError where the memory has been taken over.
+        Raises RuntimeError if the memory has been taken over.
         """
         return self.cache if self.is_newest else self._copy(range(len(self.lengths)))
 
     def select(self, rows: Sequence[int]) -> "CacheSnapshot":
-        """Return a snapshot of these rows. Memory of a fixed address is taken over, all other memory is copied."""
+        """Return a snapshot of these rows.
+
+        It takes over memory of a fixed address, and copies all other memory.
+        """
         if not self.cache.is_fixed:
             return self._copy(rows).snapshot()
         cache = self.writable()
@@ -335,8 +359,8 @@ class CacheSnapshot:
     def _copy(self, rows: Sequence[int]) -> TreeCache:
         if self.version < self.cache._oldest_version:
             raise RuntimeError(
-                "the memory of this drafter's state was taken over by a later batch, or by fewer rows of its own: passes that "
-                "are compiled or recorded have one memory. Begin the text again, or turn target.compiled and "
+                "the memory of this drafter's state was taken over by a later batch, or by a part of its batch: passes "
+                "that are compiled or recorded share one memory. Start the text again, or turn target.compiled and "
                 "target.cuda_graphs off"
             )
         return self.cache.copy_rows(rows, [self.lengths[row] for row in rows])
@@ -347,7 +371,8 @@ def _write_columns(buffer: torch.Tensor, slot: int, columns: torch.Tensor, state
     buffer[slot, : len(states)].scatter_(2, columns[:, None, :, None].expand(states.shape), states)
 
 
-# To the compiler an operator of its own: a scatter into a part of a buffer it turns into a copy of the whole.
+# An opaque operator for the compiler, which turns a scatter into a part of a buffer into a copy of
+# the whole buffer.
 torch.library.custom_op("outrider::write_columns", _write_columns, mutates_args={"buffer"})
 
 

@@ -1,4 +1,4 @@
-"""The reading of prompts and draft trees by a model's layers, without its embeddings and head."""
+"""Reading of prompts and draft trees by a model's layers, without its embeddings and head."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -18,11 +18,11 @@ Output = TypeVar("Output")
 
 
 class TreeReader:
-    """What a pass over a draft tree needs of a model: positions, a mask of each kind of attention, a cache.
+    """Preparation of passes over prompts and draft trees: positions, masks and cache.
 
-    How tokens go in and what comes out is the caller's part, `run`: all of a model, or some of its
-    layers. It is called with the position ids, masks and cache of one pass, under the names that
-    transformers' models use. Caches are passed in; which entries a cache keeps, `TreeCache.keep` says.
+    The caller's `run` is the pass itself: a whole model, or some of its layers. It is called with
+    the position ids, masks and cache of one pass, under the names that transformers' models use.
+    The caller passes the caches in, and decides with `TreeCache.keep` which entries a cache keeps.
     """
 
     def __init__(self, model: PreTrainedModel, *, is_fixed: bool) -> None:
@@ -30,7 +30,7 @@ class TreeReader:
         self.kinds: dict[str, int | None] = {}
 
     def require_trees(self) -> None:
-        """Raise ValueError where the model's configuration shows that it can't read draft trees."""
+        """Raise ValueError if the model's configuration shows that it can't read draft trees."""
         require_tree_attention(self.model)
         self.kinds = attention_kinds(self.model)
 
@@ -48,7 +48,7 @@ class TreeReader:
     def read_prompts(
         self, cache: TreeCache, lengths: Sequence[int], device: torch.device, run: Callable[..., Output]
     ) -> Output:
-        """Read prompts, padded on the right to the longest, into an empty cache."""
+        """Read prompts, right-padded to the longest, into an empty cache."""
         cache.begin_prefill(len(lengths), max(lengths))
         positions = torch.arange(max(lengths), device=device)[None]
         # No mask: under causal attention no token sees the padding on its right.
@@ -58,22 +58,27 @@ class TreeReader:
         return output
 
     def begin(self, cache: TreeCache, num_nodes: int, num_read: int = 0) -> bool:
-        """Prepare a pass over the last committed token and a tree, less the first `num_read` of these entries.
+        """Prepare a pass over the last committed token and a tree, without the first `num_read`
+        entries.
 
-        They have been read since the last `keep`. Returns whether the cache has moved (see `TreeCache.begin_pass`).
+        Those entries were read since the last `keep`. Returns whether the cache has moved (see
+        `TreeCache.begin_pass`).
         """
         is_masked = self._needs_mask(cache, num_nodes)
         return cache.begin_pass(1 + num_nodes - num_read, offset=num_read, is_masked=is_masked)
 
     def read(self, cache: TreeCache, lineage: Int[torch.Tensor, "batch node depth"], run: Callable[..., Output]) -> Output:
-        """Read the entries of a tree that `begin` has prepared: what a CUDA graph records."""
+        """Read the entries that `begin` has prepared. A CUDA graph can record this method."""
+        # 1. Positions: a node's depth behind the committed text. Tokens beyond the context window
+        # are never emitted; their positions are clamped only to stay inside a position table.
         cache.locate()
         num_nodes, lengths = lineage.shape[1], cache.lengths.device
         positions = lengths[:, None]
         if num_nodes:
             positions = positions + pad(depths(lineage), (1, 0))
-        # What lies beyond the context window can never be emitted; it only must not index past a position table.
         positions = positions.clamp(max=context_length(self.model) - 1)
+        # 2. Run the pass over the unread entries, with a mask if they don't all see the same
+        # columns.
         unread = slice(1 + num_nodes - cache.num_written, None)
         arguments = {"position_ids": positions[:, unread], "past_key_values": cache, "use_cache": True}
         if not self._needs_mask(cache, num_nodes):
@@ -85,6 +90,6 @@ class TreeReader:
     def _needs_mask(self, cache: TreeCache, num_nodes: int) -> bool:
         """Return whether a pass needs a mask.
 
-        Plain decoding of rows of one length doesn't: kernels without a mask are faster.
+        Plain decoding of equally long rows needs none, and kernels without a mask are faster.
         """
         return num_nodes > 0 or not cache.is_even or cache.is_fixed

@@ -1,11 +1,10 @@
-"""`outrider certify` of the demo's target on a device, with the drafter of a run, or a fresh one
-where that is missing.
+"""Runs `outrider certify` for the demo's target with a trained or a fresh drafter.
 
-    python scripts/gpu/certificate.py --drafter outputs/demo/drafter --dtype bfloat16 --output certificate.json
+    python scripts/gpu/certificate.py --drafter outputs/demo/drafter --output certificate.json
 
-A fresh drafter's drafts are hardly ever accepted, but they are read, so masks, positions and caches
-are certified all the same. The certificate's oracle, which knows the answers, sees to it that
-drafts are accepted.
+If the drafter doesn't exist, a fresh one is used. The target hardly ever accepts a fresh drafter's
+tokens, but it reads them, so masks, positions and caches are certified all the same. The
+certificate's oracle, which knows the answers, makes sure that draft tokens are accepted.
 """
 
 import argparse
@@ -23,7 +22,7 @@ from outrider.models.target.loading import load_target
 
 TARGET = Path(__file__).parents[2] / "models" / "demo_target"
 SMALL = {"NUM_TEXTS": 16, "SAMPLED_BATCH_SIZE": 16}
-"""For a CPU, which takes minutes to sample as many texts as a certificate usually has."""
+"""Smaller numbers for a CPU, which needs minutes to sample the certificate's usual texts."""
 FRESH = {"kind": "redrafter", "exit_width": 256, "head_init": "target", "beam_width": 4, "beam_length": 3, "tree_nodes": 5}
 
 
@@ -67,11 +66,11 @@ def parse_args() -> argparse.Namespace:
 
 
 def fresh_drafter(folder: Path) -> Path:
-    """A drafter with its first weights, saved."""
+    """Save a drafter with its initial weights."""
     target = load_target(TargetConfig(name_or_path=str(TARGET), dtype="float32"), torch.device("cpu"))
     torch.manual_seed(0)
     save_drafter(build_drafter(parse_drafter(FRESH), target), folder, target.identity)
-    print("there is no trained drafter: a fresh one is certified")
+    print("there is no trained drafter; certifying with a fresh one")
     return folder
 
 

@@ -1,21 +1,22 @@
-"""How many kernels a GPU would launch in a decode step, in labelling and in a training step:
-counted on a CPU.
+"""Counts, on a CPU, the kernels that a GPU launches in decoding, labelling and training.
 
-    python scripts/gpu/count_kernels.py --output benchmarks/gpu_kernels.json   # two minutes on one core
+    python scripts/gpu/count_kernels.py --output benchmarks/gpu_kernels.json   # takes two minutes
 
-A launch costs the host about 5 us, whatever the kernel does, so a step of many small kernels takes
-the host's time and not the card's. The number of kernels depends on the number of layers and not on
-their widths: the models here are tiny and have as many layers as one of 8B. They run on a CPU in
-bfloat16, along the paths that CUDA takes (`cuda_paths`).
+A launch costs the host about 5 us, whatever the kernel does. So a step of many small kernels takes
+the host's time, not the GPU's. The number of kernels depends on the number of layers, not on their
+widths: the models here are tiny and have as many layers as an 8B model. They run on a CPU in
+bfloat16, along the code paths of CUDA (`cuda_paths`).
 
-Counted is every operator that writes memory. Views, shapes and allocations launch nothing;
-`KERNELS` lists what launches several. So it is an estimate, for eager PyTorch: a compiler would
-fuse many of these kernels. Its use is to compare, and to notice when a change adds some.
+Every operator that writes memory counts. Views, shapes and allocations launch nothing; `KERNELS`
+lists operators that launch several kernels. So the result is an estimate for eager PyTorch; a
+compiler would fuse many of these kernels. It serves to compare, and to notice when a change adds
+kernels.
 
-- `decoding`: of a step in which a draft token is accepted, by phase. Under CUDA graphs a replay is one launch, and
-  `kernels` counts what the graphs run while `launches` counts replays and what stays outside of them.
-- `labelling`: of `label_continuations`, the prefill and each further token.
-- `training`: of a micro batch, the target's pass, the loss and the backward pass.
+- `decoding`: a step in which one draft token is accepted, by phase. With CUDA graphs a replay is
+  one launch. `kernels` then counts the kernels inside the graphs, and `launches` counts replays and
+  the kernels outside.
+- `labelling`: `label_continuations`, that is, the prefill and each further token.
+- `training`: a micro-batch, that is, the target's pass, the loss and the backward pass.
 - `host_reads`: how often the host waits for the device (see `host_reads.py`).
 """
 
@@ -61,9 +62,9 @@ NARROW = {
     "num_key_value_heads": 1,
     "head_dim": 16,
 }
-"""Widths, with groups of as many heads as in a model of 8B."""
+"""Widths of the tiny models, with the head groups of an 8B model."""
 PROMPT_TOKENS, SETTLED_STEPS = 20, 2
-"""Of the prompt that is answered; steps before those of which one is counted."""
+"""Tokens of the prompt; steps before the counted step."""
 HORIZON = 5
 LABELLED = Case("labelling", seq=512, batch=4)
 TRAINED = Case("training", seq=64, batch=2)
@@ -100,9 +101,8 @@ def parse_args() -> argparse.Namespace:
 
 @contextlib.contextmanager
 def cuda_paths() -> Iterator[None]:
-    """Within, what chooses by the device takes on a CPU what it takes on CUDA: all of those
-    choices, in one place.
-    """
+    """Choose CUDA's code paths on a CPU, inside the block: all choices that depend on the
+    device."""
     with contextlib.ExitStack() as stack:
         for owner, name, on_cuda in (
             (tree_attention, "has_grouped_kernel", lambda device: False),
@@ -116,7 +116,7 @@ def cuda_paths() -> Iterator[None]:
 
 
 def _attend_densely(entries: branch_attention.Entries, query: Any, seen: torch.Tensor, scale: float) -> torch.Tensor:
-    return branch_attention.attend_densely(query, entries.text, entries.own, seen, scale)
+    return branch_attention.attend_densely(query, entries.text, entries.branches, seen, scale)
 
 
 # --- decoding
@@ -135,12 +135,14 @@ KINDS: dict[str, tuple[dict[str, Any] | None, Any]] = {
     "redrafter, T = 1": (REDRAFTER, SpeculativeSampling(sampling=Sampling(temperature=1.0))),
     "redrafter, top-p": (REDRAFTER, SpeculativeSampling(sampling=Sampling(temperature=1.0, top_p=0.9))),
 }
-"""Drafters and rules. The host reads the size of ReDrafter's tree once more, to cut its padding, unless it stays padded."""
+"""Drafters and rules. ReDrafter reads its tree's size on the host, to cut padding, unless it stays
+padded."""
 
 
 class OneAccepted:
-    """Counts the rule's decision, then accepts the first draft token in its place, since a random
-    drafter's never is.
+    """Counts the rule's kernels, then accepts one draft token instead.
+
+    A random drafter's tokens are never accepted.
     """
 
     lossless = False
@@ -159,7 +161,8 @@ class OneAccepted:
 
 
 def decode_step(kind: str, layers: int, *, graphs: bool) -> dict[str, Any]:
-    """The counts of one step of one row, by phase."""
+    """Count the kernels of one step of one row, by phase."""
+    # 1. Build target and drafter, and count by phase.
     counted = Counted()
     options, rule = KINDS[kind]
     recorder = CountingRecorder(counted)
@@ -171,11 +174,12 @@ def decode_step(kind: str, layers: int, *, graphs: bool) -> dict[str, Any]:
     seeds = RowSeeds([0]) if isinstance(rule, SpeculativeSampling) else None
     prompt = torch.arange(PROMPT_TOKENS)[None]
     steps = generate(target, drafter, OneAccepted(rule, counted), prompt, max_new_tokens=64, generator=seeds)
+    # 2. Decode until no new tree size is recorded; count the last step.
     with counted, Transfers(counted.read):
         for _ in range(1 + SETTLED_STEPS):
             next(steps)
         num_recordings = -1
-        while num_recordings != recorder.num_recordings:  # a tree of a new size is recorded
+        while num_recordings != recorder.num_recordings:
             num_recordings = recorder.num_recordings
             counted.reset()
             next(steps)
@@ -190,9 +194,7 @@ def decode_step(kind: str, layers: int, *, graphs: bool) -> dict[str, Any]:
 
 
 def decoding_drafter(options: dict[str, Any] | None, target: HFTarget, form: dict[str, Any]) -> Any:
-    """A drafter with fresh weights as evaluation runs it: replayed where the target is, if it can
-    be.
-    """
+    """Build a fresh drafter as evaluation runs it: in CUDA graphs, if the target uses them."""
     if options is None:
         return NullDrafter()
     if options["kind"] == "draft_model":
@@ -204,9 +206,9 @@ def decoding_drafter(options: dict[str, Any] | None, target: HFTarget, form: dic
 
 @functools.cache
 def narrow(layers: int) -> Any:
-    """A model of so many layers and tiny widths.
+    """Build a model with this number of layers and tiny widths.
 
-    A target is made anew around it for each count.
+    Each count builds a new target from it.
     """
     return random_llama({**LLAMA_8B, **NARROW, "num_hidden_layers": layers}, DTYPE, CPU)
 
@@ -215,8 +217,9 @@ def narrow(layers: int) -> Any:
 
 
 def labelling(layers: int) -> dict[str, Any]:
-    """The counts of labelling all positions of `LABELLED`: a random target never agrees with the
-    text, so each is a branch.
+    """Count the kernels of labelling all positions of `LABELLED`.
+
+    A random target never agrees with the text, so every position is a branch.
     """
     counted, target = Counted(), target_of(narrow(layers))
     texts = torch.randint(target.vocab_size, (LABELLED.batch, LABELLED.seq), generator=torch.Generator().manual_seed(0))
@@ -245,22 +248,22 @@ TRAINED_KINDS = {
     "eagle3": "kl",
     "draft_model": "cross_entropy",
 }
-"""And the loss of the recipes for a target of 8B."""
+"""Losses of the recipes for an 8B target, by drafter."""
 
 
 def training_step(kind: str, layers: int) -> dict[str, Any]:
-    """The counts of a micro batch, by phase."""
+    """Count the kernels of a micro-batch, by phase."""
     counted, target = Counted(), target_of(narrow(layers))
     drafter = build_drafter(parse_drafter({"kind": kind}), target).train()
-    loss = TRAINED_KINDS[kind]
-    objective = Objective(loss=LossKind(loss), head=None if loss == "cross_entropy" else target.head)
+    loss_name = TRAINED_KINDS[kind]
+    objective = Objective(loss=LossKind(loss_name), head=None if loss_name == "cross_entropy" else target.head)
     batch = random_batch(TRAINED, target.vocab_size, HORIZON, TRAINED_POSITIONS)
     reads = target_reads(drafter, objective)
     with counted, Transfers(counted.read):
         filled = counted.within("target", with_hidden_states)(batch, target, reads)
         with torch.autocast(CPU.type, dtype=DTYPE):
-            found = counted.within("loss", drafter.loss)(filled, objective)
-        counted.within("backward", lambda: found.sums.sum().backward())()
+            loss = counted.within("loss", drafter.loss)(filled, objective)
+        counted.within("backward", lambda: loss.sums.sum().backward())()
     return {
         "kind": kind,
         "kernels": {phase: counted.kernels[phase] for phase in ("target", "loss", "backward")},
@@ -285,7 +288,7 @@ def print_report(report: dict[str, Any]) -> None:
         f"\nLabelling {row['texts']} texts of {row['tokens_of_a_text']} tokens: prefill {row['prefill']}, each further token "
         f"{row['each_further_token']},\nrest {row['rest']} kernels; {row['host_reads']} host reads"
     )
-    print(f"\nMicro batch of training\n{'drafter':<22}{'target':>8}{'loss':>8}{'backward':>10}{'host reads':>14}")
+    print(f"\nMicro-batch of training\n{'drafter':<22}{'target':>8}{'loss':>8}{'backward':>10}{'host reads':>14}")
     for row in report["training"]:
         reads = "+".join(str(count) for count in row["host_reads"].values())
         print("{:<22}{:>8}{:>8}{:>10}".format(row["kind"], *row["kernels"].values()) + f"{reads:>14}")

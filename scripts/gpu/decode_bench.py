@@ -1,28 +1,34 @@
-"""What a decode step costs on a GPU: plain decoding and tree decoding, eager, compiled and as CUDA
-graphs.
+"""Measures decode steps on a GPU: plain and with trees; eager, compiled and as CUDA graphs.
 
-    python scripts/gpu/decode_bench.py --output "$OUT/decode.json"             # 8B-shaped Llama, bf16, under 8 minutes
-    python scripts/gpu/decode_bench.py --shape tiny --output /tmp/decode.json  # anywhere, in seconds
+    python scripts/gpu/decode_bench.py --output "$OUT/decode.json"
+    python scripts/gpu/decode_bench.py --shape tiny --output /tmp/decode.json
 
-The target and the drafters have random weights of real sizes, so no download is needed. Every step does all the work of a real
-one: the drafter's search, the target's pass over the tree, the acceptance rule, the cache's commit. Random drafters would be
-refused at once, so how much is accepted is set: `--acceptance` is the probability that the next token of the tree's deepest
-path is. Trees have a shape of their own (`SHAPES_OF_TREES`: nodes and depth), whatever the search found.
+The first command takes under 8 minutes for an 8B-shaped Llama in bf16. The second runs anywhere in
+seconds.
 
-So what is measured is milliseconds per step; tokens per second follow from the acceptance that was
-set and say nothing about any drafter. `break_even` does: the tokens per step and row from which on
+The target and the drafters have random weights of real sizes, so no download is needed. Every step
+does all the work of a real step: the drafter's search, the target's pass over the tree, the
+acceptance rule, the cache's commit. Tokens of random drafters would always be rejected, so
+acceptance is simulated: `--acceptance` is the probability of each next token on the tree's deepest
+path. Trees have fixed shapes (`SHAPES_OF_TREES`: nodes and depth), whatever the search finds.
+
+So the result is milliseconds per step. Tokens per second follow from the simulated acceptance, and
+mean nothing for any drafter. `break_even` is meaningful: the tokens per step and row from which on
 a tree of that size is faster than the fastest plain decoding of that batch. Steps are timed one by
-one, between the reads with which each ends; medians are reported, and
+one, between the reads at their ends. Medians are reported, and
 
-- `phase_milliseconds`: drafting, verifying, accepting, with a synchronisation after each, so their sum exceeds a step's time;
-- `bandwidth_share`: the bytes that a step must read at least (weights of target and drafter, KV caches), divided by its time,
-  as a share of the fastest of a copy and a sum of large tensors measured in the same run;
-- `host_reads`: values read from the device per step; on CUDA `synchronisations` too, as PyTorch's own debug mode sees them;
-- `compilations`: graphs that `torch.compile` made during the case.
+- `phase_milliseconds`: drafting, verifying, accepting. Each phase ends with a synchronisation, so
+  their sum exceeds a step's time.
+- `bandwidth_share`: the fewest bytes that a step must read (weights of target and drafter, KV
+  caches), divided by its time. It is a share of the bandwidth measured in the same run, the better
+  one of a copy and a sum of large tensors.
+- `host_reads`: values read from the device per step; on CUDA also `synchronisations`, as PyTorch's
+  debug mode counts them.
+- `compilations`: graphs that `torch.compile` built during the case.
 
-What doesn't fit the time budget is listed as skipped, what fails with its error: the file is always
-written. After an error that leaves the device unusable (CUDA has some), the cases that were to come
-are listed as skipped too.
+Cases beyond the time budget are listed as skipped, and failed cases with their error: the file is
+always written. Some CUDA errors leave the device unusable; the remaining cases are then listed as
+skipped, too.
 """
 
 import argparse
@@ -60,7 +66,8 @@ FORMS = {
     "compiled_cuda_graph": {"compiled": True, "cuda_graphs": True},
 }
 SHAPES_OF_TREES = {1: (1, 1), 2: (1, 2), 4: (1, 4), 8: (2, 4), 16: (4, 5), 32: (8, 5), 64: (16, 5)}
-"""Beam width and length of the search, by nodes of the tree; the tree is as deep as the search is long."""
+"""Beam width and length of the search, by number of nodes. The tree is as deep as the search is
+long."""
 DRAFT_LENGTH = 4
 COUNTED_STEPS = 4
 
@@ -70,6 +77,7 @@ def main() -> None:
     started = time.perf_counter()
     device = open_device(args.device, cudnn_attention=args.cudnn_attention)
     dtype = getattr(torch, args.dtype or ("float32" if device.type == "cpu" else "bfloat16"))
+    # 1. Random models and the report's head.
     target_shape, draft_shape = SHAPES[args.shape]
     model, draft = (random_llama(shape, dtype, device) for shape in (target_shape, draft_shape))
     bandwidth = memory_bandwidth(device)
@@ -88,14 +96,15 @@ def main() -> None:
         "failed": [],
         "environment": dataclasses.asdict(describe_environment(device)),
     }
-    torch._dynamo.config.fail_on_recompile_limit_hit = True  # what is called compiled must be
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # cases called compiled must be compiled
+    # 2. Case after case.
     bench = Bench(args, model, draft, bandwidth)
     for case in tqdm(list(cases(args, device)), unit="case"):
         list_name, record = bench.attempt(case, in_time=time.perf_counter() - started < args.budget_seconds)
         report[list_name].append(record)
         add_break_even(report["rows"])
         report["seconds"] = time.perf_counter() - started
-        write_json(args.output, report)  # each time: what is measured is kept
+        write_json(args.output, report)  # after each case, so that results are kept
     print_report(report)
     print(f"Written to {args.output}")
 
@@ -110,8 +119,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--warm-up", type=int, default=5)
-    parser.add_argument("--budget-seconds", type=float, default=300, help="no case is begun after so many seconds")
-    parser.add_argument("--dtype", default=None, help="bfloat16, on a CPU float32, unless given")
+    parser.add_argument("--budget-seconds", type=float, default=300, help="start no case after this time")
+    parser.add_argument("--dtype", default=None, help="default: bfloat16, on a CPU float32")
     parser.add_argument("--device", default=None)
     parser.add_argument("--cudnn-attention", action="store_true", help="let PyTorch choose cuDNN's kernels for attention too")
     parser.add_argument("--output", type=Path, default=Path("decode_bench.json"))
@@ -120,7 +129,7 @@ def parse_args() -> argparse.Namespace:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One way to decode. `nodes` is the tree's size: 0 is plain decoding."""
+    """One way to decode. `nodes` is the size of the tree; 0 is plain decoding."""
 
     form: str
     drafter: str
@@ -129,8 +138,10 @@ class Case:
 
 
 def cases(args: argparse.Namespace, device: torch.device) -> Iterator[Case]:
-    """The ends of the grid first, so that a budget that runs out costs what lies between;
-    compilation takes longest.
+    """Yield all cases, the corners of the grid first.
+
+    If the budget ends early, only cases in between are missing. Compiled forms take longest, and
+    come last.
     """
     forms = [form for form in args.forms if device.type == "cuda" or not FORMS[form].get("cuda_graphs")]
     ends = {min(args.batches), max(args.batches)}
@@ -144,8 +155,9 @@ def cases(args: argparse.Namespace, device: torch.device) -> Iterator[Case]:
 
 
 class ShapedDrafter:
-    """A drafter whose tree is given another shape: a path as deep as the search, and the other
-    nodes beside its first one.
+    """A drafter with a tree of fixed shape.
+
+    The tree is a path as deep as the search; all other nodes are siblings of its first node.
     """
 
     def __init__(self, drafter: Any, num_nodes: int, depth: int, device: torch.device) -> None:
@@ -169,8 +181,9 @@ class ShapedDrafter:
 
 
 class SettableAcceptance:
-    """Does greedy acceptance's work, then accepts as many tokens of the deepest path as chance
-    says: for timing only.
+    """Runs greedy acceptance, then accepts a random number of tokens of the deepest path.
+
+    For timing only.
     """
 
     lossless = False
@@ -192,9 +205,7 @@ class SettableAcceptance:
 
 
 class Bench:
-    """The models, and the targets around them: one per form, since what is compiled or recorded is
-    kept in it.
-    """
+    """The models, and one target per form, which keeps its compiled code or recordings."""
 
     def __init__(self, args: argparse.Namespace, model: Any, draft: Any, bandwidth: float) -> None:
         self.args, self.model, self.draft, self.bandwidth = args, model, draft, bandwidth
@@ -202,8 +213,7 @@ class Bench:
         self.device = model.device
         self.stream = torch.cuda.current_stream() if self.device.type == "cuda" else None
         self.is_broken = False
-        # Made once, on the device: of a billion parameters each time would take longer than what is
-        # measured.
+        # Built once, on the device: initialising a billion parameters takes longer than a case.
         with model.device:
             options = {"kind": "redrafter", "head_init": "random", "tree_nodes": 1}
             self.redrafter: Any = (
@@ -211,7 +221,7 @@ class Bench:
             )
 
     def forget(self) -> None:
-        """Begin anew, with all memory free."""
+        """Free all memory, for a new start."""
         self.targets.clear()
         torch._dynamo.reset()
         gc.collect()  # a target and its recorded functions refer to each other
@@ -219,7 +229,7 @@ class Bench:
             torch.cuda.empty_cache()
 
     def attempt(self, case: Case, *, in_time: bool) -> tuple[str, dict[str, Any]]:
-        """The list of the report that a case belongs to, and its record there."""
+        """Measure a case. Return the name of its list in the report, and its record."""
         record = dataclasses.asdict(case)
         if not in_time or self.is_broken:
             return "skipped", record
@@ -227,7 +237,7 @@ class Bench:
             return "rows", record | self.measure(case)
         except (RuntimeError, ValueError) as error:  # out of memory, an operator that can't be captured
             record["error"] = str(error)[:500]
-        # Only here are the frames gone that held the case's memory.
+        # The frames that held the case's memory end only here, after the `except` block.
         self.is_broken = not is_usable(self.device, self.stream)
         if not self.is_broken:
             self.forget()
@@ -235,6 +245,7 @@ class Bench:
 
     @torch.inference_mode()
     def measure(self, case: Case) -> dict[str, Any]:
+        # 1. The target of this form, a drafter and random prompts.
         form = FORMS[case.form]
         if case.form not in self.targets:
             self.forget()  # one form's graphs and compiled code at a time
@@ -246,13 +257,14 @@ class Bench:
         prompts = torch.randint(vocab, (case.batch, args.prompt_tokens), generator=generator).to(target.device)
         rule = SettableAcceptance(args.acceptance, target.device)
         num_steps = args.warm_up + args.steps
-        most = 6  # tokens per step: the same room in every case, so that the cache keeps its shape
+        most = 6  # tokens per step; the same room in every case, so the cache keeps its shape
         compiled_before = compilations()
 
         def steps(*, timed: bool = False) -> Iterator[Any]:
             limit = most * (2 + max(num_steps, 3 * COUNTED_STEPS))
             return generate(target, drafter, rule, prompts, max_new_tokens=limit, timed=timed)
 
+        # 2. Time steps one by one; then count host reads and time phases in separate runs.
         seconds, accepted = [], []
         clock = time.perf_counter()
         for number, step in enumerate(itertools.islice(steps(), 1 + num_steps)):
@@ -262,6 +274,7 @@ class Bench:
                 accepted.append(statistics.mean(step.num_accepted))
         reads, synchronisations = count_reads(steps(), target.device)
         phases = [step.seconds for step in itertools.islice(steps(timed=True), 3, 3 + 2 * COUNTED_STEPS)]
+        # 3. The record.
         median, tokens = statistics.median(seconds), case.batch * (1 + statistics.mean(accepted))
         length = args.prompt_tokens + (num_steps / 2) * tokens / case.batch
         cache_bytes = case.batch * length * cache_bytes_per_token(self.model)
@@ -280,14 +293,14 @@ class Bench:
         }
 
     def drafter(self, case: Case, target: HFTarget) -> tuple[Any, float]:
-        """The drafter, and the bytes of weights and cache that it reads in a step."""
+        """Return the drafter, and the bytes of weights and cache that it reads per step."""
         if case.drafter == "nothing":
             return NullDrafter(), 0
         if case.drafter == "draft_model":
-            own = target_of(self.draft, **FORMS[case.form])
+            reader = target_of(self.draft, **FORMS[case.form])
             cache_bytes = case.batch * self.args.prompt_tokens * cache_bytes_per_token(self.draft)
             bytes_per_pass = weight_bytes(self.draft) + cache_bytes
-            return DraftModel(DraftModelConfig(length=case.nodes), own), case.nodes * bytes_per_pass
+            return DraftModel(DraftModelConfig(length=case.nodes), reader), case.nodes * bytes_per_pass
         config, (width, length) = self.redrafter.config, SHAPES_OF_TREES[case.nodes]
         config.beam_width, config.beam_length, config.tree_nodes = width, length, case.nodes
         drafter = ShapedDrafter(self.redrafter, case.nodes, length, target.device)
@@ -302,16 +315,16 @@ def cache_bytes_per_token(model: LlamaForCausalLM) -> int:
 
 
 def count_reads(steps: Iterator[Any], device: torch.device) -> tuple[float, float | None]:
-    """Reads per step, and on CUDA synchronisations per step as PyTorch itself notices them."""
+    """Return host reads per step, and on CUDA synchronisations per step as PyTorch counts them."""
     next(steps)
-    next(steps)  # what happens once has happened
+    next(steps)  # the first steps include one-time work
     with patched_reads() as reads:
         for _ in range(COUNTED_STEPS):
             next(steps)
     num_reads = sum(reads.values()) / COUNTED_STEPS
     if device.type != "cuda":
         return num_reads, None
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
@@ -319,15 +332,15 @@ def count_reads(steps: Iterator[Any], device: torch.device) -> tuple[float, floa
                 next(steps)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    synchronisations = sum("called a synchronizing" in str(each.message) for each in found)
+    synchronisations = sum("called a synchronizing" in str(warning.message) for warning in caught)
     return num_reads, synchronisations / COUNTED_STEPS
 
 
 def is_usable(device: torch.device, stream: torch.cuda.Stream | None) -> bool:
-    """Whether the process can go on after an error, in the stream that it was in.
+    """Return whether the process can continue after an error, in its previous stream.
 
-    A capture that failed may have left another one behind. After some errors CUDA refuses all
-    further work of a process.
+    A failed capture may have left another stream active. After some errors CUDA rejects all further
+    work of a process.
     """
     if stream is None:
         return True
@@ -340,13 +353,14 @@ def is_usable(device: torch.device, stream: torch.cuda.Stream | None) -> bool:
 
 
 def compilations() -> int:
-    """Graphs that torch.compile has made so far in this process."""
+    """Return the number of graphs that torch.compile has built so far in this process."""
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def add_break_even(rows: list[dict[str, Any]]) -> None:
-    """Tokens per step and row from which on a step is worth its time: that over a step of the
-    fastest plain decoding.
+    """Add the break-even tokens per step and row of each row.
+
+    This is a step's time divided by that of the fastest plain decoding of the same batch.
     """
     for row in rows:
         same_batch = [

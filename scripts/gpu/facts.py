@@ -1,8 +1,9 @@
-"""What there is on this machine: the card, its driver, torch, and the packages that outrider needs.
+"""Facts about this machine: GPU, driver, torch, and the packages that outrider needs.
 
     python scripts/gpu/facts.py --output facts.json
 
-Imports nothing but torch, and runs without that: what is missing is part of the answer.
+The script imports no package except torch, and runs without torch, too: missing packages are part
+of the result.
 """
 
 import argparse
@@ -40,16 +41,16 @@ def parse_args() -> argparse.Namespace:
 
 
 def packages() -> dict[str, Any]:
-    """Versions of what outrider depends on, and which are missing, or older than it asks for."""
-    asked = tomllib.loads(PROJECT.read_text())["project"]["dependencies"]
-    least = dict(re.fullmatch(r"([\w-]+)(?:>=([\d.]+))?.*", line).groups() for line in asked)  # type: ignore[misc, union-attr]
-    found = {name: installed(name) for name in ("outrider", *least, *TEST_PACKAGES)}
+    """Return versions of outrider's dependencies, and which are missing or too old."""
+    requirements = tomllib.loads(PROJECT.read_text())["project"]["dependencies"]
+    least = dict(re.fullmatch(r"([\w-]+)(?:>=([\d.]+))?.*", line).groups() for line in requirements)  # type: ignore[misc, union-attr]
+    versions = {name: installed(name) for name in ("outrider", *least, *TEST_PACKAGES)}
     return {
-        "packages": found,
-        "missing": [name for name, number in found.items() if number is None],
+        "packages": versions,
+        "missing": [name for name, number in versions.items() if number is None],
         "older": [
             f"{name} {number}, needs {least[name]}"
-            for name, number in found.items()
+            for name, number in versions.items()
             if number and least.get(name) and numbers(number) < numbers(least[name])
         ],
     }
@@ -63,12 +64,12 @@ def installed(name: str) -> str | None:
 
 
 def numbers(text: str) -> list[int]:
-    """A version's release numbers: those before `+cu130` or `rc1`."""
+    """Return a version's release numbers: those before `+cu130` or `rc1`."""
     return [int(number) for number in re.findall(r"\d+", re.split(r"[a-z+]", text)[0])]
 
 
 def card() -> dict[str, Any]:
-    """What torch sees, and the reason where torch does not see a card."""
+    """Return torch's facts about the GPU, or the reason why torch doesn't see one."""
     try:
         import torch
     except (ImportError, OSError) as error:  # OSError: a library of CUDA is missing
@@ -77,7 +78,7 @@ def card() -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         has_cuda = torch.cuda.is_available()
-    if not has_cuda:  # of an old driver torch only warns
+    if not has_cuda:  # for an old driver torch only warns
         return {"cuda": False, **build, "torch_error": " ".join(str(warning.message) for warning in caught) or None}
     properties = torch.cuda.get_device_properties(0)
     return {
@@ -92,9 +93,7 @@ def card() -> dict[str, Any]:
 
 
 def seen_by_torch() -> dict[str, Any]:
-    """What `card` finds, from a process that ends: a process that holds torch takes memory of the
-    card.
-    """
+    """Return `card`'s result from a process that ends, because torch keeps memory of the GPU."""
     command = [sys.executable, "-c", SEE_CARD]
     try:
         done = subprocess.run(
@@ -108,9 +107,8 @@ def seen_by_torch() -> dict[str, Any]:
 
 
 def unseen(listed: str, seen: dict[str, Any]) -> str:
-    """The message where nvidia-smi names a card that torch does not see: what there is, the rule
-    and the remedy.
-    """
+    """Return the message if nvidia-smi lists a GPU that torch doesn't see: state, rule and
+    remedy."""
     version, cuda_version, hidden = seen.get("torch"), seen.get("cuda_version"), os.environ.get("CUDA_VISIBLE_DEVICES")
     if version is None:
         torch, remedy = "torch cannot be imported", INSTALL
@@ -122,13 +120,13 @@ def unseen(listed: str, seen: dict[str, Any]) -> str:
         torch = f"torch {version} (CUDA {cuda_version}) does not see it"
         remedy = f"install a driver for CUDA {cuda_version}, or torch built for the CUDA version that nvidia-smi shows"
     reason = f" ({seen['torch_error']})" if seen.get("torch_error") else ""
-    return f"""nvidia-smi names a card ({listed}), but {torch}{reason}.
-Without --tiny the parts measure the card, so torch must see it. Nothing was run.
-Remedy: {remedy}. `--only facts` lists what is installed and what is missing. `--tiny` runs small shapes on the CPU."""
+    return f"""nvidia-smi lists a GPU ({listed}), but {torch}{reason}.
+Without --tiny the parts measure the GPU, so torch must see it. Nothing was run.
+Remedy: {remedy}. `--only facts` lists installed and missing packages. `--tiny` runs small shapes on the CPU."""
 
 
 def nvidia_smi() -> str | None:
-    """The cards that the driver names. None where it names none, and where there is no driver."""
+    """Return the GPUs that the driver lists; None if there are none, or no driver."""
     try:
         done = subprocess.run(NVIDIA_SMI, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -137,7 +135,7 @@ def nvidia_smi() -> str | None:
 
 
 def commit() -> str | None:
-    """The commit that is checked out, with `-dirty` where files differ from it.
+    """Return the checked-out commit, with `-dirty` if files differ from it.
 
     None without git or a repository.
     """

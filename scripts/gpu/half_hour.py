@@ -1,27 +1,27 @@
-"""The first half hour on a GPU, by itself: what works, how fast it is, and where that differs from
-what is expected.
+"""The first half hour on a GPU: checks what works, how fast it is, and what is unexpected.
 
     scripts/gpu/first_half_hour.sh            # everything; 25 minutes at most
-    scripts/gpu/first_half_hour.sh --tiny     # on a CPU, in two minutes: does this script work?
+    scripts/gpu/first_half_hour.sh --tiny     # on a CPU, in two minutes: tests this script itself
 
-The parts are those of `half_hour_parts.py`. Each is a process of its own with a time limit, so one
-that fails or hangs costs no other. A later call does not run a part again, whatever came of it,
-unless `--again` is given. So a machine on which a command may last ten minutes is used in several
-calls, each with `--minutes 9.5`. The results:
+`half_hour_parts.py` defines the parts. Each part is a separate process with a time limit, so a part
+that fails or hangs doesn't affect the others. A later call doesn't run a part again, whatever its
+result, unless `--again` is set. So a machine that limits a command to ten minutes can be used in
+several calls, each with `--minutes 9.5`. The results:
 
-- `first_half_hour.json`: of each part the command, the commit, exit status, seconds, last lines, its own report, the verdict;
-- `first_half_hour.md`: the same for a reader: what was expected, what was found.
+- `first_half_hour.json`: of each part the command, the commit, exit status, seconds, last lines,
+  report and verdict;
+- `first_half_hour.md`: the same for a reader, with expected and measured values.
 
-The tiny form writes `first_half_hour_tiny.json` and `.md`, so it never replaces what a GPU has
-measured. Without `--tiny` it runs only where neither torch nor nvidia-smi sees a card. Where
-nvidia-smi names one that torch does not see, nothing is run.
+The tiny form writes `first_half_hour_tiny.json` and `.md`, so it never overwrites results of a GPU.
+Without `--tiny`, the tiny form runs only if neither torch nor nvidia-smi sees a GPU. If nvidia-smi
+lists a GPU that torch doesn't see, nothing is run.
 
-Verdicts: `ok`; `look` where something is not as expected, or wasn't measured; `failed` where a part
-ended with an error, ran out of time or left no report. The exit status is 1 where one of the chosen
-parts failed, 2 where nothing could be run, and 128 and the signal's number after SIGHUP, SIGINT or
-SIGTERM. After such a signal the running part is killed, and both files are written.
+Verdicts: `ok`; `look`, if a value differs from expectations or wasn't measured; `failed`, if a part
+ended with an error, timed out or left no report. The exit status is 1 if one of the chosen parts
+failed, 2 if nothing could be run, and 128 plus the signal's number after SIGHUP, SIGINT or SIGTERM.
+After such a signal the running part is killed, and both files are written.
 
-Nothing but Python's own library is imported here: a machine that lacks packages still gets its
+This script imports only Python's standard library: a machine that lacks packages still gets its
 report.
 """
 
@@ -45,32 +45,32 @@ from killed_recipe import ending_with_this_process
 
 GPU, TINY = "gpu", "tiny"
 FILES = {GPU: "first_half_hour", TINY: "first_half_hour_tiny"}
-"""The names of each form's two files, without their endings."""
+"""Names of each form's two files, without suffixes."""
 TAIL_LINES, LINE_CHARACTERS = 40, 300
-"""Of a part's output that are kept."""
+"""Lines of a part's output to keep, and characters of a line."""
 OK, LOOK, FAILED = "ok", "look", "failed"
 POLL_SECONDS = 0.05
 STOP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 
 Record = dict[str, Any]
-"""What came of a part."""
+"""Result of a part."""
 
 
 @dataclass
 class Call:
-    """What holds for all parts of one call."""
+    """State of one call, shared by all parts."""
 
     form: str
     form_line: str
-    """The form, and why it was taken."""
+    """The form, and the reason for it."""
     commit: str | None
     every_part: Sequence[Part]
     scratch: Path
     out: Path
     stop_signal: int | None = None
-    """The first signal that asked for the end."""
+    """The first signal that requested the end."""
     stopped_part: str | None = None
-    """The part that ran then."""
+    """The part that ran at that time."""
 
 
 def main() -> None:
@@ -96,17 +96,18 @@ def main() -> None:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     out, scratch = Path(os.environ.get("OUT", "gpu_first")), Path("outputs/first_half_hour")
-    parser.add_argument("--out", type=Path, default=out, help="where the two files go: $OUT unless given, else gpu_first")
-    parser.add_argument("--scratch", type=Path, default=scratch, help="what the parts write, and what has run")
-    parser.add_argument("--tiny", action="store_true", help="small shapes on a CPU; on a machine without a card always")
-    parser.add_argument("--only", nargs="+", help="the parts whose names begin so")
-    parser.add_argument("--again", action="store_true", help="run parts that have run")
-    parser.add_argument("--minutes", type=float, default=60, help="begin no part that may not end within them")
+    parser.add_argument("--out", type=Path, default=out, help="folder of the two files; default: $OUT, else gpu_first")
+    parser.add_argument("--scratch", type=Path, default=scratch, help="folder of the parts' files, and of earlier results")
+    parser.add_argument("--tiny", action="store_true", help="small shapes on a CPU; always used without a GPU")
+    parser.add_argument("--only", nargs="+", help="run only parts whose names begin like this")
+    parser.add_argument("--again", action="store_true", help="run parts again that have run already")
+    parser.add_argument("--minutes", type=float, default=60, help="start no part that may not end in this time")
+    # Check the values: parts, minutes and folders.
     args = parser.parse_args()
     known = [part.name for part in parts(args.scratch)]
     for start in args.only or ():
         if not start or not any(name.startswith(start) for name in known):
-            parser.error(f"--only {start!r}: must be how a part's name begins; the parts are {', '.join(known)}")
+            parser.error(f"--only {start!r}: must be the start of a part's name; the parts are {', '.join(known)}")
     if not (args.minutes > 0 and math.isfinite(args.minutes)):
         parser.error(f"--minutes {args.minutes:g}: must be a number above 0; without it the limit is 60")
     args.out, args.scratch = args.out.resolve(), args.scratch.resolve()
@@ -115,10 +116,10 @@ def parse_args() -> argparse.Namespace:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             parser.error(
-                f"{option} {folder}: must be a folder, or a path where one can be made ({error.strerror}); name another"
+                f"{option} {folder}: must be a folder, or a path where one can be created ({error.strerror}); choose another"
             )
         if not os.access(folder, os.W_OK | os.X_OK):
-            parser.error(f"{option} {folder}: must be a folder that can be written to; name another")
+            parser.error(f"{option} {folder}: must be a writable folder; choose another")
     return args
 
 
@@ -126,21 +127,21 @@ def parse_args() -> argparse.Namespace:
 
 
 def choose_form(asks_for_tiny: bool, names: Sequence[str]) -> tuple[str, str]:
-    """The form, and a line that names it and the reason.
+    """Return the form, and a line with the form and the reason.
 
-    Ends the script where torch does not see the machine's card.
+    Exits if torch doesn't see the machine's GPU.
     """
     tiny = "TINY FORM, small shapes on a CPU: no speed is measured. Reason:"
     if asks_for_tiny:
-        return TINY, f"{tiny} --tiny was given."
+        return TINY, f"{tiny} --tiny is set."
     seen, listed = seen_by_torch(), nvidia_smi()
     if seen["cuda"]:
         return GPU, f"GPU FORM, on {seen['device']}."
     if listed is None:
-        return TINY, f"{tiny} torch does not see a card, and nvidia-smi names none."
+        return TINY, f"{tiny} torch doesn't see a GPU, and nvidia-smi lists none."
     card = listed.replace("\n", "; ")
     if list(names) == ["facts"]:
-        return GPU, f"GPU FORM, facts alone: nvidia-smi names a card that torch does not see ({card})."
+        return GPU, f"GPU FORM, facts alone: nvidia-smi lists a GPU that torch doesn't see ({card})."
     print(f"half_hour.py: error: {unseen(card, seen)}", file=sys.stderr)
     sys.exit(2)
 
@@ -149,9 +150,9 @@ def choose_form(asks_for_tiny: bool, names: Sequence[str]) -> tuple[str, str]:
 
 
 def run_parts(call: Call, chosen: Sequence[Part], records: dict[str, Record], args: argparse.Namespace) -> None:
-    """Run the parts that have not run yet and that may end in time.
+    """Run the parts that have not run yet and that fit into the time.
 
-    Each is added to the records, and published.
+    Each result is added to the records and written to the files.
     """
     ends_at = time.monotonic() + 60 * args.minutes
     for part in chosen:
@@ -159,7 +160,7 @@ def run_parts(call: Call, chosen: Sequence[Part], records: dict[str, Record], ar
         if call.stop_signal is not None:
             return
         if command is None:
-            say(f"not in the tiny form: {part.name}")
+            say(f"not part of the tiny form: {part.name}")
         elif part.name in records and not args.again:
             earlier = records[part.name]
             say(f"already run: {part.name}, {earlier['verdict']}{at_commit(earlier, call.commit)} (run again with --again)")
@@ -177,15 +178,16 @@ def run_parts(call: Call, chosen: Sequence[Part], records: dict[str, Record], ar
 
 
 def at_commit(record: Record, now: str | None) -> str:
-    """Where a part was run at another commit than the present one: which."""
+    """Describe the commit of an earlier run, if it differs from the present one."""
     earlier = record.get("commit")
     return f", at commit {earlier or 'unknown'}, not {now or 'unknown'}" if earlier != now else ""
 
 
 @contextlib.contextmanager
 def noting_signals(call: Call) -> Iterator[None]:
-    """Note the first signal that asks for the end, and nothing more: no write is cut off, no child
-    is left behind.
+    """Record the first signal that requests the end, and do nothing else.
+
+    So no write is cut off, and no child process is left behind.
     """
 
     def note(number: int, frame: object) -> None:
@@ -204,7 +206,7 @@ def noting_signals(call: Call) -> Iterator[None]:
 
 
 def say(line: str) -> None:
-    """Print a line. Where the terminal or the reading end of a pipe is gone, print no more."""
+    """Print a line. If the terminal or the pipe's reader is gone, print nothing more."""
     try:
         print(line, flush=True)
     except OSError:
@@ -212,7 +214,8 @@ def say(line: str) -> None:
 
 
 def run(part: Part, command: Sequence[str], call: Call) -> Record:
-    """Run a part's command, for as long as it may take, and collect what it left."""
+    """Run a part's command within its time limit, and return the result."""
+    # 1. Start it in a new process group, with its output in a log file.
     report_path(call.scratch, part.name).unlink(missing_ok=True)
     log = call.scratch / f"{part.name}.log"
     run_commit = commit()
@@ -225,17 +228,19 @@ def run(part: Part, command: Sequence[str], call: Call) -> Record:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            # A group of its own, to be killed with its children. A terminal's signals reach only
-            # this script's group, so this script has to end the part. Where this script is killed
-            # with SIGKILL, Linux kills the part.
+            # A process group can be killed with all its children. A terminal's signals reach only
+            # this script's group, so this script must end the part. If this script is killed by
+            # SIGKILL, Linux kills the part.
             process_group=0,
             preexec_fn=ending_with_this_process(),  # noqa: PLW1509 - this process has no threads
         )
+        # 2. Wait for its end, and kill what is left.
         try:
             timed_out = wait(process, part.limit_seconds, call)
         finally:
             kill_group(process.pid)
         status = process.wait()
+    # 3. Read its report.
     report, problem = read_report(call.scratch, part)
     return {
         "command": list(command),
@@ -251,7 +256,7 @@ def run(part: Part, command: Sequence[str], call: Call) -> Record:
 
 
 def wait(process: subprocess.Popen[bytes], limit_seconds: float, call: Call) -> bool:
-    """Wait for the end of a part, or for a signal. Whether the limit came first."""
+    """Wait for the end of a part, or for a signal. Return whether the time limit came first."""
     ends_at = time.monotonic() + limit_seconds
     while process.poll() is None and call.stop_signal is None:
         if time.monotonic() >= ends_at:
@@ -261,30 +266,28 @@ def wait(process: subprocess.Popen[bytes], limit_seconds: float, call: Call) -> 
 
 
 def kill_group(leader: int) -> None:
-    """Kill whatever is left of a part: of a process that has ended, its children."""
+    """Kill the remaining processes of a part, including children of a process that has ended."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)
 
 
 def read_report(scratch: Path, part: Part) -> tuple[Any, str | None]:
-    """The part's report, and what is wrong with it."""
+    """Return the part's report, and a problem with it, if any."""
     if not part.writes_report:
         return None, None
     path = report_path(scratch, part.name)
     if not path.exists():
         return None, f"it left no {path.name}"
     try:
-        # NaN is Python's, and no JSON
+        # NaN is valid for Python, but not in JSON
         return json.loads(path.read_text(), parse_constant=lambda name: None), None
     except ValueError as error:
         return None, f"{path.name} is no JSON: {error}"
 
 
 def last_lines(log: Path) -> list[str]:
-    """The end of a part's output; of a progress bar, which goes back to the line's beginning, its
-    last state.
-    """
-    with open(log, errors="replace", newline="\n") as file:  # so that "\r" stays
+    """Return the last lines of a part's output; for a progress bar, its last state."""
+    with open(log, errors="replace", newline="\n") as file:  # keeps "\r"
         lines = [line.rstrip().rpartition("\r")[2] for line in file]
     return [line[:LINE_CHARACTERS] for line in lines if line][-TAIL_LINES:]
 
@@ -293,7 +296,7 @@ def last_lines(log: Path) -> list[str]:
 
 
 def judged(part: Part, record: Record, *, tiny: bool) -> Record:
-    """The record with its verdict, the reason where it failed, and what came of each check."""
+    """Return the record with verdict, reason of a failure, and results of all checks."""
     checks = [check for check in part.checks if not (tiny and check.only_on_gpu)]
     subject = record["report"] if part.writes_report else "\n".join(record["last_lines"])
     record["checks"] = [checked(check, subject) for check in checks]
@@ -307,26 +310,26 @@ def judged(part: Part, record: Record, *, tiny: bool) -> Record:
 
 def problem_of(record: Record) -> str | None:
     if record["timed_out"]:
-        return f"it was killed after its {record['limit_seconds']} s"
+        return f"it was killed after {record['limit_seconds']} s"
     if record["exit_status"] != 0:
         return f"it ended with exit status {record['exit_status']}"
     return record["report_problem"]
 
 
 def checked(check: Check, report: Any) -> Record:
-    """What was expected, what was found, and whether they agree."""
+    """Compare the measured value of a check with its bounds."""
     try:
-        found = check.value(report)
+        measured = check.value(report)
     except (LookupError, TypeError, ValueError, ZeroDivisionError):
-        found = None
-    if not isinstance(found, int | float):
-        found = None
+        measured = None
+    if not isinstance(measured, int | float):
+        measured = None
     fits = (
-        found is not None
-        and (check.least is None or found >= check.least)
-        and (check.most is None or found <= check.most)  # NaN is neither above nor below
+        measured is not None
+        and (check.least is None or measured >= check.least)
+        and (check.most is None or measured <= check.most)  # both are false for NaN
     )
-    return {"says": check.says, "expected": expected(check), "found": found, "verdict": OK if fits else LOOK}
+    return {"says": check.says, "expected": expected(check), "found": measured, "verdict": OK if fits else LOOK}
 
 
 def expected(check: Check) -> str:
@@ -339,7 +342,7 @@ def expected(check: Check) -> str:
 
 
 def read_records(path: Path) -> dict[str, Record]:
-    """What earlier calls have run. A file that was cut off counts as none."""
+    """Read the records of earlier calls. A truncated file counts as empty."""
     try:
         return dict(json.loads(path.read_text())["parts"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -347,7 +350,7 @@ def read_records(path: Path) -> dict[str, Record]:
 
 
 def publish(call: Call, records: dict[str, Record]) -> None:
-    """Write both files, each whole or not at all."""
+    """Write both files atomically."""
     ordered = {part.name: records[part.name] for part in call.every_part if part.name in records}
     whole = {"form": call.form, "commit": call.commit, "parts": ordered}
     for folder in (call.scratch, call.out):
@@ -359,7 +362,8 @@ def publish(call: Call, records: dict[str, Record]) -> None:
 
 
 def page(call: Call, records: dict[str, Record]) -> str:
-    """The readable form."""
+    """Return the readable page."""
+    # 1. The form, the machine, and what is special about this call.
     lines = [f"# The first half hour on a GPU: {call.form} form", "", call.form_line, *machine(records)]
     lines += [f"Commit {call.commit or 'unknown'}."]
     for name, record in records.items():
@@ -368,6 +372,7 @@ def page(call: Call, records: dict[str, Record]) -> str:
     if call.stop_signal is not None:
         during = f" while {call.stopped_part} ran; that part counts as not run" if call.stopped_part else ""
         lines += ["", f"**Stopped** by {signal.Signals(call.stop_signal).name}{during}."]
+    # 2. A table of all parts, then a section for each.
     lines += ["", "| part | verdict | seconds | limit | commit |", "| --- | --- | ---: | ---: | --- |"]
     for name, record in records.items():
         seconds = f"{record['seconds']:.0f} | {record['limit_seconds']}"
@@ -381,7 +386,7 @@ def page(call: Call, records: dict[str, Record]) -> str:
 
 
 def machine(records: dict[str, Record]) -> list[str]:
-    """What the facts say of the machine."""
+    """Describe the machine, from the facts."""
     facts = (records.get("facts") or {}).get("report") or {}
     packages = facts.get("packages") or {}
     if not facts:
@@ -395,20 +400,18 @@ def machine(records: dict[str, Record]) -> list[str]:
 
 
 def section(name: str, record: Record) -> list[str]:
-    """A part: its command, what was expected and found, and where it failed or is to be looked at,
-    the details.
-    """
+    """Return the section of a part: command, checks, and details if it failed or needs a look."""
     command = " ".join(record["command"]).replace(f"{REPOSITORY}/", "")
     lines = [f"## {name}: {record['verdict']}", "", f"`{command}`"]
     if record["checks"]:
         lines += ["", "| what | expected | found | verdict |", "| --- | --- | ---: | --- |"]
     for check in record["checks"]:
-        found = "not measured" if check["found"] is None else f"{check['found']:.4g}"
-        lines.append(f"| {check['says']} | {check['expected']} | {found} | {check['verdict']} |")
+        measured = "not measured" if check["found"] is None else f"{check['found']:.4g}"
+        lines.append(f"| {check['says']} | {check['expected']} | {measured} | {check['verdict']} |")
     if record["problem"] is not None:
         lines += ["", f"**Failed**: {record['problem']}. Its last lines:", "", "```", *record["last_lines"], "```"]
     elif record["verdict"] == LOOK:
-        lines += ["", "What the part left:", "", "```", *(details(record["report"]) or record["last_lines"]), "```"]
+        lines += ["", "The part's report:", "", "```", *(details(record["report"]) or record["last_lines"]), "```"]
     return lines
 
 

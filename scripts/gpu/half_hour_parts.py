@@ -1,8 +1,7 @@
-"""What `half_hour.py` runs: the parts, the seconds that each may take, and what is expected of
-each.
+"""The parts that `half_hour.py` runs, with their time limits and expected results.
 
-Nothing but Python's own library is imported here, so that a machine that lacks packages still gets
-its report.
+This module imports only Python's standard library: a machine that lacks packages still gets its
+report.
 """
 
 import re
@@ -30,22 +29,23 @@ LIMITS = {
     "train": 170,
     "profile": 70,
 }
-"""Seconds after which a part is killed. What it has written until then is kept. Together they are 25 minutes at most."""
+"""Seconds after which a part is killed; files written until then are kept. Together at most 25
+minutes."""
 
 DETAIL_LINES, DETAIL_CHARACTERS = 60, 1000
-"""Of a report that the page shows where a part is to be looked at."""
+"""Most lines of a report on the page, and characters of a line, if the part's verdict is `look`."""
 
 Report = Any
-"""What a part has written: a JSON value, or the end of its output where it writes none."""
+"""Output of a part: a JSON value, or the end of its text output if it writes none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One thing that is expected of a part's report: a value between `least` and `most`."""
+    """One expectation of a part's report: a value between `least` and `most`."""
 
     says: str
     value: Callable[[Report], Any]
-    """Raises LookupError, TypeError or ValueError where the report doesn't hold it."""
+    """Raises LookupError, TypeError or ValueError if the report lacks the value."""
     least: float | None = None
     most: float | None = None
     only_on_gpu: bool = False
@@ -53,12 +53,12 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A command, the JSON file that it writes, and what is expected of that."""
+    """A command, its JSON file, and the expectations of that file."""
 
     name: str
     command: Sequence[str]
     tiny: Sequence[str] | None
-    """The command on a CPU; None where the part is for a GPU alone."""
+    """The command on a CPU; None if the part needs a GPU."""
     checks: Sequence[Check] = ()
     writes_report: bool = True
     tiny_environment: dict[str, str] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Part:
 
 
 def parts(scratch: Path) -> list[Part]:
-    """All parts, in their order. Reports and bulky files go to `scratch`."""
+    """Return all parts in order. Reports and large files go to `scratch`."""
     return [
         Part(
             name="facts",
@@ -98,11 +98,11 @@ def parts(scratch: Path) -> list[Part]:
 
 
 QUICK_TESTS = ("tests/gpu/test_attention_on_gpu.py",)
-"""Run on a CPU too: enough to know that the tests are found and that the device is chosen as it should."""
+"""Tests for a CPU: enough to check that the tests are found and the device is chosen correctly."""
 
 
 def script(name: str, scratch: Path, part: str, *options: str) -> tuple[str, ...]:
-    """One of the scripts beside this one, which writes the report of a part."""
+    """Return the command of a script in this folder, which writes the report of a part."""
     return (sys.executable, str(SCRIPTS / name), "--output", str(report_path(scratch, part)), *options)
 
 
@@ -214,15 +214,15 @@ def train_parts(scratch: Path) -> Iterator[Part]:
     )
 
 
-# --- what is expected. Milliseconds are estimates for an 8B target on an H100: see docs/gpu.md.
+# --- expectations. Milliseconds are estimates for an 8B target on an H100: see docs/how-to/gpu.md.
 
 
 def rows(report: Report, **wanted: Any) -> list[dict[str, Any]]:
-    """The rows with these values. Raises LookupError where there are none."""
-    found = [row for row in report["rows"] if all(row[name] == value for name, value in wanted.items())]
-    if not found:
+    """Return the rows with these values. Raises LookupError if there are none."""
+    matching = [row for row in report["rows"] if all(row[name] == value for name, value in wanted.items())]
+    if not matching:
         raise LookupError(f"no row with {wanted}")
-    return found
+    return matching
 
 
 def most_of(name: str, **wanted: Any) -> Callable[[Report], Any]:
@@ -234,14 +234,14 @@ def least_of(name: str, **wanted: Any) -> Callable[[Report], Any]:
 
 
 def failures(report: Report) -> int:
-    """Cases that failed, but for those that the memory was too small for."""
+    """Count the failed cases, except those that ran out of memory."""
     return sum("out of memory" not in case["error"].lower() for case in report["failed"])
 
 
 FACTS = (
-    Check(says="packages that are missing", value=lambda facts: len(facts["missing"]), most=0),
-    Check(says="packages older than outrider asks for", value=lambda facts: len(facts["older"]), most=0),
-    Check(says="torch sees the card (1: yes)", value=lambda facts: int(facts["cuda"]), least=1, only_on_gpu=True),
+    Check(says="missing packages", value=lambda facts: len(facts["missing"]), most=0),
+    Check(says="packages older than outrider needs", value=lambda facts: len(facts["older"]), most=0),
+    Check(says="torch sees the GPU (1: yes)", value=lambda facts: int(facts["cuda"]), least=1, only_on_gpu=True),
 )
 TESTS = (
     Check(says="tests that passed", value=lambda output: int(re.findall(r"(\d+) passed", output)[-1]), least=30),
@@ -253,8 +253,8 @@ TESTS = (
     ),
 )
 RECIPE = (
-    Check(says="the run was killed in its training (1: yes)", value=lambda report: int(report["was_killed"]), least=1),
-    Check(says="steps computed before the kill and after it", value=lambda report: report["steps_computed_twice"], least=1),
+    Check(says="the run was killed during training (1: yes)", value=lambda report: int(report["was_killed"]), least=1),
+    Check(says="steps computed before and after the kill", value=lambda report: report["steps_computed_twice"], least=1),
     Check(
         says="largest relative difference of their losses",
         value=lambda report: report["largest_difference"],
@@ -290,18 +290,18 @@ FORMS = (
 )
 CUDNN = (
     Check(says="cases that failed", value=failures, most=0),
-    Check(says="plain step with cuDNN's attention, eager, ms (more: it plans anew)", value=most_of(STEP, **PLAIN), most=9),
+    Check(says="plain step with cuDNN's attention, eager, ms (more: it makes new plans)", value=most_of(STEP, **PLAIN), most=9),
     Check(says="step over 16 nodes with it, ms", value=most_of(STEP, **TREE), most=12),
 )
 LABELLING = (
     Check(says="cases that failed", value=failures, most=0),
-    Check(says="tokens labelled in a second", value=least_of("tokens_per_second"), least=5_000, only_on_gpu=True),
-    Check(says="agreement with the text, as it was set", value=least_of("agreement"), least=0.3, most=0.7),
+    Check(says="tokens labelled per second", value=least_of("tokens_per_second"), least=5_000, only_on_gpu=True),
+    Check(says="agreement with the text, as configured", value=least_of("agreement"), least=0.3, most=0.7),
 )
 TRAINING = (
     Check(says="cases that failed", value=failures, most=0),
     Check(
-        says="EAGLE-3's share of the card's matrix rate",
+        says="EAGLE-3's share of the GPU's matrix rate",
         value=most_of("matrix_share", kind="eagle3"),
         least=0.35,
         only_on_gpu=True,
@@ -310,7 +310,7 @@ TRAINING = (
 )
 PROFILE = (
     Check(
-        says="share of matrix products in the card's work",
+        says="share of matrix products in the GPU's work",
         value=lambda report: report["shares"]["matrix"],
         least=0.65,
         only_on_gpu=True,
@@ -322,7 +322,7 @@ PROFILE = (
         only_on_gpu=True,
     ),
     Check(
-        says="longest wait of the card between two kernels, ms",
+        says="longest wait of the GPU between two kernels, ms",
         value=lambda report: max(report["longest_gaps_microseconds"]) / 1e3,
         most=0.3,
         only_on_gpu=True,
@@ -335,14 +335,14 @@ PROFILE = (
 
 
 def details(report: Report) -> list[str]:
-    """List a report's values in lines, with what failed or is missing first.
+    """List a report's values in lines, with failures and missing packages first.
 
-    None of a report that is no JSON object.
+    Empty for a report that is no JSON object.
     """
     if not isinstance(report, dict):
         return []
     lines = []
-    # the rest keeps its order
+    # all other keys keep their order
     for name in sorted(report, key=lambda name: name not in ("failed", "missing", "older")):
         value = report[name]
         if isinstance(value, list) and any(isinstance(item, dict) for item in value):

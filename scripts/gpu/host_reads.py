@@ -1,12 +1,11 @@
-"""Counts what makes the host wait for an accelerator: values read as Python numbers, shapes that
-depend on values.
+"""Counts operations that make the host wait for an accelerator.
 
-All of this works on a CPU, where nothing has to wait: what is counted is what would wait elsewhere.
-Beside the scripts that import it, since those are run from here and not installed; the tests load
-it too (tests/host_reads.py).
+These read values as Python numbers, or have shapes that depend on values. They also work on a CPU,
+where nothing waits: the count is what would wait on another device. This module is next to the
+scripts that import it, since they are run from here and not installed. The tests load it, too
+(tests/host_reads.py).
 
-Not seen: copies between devices (`to`), which wait as well where the memory on the host is
-pageable.
+Not counted: copies between devices (`to`), which wait if the host's memory is pageable.
 """
 
 from collections import Counter
@@ -21,14 +20,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 METHODS = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "nonzero")
 """Methods of a tensor that read values."""
 SCALAR_OPERATORS = frozenset({"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero"})
-"""What the methods, and C++ code by itself, dispatch to. `tolist` and `numpy` dispatch to nothing on a CPU."""
+"""Operators that the methods, and C++ code, dispatch to. `tolist` and `numpy` dispatch nothing on a
+CPU."""
 SIZED_OPERATORS = frozenset({"aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::bincount"})
-"""Operators whose result has a size that depends on values."""
+"""Operators with a result whose size depends on values."""
 
 
 class HostReads(TorchFunctionMode):
-    """Notes every read that Python code asks for, by name: `METHODS`, `unique`, and `mask` for a
-    mask as an index.
+    """Records the name of every read in Python code.
+
+    Names are those in `METHODS`, `unique`, and `mask` for a mask used as an index.
     """
 
     def __init__(self) -> None:
@@ -39,7 +40,7 @@ class HostReads(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         if name in METHODS or name == "unique":
             self.names.append(name)
-        # A mask as an index has a result of unknown size; so has no index tensor of integers.
+        # A mask as an index gives a result of unknown size; an index tensor of integers doesn't.
         if name in ("__getitem__", "__setitem__"):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             self.names += ["mask" for part in index if isinstance(part, torch.Tensor) and part.dtype == torch.bool]
@@ -47,7 +48,7 @@ class HostReads(TorchFunctionMode):
 
 
 class ScalarReads(TorchDispatchMode):
-    """Counts the reads that reach the dispatcher, so those that C++ code makes by itself too."""
+    """Counts the reads that reach the dispatcher, including those in C++ code."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +63,7 @@ class ScalarReads(TorchDispatchMode):
 class Transfers(TorchFunctionMode):
     """Calls `on_read` for each read that no operator shows on a CPU.
 
-    With `waits_for_device` it sees every read once.
+    Together with `waits_for_device` it counts every read once.
     """
 
     def __init__(self, on_read: Any) -> None:
@@ -76,14 +77,15 @@ class Transfers(TorchFunctionMode):
 
 
 def waits_for_device(function: Any, args: tuple[Any, ...]) -> bool:
-    """Whether an accelerator's operator makes the host wait: a number, a result of unknown size, a
-    mask as an index.
+    """Return whether an operator makes the host wait on an accelerator.
+
+    It does if it returns a number, a result of unknown size, or uses a mask as an index.
     """
     name = function.overloadpacket._qualified_op_name
     if name in SCALAR_OPERATORS or name in SIZED_OPERATORS or function is torch.ops.aten.repeat_interleave.Tensor:
         return True
     if name in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
-        # A mask under which one value is written is the exception: that is `masked_fill`.
+        # Exception: a mask under which one value is written, since that is `masked_fill`.
         fills = name != "aten::index" and args[2].numel() == 1
         return not fills and any(index is not None and index.dtype == torch.bool for index in args[1])
     return False
@@ -91,8 +93,9 @@ def waits_for_device(function: Any, args: tuple[Any, ...]) -> bool:
 
 @contextmanager
 def patched_reads() -> Iterator[Mapping[str, int]]:
-    """Counts the `METHODS` that are called, on the tensors' class itself: compiled code, unlike
-    under a mode, runs as ever.
+    """Count calls of `METHODS` by patching the tensor class.
+
+    Compiled code runs as usual then, which it doesn't under a mode.
     """
     counts: Counter[str] = Counter()
 

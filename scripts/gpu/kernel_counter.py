@@ -1,4 +1,4 @@
-"""Counts the kernels that a GPU would launch, of operators that run on a CPU."""
+"""Counts the kernels that a GPU would launch, from operators that run on a CPU."""
 
 import contextlib
 import functools
@@ -13,12 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 REST = "rest"
-"""The phase of what belongs to no other."""
+"""The phase of all kernels outside other phases."""
 SORT, COPY_AND_WRITE = 4, 2
 KERNELS = {
     "aten::sort": SORT,  # CUB's radix sort: fill the indexes, several passes, gather
-    # radix selection over many blocks: counts, their sums, the gathering; then a sort of what was
-    # found
+    # radix selection over many blocks: counts, their sums, the gathering; then a sort of the result
     "aten::topk": 6,
     # a maximum, its guard against infinity, a difference, exp, a sum, a logarithm
     "aten::logsumexp": 6,
@@ -29,20 +28,20 @@ KERNELS = {
     "aten::index_put": COPY_AND_WRITE,
     "aten::index_add": COPY_AND_WRITE,
     "aten::nll_loss_backward": COPY_AND_WRITE,
-    # rows of one token are added in the order of a sort
+    # rows of the same token are added in sorted order
     "aten::embedding_dense_backward": SORT + 2,
     # on CUDA: sums of rows, gradients, their conversion
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": 3,
 }
-"""Kernels of the operators that launch more than one, by the reading of PyTorch's sources."""
+"""Number of kernels of operators that launch several, according to PyTorch's sources."""
 NO_KERNEL = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_")}
-"""Operators that return memory and launch nothing."""
+"""Operators that only allocate memory."""
 
 
 class Counted(TorchDispatchMode):
     """Counts kernels, launches, replays and host reads by phase.
 
-    Within a replay kernels run, and nothing is launched.
+    During a replay kernels run, but nothing is launched.
     """
 
     def __init__(self) -> None:
@@ -57,7 +56,7 @@ class Counted(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with self:
-            # under inference mode, composite operators arrive whole
+            # in inference mode, composite operators arrive undecomposed
             parts = function.decompose(*args, **kwargs)
         if parts is not NotImplemented:
             return parts
@@ -69,7 +68,7 @@ class Counted(TorchDispatchMode):
         return output
 
     def within(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, whose kernels count as this phase's."""
+        """Wrap a function so that its kernels count for this phase."""
 
         @functools.wraps(function)
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -110,22 +109,23 @@ class Counted(TorchDispatchMode):
 
 
 def num_kernels(function: Any, args: Any, kwargs: Any, output: Any) -> int:
-    """Kernels of an operator: none where it writes no memory, as for views, allocations and what is
-    empty.
+    """Return the number of kernels of an operator.
+
+    It is 0 if the operator writes no memory, as for views, allocations and empty tensors.
     """
     name = function.overloadpacket._qualified_op_name
-    inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-    outputs = [each for each in tree_leaves(output) if isinstance(each, torch.Tensor)]
+    inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
     if function._schema.is_mutable:
-        writes = any(each.numel() for each in outputs or inputs[:1])
+        writes = any(tensor.numel() for tensor in outputs or inputs[:1])
     else:
-        known = {each.untyped_storage()._cdata for each in inputs}
-        writes = any(each.numel() and each.untyped_storage()._cdata not in known for each in outputs)
+        known = {tensor.untyped_storage()._cdata for tensor in inputs}
+        writes = any(tensor.numel() and tensor.untyped_storage()._cdata not in known for tensor in outputs)
     return KERNELS.get(name, 1) if writes and name not in NO_KERNEL else 0
 
 
 class CountingRecorder:
-    """In place of `CudaGraphRecorder`: a replay calls the function again, and counts as one launch."""
+    """Replaces `CudaGraphRecorder`: a replay calls the function, and counts as one launch."""
 
     def __init__(self, counted: Counted) -> None:
         self.counted, self.num_recordings = counted, 0
@@ -144,7 +144,7 @@ class CountingRecorder:
         return replay, output
 
     def forget(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: no recording is kept."""
 
 
 def _tensors(output: Any) -> list[torch.Tensor]:

@@ -1,14 +1,13 @@
-"""Runs a recipe, kills it with SIGKILL in its training, runs the same command again, and compares
-what both computed.
+"""Kills a recipe with SIGKILL during training, runs it again, and compares both runs.
 
-    python scripts/gpu/killed_recipe.py --folder outputs/killed --kill-at 50 --output recipe.json -- \\
+    python scripts/gpu/killed_recipe.py --folder outputs/killed --kill-at 50 --output r.json -- \\
         python train.py conf=demo train.steps=200 train.checkpoint_every=20
 
-With several steps from one checkpoint to the next (train.checkpoint_every), those between the last
-checkpoint and the kill are computed twice. `largest_difference` is that of their losses, relative:
-0 on a CPU, some 1e-3 on a GPU, whose sums come in another order each time. The recipe must run in
-one process, without a launcher: that process is what is killed. On Linux the recipe ends when this
-script ends, also by SIGKILL.
+With several steps between checkpoints (train.checkpoint_every), the steps between the last
+checkpoint and the kill are computed twice. `largest_difference` is the largest relative difference
+of their losses: 0 on a CPU, about 1e-3 on a GPU, whose sums have a different order each time. The
+recipe must run in one process, without a launcher, because only that process is killed. On Linux
+the recipe ends when this script ends, even by SIGKILL.
 """
 
 import argparse
@@ -31,6 +30,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
+    # 1. Run the recipe until the kill, then again to its end.
     args, command = parse_args()
     shutil.rmtree(args.folder, ignore_errors=True)
     metrics, checkpoints = args.folder / "train" / "metrics.jsonl", args.folder / "train" / "checkpoints"
@@ -41,6 +41,7 @@ def main() -> None:
     ending = ending_with_this_process()
     done = subprocess.run(command, check=False, stdin=subprocess.DEVNULL, preexec_fn=ending)
     after = losses(metrics)
+    # 2. Compare the steps that both runs computed.
     twice = [step for step in before if step > checkpoint and step in after]
     report = {
         "was_killed": was_killed,
@@ -61,18 +62,18 @@ def main() -> None:
 
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
-    """Our options, and behind `--` the command."""
+    """Parse our options, and the command after `--`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, required=True, help="the run's output_dir; what is there is removed")
+    parser.add_argument("--folder", type=Path, required=True, help="the run's output_dir, which is removed first")
     parser.add_argument("--kill-at", type=int, required=True, help="training step at which the run is killed")
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("command", nargs="+", help="the recipe's; output_dir and train.log_every are added")
+    parser.add_argument("command", nargs="+", help="the recipe's command; output_dir and train.log_every are added")
     args = parser.parse_args()
     return args, [*args.command, f"output_dir={args.folder}", "train.log_every=1"]
 
 
 def run_until(command: list[str], metrics: Path, step: int) -> bool:
-    """Run the command and kill it when `step` is recorded. Whether that came before its end."""
+    """Run the command, and kill it when `step` is recorded. Return whether it was killed."""
     ending = ending_with_this_process()
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=ending)  # noqa: PLW1509 - no threads here
     while process.poll() is None:
@@ -85,10 +86,9 @@ def run_until(command: list[str], metrics: Path, step: int) -> bool:
 
 
 def ending_with_this_process() -> Callable[[], None]:
-    """Make the function with which a child asks Linux to be killed when this process ends, however
-    it ends.
+    """Return a function with which a child asks Linux to be killed when this process ends.
 
-    For `preexec_fn`. The child's own children do not inherit the request. On other systems the
+    It is for `preexec_fn`. The child's own children don't inherit the request. On other systems the
     function does nothing.
     """
     parent = os.getpid()
@@ -103,15 +103,15 @@ def ending_with_this_process() -> Callable[[], None]:
 
 
 def losses(metrics: Path) -> dict[int, float]:
-    """The loss of each step that is recorded. A last line that is half written counts as none."""
-    found = {}
+    """Read the loss of each recorded step. A truncated last line is ignored."""
+    loss_of_step = {}
     for line in metrics.read_text().splitlines() if metrics.exists() else ():
         try:
             record: dict[str, Any] = json.loads(line)
         except ValueError:
             continue
-        found[record["step"]] = record["loss"]
-    return found
+        loss_of_step[record["step"]] = record["loss"]
+    return loss_of_step
 
 
 if __name__ == "__main__":

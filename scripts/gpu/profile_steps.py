@@ -1,12 +1,14 @@
-"""Where the time of decode steps goes on a GPU, by kind of kernel, and how long the card waits
-between kernels.
+"""Profiles decode steps on a GPU: time by kind of kernel, and gaps between kernels.
 
-    python scripts/gpu/profile_steps.py --output "$OUT/profile.json"               # 8B-shaped Llama, ReDrafter, CUDA graphs
-    python scripts/gpu/profile_steps.py --shape tiny --output /tmp/profile.json    # anywhere: operators of a CPU, no graphs
+    python scripts/gpu/profile_steps.py --output "$OUT/profile.json"
+    python scripts/gpu/profile_steps.py --shape tiny --output /tmp/profile.json
 
-One trace of torch.profiler over a few steps. Shares are of the time in which the device computed;
-`idle_share` is the part of the whole trace in which it did not, `longest_gaps` are the longest
-times between two kernels.
+The first command profiles an 8B-shaped Llama with ReDrafter in CUDA graphs. The second runs
+anywhere; on a CPU it profiles operators, without graphs.
+
+The script takes one trace of torch.profiler over a few steps. Shares are relative to the time in
+which the device computed. `idle_share` is the part of the trace in which it didn't. `longest_gaps`
+are the longest times between two kernels.
 """
 
 import argparse
@@ -31,7 +33,8 @@ GROUPS = {
     "matrix": ("gemm", "gemv", "nvjet", "cutlass", "splitk", "aten::mm", "aten::addmm", "aten::bmm"),
     "copies": ("memcpy", "memset", "copy"),
 }
-"""Kinds of kernels, by parts of their names. The first that fits counts: CUTLASS has kernels for attention too."""
+"""Kinds of kernels, by parts of their names. The first match counts, since CUTLASS has attention
+kernels, too."""
 OTHER = "other"
 NUM_GAPS, NUM_KERNELS = 10, 15
 WARM_UP_STEPS = 8
@@ -72,7 +75,8 @@ def parse_args() -> argparse.Namespace:
 
 
 def trace(args: argparse.Namespace, device: torch.device, form: str) -> Iterator[Kernel]:
-    """The kernels of some steps of tree decoding."""
+    """Yield the kernels of some steps of tree decoding."""
+    # 1. Build target and drafter, and warm up.
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     target = target_of(random_llama(SHAPES[args.shape][0], dtype, device), **FORMS[form])
     width, length = SHAPES_OF_TREES[NODES]
@@ -86,26 +90,29 @@ def trace(args: argparse.Namespace, device: torch.device, form: str) -> Iterator
     steps = generate(target, drafter, SettableAcceptance(0.7, device), prompt, max_new_tokens=limit)
     for _ in itertools.islice(steps, WARM_UP_STEPS):
         pass
+    # 2. Profile some steps.
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     with profile(activities=activities) as profiler:
         for _ in itertools.islice(steps, args.steps):
             pass
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+    # 3. Yield the device's kernels, or on a CPU the operators.
     for event in profiler.events() or ():
         start = event.time_range.start
         if device.type == "cuda":
             if event.device_type == DeviceType.CUDA:
                 yield Kernel(event.name, start, event.time_range.end)
-        else:  # operators call each other: each with its own time
+        else:  # operators call each other, so each counts without its callees
             yield Kernel(event.name, start, start + event.self_cpu_time_total)
 
 
 def summary(kernels: Iterable[Kernel]) -> dict[str, Any]:
-    """Shares by kind, the longest gaps, and the kernels that took longest.
+    """Summarise a trace: shares by kind, the longest gaps, and the slowest kernels.
 
     Raises ValueError for a trace without kernels.
     """
+    # 1. Add times by kind and by name, and measure the gaps.
     ordered = sorted(kernels, key=lambda kernel: kernel.start)
     if not ordered:
         raise ValueError("the trace holds no kernels; is CUPTI, the profilers' library, missing on this machine?")
@@ -116,6 +123,7 @@ def summary(kernels: Iterable[Kernel]) -> dict[str, Any]:
         by_name[name] = by_name.get(name, 0.0) + stop - start
         gaps.append(max(0.0, start - end))
         end = max(end, stop)
+    # 2. Shares and the longest ones.
     whole = end - ordered[0].start
     busy = sum(by_group.values())
     longest = sorted(by_name.items(), key=lambda item: -item[1])[:NUM_KERNELS]
@@ -131,7 +139,7 @@ def summary(kernels: Iterable[Kernel]) -> dict[str, Any]:
 
 
 def group_of(name: str) -> str:
-    """The kind of a kernel."""
+    """Return the kind of a kernel."""
     lower = name.lower()
     return next((group for group, parts in GROUPS.items() if any(part in lower for part in parts)), OTHER)
 

@@ -1,7 +1,6 @@
-"""What the benchmarks share: targets of real sizes with random weights, and what the device does at
-its best.
+"""Common parts of the benchmarks: random targets of real sizes, and peak rates of a device.
 
-Beside the scripts that import it, since those are run from here and not installed.
+This module is next to the scripts that import it, since they are run from here and not installed.
 """
 
 import time
@@ -37,12 +36,13 @@ TINY = {
     "max_position_embeddings": 1024,
 }
 MATRIX_SIZES = {True: (4096, 8192, 16384), False: (256, 512)}
-"""On CUDA, and elsewhere."""
+"""Sizes on CUDA, and on other devices."""
 
 
 def open_device(name: str | None, *, cudnn_attention: bool = False) -> torch.device:
-    """The device to measure on, the first accelerator unless named. cuDNN's attention is off, as
-    `load_target` has it, unless that is what is measured.
+    """Return the device to measure on: the named one, else the first accelerator, else the CPU.
+
+    cuDNN's attention is turned off, as in `load_target`, unless it is to be measured.
     """
     device = torch.device(name or torch.accelerator.current_accelerator(check_available=True) or "cpu")
     if not cudnn_attention:
@@ -51,7 +51,7 @@ def open_device(name: str | None, *, cudnn_attention: bool = False) -> torch.dev
 
 
 def random_llama(shape: dict[str, int], dtype: torch.dtype, device: torch.device) -> LlamaForCausalLM:
-    """A Llama of this shape, its weights drawn on the device."""
+    """Build a Llama of this shape, with weights sampled on the device."""
     config = LlamaConfig(**shape, bos_token_id=None, eos_token_id=None, pad_token_id=None)
     config._attn_implementation = "sdpa"
     with torch.device("meta"):
@@ -60,13 +60,13 @@ def random_llama(shape: dict[str, int], dtype: torch.dtype, device: torch.device
     torch.manual_seed(0)
     for parameter in model.parameters():
         parameter.fill_(1.0) if parameter.ndim == 1 else parameter.normal_(std=0.02)
-    # Of the rotary embeddings nothing is a parameter: to_empty has left them unset.
+    # The rotary embeddings have buffers only, which to_empty leaves uninitialised.
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
     return model
 
 
 def target_of(model: LlamaForCausalLM, **form: Any) -> HFTarget:
-    """The target around a model, in one of the forms of passes that `HFTarget` has."""
+    """Return a target of a model, with the options of `HFTarget`."""
     identity = TargetIdentity(
         name="random",
         revision=None,
@@ -77,31 +77,34 @@ def target_of(model: LlamaForCausalLM, **form: Any) -> HFTarget:
         hidden_size=model.config.hidden_size,
         vocab_size=model.config.vocab_size,
     )
-    empty = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE()))  # nothing here has a text
+    empty = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE()))  # the benchmarks need no text
     return HFTarget(model, empty, identity, **form)
 
 
 def weight_bytes(model: LlamaForCausalLM) -> int:
-    """Of all weights that a pass reads: of the embeddings, a few rows only."""
+    """Return the bytes of all weights that a pass reads; of the embeddings it reads only a few
+    rows."""
     embeddings = model.get_input_embeddings().weight
-    return sum(each.numel() * each.element_size() for each in model.parameters() if each is not embeddings)
+    return sum(weight.numel() * weight.element_size() for weight in model.parameters() if weight is not embeddings)
 
 
 def memory_bandwidth(device: torch.device) -> float:
-    """Bytes per second of reading a buffer that no cache holds, as the evaluation's roofline
-    measures it.
+    """Return the bytes per second of reading a buffer larger than any cache.
+
+    Evaluation's roofline measures it in the same way.
     """
     return 1e9 * measure_bandwidth(MAX_ACCELERATOR_BYTES if device.type != "cpu" else 2**26, device)
 
 
 def matrix_rate(device: torch.device, dtype: torch.dtype, rounds: int = 10) -> float:
-    """Operations per second, a multiplication and an addition being two, of products of square
-    matrices of the best size.
+    """Return the operations per second of large matrix products, at the best of several sizes.
+
+    A multiplication and an addition are two operations.
     """
     best = 0.0
     for size in MATRIX_SIZES[device.type == "cuda"]:
         left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-        product = left @ right  # chooses its kernel
+        product = left @ right  # lets the library choose its kernel
         start = clock(device)
         for _ in range(rounds):
             torch.mm(left, right, out=product)

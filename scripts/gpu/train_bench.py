@@ -1,26 +1,30 @@
-"""What distilling and training cost on a GPU: tokens per second, peak memory, and the share of the
-card's matrix rate.
+"""Measures labelling and training on a GPU: tokens per second, memory, and matrix rate.
 
-    python scripts/gpu/train_bench.py --output "$OUT/train.json"              # Llama-3.1-8B's shape, bf16, within 10 minutes
-    python scripts/gpu/train_bench.py --shape tiny --output /tmp/train.json   # anywhere, in seconds
+    python scripts/gpu/train_bench.py --output "$OUT/train.json"
+    python scripts/gpu/train_bench.py --shape tiny --output /tmp/train.json
 
-Measured by length and number of texts, with random weights, so that no download is needed:
+The first command takes up to 10 minutes for the shape of Llama-3.1-8B in bf16. The second runs
+anywhere in seconds.
 
-- `distill`: labelling every position with the target's next `--horizon` tokens (`label_continuations`). How much work that is
-  depends on how often the target agrees with the text. So the random target is made to choose its next token by the last one
-  alone (what its layers add is scaled down, and costs as much as before), and texts are written that it agrees with at
-  `--agreement` of the positions; the record says what it came to.
-- `redrafter`, `medusa`, `eagle3`: a step of training as the recipes for such a target have it (`TRAININGS`): the target's pass
-  for the states that the drafter reads, loss, gradients, clipping, AdamW. The drafter's weights are in float32, under bf16
-  autocast where the target is in bf16. `target_seconds` is that pass alone: what stored states would save.
+Weights are random, so no download is needed. Measured by length and number of texts:
+
+- `distill`: labelling every position with the target's next `--horizon` tokens
+  (`label_continuations`). The amount of work depends on how often the target agrees with the text.
+  So the random target chooses its next token by the last token alone: the outputs of its layers are
+  scaled down, at the same cost. Texts are generated that it agrees with at `--agreement` of the
+  positions; the record has the measured share.
+- `redrafter`, `medusa`, `eagle3`: a training step as in the recipes for such a target
+  (`TRAININGS`): the target's pass for the states that the drafter reads, loss, gradients, clipping,
+  AdamW. The drafter's weights are in float32, with bf16 autocast if the target is in bf16.
+  `target_seconds` is the time of the target's pass alone, which stored states would save.
 
 Tokens per second are tokens of text. Steps are timed one by one between synchronisations, after
-steps for warming up; medians are reported. `matrix_share` is the operations that the work needs by
-formula (`train_flops.py`) over its time, over the rate of large matrix products that the same card
-reached in the same run. Peak memory is that of CUDA's allocator, None elsewhere.
+warm-up steps; medians are reported. `matrix_share` is the number of necessary operations by formula
+(`train_flops.py`), divided by the time and by the rate of large matrix products on the same GPU in
+the same run. Peak memory is that of CUDA's allocator; None elsewhere.
 
-What doesn't fit the time is listed as skipped, what doesn't fit the memory with the error: the file
-is always written.
+Cases beyond the time are listed as skipped, and cases that run out of memory with their error: the
+file is always written.
 """
 
 import argparse
@@ -52,18 +56,18 @@ from outrider.train.batches import target_reads, with_hidden_states
 SHAPES = {"llama8b": LLAMA_8B, "tiny": TINY}
 DISTILL = "distill"
 ADDED_BY_LAYERS = 1e-5
-"""What a layer's outputs are multiplied by, so that the target's next token depends on the last one alone."""
+"""Factor of a layer's outputs, so that the target's next token depends only on the last token."""
 MAX_LOGITS = 2**26
-"""Held at a time while the target's next tokens are tabulated."""
+"""Most logits in memory while the target's next tokens are tabulated."""
 LEAST_ROUNDS = 3
-"""Where the time runs out in the middle of a case, it has so many rounds all the same."""
+"""Fewest rounds of a case, even if the time ends during it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """A drafter and how its recipe trains it.
+    """A drafter and its training in the recipe.
 
-    `draft_vocab_share` of the target's tokens are drafted.
+    `draft_vocab_share` is the share of the target's tokens that are drafted.
     """
 
     options: dict[str, Any]
@@ -73,7 +77,7 @@ class Training:
 
 
 TRAININGS = {
-    # exit_width: the target's, see `build`
+    # exit_width is the target's hidden size, see `build`
     "redrafter": Training({"num_blocks": 2}, "cross_entropy", 4096, 0.25),
     "medusa": Training({"num_heads": 4}, "cross_entropy", 4096),
     "eagle3": Training({}, "kl", 2048, 0.25),
@@ -83,7 +87,7 @@ KINDS = (DISTILL, *TRAININGS)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What is done with so many texts of so many tokens."""
+    """A kind of work on `batch` texts of `seq` tokens."""
 
     kind: str
     seq: int
@@ -119,14 +123,14 @@ def main() -> None:
     with tqdm(total=len(args.kinds) * len(args.lengths) * len(args.batches), unit="case") as progress:
         for index, kind in enumerate(args.kinds):
             now = time.perf_counter()
-            # An equal share of what is left, so that the last kind has its time too.
+            # An equal share of the remaining time for each remaining kind.
             deadline = now + (started + 60 * args.minutes - now) / (len(args.kinds) - index)
             for name, record in run_kind(kind, target, args, deadline):
                 if name == "rows":
                     record["matrix_share"] = record["operations"] / record["seconds"] / rate
                 report[name].append(record)
                 report["seconds"] = time.perf_counter() - started
-                write_json(args.output, report)  # each time: what is measured is kept
+                write_json(args.output, report)  # after each case, so that results are kept
                 progress.update()
     print_report(report)
     print(f"Written to {args.output}")
@@ -139,11 +143,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 4096], help="tokens of a text")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16], help="texts at a time")
     parser.add_argument("--horizon", type=int, default=5, help="tokens labelled after each position")
-    parser.add_argument("--agreement", type=float, default=0.5, help="share of the text that the target would have written")
+    parser.add_argument("--agreement", type=float, default=0.5, help="share of positions where the target agrees with the text")
     parser.add_argument("--steps", type=int, default=7, help="timed steps of a case")
     parser.add_argument("--warm-up", type=int, default=2)
-    parser.add_argument("--minutes", type=float, default=9, help="no case is begun that wouldn't end within them")
-    parser.add_argument("--dtype", default=None, help="bfloat16, on a CPU float32, unless given")
+    parser.add_argument("--minutes", type=float, default=9, help="start no case that would end later")
+    parser.add_argument("--dtype", default=None, help="default: bfloat16, on a CPU float32")
     parser.add_argument("--device", default=None)
     parser.add_argument("--cudnn-attention", action="store_true", help="let PyTorch choose cuDNN's kernels for attention too")
     parser.add_argument("--output", type=Path, default=Path("train_bench.json"))
@@ -156,13 +160,14 @@ def parse_args() -> argparse.Namespace:
 
 
 def run_kind(kind: str, target: HFTarget, args: argparse.Namespace, deadline: float) -> Iterator[tuple[str, dict[str, Any]]]:
-    """All cases of a kind, the smallest first: where each goes in the report, and what it came to."""
+    """Run all cases of a kind, the smallest first. Yield each one's list in the report, and
+    record."""
     todo = sorted(
         (Case(kind, seq, batch) for seq, batch in itertools.product(args.lengths, args.batches)),
         key=lambda case: (case.num_tokens, case.seq),
     )
     measure: Measure | None = None
-    expected = 0.0  # seconds of a case per token, as far as the one before tells
+    expected = 0.0  # seconds of a case per token, from the previous case
     for case in todo:
         if time.perf_counter() + expected * case.num_tokens > deadline:
             yield "skipped", dataclasses.asdict(case)
@@ -181,7 +186,8 @@ def run_kind(kind: str, target: HFTarget, args: argparse.Namespace, deadline: fl
 
 
 def make_measure(kind: str, target: HFTarget, args: argparse.Namespace, deadline: float) -> Measure:
-    """What measures a case. Models and optimizers that all cases of a kind share are made once."""
+    """Return the function that measures a case. All cases of a kind share its models and
+    optimizers."""
     if kind == DISTILL:
         return Labelling(target, args, deadline)
     return TrainingStep(TRAININGS[kind], kind, target, args, deadline)
@@ -218,7 +224,7 @@ class Labelling:
 
 
 def simple_target(shape: str, dtype: torch.dtype, device: torch.device) -> HFTarget:
-    """A random target whose next token depends on the last one alone."""
+    """Build a random target whose next token depends on the last token alone."""
     model = random_llama(SHAPES[shape], dtype, device)
     with torch.no_grad():
         for layer in model.model.layers:
@@ -229,18 +235,17 @@ def simple_target(shape: str, dtype: torch.dtype, device: torch.device) -> HFTar
 
 @torch.no_grad()
 def next_tokens(target: HFTarget) -> torch.Tensor:
-    """The token that the target writes after each [vocab], if its layers added nothing.
-
-    On the CPU.
-    """
+    """Return the target's next token after each token [vocab], ignoring its layers; on the CPU."""
     norm, embeddings = target.model.get_decoder().norm, target.embed_tokens.weight
     rows = max(1, MAX_LOGITS // target.vocab_size)
     return torch.cat([target.head(norm(chunk)).argmax(-1) for chunk in embeddings.split(rows)]).cpu()
 
 
 def written_texts(following: torch.Tensor, case: Case, agreement: float) -> torch.Tensor:
-    """Random texts [batch, seq], each of whose tokens is with this probability the one that follows
-    from the one before.
+    """Generate random texts [batch, seq].
+
+    With probability `agreement` a token is the one that `following` predicts from the previous
+    token.
     """
     generator = torch.Generator().manual_seed(0)
     texts = torch.randint(len(following), (case.batch, case.seq), generator=generator)
@@ -254,7 +259,7 @@ def written_texts(following: torch.Tensor, case: Case, agreement: float) -> torc
 
 
 class TrainingStep:
-    """Steps of a drafter's training."""
+    """Measures steps of a drafter's training."""
 
     def __init__(self, training: Training, kind: str, target: HFTarget, args: argparse.Namespace, deadline: float) -> None:
         self.kind, self.training, self.target, self.args, self.deadline = kind, training, target, args, deadline
@@ -266,6 +271,7 @@ class TrainingStep:
         self.optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
 
     def __call__(self, case: Case) -> dict[str, Any]:
+        # 1. A step, as training does it.
         target, device = self.target, self.target.device
         batch = random_batch(case, target.vocab_size, self.args.horizon, self.training.max_positions)
         norms: list[float] = []
@@ -279,12 +285,13 @@ class TrainingStep:
             self.optimizer.step()
             self.optimizer.zero_grad()
 
+        # 2. Time it, check that it learns, and time the target's pass alone.
         try:
             measured = timed(step, device, self.args, self.deadline)
         finally:
-            self.optimizer.zero_grad()  # of a step that ran out of memory
+            self.optimizer.zero_grad()  # frees the gradients of a step that ran out of memory
         if not all(math.isfinite(norm) and norm > 0 for norm in norms):
-            raise RuntimeError(f"nothing was learned: the gradients' norms are {norms}")
+            raise RuntimeError(f"nothing was learned: the gradient norms are {norms}")
         alone = timed(lambda: with_hidden_states(batch, target, self.reads), device, self.args, self.deadline)
         num_positions = int(batch.positions.sum())
         return measured | {
@@ -297,7 +304,8 @@ class TrainingStep:
         }
 
     def operations(self, case: Case, positions: int) -> train_flops.Operations:
-        """Of a step: the target's layers as deep as they are read, and the drafter."""
+        """Count the operations of a step: of the target's layers that are read, and of the
+        drafter."""
         config, depths = self.target.model.config, self.args.horizon - 1
         num_layers = config.num_hidden_layers if self.reads.hidden_states else max(self.reads.layers)
         target_pass = train_flops.target_pass(config, case.batch, case.seq, num_layers)
@@ -309,8 +317,9 @@ class TrainingStep:
 
 
 def build(kind: str, training: Training, target: HFTarget) -> Any:
-    """The recipe's drafter in float32, made on the device: billions of parameters would take long
-    elsewhere.
+    """Build the recipe's drafter in float32, on the device.
+
+    Initialising billions of parameters elsewhere would take long.
     """
     options = {"kind": kind, **training.options}
     if kind == "redrafter":
@@ -324,14 +333,13 @@ def build(kind: str, training: Training, target: HFTarget) -> Any:
 
 
 def random_batch(case: Case, vocab_size: int, horizon: int, max_positions: int) -> DrafterBatch:
-    """Random texts with labels at as many positions of each, spread over all of it."""
+    """Return random texts with labels at the same number of positions each, evenly spread."""
     generator = torch.Generator().manual_seed(0)
     texts = torch.randint(vocab_size, (case.batch, case.seq), generator=generator)
     count = min(case.seq - horizon, max(1, max_positions // case.batch))
     positions = torch.zeros_like(texts, dtype=torch.bool)
     positions[:, torch.linspace(0, case.seq - horizon - 1, count).long()] = True
-    # They keep to the text, so that a teacher is asked of all of them: off the text there is none
-    # to ask.
+    # The continuations follow the text, so all labels have a teacher; off the text there is none.
     continuations = torch.stack([texts.roll(-depth, 1) for depth in range(1, horizon + 1)], dim=2)
     return DrafterBatch(
         input_ids=texts, attention_mask=torch.ones_like(positions), positions=positions, continuations=continuations
@@ -342,9 +350,8 @@ def random_batch(case: Case, vocab_size: int, horizon: int, max_positions: int) 
 
 
 def timed(work: Callable[[], Any], device: torch.device, args: argparse.Namespace, deadline: float) -> dict[str, Any]:
-    """Seconds of `work`, median and quartiles of up to `args.steps` rounds, and the most memory
-    that it took.
-    """
+    """Measure `work`: median and quartiles of seconds in up to `args.steps` rounds, and peak
+    memory."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     for _ in range(args.warm_up):
@@ -372,7 +379,7 @@ def free_memory(device: torch.device) -> None:
 
 def print_report(report: dict[str, Any]) -> None:
     print(f"large matrix products: {report['matrix_operations_per_second'] / 1e12:.3g} T/s, {report['dtype']}")
-    print("| work | tokens | texts | s | tokens/s | target's share | peak GiB | of the matrix rate |")
+    print("| work | tokens | texts | s | tokens/s | target's share | peak GiB | share of the matrix rate |")
     print("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
     for row in report["rows"]:
         peak, alone = row["peak_memory_bytes"], row.get("target_seconds")

@@ -1,24 +1,26 @@
-"""Operations that distilling and training need, by formula: a multiplication and an addition are
-two.
+"""Operations needed for labelling and training, by formula.
 
-Counted are the products of matrices: a linear layer takes 2 x inputs x outputs for every row,
-forward, as much again for the gradient of its weights, and again for that of its inputs; a factor
-is left out where it isn't needed (frozen weights, inputs that nothing trained has made). Attention
-takes 4 x heads x head_dim for every pair of a query and a key that it sees, and three times that
-with its gradient. Embeddings, norms, softmaxes and the optimizer are left out, as is usual.
+A multiplication and an addition are two operations. Only matrix products count. A linear layer
+needs 2 x inputs x outputs per row in the forward pass, the same again for the gradient of its
+weights, and again for that of its inputs. A term is left out if it isn't needed (frozen weights,
+inputs without trained parameters before them). Attention needs 4 x heads x head_dim for every pair
+of a query and a visible key, and three times that with its gradient. Embeddings, norms, softmaxes
+and the optimizer don't count, as is usual.
 
-Needed, not done: what is recomputed to save memory, computed under a mask or for padding adds time
-and nothing here. So the share of the card's matrix rate that follows is of useful work.
+These are necessary operations, not executed ones. Recomputation to save memory, masked entries and
+padding take time, but don't count here. So the resulting share of the GPU's matrix rate is that of
+useful work.
 """
 
 from typing import Any, NamedTuple
 
 FORWARD, FROZEN_INPUTS, FROZEN_WEIGHTS, TRAINED = 2, 4, 4, 6
-"""Operations per weight and row: forward alone; with the gradient of the weights, of the inputs, of both."""
+"""Operations per weight and row: forward only; with the gradient of the weights; of the inputs; of
+both."""
 
 
 class Operations(NamedTuple):
-    """What linear layers and what attention take."""
+    """Operations of linear layers and of attention."""
 
     linear: float
     attention: float = 0.0
@@ -36,8 +38,9 @@ def head_dim_of(config: Any) -> int:
 
 
 def layer_weights(config: Any, input_width: int | None = None) -> int:
-    """Weights of a decoder layer's matrices, whose attention reads vectors of `input_width`: by
-    default the model's own.
+    """Return the number of weights in a decoder layer's matrices.
+
+    Its attention reads vectors of `input_width`, by default the model's hidden size.
     """
     hidden, head_dim, width = config.hidden_size, head_dim_of(config), input_width or config.hidden_size
     attention = width * (config.num_attention_heads + 2 * config.num_key_value_heads) * head_dim
@@ -45,20 +48,23 @@ def layer_weights(config: Any, input_width: int | None = None) -> int:
 
 
 def pair_operations(config: Any) -> int:
-    """Of attention in a layer, forward, for a pair of query and key."""
+    """Return the operations of attention in a layer, forward, for a pair of query and key."""
     return 4 * config.num_attention_heads * head_dim_of(config)
 
 
 def target_pass(config: Any, batch: int, seq: int, num_layers: int) -> Operations:
-    """The first `num_layers` layers over `batch` texts of `seq` tokens, without head and gradient."""
+    """Return the operations of `num_layers` layers over `batch` texts, without head and
+    gradient."""
     pairs = batch * seq * (seq + 1) / 2
     linear = FORWARD * layer_weights(config) * batch * seq
     return Operations(num_layers * linear, num_layers * pairs * pair_operations(config))
 
 
 def labelling(config: Any, batch: int, seq: int, num_branch_tokens: int) -> Operations:
-    """`label_continuations` of all positions: a prefill with the head at each, and the tokens of
-    branches, which begin all over the text and so see half of it.
+    """Return the operations of `label_continuations` for all positions.
+
+    These are a prefill with the head at each position, and the branches' tokens. Branches begin all
+    over the text, so on average they see half of it.
     """
     num_layers, head = config.num_hidden_layers, config.hidden_size * config.vocab_size
     branches = Operations(
@@ -69,11 +75,10 @@ def labelling(config: Any, batch: int, seq: int, num_branch_tokens: int) -> Oper
 
 
 def redrafter(drafter: Any, *, positions: int, depths: int) -> Operations:
-    """One step's forward and backward of a ReDrafter with a full head at `positions` labels of each
-    of the `depths`.
+    """Return the operations of one training step of a ReDrafter with a full head.
 
-    The states of the first depth are embeddings; the token that each other depth reads goes through
-    W, the state before it through U.
+    There are `positions` labels at each of the `depths`. The states of the first depth are
+    embeddings. At other depths the token goes through W, and the previous state through U.
     """
     hidden, width, outputs = drafter.hidden_size, drafter.exit_width, drafter.head.out_features
     recurrence = (depths - 1) * (TRAINED + FROZEN_INPUTS) * hidden**2 - (TRAINED - FROZEN_INPUTS) * hidden**2
@@ -83,7 +88,7 @@ def redrafter(drafter: Any, *, positions: int, depths: int) -> Operations:
 
 
 def medusa(drafter: Any, *, positions: int, depths: int) -> Operations:
-    """One step's forward and backward of residual heads with output layers of their own.
+    """Return the operations of one training step of residual heads with separate output layers.
 
     The first block's input is frozen.
     """
@@ -93,11 +98,11 @@ def medusa(drafter: Any, *, positions: int, depths: int) -> Operations:
 
 
 def eagle3(drafter: Any, config: Any, *, batch: int, seq: int, positions: int, depths: int) -> Operations:
-    """One step's forward and backward of EAGLE-3 with the target's distribution as its teacher.
+    """Return the operations of one training step of EAGLE-3 with the target as teacher.
 
-    Of the text before a branch the layer's keys and values are needed; at each depth all of the
-    layer, over half the text in the mean and the branch's own entries; for each label the drafter's
-    head; and the target's, as the teacher, for each token of the text that labels meet, at most.
+    For the text before a branch only the layer's keys and values are needed. At each depth the
+    whole layer is needed, over half the text on average and the branch's entries. Each label needs
+    the drafter's head. The teacher needs the target's head for at most each token of the text.
     """
     hidden, kv_width = config.hidden_size, config.num_key_value_heads * head_dim_of(config)
     entries = positions * depths

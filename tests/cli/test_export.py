@@ -1,5 +1,6 @@
 """`outrider export` and `outrider import`, as a user meets them."""
 
+import inspect
 import json
 import os
 from pathlib import Path
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from outrider.cli.export import UNWANTED, WANTED, export_command, import_command
 from outrider.cli.hub import push_command
 from outrider.models.drafters import build_drafter, load_drafter, parse_drafter, save_drafter
+from outrider.models.export.registry import ENGINES, FORMATS
 from outrider.models.target.loading import load_target
 
 app = typer.Typer()
@@ -48,6 +50,41 @@ def test_a_drafter_goes_out_and_comes_back(drafter, tiny_target_dir, tmp_path):
         assert (tmp_path / "again" / name).read_bytes() == (drafter / name).read_bytes()
 
 
+def test_an_engine_names_the_format_of_the_drafters_kind(tiny_target_dir, tmp_path):
+    target = load_target(str(tiny_target_dir), torch.device("cpu"))
+    names = {("eagle", "vllm"): "eagle1-vllm", ("eagle", "sglang"): "eagle1-sglang", ("draft_model", "vllm"): "transformers"}
+    for (kind, engine), name in names.items():
+        config = {"kind": kind, **({"num_layers": 1} if kind == "draft_model" else {})}
+        save_drafter(build_drafter(parse_drafter(config), target), tmp_path / kind, target.identity)
+        output = tmp_path / f"{kind}-{engine}"
+        arguments = ("export", tmp_path / kind, "--target", tiny_target_dir, "--to", engine, "--output", output)
+        assert f"as {name}" in call(*arguments)
+        assert json.loads((output / "outrider.json").read_text())["format"] == name
+
+
+def test_the_help_lists_every_format_with_its_kind_and_the_engines():
+    help_text = inspect.signature(export_command, eval_str=True).parameters["to"].annotation.__metadata__[0].help
+    for name, format in FORMATS.items():
+        assert f"{name} ({format.kind}" in help_text
+    assert all(engine in help_text for engine in ENGINES)
+    assert {name for served in ENGINES.values() for name in served.values()} <= {*FORMATS}
+
+
+def test_an_import_needs_no_tokenizer(drafter, tiny_target_dir, tmp_path):
+    call("export", drafter, "--target", tiny_target_dir, "--to", "medusa", "--output", tmp_path / "theirs")
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        (bare / name).write_bytes((tiny_target_dir / name).read_bytes())
+    call("import", tmp_path / "theirs", "--target", bare, "--output", tmp_path / "again")
+    (tmp_path / "theirs" / "outrider.json").unlink()
+    call("import", tmp_path / "theirs", "--target", bare, "--output", tmp_path / "published")
+    assert json.loads((tmp_path / "published" / "config.json").read_text())["target"]["tokenizer_sha256"] == ""
+    load_drafter(tmp_path / "published", load_target(str(tiny_target_dir), torch.device("cpu")))  # fits the whole target
+    with pytest.raises(ValueError, match="there is no target directory"):
+        call("import", tmp_path / "theirs", "--target", "./nowhere", "--output", tmp_path / "none")
+
+
 def test_an_export_can_be_pushed_and_a_pickle_cannot(drafter, tiny_target_dir, tmp_path):
     for name in ("tensorrt-llm", "medusa"):
         call("export", drafter, "--target", tiny_target_dir, "--to", name, "--output", tmp_path / name)
@@ -79,13 +116,15 @@ def test_a_published_folder_is_read_with_options_of_drafting(drafter, tiny_targe
 def test_mistakes_are_named_before_anything_is_loaded(drafter, tiny_target_dir, tmp_path, monkeypatch):
     target = ("--target", tiny_target_dir, "--output", tmp_path / "out")
     monkeypatch.setattr("outrider.models.target.loading.load_target", lambda *arguments: pytest.fail("the target was loaded"))
-    with pytest.raises(ValueError, match="the format is 'vllm'; there are: .*eagle1-vllm"):
+    with pytest.raises(ValueError, match=r"the format is 'tgi'; there are .*eagle1-vllm \(eagle\)"):
+        call("export", drafter, *target, "--to", "tgi")
+    with pytest.raises(ValueError, match="serves no drafter of the kind medusa; .*eagle3.* as medusa, tensorrt-llm"):
         call("export", drafter, *target, "--to", "vllm")
     with pytest.raises(ValueError, match="--dtype is 'int8'"):
         call("export", drafter, *target, "--to", "medusa", "--dtype", "int8")
     with pytest.raises(ValueError, match="is there already; name a new folder"):
         call("import", drafter, "--target", tiny_target_dir, "--output", drafter)
-    with pytest.raises(ValueError, match="there is no folder nobody/nothing here, and of that name on the Hub"):
+    with pytest.raises(ValueError, match="there is no local folder nobody/nothing, and as a name on the Hub"):
         call("import", "nobody/nothing", *target)
     with pytest.raises(ValueError, match="no/such/folder is neither a folder here nor a name on the Hub"):
         call("import", "no/such/folder", *target)

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from outrider.cli.compose import overrides_first
-
 REPOSITORY = Path(__file__).parents[2]
 OUTRIDER = [sys.executable, "-c", "from outrider.cli.main import main; main()"]
 
@@ -52,18 +50,6 @@ def test_a_recipe_is_found_from_any_folder_and_printed_without_loading_torch(tmp
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("arguments", "ordered"),
-    [
-        ("conf=demo --cfg job train.steps=3", "conf=demo train.steps=3 --cfg job"),
-        ("--config-dir a=b --resolve ~train.seed +c=d", "~train.seed +c=d --config-dir a=b --resolve"),
-        ("--config-dir=a=b conf=demo -c job", "conf=demo --config-dir=a=b -c job"),
-    ],
-)
-def test_overrides_may_follow_options(arguments: str, ordered: str) -> None:
-    assert overrides_first(arguments.split()) == ordered.split()
-
-
 @pytest.mark.parametrize("debug", ["0", pytest.param("1", marks=pytest.mark.slow)])
 def test_a_mistake_is_one_message_and_a_traceback_only_for_those_who_ask(tmp_path: Path, debug: str) -> None:
     result = call(*OUTRIDER, "run", "conf=demo", "stages=[distil]", cwd=tmp_path, OUTRIDER_DEBUG=debug)
@@ -85,6 +71,6 @@ def test_an_unknown_recipe_lists_the_known_ones(tmp_path: Path) -> None:
 def test_a_plan_tells_what_a_distillation_takes_and_leaves_nothing(tmp_path: Path) -> None:
     result = call(*OUTRIDER, "run", "--plan", "conf=demo", "data.limit=20", "num_threads=1", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    for told in ("examples", "tokens of text", "forwards", "time", "disk", "GB are free"):
+    for told in ("examples", "tokens of text", "forward passes", "time", "disk", "GB are free"):
         assert told in result.stdout
     assert list(tmp_path.iterdir()) == []

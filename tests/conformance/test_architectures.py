@@ -1,6 +1,4 @@
-"""Tree decoding over transformers' own architectures, tiny and random: the tokens of full forwards,
-or a refusal.
-"""
+"""Tree decoding with transformers' architectures: tokens of full forwards, or an error."""
 
 import pytest
 import torch
@@ -17,7 +15,7 @@ from outrider.models.target.text_states import states_of_texts
 
 VOCAB = 100
 WINDOW = 6
-"""Shorter than the shortest prompt and much shorter than the answers, so that it matters."""
+"""Sliding window, shorter than every prompt and answer so that it matters."""
 NUM_NEW = 16
 PROMPTS = [list(range(3, 12)), [50, 51, 52, 53, 54, 55, 56], [97, 3, 14, 15, 92, 65, 35, 89, 79, 32, 38]]
 
@@ -82,7 +80,7 @@ CASES = {
 
 
 QUICK_EAGER = {"gemma2", "mistral-window"}
-"""What eager attention reads in quick tests; of all other cases it is a slow test."""
+"""Cases that are quick tests with eager attention; all others are slow tests."""
 EVERY_CASE = [
     pytest.param(case, kind, marks=[] if kind == "sdpa" or case in QUICK_EAGER else pytest.mark.slow)
     for case, (_, _, kinds) in CASES.items()
@@ -99,7 +97,7 @@ def make_model(architecture: str, options: dict[str, object], attention: str) ->
 
 
 def randomise(model: PreTrainedModel, attention: str) -> PreTrainedModel:
-    """Weights large enough that everything in the model matters."""
+    """Set weights so large that every parameter changes the output."""
     torch.manual_seed(0)
     model = model.double().eval()
     for name, parameter in model.named_parameters():
@@ -125,7 +123,7 @@ def adapt(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> HFTarge
 
 
 def full_forwards(model: PreTrainedModel, prompt: list[int]) -> list[int]:
-    """Greedy decoding with neither cache nor mask: no code of ours."""
+    """Decode greedily without cache, mask, or any code of ours."""
     text = torch.tensor([prompt])
     with torch.no_grad():
         for _ in range(NUM_NEW):
@@ -138,23 +136,23 @@ def test_batches_of_trees_give_the_tokens_of_full_forwards(case, attention, tiny
     architecture, options, _ = CASES[case]
     model = make_model(architecture, options, attention)
     expected = [full_forwards(model, prompt) for prompt in PROMPTS]
-    assert len({tuple(tokens) for tokens in expected}) > 1, "the model says the same to everything"
+    assert len({tuple(tokens) for tokens in expected}) > 1, "the model answers all prompts alike"
     adapter = adapt(model, tiny_tokenizer)
     prompts = [torch.tensor(prompt) for prompt in PROMPTS]
     for drafter in (NullDrafter(), OracleDrafter(expected, [0, 1, 0], VOCAB), OracleDrafter(expected, [2, 3, 2], VOCAB)):
-        found: list[list[int]] = [[], [], []]
+        actual: list[list[int]] = [[], [], []]
         num_accepted = 0
         for step in generate(adapter, drafter, GreedyAcceptance(), prompts, max_new_tokens=NUM_NEW):
             num_accepted += sum(step.num_accepted)
             for row, tokens in zip(step.rows, step.tokens, strict=True):
-                found[row] += tokens
-        assert found == expected
-        assert (num_accepted > 0) == isinstance(drafter, OracleDrafter), "the oracle's drafts weren't what the model says"
+                actual[row] += tokens
+        assert actual == expected
+        assert (num_accepted > 0) == isinstance(drafter, OracleDrafter), "the oracle's drafts weren't the model's tokens"
 
 
 @pytest.mark.parametrize(("case", "attention"), EVERY_CASE)
-def test_training_reads_padded_rows_as_each_text_alone(case, attention, tiny_tokenizer):
-    """Among them windows shorter than the padding, of which eager attention under a mask makes NaN."""
+def test_states_of_padded_rows_equal_those_of_each_text_alone(case, attention, tiny_tokenizer):
+    """Some windows are shorter than the padding: there, masked eager attention gives NaN."""
     architecture, options, _ = CASES[case]
     adapter = adapt(make_model(architecture, options, attention), tiny_tokenizer)
     texts = [torch.tensor(tokens) for tokens in (PROMPTS[0] * 2, PROMPTS[1], PROMPTS[2])]
@@ -176,7 +174,7 @@ def test_training_reads_padded_rows_as_each_text_alone(case, attention, tiny_tok
 
 
 class OwnPositions(LlamaForCausalLM):
-    """Counts positions itself, whatever it is told: nothing in its configuration shows it."""
+    """Model that ignores position ids; its configuration doesn't show this."""
 
     def forward(self, input_ids, position_ids=None, **options):
         return super().forward(input_ids, **options)
@@ -187,7 +185,7 @@ def refused_model(case: str) -> PreTrainedModel:
         return make_model("Bloom", {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 1, "n_head": 4}, "eager")
     if case == "softcap":
         model = make_model("Gemma2", ALTERNATING, "eager")
-        model.config._attn_implementation = "sdpa"  # transformers itself refuses to set it, today
+        model.config._attn_implementation = "sdpa"  # transformers today raises when it is set
         return model
     if case == "recurrent":
         options = {**GQA, **MOE, "head_dim": 8, "num_experts": 4, "shared_expert_intermediate_size": 24}
@@ -217,21 +215,21 @@ def refused_model(case: str) -> PreTrainedModel:
         ("softcap", "set target.attn_implementation to eager"),
         ("recurrent", "layers of type linear_attention"),
         ("longrope", "chooses its rotary frequencies \\(longrope\\)"),
-        ("columns", "cuts windows by column"),
+        ("columns", "cuts windows by cache column"),
         ("own positions", "reads a draft tree differently from plain texts"),
-        ("column numbers", "which columns of its cache to read by their number"),
-        ("encoder-decoder", "can't be driven by 4-D masks, position ids and a cache"),
+        ("column numbers", "cache columns that it reads by their number"),
+        ("encoder-decoder", "doesn't accept 4-D masks, position ids and a cache"),
         ("damaged", "are not all numbers"),
     ],
 )
-def test_what_a_tree_would_get_wrong_is_refused(case, message, tiny_tokenizer):
+def test_models_that_read_trees_wrongly_are_an_error(case, message, tiny_tokenizer):
     adapter = adapt(refused_model(case), tiny_tokenizer)
     with pytest.raises(ValueError, match=message):
         list(generate(adapter, NullDrafter(), GreedyAcceptance(), torch.tensor([PROMPTS[0]]), max_new_tokens=4))
 
 
 @pytest.mark.parametrize("case", ["opt", "gpt2"])
-def test_learned_positions_end_with_the_context_window_and_no_tree_reads_past_them(case, tiny_tokenizer):
+def test_no_tree_reads_past_the_end_of_learned_positions(case, tiny_tokenizer):
     architecture, options, _ = CASES[case]
     length = "n_positions" if case == "gpt2" else "max_position_embeddings"
     model = make_model(architecture, {**options, length: len(PROMPTS[0]) + 8}, "sdpa")
@@ -240,10 +238,10 @@ def test_learned_positions_end_with_the_context_window_and_no_tree_reads_past_th
     answers = {}
     for drafter in (NullDrafter(), None):
         drafter = drafter or OracleDrafter(answers[NullDrafter], [3, 2], VOCAB)
-        found: list[list[int]] = [[], []]
+        actual: list[list[int]] = [[], []]
         for step in generate(adapter, drafter, GreedyAcceptance(), prompts, max_new_tokens=40):
             for row, tokens in zip(step.rows, step.tokens, strict=True):
-                found[row] += tokens
-        answers[type(drafter)] = found
+                actual[row] += tokens
+        answers[type(drafter)] = actual
     assert [len(tokens) for tokens in answers[NullDrafter]] == [8, 10], "the window is full"
     assert answers[OracleDrafter] == answers[NullDrafter]

@@ -1,6 +1,4 @@
-"""The certificate of the acceptance rules: sound rules pass exactly, and every mutant of the
-sampler is caught.
-"""
+"""The certificate of acceptance rules: sound rules pass, and every mutant is caught."""
 
 import inspect
 import itertools
@@ -40,10 +38,10 @@ from outrider.models.drafters import NullDrafter
 
 GREEDY = Sampling(temperature=0.0)
 ALPHA = 1e-6
-"""Share of sound samplers that a G-test would call unsound; the seeds are fixed."""
+"""False-alarm rate of a G-test for a sound sampler; the seeds are fixed."""
 SMALL_SHAPES = ["one token", "chain of 3", "3 siblings", "2 x 2", "late branch"]
 CAUGHT = 1e-6
-"""Total variation of a mutant must exceed this: six orders of magnitude above what passes."""
+"""Total variation that every mutant must exceed, six orders of magnitude above `EXACT`."""
 
 
 @pytest.mark.parametrize("drawing", DRAWINGS)
@@ -61,8 +59,8 @@ def test_speculative_sampling_is_exact(shapes, drawing):
 def test_speculative_sampling_is_exact_with_six_tokens_and_four_deep():
     target, drafter = random_tables(6, 5, seed=2), random_tables(6, 5, seed=3)
     shape = TreeShape(parents=SHAPES["chain of 4"], drawing="distinct")
-    (found,) = step_distributions(SpeculativeSampling(sampling=Sampling()), Sampling(), [shape], target, drafter)
-    assert total_variation(found, joint(target, Sampling(), 5)) < EXACT
+    (actual,) = step_distributions(SpeculativeSampling(sampling=Sampling()), Sampling(), [shape], target, drafter)
+    assert total_variation(actual, joint(target, Sampling(), 5)) < EXACT
 
 
 @pytest.mark.parametrize("drawing", DRAWINGS)
@@ -73,7 +71,7 @@ def test_greedy_acceptance_is_exact(drawing):
     assert worst.total_variation < EXACT, worst
 
 
-def test_small_trees_are_padded_to_their_neighbours():
+def test_small_trees_are_padded_to_the_largest_in_the_batch():
     tables = random_tables(3, 3, seed=0)
     whole = TreeShape(parents=SHAPES["2 x 2"], drawing="independent")
     tokens = [drawn_tokens(shape, tables, Sampling(), 2, torch.Generator()) for shape in (whole, whole.half)]
@@ -83,7 +81,7 @@ def test_small_trees_are_padded_to_their_neighbours():
 
 
 class Wasteful:
-    """Asks for more than it needs, of every kind, and then does as speculative sampling does."""
+    """Speculative sampling that also requests random numbers that it doesn't use."""
 
     lossless = True
 
@@ -99,20 +97,20 @@ class Wasteful:
         return acceptance
 
 
-def test_whatever_a_rule_asks_for_is_played():
+def test_unused_random_numbers_of_a_rule_are_enumerated_too():
     checks = list(check_rule(Wasteful, shapes=["one token"], samplings=["temperature 1"], drawings=["distinct"]))
     assert len(checks) == 6 * 2
     assert max(check.total_variation for check in checks) < EXACT
 
 
-def test_typical_acceptance_is_not_and_says_so():
+def test_typical_acceptance_is_not_lossless_and_is_marked_so():
     rule = TypicalAcceptance(sampling=Sampling())
     assert not rule.lossless
     checks = list(check_rule(lambda sampling: TypicalAcceptance(sampling=sampling), shapes=["chain of 3"], drawings=["beam"]))
     assert max(check.total_variation for check in checks if check.sampling == "temperature 1") > 0.05
 
 
-def test_typical_acceptance_by_hand():
+def test_typical_acceptance_equals_its_formula():
     probs = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
     entropy = -(probs * probs.log()).sum()
     threshold = min(0.09, 0.3 * float((-entropy).exp()))
@@ -127,7 +125,7 @@ def test_typical_acceptance_by_hand():
 
 @pytest.mark.parametrize("drawing", DRAWINGS)
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.7, top_p=0.9)], ids=["plain", "warped"])
-def test_the_sampler_as_it_is_draws_from_the_joint_distribution(drawing, sampling):
+def test_the_unchanged_sampler_draws_from_the_joint_distribution(drawing, sampling):
     target, drafter = random_tables(3, 4, seed=0), random_tables(3, 4, seed=1)
     shape = TreeShape(parents=(-1, -1, 0, 0), drawing=drawing)
     tokens = sampled_tokens(
@@ -141,14 +139,14 @@ def test_the_sampler_as_it_is_draws_from_the_joint_distribution(drawing, samplin
     )
     expected = joint(target, sampling, 3).flatten()
     assert g_test(sequence_counts(tokens, 3), expected) > ALPHA
-    assert g_test(sequence_counts(tokens, 3), joint(drafter, sampling, 3).flatten()) < ALPHA, "the test sees nothing"
+    assert g_test(sequence_counts(tokens, 3), joint(drafter, sampling, 3).flatten()) < ALPHA, "the test has no power"
 
 
 # --- the whole loop
 
 
 class ToyTarget:
-    """A toy model behind the decode loop's interface; it remembers what was committed."""
+    """Toy model with the target's interface; it stores the committed tokens."""
 
     context_length = 64
     num_prefills = 1
@@ -164,12 +162,12 @@ class ToyTarget:
         return TargetOutput(logits=logits, hidden_states=logits[..., :0])
 
     def _logits(self, texts: list[torch.Tensor]) -> torch.Tensor:
-        """After texts of up to the tables' depth; what follows longer ones is never looked at."""
+        """Return the logits after texts; those after texts longer than the tables are unused."""
         known = texts[: len(self.tables) - 1]
         return self.tables[len(known)][tuple(known)]
 
     def verify(self, last_token, tree) -> TargetOutput:
-        """Row by row of equal committed lengths, since a text's length chooses its table."""
+        """Compute logits for groups of rows of equal length; the length chooses the table."""
         self.last_token = last_token
         batch, vocab = len(last_token), self.tables[0].shape[-1]
         logits = torch.zeros(batch, 1 + tree.num_nodes, vocab, dtype=torch.float64)
@@ -196,7 +194,7 @@ class ToyTarget:
 
 
 class ToyDrafter:
-    """Draws trees of one shape from a toy model that knows nothing of the text so far."""
+    """Drafter that samples trees of one shape from a toy model that ignores the text."""
 
     def __init__(self, shape, tables, sampling) -> None:
         self.shape, self.tables, self.sampling = shape, tables, sampling
@@ -219,7 +217,7 @@ class ToyDrafter:
 
 LOOPS = list(itertools.product((*DRAWINGS, "nothing"), ("one generator", "row seeds")))
 QUICK_LOOPS = [("beam", "row seeds"), ("distinct", "one generator")]
-"""Each source of chance is in one of them, with fewer texts; every pair is in a slow test."""
+"""Quick pairs with fewer texts, one for each source of randomness; slow tests have all pairs."""
 
 
 @pytest.mark.parametrize(
@@ -259,7 +257,7 @@ def test_whole_texts_of_the_decode_loop_follow_the_joint_distribution(drawing, c
     assert g_test(sequence_counts(texts, 3), other) < ALPHA, "too few texts: another temperature would pass"
 
 
-# --- mutants: the sampler, broken on purpose, a line at a time
+# --- mutants: the sampler with one line changed on purpose
 
 ACCEPTANCE_MUTANTS = {
     "accepts every child": ("clamp(max=1.0)", "clamp(min=1.0, max=1.0)"),
@@ -358,23 +356,21 @@ CHANCE_MUTANTS = {
 
 @pytest.fixture
 def mutate() -> Iterator:
-    made = []
+    module_names = []
 
     def run(name: str, source: str) -> types.ModuleType:
         module = types.ModuleType(name)
         module.__package__ = "outrider.models.decoding"
         sys.modules[name] = module
-        made.append(name)
+        module_names.append(name)
         exec(compile(source, name, "exec"), module.__dict__)
         return module
 
     def make(*replacements: str, of: types.ModuleType = acceptance_module) -> types.ModuleType:
-        """The module of the acceptance rules, with lines replaced there or in the module of
-        sampling.
-        """
+        """Run the acceptance rules with lines replaced in their module or in sampling's."""
         source = inspect.getsource(of)
         for old, new in zip(replacements[::2], replacements[1::2], strict=True):
-            assert old in source, f"the sampler has no {old!r} any more: mend the mutant"
+            assert old in source, f"the sampler has no {old!r} any more: update the mutant"
             source = source.replace(old, new)
         if of is acceptance_module:
             return run("outrider.models.decoding.acceptance_mutant", source)
@@ -384,14 +380,14 @@ def mutate() -> Iterator:
         return rules
 
     yield make
-    for name in made:
+    for name in module_names:
         del sys.modules[name]
 
 
 def assert_caught(make_rule, **options) -> None:
-    """By its distance alone: a mutant that crashes is none, and fails the test.
+    """Check that a mutant is caught by its distance; a mutant that raises fails the test.
 
-    What catches most of them comes first.
+    The first checks are those that catch most mutants.
     """
     shapes, drawings = ["late branch", "2 x 2", "3 siblings", "chain of 3"], ["distinct", "independent", "beam"]
     checks = check_rule(make_rule, shapes=shapes, drawings=drawings, **options)
@@ -437,7 +433,7 @@ def test_there_are_enough_mutants_and_the_unbroken_sampler_passes_the_same_way(m
 
 
 def sampler_p_values(make_rule) -> Iterator[float]:
-    """Of a chain, of siblings that are tried in turn, and of a deterministic tree."""
+    """Yield p-values for a chain, for siblings tried in turn, and for a deterministic tree."""
     target, drafter, sampling = random_tables(3, 3, seed=0), random_tables(3, 3, seed=1), Sampling()
     for parents, drawing in (((-1, 0), "distinct"), ((-1, -1), "independent"), ((-1, -1), "beam")):
         shape, generator = TreeShape(parents=parents, drawing=drawing), torch.Generator().manual_seed(0)

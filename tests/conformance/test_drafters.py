@@ -1,6 +1,4 @@
-"""What every registered drafter promises, trained as `train` does on a handful of texts, saved and
-loaded.
-"""
+"""Properties of every registered drafter, trained on a few texts, saved and loaded."""
 
 import itertools
 from dataclasses import dataclass, replace
@@ -31,8 +29,8 @@ from outrider.models.target.loading import load_target
 
 from ..host_reads import HostReads, ScalarReads
 
-# Small options of each kind, with drafts of up to HORIZON - 1 tokens. A new kind is a row here; a
-# row of another name than its kind's says its kind.
+# Small options of each kind, with drafts of up to HORIZON - 1 tokens. A new kind needs a row here.
+# A row whose name is not its kind has the kind as an option.
 OPTIONS: dict[str, dict[str, Any]] = {
     "blockwise": {"kind": "medusa", "heads": "ffn", "share_head": True, "head_decay": 1.0},
     "draft_drawn": {"kind": "draft_model", "num_layers": 1, "temperature": 1.0},
@@ -61,18 +59,18 @@ def test_every_registered_kind_is_tested_here():
 
 @pytest.fixture(scope="module")
 def target(tiny_target_dir: Path) -> HFTarget:
-    """In float64, where tree attention and plain decoding agree to the last arg-max."""
+    """Load the target in float64, where tree attention and plain decoding have equal arg-maxes."""
     return load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="float64"), torch.device("cpu"))
 
 
 @dataclass(frozen=True)
 class Answers:
-    """Tokens and accepted draft tokens of each row."""
+    """Tokens and numbers of accepted draft tokens of each row."""
 
     tokens: list[list[int]]
     num_accepted: list[list[int]]
     num_left: int
-    """Rows in the last step."""
+    """Number of rows in the last step."""
 
 
 def answer(target, drafter, prompts, rule=None, *, stop_ids=(), generator=None) -> Answers:
@@ -89,13 +87,13 @@ def answer(target, drafter, prompts, rule=None, *, stop_ids=(), generator=None) 
 
 @pytest.fixture(scope="module")
 def plain(target) -> list[list[int]]:
-    """The target's own greedy answers."""
+    """Return the target's greedy answers."""
     return [answer(target, NullDrafter(), [prompt]).tokens[0] for prompt in PROMPTS]
 
 
 @pytest.fixture(scope="module")
 def batch(target, plain) -> DrafterBatch:
-    """The memorised texts, distilled: of greedy texts the continuations are the texts themselves."""
+    """Distil the memorised texts; continuations of greedy texts are the texts themselves."""
     texts = [[*prompt, *tokens] for prompt, tokens in zip(MEMORISED, plain, strict=False)]
     seq = max(map(len, texts))
     input_ids = torch.zeros(len(texts), seq, dtype=torch.long)
@@ -116,7 +114,7 @@ def batch(target, plain) -> DrafterBatch:
 
 
 def make(kind: str, target: HFTarget, batch: DrafterBatch) -> tuple[TrainableDrafter, DrafterBatch]:
-    """A fresh drafter, and the batch with what it reads of the target."""
+    """Make a fresh drafter, and the batch with the target's states that it reads."""
     torch.manual_seed(0)
     drafter = build_drafter(parse_drafter({"kind": kind, **OPTIONS[kind]}), target).train()
     if drafter.wants_token_counts:
@@ -132,7 +130,7 @@ def make(kind: str, target: HFTarget, batch: DrafterBatch) -> tuple[TrainableDra
 
 @dataclass(frozen=True)
 class Trained:
-    """The drafter as training left it, in the target's type, and where it was saved."""
+    """A trained drafter in the target's dtype, and the folder where it was saved."""
 
     drafter: TrainableDrafter
     folder: Path
@@ -153,7 +151,9 @@ def kind(request) -> str:
 @pytest.fixture(scope="module")
 def trained(kind, target, batch, tmp_path_factory) -> Trained:
     drafter, batch = make(kind, target, batch)
-    optimizer = torch.optim.AdamW([each for each in drafter.parameters() if each.requires_grad], lr=LEARNING_RATE)
+    optimizer = torch.optim.AdamW(
+        [parameter for parameter in drafter.parameters() if parameter.requires_grad], lr=LEARNING_RATE
+    )
     for _ in range(STEPS):
         loss = drafter.loss(batch, Objective())
         optimizer.zero_grad()
@@ -176,7 +176,7 @@ def drafter(trained, target) -> Any:
 
 @pytest.fixture(params=[pytest.param("fresh", marks=pytest.mark.slow), "trained"])
 def either(request, kind, trained, target, batch) -> Any:
-    """A fresh drafter, mostly wrong, and a trained one, right on the memorised prompts alone."""
+    """Return a fresh drafter, mostly wrong, or one trained on the memorised prompts."""
     if request.param == "trained":
         return trained.load(target)
     return make(kind, target, batch)[0].to(target.dtype).eval()
@@ -185,18 +185,18 @@ def either(request, kind, trained, target, batch) -> Any:
 # --- training
 
 
-def test_a_drafter_reads_no_more_of_the_target_than_it_says(kind, target, batch):
-    """Else training would break where only that is stored."""
-    drafter, given = make(kind, target, batch)
+def test_a_drafter_reads_only_the_states_that_it_declares(kind, target, batch):
+    """Otherwise training would fail if only the declared states are stored."""
+    drafter, full_batch = make(kind, target, batch)
     needed = replace(
-        given,
-        hidden_states=given.hidden_states if drafter.reads_hidden_states else None,
-        features=given.features if drafter.feature_layers else None,
+        full_batch,
+        hidden_states=full_batch.hidden_states if drafter.reads_hidden_states else None,
+        features=full_batch.features if drafter.feature_layers else None,
     )
     assert drafter.loss(needed, Objective()).counts.sum() > 0
     if drafter.reads_hidden_states:
         with pytest.raises(ValueError, match="distil them or recompute them"):
-            drafter.loss(replace(given, hidden_states=None), Objective())
+            drafter.loss(replace(full_batch, hidden_states=None), Objective())
 
 
 # --- decoding
@@ -207,16 +207,16 @@ def test_greedy_answers_are_plain_decodings(either, target, plain):
         assert answer(target, either, [PROMPTS[row] for row in order]).tokens == [plain[row] for row in order]
 
 
-def test_rows_leave_and_the_others_go_on(either, target, plain):
+def test_rows_leave_the_batch_and_the_others_continue(either, target, plain):
     stop = next(token for token in plain[0][4:] if len({token in tokens for tokens in plain}) == 2)
     expected = [tokens[: tokens.index(stop) + 1] if stop in tokens else tokens for tokens in plain]
     assert len({len(tokens) for tokens in expected}) > 1, "all rows end together"
-    found = answer(target, either, PROMPTS, stop_ids={stop})
-    assert found.tokens == expected
-    assert found.num_left < len(PROMPTS)
+    actual = answer(target, either, PROMPTS, stop_ids={stop})
+    assert actual.tokens == expected
+    assert actual.num_left < len(PROMPTS)
 
 
-def test_a_row_drafts_in_a_batch_what_it_drafts_alone(drafter, target):
+def test_a_row_in_a_batch_accepts_as_many_tokens_as_alone(drafter, target):
     def drafted(rows: list[int]) -> list[list[int]]:
         return answer(target, drafter, [PROMPTS[row] for row in rows], generator=RowSeeds(rows)).num_accepted
 
@@ -256,20 +256,20 @@ def test_a_row_in_a_batch_samples_the_tokens_that_it_samples_alone(drafter, targ
 def test_with_the_same_seeds_plain_decoding_samples_the_same(either, target, kind):
     rule, seeds = SpeculativeSampling(sampling=Sampling(temperature=1.3, top_p=0.95)), range(10, 15)
     plain = answer(target, NullDrafter(), PROMPTS, rule, generator=RowSeeds(seeds))
-    found = answer(target, either, PROMPTS, rule, generator=RowSeeds(seeds))
+    actual = answer(target, either, PROMPTS, rule, generator=RowSeeds(seeds))
     drawn = OPTIONS[kind].get("temperature", 0.0) > 0
-    assert (found.tokens == plain.tokens) != drawn, "only drafts that are drawn make another sample"
+    assert (actual.tokens == plain.tokens) != drawn, "only sampled drafts change the sample"
 
 
-def test_typical_acceptance_answers_in_full(drafter, target):
+def test_typical_acceptance_gives_complete_answers(drafter, target):
     rule = TypicalAcceptance(sampling=Sampling(temperature=0.7))
-    found = answer(target, drafter, PROMPTS, rule, generator=torch.Generator().manual_seed(0))
-    assert [len(tokens) for tokens in found.tokens] == [NUM_NEW] * len(PROMPTS)
-    assert any(map(any, found.num_accepted))
+    actual = answer(target, drafter, PROMPTS, rule, generator=torch.Generator().manual_seed(0))
+    assert [len(tokens) for tokens in actual.tokens] == [NUM_NEW] * len(PROMPTS)
+    assert any(map(any, actual.num_accepted))
 
 
-def test_a_step_reads_from_the_device_once(drafter, target):
-    steps = generate(target, drafter, GreedyAcceptance(), [torch.tensor(each) for each in UNSEEN], max_new_tokens=NUM_NEW)
+def test_a_step_of_every_kind_has_one_host_read(drafter, target):
+    steps = generate(target, drafter, GreedyAcceptance(), [torch.tensor(prompt) for prompt in UNSEEN], max_new_tokens=NUM_NEW)
     next(steps)
     next(steps)
     num_steps = 0
@@ -302,7 +302,7 @@ def first_draft(target: HFTarget, drafter: Any) -> DraftTree:
     return drafter.propose(state, prefill.logits[:, -1].argmax(-1), generator=torch.Generator().manual_seed(0))[0]
 
 
-def test_what_was_saved_drafts_the_same_bits(trained, target):
+def test_a_saved_drafter_loads_bit_for_bit_and_drafts_the_same(trained, target):
     loaded = trained.load(target)
     for name, tensor in trained.drafter.state_dict().items():
         assert torch.equal(tensor, loaded.state_dict()[name]), name
@@ -315,7 +315,7 @@ def test_what_was_saved_drafts_the_same_bits(trained, target):
 
 
 QUICK_OBJECTIVES = set(zip(LossKind, itertools.cycle(WEIGHTS), strict=False))
-"""Each loss once, with either way of weighting."""
+"""Each loss once; the two weightings alternate."""
 
 
 @pytest.mark.parametrize(
@@ -331,7 +331,7 @@ def test_every_objective_has_a_finite_gradient(kind, target, batch, loss, weight
     assert 0 < len(result.sums) <= len(result.counts) == len(result.joint_hits)
     assert (result.hits[:, 0] >= result.joint_hits).all()
     result.sums.sum().backward()
-    gradients = {name: each.grad for name, each in drafter.named_parameters() if each.requires_grad}
+    gradients = {name: parameter.grad for name, parameter in drafter.named_parameters() if parameter.requires_grad}
     assert gradients
     assert [name for name, gradient in gradients.items() if gradient is None or not gradient.isfinite().all()] == []
     assert any(gradient.any() for gradient in gradients.values())
@@ -340,8 +340,9 @@ def test_every_objective_has_a_finite_gradient(kind, target, batch, loss, weight
 @pytest.mark.parametrize("with_labels", [True, False])
 @pytest.mark.parametrize("horizon", [2, 3, HORIZON])
 def test_a_drafter_announces_parameters_without_a_gradient(kind, target, batch, horizon, with_labels):
-    """DDP, which looks for them only then, would wait for ever for one that is missing in some
-    processes.
+    """DDP looks for unused parameters only if the drafter announces them.
+
+    Otherwise it would wait forever for a gradient that is missing in some processes.
     """
     drafter, batch = make(kind, target, batch)
     try:
@@ -351,25 +352,25 @@ def test_a_drafter_announces_parameters_without_a_gradient(kind, target, batch, 
     positions = batch.positions if with_labels else torch.zeros_like(batch.positions)
     batch = replace(batch, positions=positions, continuations=batch.continuations[:, :, :horizon])
     drafter.loss(batch, Objective(loss=LossKind.kl, head=target.head)).sums.sum().backward()
-    missing = [name for name, each in drafter.named_parameters() if each.requires_grad and each.grad is None]
+    missing = [name for name, parameter in drafter.named_parameters() if parameter.requires_grad and parameter.grad is None]
     assert bool(missing) == drafter.has_unused_parameters(horizon), missing
 
 
-def test_texts_without_a_label_teach_nothing_and_break_nothing(kind, target, batch):
+def test_texts_without_labels_have_zero_loss_and_gradient(kind, target, batch):
     drafter, batch = make(kind, target, batch)
     result = drafter.loss(replace(batch, positions=torch.zeros_like(batch.positions)), Objective())
     assert not result.counts.any()
     assert not result.sums.any()
     result.sums.sum().backward()
-    assert not any(each.grad.any() for each in drafter.parameters() if each.grad is not None)
+    assert not any(parameter.grad.any() for parameter in drafter.parameters() if parameter.grad is not None)
 
 
 def test_the_targets_parameters_are_neither_trained_nor_saved(kind, target, batch):
     drafter, batch = make(kind, target, batch)
-    memory = {each.data_ptr() for each in target.model.parameters()}
+    memory = {tensor.data_ptr() for tensor in target.model.parameters()}
     owned = {**dict(drafter.named_parameters()), **drafter.state_dict()}
-    assert [name for name, each in owned.items() if each.data_ptr() in memory] == []
-    before = [each.clone() for each in target.model.parameters()]
+    assert [name for name, tensor in owned.items() if tensor.data_ptr() in memory] == []
+    before = [tensor.clone() for tensor in target.model.parameters()]
     optimizer = torch.optim.SGD(drafter.parameters(), lr=1.0)
     drafter.loss(batch, Objective(loss=LossKind.kl, head=target.head)).sums.sum().backward()
     optimizer.step()

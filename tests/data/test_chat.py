@@ -1,6 +1,4 @@
-"""The assistant's mask: by templates with markers and without, under byte-level and
-SentencePiece-like tokenizers.
-"""
+"""The assistant's mask, for templates with and without markers and two tokenizers."""
 
 import copy
 from pathlib import Path
@@ -39,7 +37,7 @@ THINKING = (
     "{{ m.content + '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-# The generation prompt opens a block that finished turns don't have, so it is no prefix of them.
+# The generation prompt opens a block that finished turns lack, so it is no prefix of them.
 OPENED = CHATML.replace("<|im_start|>assistant\\n' }}{% endif %}", "<|im_start|>assistant\\n<think>\\n' }}{% endif %}")
 MARKED = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
@@ -47,7 +45,7 @@ MARKED = (
     "{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-# What stands around an answer, as the assistant's own.
+# Text before and after an answer that the mask includes.
 AROUND = {
     VICUNA: (" ", "</s>"),
     CHATML: ("", "<|im_end|>"),
@@ -61,8 +59,9 @@ ANSWERS = ["Hello there.", "def f(x):\n    return x  # 1 ü 你好 🙂", "a", "
 
 @pytest.fixture(scope="session")
 def sentencepiece_like() -> PreTrainedTokenizerFast:
-    """Spaces are part of the next word, as U+2581; unknown characters become bytes: as Llama's and
-    Vicuna's tokenizers do.
+    """Build a tokenizer like Llama's and Vicuna's.
+
+    A space is a part of the next word, as U+2581, and unknown characters become bytes.
     """
     special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
@@ -97,14 +96,14 @@ def chat(answers: list[str]) -> Conversation:
 
 
 def runs(example: Example) -> list[list[int]]:
-    """Token ids of every unbroken run of the assistant's."""
-    found: list[list[int]] = [[]]
-    for token, own in zip(example.input_ids.tolist(), example.loss_mask.tolist(), strict=True):
-        if own:
-            found[-1].append(token)
-        elif found[-1]:
-            found.append([])
-    return [run for run in found if run]
+    """List the token ids of every contiguous run of the assistant's tokens."""
+    all_runs: list[list[int]] = [[]]
+    for token, is_assistant in zip(example.input_ids.tolist(), example.loss_mask.tolist(), strict=True):
+        if is_assistant:
+            all_runs[-1].append(token)
+        elif all_runs[-1]:
+            all_runs.append([])
+    return [run for run in all_runs if run]
 
 
 def encode(conversations: list[Conversation], tokenizer: PreTrainedTokenizerFast, max_length: int = 4096) -> list[Example]:
@@ -121,7 +120,7 @@ def test_the_masked_tokens_are_the_answers_and_their_end_tokens(
     before, after = AROUND[template]
     decoded = [tokenizer.decode(run) for run in runs(example)]
     expected = [before + answer + after for answer in ANSWERS]
-    if kind == "sentencepiece_like":  # its decoder takes the first space away
+    if kind == "sentencepiece_like":  # its decoder removes the first space
         decoded, expected = [text.strip() for text in decoded], [text.strip() for text in expected]
     assert decoded == expected
     text = tokenizer.apply_chat_template(
@@ -131,8 +130,8 @@ def test_the_masked_tokens_are_the_answers_and_their_end_tokens(
 
 
 @pytest.mark.parametrize("template", [VICUNA, CHATML, LLAMA2, MISTRAL], ids=["vicuna", "chatml", "llama2", "mistral"])
-def test_an_answer_begins_where_the_prompt_for_it_ends(template: str, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    """Otherwise the drafter is trained on other positions than those it drafts at."""
+def test_an_answer_starts_where_its_prompt_ends(template: str, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    """Otherwise the drafter would be trained on other positions than it drafts at."""
     tokenizer = with_template(tiny_tokenizer, template)
     turns = chat(ANSWERS).turns
     (example,) = encode([chat(ANSWERS)], tokenizer)
@@ -150,14 +149,14 @@ def test_an_empty_thinking_block_belongs_to_the_answer_that_it_precedes(tiny_tok
     assert [tokenizer.decode(run) for run in runs(example)] == ["i<|im_end|>", "<think>\n\n</think>\n\nthink<|im_end|>"]
 
 
-def test_markers_and_no_markers_give_one_mask(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_templates_with_and_without_markers_give_the_same_mask(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     (marked,) = encode([chat(ANSWERS)], with_template(tiny_tokenizer, MARKED))
     (located,) = encode([chat(ANSWERS)], with_template(tiny_tokenizer, CHATML))
     assert torch.equal(marked.input_ids, located.input_ids)
     assert torch.equal(marked.loss_mask, located.loss_mask)
 
 
-def test_the_mask_is_transformers_own_where_that_works(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_the_mask_equals_that_of_transformers(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer = with_template(tiny_tokenizer, MARKED)
     messages = [{"role": turn.role, "content": turn.content} for turn in chat(ANSWERS).turns]
     theirs = tokenizer.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
@@ -167,7 +166,7 @@ def test_the_mask_is_transformers_own_where_that_works(tiny_tokenizer: PreTraine
 
 
 def test_an_answer_that_begins_with_a_space_is_kept_under_trimmed_offsets(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    """transformers' own mask ends at the first answer whose first character no token covers."""
+    """transformers' mask ends at the first answer whose first character no token covers."""
     tokenizer = with_template(tiny_tokenizer, MARKED)
     tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     turns = [" Hello", "fine"]
@@ -178,7 +177,7 @@ def test_an_answer_that_begins_with_a_space_is_kept_under_trimmed_offsets(tiny_t
     assert sum(theirs["assistant_masks"]) < example.loss_mask.sum()
 
 
-def test_vicuna_comes_with_the_conversation_that_it_was_trained_on(sentencepiece_like: PreTrainedTokenizerFast) -> None:
+def test_the_vicuna_template_has_the_prompt_of_its_training(sentencepiece_like: PreTrainedTokenizerFast) -> None:
     tokenizer = copy.deepcopy(sentencepiece_like)
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match=r"no chat template; set data.chat_template.*vicuna_v1.1"):
@@ -191,8 +190,8 @@ def test_vicuna_comes_with_the_conversation_that_it_was_trained_on(sentencepiece
     )
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert text == f"<s>{system} USER: Hi ASSISTANT: Yes.</s>USER: Bye ASSISTANT:"
-    own = tokenizer.apply_chat_template([{"role": "system", "content": "Be brief."}, *messages[:2]], tokenize=False)
-    assert own == "<s>Be brief. USER: Hi ASSISTANT: Yes.</s>"
+    with_system = tokenizer.apply_chat_template([{"role": "system", "content": "Be brief."}, *messages[:2]], tokenize=False)
+    assert with_system == "<s>Be brief. USER: Hi ASSISTANT: Yes.</s>"
     (example,) = encode([chat(ANSWERS)], tokenizer)
     assert [tokenizer.decode(run).strip() for run in runs(example)] == [f"{answer}</s>" for answer in ANSWERS]
     without_markers = tokenizer.chat_template.replace("{%- generation -%}", "").replace("{%- endgeneration -%}", "")
@@ -201,29 +200,47 @@ def test_vicuna_comes_with_the_conversation_that_it_was_trained_on(sentencepiece
     assert torch.equal(located.loss_mask, example.loss_mask)
 
 
-def test_a_template_comes_from_a_file_or_by_name_or_stays(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_qwen3_answers_after_an_empty_thinking_block(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    """As Qwen's own template does with enable_thinking=false: in front of the last answer only."""
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    use_chat_template(tokenizer, "qwen3_no_thinking")
+    first = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes."}, {"role": "user", "content": "Bye"}]
+    prompt = tokenizer.apply_chat_template(first, tokenize=False, add_generation_prompt=True)
+    turns = ["user\nHi", "assistant\nYes.", "user\nBye"]
+    earlier = "".join(f"<|im_start|>{turn}<|im_end|>\n" for turn in turns)
+    assert prompt == earlier + "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    whole = [{"role": "system", "content": "Be brief."}, *first, {"role": "assistant", "content": "Ciao."}]
+    text = tokenizer.apply_chat_template(whole, tokenize=False)
+    assert text == f"<|im_start|>system\nBe brief.<|im_end|>\n{prompt}Ciao.<|im_end|>\n"
+    (example,) = encode([chat(ANSWERS)], tokenizer)
+    assert [tokenizer.decode(run).strip() for run in runs(example)] == [f"{answer}<|im_end|>" for answer in ANSWERS]
+
+
+def test_a_chat_template_is_a_file_a_name_or_the_tokenizers_own(
+    tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
     tokenizer = copy.deepcopy(tiny_tokenizer)
     use_chat_template(tokenizer, None)
     assert tokenizer.chat_template == tiny_tokenizer.chat_template
     (tmp_path / "own.jinja").write_text(CHATML)
     use_chat_template(tokenizer, str(tmp_path / "own.jinja"))
     assert tokenizer.chat_template == CHATML
-    with pytest.raises(ValueError, match=r"data.chat_template is 'vicuna'; give the path .* or one of vicuna_v1.1"):
+    with pytest.raises(ValueError, match=r"data.chat_template is 'vicuna'; give the path .*qwen3_no_thinking, vicuna_v1.1"):
         use_chat_template(tokenizer, "vicuna")
 
 
-def test_a_mask_that_is_zero_everywhere_names_the_template(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    """Training on nothing looks like training: the loss is 0 and nobody is told."""
+def test_a_template_without_assistant_tokens_is_an_error(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    """Training without any label would look like normal training with a loss of 0."""
     empty = MARKED.replace("{{ m.content + '<|im_end|>' }}{% endgeneration %}", "{% endgeneration %}{{ m.content }}")
     tokenizer = with_template(tiny_tokenizer, empty)
-    with pytest.raises(ValueError, match=r"no token of 3 conversations is the assistant's.*begins.*3 x no token of the assist"):
+    with pytest.raises(ValueError, match=r"none of 3 conversations has a token.*begins.*3 x no token of the assist"):
         encode([chat(ANSWERS)] * 3, tokenizer)
     tokenizer.chat_template = CHATML.replace("m.content", "m.content | upper")
     with pytest.raises(ValueError, match=r"2 x the chat template changes the answers"):
         encode([chat(ANSWERS)] * 2, tokenizer)
 
 
-def test_what_a_template_rejects_or_cuts_off_is_counted(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_conversations_that_a_template_rejects_or_cuts_are_counted(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer = with_template(tiny_tokenizer, MISTRAL)
     turns = (Turn(role="user", content="a"), Turn(role="user", content="b"), Turn(role="assistant", content="c"))
     conversations = [
@@ -261,7 +278,7 @@ def test_batches_of_conversations_keep_their_order(
         assert [tiny_tokenizer.decode(run) for run in runs(example)] == [f"Answer {index}<|end|>"]
 
 
-def test_a_prompt_ends_where_the_assistant_is_to_go_on(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_prompt_ends_where_the_assistants_answer_starts(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     turns = conversation("Hi", "Yes.", "And?").turns
     prompt = encode_prompt(turns, tiny_tokenizer)
     assert tiny_tokenizer.decode(prompt[0]) == "<|user|>Hi<|assistant|>Yes.<|end|><|user|>And?<|assistant|>"

@@ -9,9 +9,7 @@ from outrider.data.types import UNKNOWN, DistilledExample, DrafterBatch, Example
 
 
 def test_text_labels_by_eye() -> None:
-    """Two turns: what follows a turn's end is no label of it, and a label never reaches into the
-    next turn.
-    """
+    """Two turns: labels stop at the end of a turn and never continue in the next one."""
     ids = torch.tensor([10, 11, 12, 13, 14, 15, 16])
     mask = torch.tensor([0, 0, 1, 1, 0, 1, 1], dtype=torch.bool)
     expected = [
@@ -47,7 +45,7 @@ def make_example(length: int, hidden: bool = False) -> DistilledExample:
     mask = torch.arange(length) >= 2
     continuations = torch.full((length, 3), UNKNOWN)
     continuations[1 : length - 1] = 7
-    continuations[2] = UNKNOWN  # the target had stopped here
+    continuations[2] = UNKNOWN  # the target stopped here
     return DistilledExample(
         example=Example(id=f"{length}", input_ids=torch.arange(length) + 1, loss_mask=mask),
         continuations=continuations,
@@ -76,7 +74,7 @@ def test_padding_is_on_the_right_and_never_trained_on() -> None:
 
 @pytest.mark.parametrize("max_positions", [None, 1, 4, 100])
 def test_both_kinds_of_labels_train_on_the_same_positions(max_positions: int | None) -> None:
-    """An ablation of the labels must not differ in the positions too."""
+    """An ablation of the labels must not change the positions."""
     distilled, text = run("distilled", max_positions), run("text", max_positions)
     assert torch.equal(distilled.positions, text.positions)
     assert not torch.equal(distilled.continuations, text.continuations)
@@ -96,7 +94,7 @@ def test_thinning_keeps_exactly_the_limit_among_labelled_positions_and_follows_t
     assert len(seen) == everything.sum() == 7
 
 
-def test_layers_stand_side_by_side_in_the_order_that_they_are_read_in() -> None:
+def test_features_of_layers_are_concatenated_in_the_requested_order() -> None:
     def with_states(length: int) -> DistilledExample:
         layers = {
             layer: StoredStates(values=torch.ones(length, 2, dtype=torch.int8), scales=torch.full((length,), float(layer)))
@@ -109,14 +107,14 @@ def test_layers_stand_side_by_side_in_the_order_that_they_are_read_in() -> None:
         examples, generator = [with_states(5), with_states(8)], torch.Generator()
         return collate(examples, max_positions=None, generator=generator, labels="distilled", pad_id=99, reads=reads)
 
-    found = batch(TargetReads(layers=(7, 2), top=True))
-    assert found.hidden_states is None, "it is there, and nobody reads it"
-    assert found.features is not None
-    assert found.features[0, 4].tolist() == found.features[1, 7].tolist() == [7, 7, 2, 2]
-    assert not found.features[0, 5:].any()
-    assert found.top_tokens is not None
-    assert found.top_log_probs is not None
-    assert found.top_tokens[0].unique(dim=0).tolist() == [[UNKNOWN] * 3, [5] * 3]
-    assert found.top_log_probs[0, 5:].exp().sum() == 0
+    collated = batch(TargetReads(layers=(7, 2), top=True))
+    assert collated.hidden_states is None, "they are stored but not requested"
+    assert collated.features is not None
+    assert collated.features[0, 4].tolist() == collated.features[1, 7].tolist() == [7, 7, 2, 2]
+    assert not collated.features[0, 5:].any()
+    assert collated.top_tokens is not None
+    assert collated.top_log_probs is not None
+    assert collated.top_tokens[0].unique(dim=0).tolist() == [[UNKNOWN] * 3, [5] * 3]
+    assert collated.top_log_probs[0, 5:].exp().sum() == 0
     with pytest.raises(KeyError):
         batch(TargetReads(layers=(3,)))

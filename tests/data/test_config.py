@@ -34,7 +34,7 @@ def test_all_wrong_values_are_listed_at_once() -> None:
     ]
 
 
-def test_omegaconf_builds_it_and_refuses_unknown_keys() -> None:
+def test_omegaconf_builds_the_config_and_rejects_unknown_keys() -> None:
     schema = OmegaConf.structured(DataConfig)
     config = OmegaConf.to_object(OmegaConf.merge(schema, {"source": "alpaca", "path": "a.json"}))
     assert config == DataConfig(source="alpaca", path="a.json")

@@ -1,4 +1,4 @@
-"""Prompts of the evaluation don't get into the training data, and nothing else is kept out."""
+"""Decontamination: training data have no evaluation prompts, and all else is kept."""
 
 import json
 from collections import Counter
@@ -36,7 +36,7 @@ EXAM = suite("Tell me: how many legs, in all, have two spiders?", "Who are you?"
         (("Please answer. How many legs, in ALL... have an ant?",), "exam"),  # five words in a row
         (("how many legs in total have two spiders",), None),  # four at most
         (("Hello", "Say it again: how many legs in all?"), "exam"),  # a later turn
-        (("who are you",), "exam"),  # too short for five words: the same as a whole
+        (("who are you",), "exam"),  # shorter than five words: only an equal prompt counts
         (("who are you to say so, and why?",), None),
         (("",), None),
         (("请问:两只蜘蛛一共有几条腿?",), "exam"),  # a character of a script without spaces is a word
@@ -54,7 +54,7 @@ def test_a_system_prompt_counts() -> None:
     assert PromptOverlap([EXAM], 5).suite_of(hidden) == "exam"
 
 
-def test_what_is_left_out_is_counted_by_suite() -> None:
+def test_dropped_conversations_are_counted_by_suite() -> None:
     dropped: Counter[str] = Counter()
     overlap = PromptOverlap([EXAM, suite("the quick brown fox jumps", name="typing")], 5)
     kept = without_overlap(
@@ -67,18 +67,18 @@ def test_what_is_left_out_is_counted_by_suite() -> None:
     }
 
 
-def test_the_drawn_conversations_stay_the_same_but_for_those_left_out(tmp_path: Path) -> None:
+def test_decontamination_changes_no_other_sampled_conversation(tmp_path: Path) -> None:
     records = [[{"role": "user", "content": f"question number {i}"}, {"role": "assistant", "content": "a"}] for i in range(40)]
     path = tmp_path / "chats.jsonl"
     path.write_text("".join(json.dumps({"messages": record}) + "\n" for record in records))
     config = DataConfig(source="messages", path=str(path), limit=20)
     drawn, _ = load_conversations(config)
-    asked = drawn[3].turns[0].content
-    kept, dropped = load_conversations(config, PromptOverlap([suite(asked)], 13))
+    question = drawn[3].turns[0].content
+    kept, dropped = load_conversations(config, PromptOverlap([suite(question)], 13))
     assert kept == [conversation for conversation in drawn if conversation != drawn[3]]
     assert dropped.total() == 1
-    with pytest.raises(ValueError, match=r"every prompt.*is one of the evaluation's.*eval\.suites"):
-        load_conversations(config, PromptOverlap([suite(*(each.turns[0].content for each in drawn))], 13))
+    with pytest.raises(ValueError, match=r"every prompt.*overlaps with the evaluation.*eval\.suites"):
+        load_conversations(config, PromptOverlap([suite(*(conversation.turns[0].content for conversation in drawn))], 13))
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ def full_disk(*_: object) -> None:
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_a_full_disk_keeps_the_old_file_leaves_no_temporary_and_says_what_to_do(
+def test_a_full_disk_keeps_the_old_file_and_raises_with_the_remedy(
     call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "shard.bin"
@@ -124,7 +124,7 @@ def test_neither_the_current_folder_nor_one_around_it_is_replaced(tmp_path: Path
     replace_folder(inner, OLD)
     monkeypatch.chdir(inner)
     for path in (Path(), Path(".."), tmp_path / "a"):
-        with pytest.raises(ValueError, match="folder you are in"):
+        with pytest.raises(ValueError, match="contains the current folder"):
             replace_folder(path, NEW)
     assert contents(inner) == OLD
 
@@ -133,13 +133,13 @@ def test_a_file_is_not_replaced_by_a_folder(tmp_path: Path) -> None:
     path = tmp_path / "out"
     path.write_text("kept")
     for _ in range(2):
-        with pytest.raises(ValueError, match="out is a file.*remove it, or name another"):
+        with pytest.raises(ValueError, match="out is a file.*remove it, or choose another"):
             replace_folder(path, NEW)
     assert contents(tmp_path) == {"out": "kept"}
 
 
-def test_a_reader_removes_no_folder_that_only_has_the_name_of_a_replaced_one(tmp_path: Path) -> None:
-    """Readers look at folders of users too, where it may be theirs."""
+def test_a_reader_keeps_a_folder_that_only_has_the_name_of_a_replaced_one(tmp_path: Path) -> None:
+    """Readers also open folders of users, and such a folder may be the user's."""
     replace_folder(tmp_path / "folder", NEW)
     replace_folder(tmp_path / ".folder.old", OLD)
     finish_replacing(tmp_path / "folder")
@@ -151,11 +151,11 @@ def test_a_reader_removes_no_folder_that_only_has_the_name_of_a_replaced_one(tmp
     [
         (Path, "write_text", 2, OLD),  # half of the new folder is written
         (os, "replace", 1, OLD),
-        (os, "replace", 2, NEW),  # neither name is there
+        (os, "replace", 2, NEW),  # neither name exists
         (shutil, "rmtree", 3, NEW),  # the old folder lies beside the new one
     ],
 )
-def test_a_kill_leaves_the_old_folder_or_the_new_one_and_nothing_else_in_the_end(
+def test_after_a_kill_the_next_write_leaves_one_complete_folder(
     owner: Any, name: str, call: int, expected: dict[str, str], tmp_path: Path
 ) -> None:
     path = tmp_path / "folder"
@@ -175,7 +175,7 @@ def test_a_kill_leaves_the_old_folder_or_the_new_one_and_nothing_else_in_the_end
             replace_folder(path, {**NEW, "c": "new"} if owner is Path else NEW)
         finally:
             os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9, "the moment never came"
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9, "the process did not reach the call"
     finish_replacing(path)
     assert contents(path) == expected
     replace_folder(path, NEW)
@@ -183,14 +183,14 @@ def test_a_kill_leaves_the_old_folder_or_the_new_one_and_nothing_else_in_the_end
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_json_survives_and_its_folder_is_made(tmp_path: Path) -> None:
+def test_json_is_read_back_and_its_folder_created(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b.json"
     write_json(path, {"name": "ü", "values": [1, 2.5, None]})
     assert read_json(path) == {"name": "ü", "values": [1, 2.5, None]}
     assert sha256_file(path) == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def test_json_that_other_readers_refuse_is_not_written(tmp_path: Path) -> None:
+def test_nan_is_not_written_to_json(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="JSON"):
         write_json(tmp_path / "a.json", {"loss": float("nan")})
     assert list(tmp_path.iterdir()) == []
@@ -251,7 +251,7 @@ def test_unknown_keys_missing_keys_and_wrong_types_are_named(change: dict[str, o
         parse_json(Outer, json.dumps({**GOOD, **change}), Path("f.json"))
 
 
-def test_a_folder_is_held_by_one_process_at_a_time(tmp_path: Path) -> None:
+def test_only_one_process_at_a_time_holds_the_lock_of_a_folder(tmp_path: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from outrider.data.files import locked\nwith locked(Path(sys.argv[1])): pass"
     )

@@ -1,4 +1,4 @@
-"""Where texts lie in the rows of a batch."""
+"""Positions of texts in the rows of a batch."""
 
 from collections import Counter
 
@@ -20,8 +20,9 @@ def test_each_text_has_a_row_of_its_own_unless_packed() -> None:
 
 
 def test_packed_rows_by_eye() -> None:
-    """The longest first, each into the row that is shortest so far; two rows cost less than one,
-    whose attention is wider.
+    """The longest text comes first, and each goes into the row that is shortest so far.
+
+    Two rows cost less than one, since attention in a longer row is more expensive.
     """
     layout = packed([300, 2000, 500, 1500])
     assert layout.shape == (2, 2300)
@@ -30,7 +31,7 @@ def test_packed_rows_by_eye() -> None:
     assert padding(layout) < 0.07 < 0.4 < padding(padded([300, 2000, 500, 1500]))
 
 
-def test_values_keep_their_shape_and_starts_tell_texts_and_padding_apart() -> None:
+def test_values_keep_their_shape_and_starts_separate_texts_and_padding() -> None:
     layout = Layout(lengths=(2, 1, 2), rows=(0, 0, 1), columns=(0, 2, 0))
     values = [torch.full((length, 2), float(length + index)) for index, length in enumerate(layout.lengths)]
     assert layout.place(values, -1.0)[..., 1].tolist() == [[2, 2, 2], [4, 4, -1]]
@@ -52,5 +53,5 @@ def test_no_text_is_lost_and_none_overlaps_another(seed: int) -> None:
 
 
 def test_texts_of_one_length_stay_in_rows_of_their_own() -> None:
-    """Behind each other they would only make each other's attention wider."""
+    """In one row they would only make attention more expensive."""
     assert packed([512] * 16).shape == (16, 512)

@@ -68,7 +68,7 @@ def make_manifest(shards: list[ShardEntry], complete: bool = True) -> Manifest:
 
 
 @pytest.mark.parametrize("hidden", [None, torch.float32, torch.bfloat16, torch.float16])
-def test_a_shard_gives_back_every_example_bit_by_bit(hidden: torch.dtype | None, tmp_path: Path) -> None:
+def test_a_shard_is_read_back_bit_by_bit(hidden: torch.dtype | None, tmp_path: Path) -> None:
     examples = make_examples(hidden)
     entry = write_shard(tmp_path, 3, examples)
     assert entry == label_store(tmp_path).read_entry(3)
@@ -90,8 +90,9 @@ def test_a_shard_gives_back_every_example_bit_by_bit(hidden: torch.dtype | None,
 
 
 def make_full_examples(dtype: str) -> list[DistilledExample]:
-    """With last hidden states, the inputs of layers 4 and 0, and likeliest tokens where a label is
-    wanted.
+    """Make examples with hidden states, the inputs of layers 4 and 0, and likeliest tokens.
+
+    Only positions with a label have likeliest tokens.
     """
     generator = torch.Generator().manual_seed(1)
     examples = []
@@ -108,27 +109,27 @@ def make_full_examples(dtype: str) -> list[DistilledExample]:
 
 
 def states_of(example: DistilledExample) -> dict[str, StoredStates | None]:
-    return {"hidden_states": example.hidden_states, **{f"layer {number}": each for number, each in example.layers.items()}}
+    return {"hidden_states": example.hidden_states, **{f"layer {number}": states for number, states in example.layers.items()}}
 
 
 @pytest.mark.parametrize("dtype", STATE_DTYPES)
-def test_a_shard_gives_back_the_states_of_every_layer_and_the_likeliest_tokens(dtype: str, tmp_path: Path) -> None:
+def test_states_of_layers_and_likeliest_tokens_are_read_back(dtype: str, tmp_path: Path) -> None:
     examples = make_full_examples(dtype)
     for ours, theirs in zip(examples, read_shard(tmp_path, write_shard(tmp_path, 0, examples)), strict=True):
         assert set(theirs.layers) == {0, 4}
         for name, states in states_of(ours).items():
-            found = states_of(theirs)[name]
+            loaded = states_of(theirs)[name]
             assert states is not None
-            assert found is not None
-            assert found.values.dtype == getattr(torch, dtype)
-            assert torch.equal(found.decode(), states.decode())
+            assert loaded is not None
+            assert loaded.values.dtype == getattr(torch, dtype)
+            assert torch.equal(loaded.decode(), states.decode())
         assert ours.top is not None
         assert theirs.top is not None
         assert torch.equal(theirs.top.tokens, ours.top.tokens.int())
         assert torch.equal(theirs.top.log_probs, ours.top.log_probs)
 
 
-def test_what_is_not_read_is_not_in_memory(tmp_path: Path) -> None:
+def test_only_requested_parts_of_a_shard_are_in_memory(tmp_path: Path) -> None:
     entry = write_shard(tmp_path, 0, make_full_examples("int8"))
     for reads in (TOKENS_ONLY, TargetReads(hidden_states=True), TargetReads(layers=(4,)), TargetReads(top=True)):
         for example in read_shard(tmp_path, entry, reads):
@@ -138,7 +139,7 @@ def test_what_is_not_read_is_not_in_memory(tmp_path: Path) -> None:
             assert len(example.continuations) == len(example.example.input_ids)
 
 
-def test_likeliest_tokens_take_room_only_where_they_are_wanted(tmp_path: Path) -> None:
+def test_likeliest_tokens_are_stored_only_for_labelled_positions(tmp_path: Path) -> None:
     examples = make_full_examples("int8")
     wanted = sum(int(example.example.wanted.sum()) for example in examples)
     path = tmp_path / write_shard(tmp_path, 0, examples).file
@@ -146,7 +147,7 @@ def test_likeliest_tokens_take_room_only_where_they_are_wanted(tmp_path: Path) -
     assert 0 < wanted < sum(LENGTHS)
 
 
-def test_a_shard_of_examples_with_different_states_is_a_mistake(tmp_path: Path) -> None:
+def test_a_shard_of_examples_with_different_states_fails_an_assertion(tmp_path: Path) -> None:
     examples = make_full_examples("int8")
     for change in ({"hidden_states": None}, {"layers": {}}, {"top": None}):
         with pytest.raises(AssertionError, match="either"):
@@ -158,7 +159,7 @@ def test_the_same_examples_give_the_same_bytes(tmp_path: Path) -> None:
     assert len(digests) == 1
 
 
-def test_a_shard_without_its_sidecar_does_not_count(tmp_path: Path) -> None:
+def test_a_shard_without_its_sidecar_is_ignored(tmp_path: Path) -> None:
     write_shard(tmp_path, 0, make_examples())
     (tmp_path / "shard-00000.json").unlink()
     assert label_store(tmp_path).read_entry(0) is None
@@ -196,17 +197,17 @@ def lengthen(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "problem"),
     [
-        (cut_in_half, "was cut or altered"),
-        (empty, "was cut or altered"),
-        (flip_one_bit, "was cut or altered"),
-        (lengthen, "was cut or altered"),
+        (cut_in_half, "was truncated or altered"),
+        (empty, "was truncated or altered"),
+        (flip_one_bit, "was truncated or altered"),
+        (lengthen, "was truncated or altered"),
         (Path.unlink, "is missing"),
     ],
 )
 def test_a_damaged_shard_is_named_with_its_remedy(damage, problem: str, tmp_path: Path) -> None:
     entries = [write_shard(tmp_path, index, make_examples(prefix=f"shard{index}")) for index in range(2)]
     damage(tmp_path / entries[1].file)
-    message = f"shard-00001.safetensors {problem}.*Delete it and shard-00001.json.*makes just this shard anew"
+    message = f"shard-00001.safetensors {problem}.*Delete it and shard-00001.json.*recomputes only this shard"
     with pytest.raises(ValueError, match=message):
         read_shard(tmp_path, entries[1])
     with pytest.raises(ValueError, match=message):
@@ -226,7 +227,7 @@ def test_a_broken_sidecar_is_named(tmp_path: Path) -> None:
         label_store(tmp_path).read_entry(0)
 
 
-def test_a_manifest_survives(tmp_path: Path) -> None:
+def test_a_manifest_is_read_back(tmp_path: Path) -> None:
     entry = write_shard(tmp_path, 0, make_examples())
     manifest = make_manifest([entry])
     label_store(tmp_path).save(manifest)
@@ -236,7 +237,7 @@ def test_a_manifest_survives(tmp_path: Path) -> None:
     verify_shards(tmp_path, manifest)
 
 
-def test_what_is_stored_is_found_by_the_layers_numbers() -> None:
+def test_the_manifest_finds_stored_states_by_layer_number() -> None:
     manifest = replace(make_manifest([]), feature_layers=[2, 4, 7])
     assert manifest.stored(TargetReads(hidden_states=True, layers=(7, 2), top=True)) == TargetReads(layers=(7, 2))
     assert manifest.stored(TargetReads(layers=(2, 3))).layers == ()
@@ -245,7 +246,7 @@ def test_what_is_stored_is_found_by_the_layers_numbers() -> None:
         manifest.require_top(TargetReads(top=True))
 
 
-def test_an_incomplete_distillation_is_refused(tmp_path: Path) -> None:
+def test_an_incomplete_distillation_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"manifest.json does not exist.*Run the stage distill"):
         label_store(tmp_path).load()
     with pytest.raises(ValueError, match="not complete; run the stage distill again"):
@@ -265,7 +266,7 @@ def test_an_incomplete_distillation_is_refused(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_manifest_of_another_kind_is_refused(change: dict[str, object], problem: str, tmp_path: Path) -> None:
+def test_a_manifest_with_wrong_values_is_an_error(change: dict[str, object], problem: str, tmp_path: Path) -> None:
     write_json(tmp_path / MANIFEST_FILE, {**asdict(make_manifest([])), **change})
     with pytest.raises(ValueError, match=problem):
         label_store(tmp_path).load()
@@ -309,11 +310,11 @@ def test_labels_of_another_horizon_than_the_manifests_are_refused(tmp_path: Path
 
 def test_shards_of_two_runs_in_one_folder_are_refused(tmp_path: Path) -> None:
     entries = [write_shard(tmp_path, index, make_examples()) for index in range(2)]
-    with pytest.raises(ValueError, match="names an example twice"):
+    with pytest.raises(ValueError, match="lists an example twice"):
         make_manifest(entries)
 
 
-def test_shards_of_another_target_are_refused_whatever_it_is_called() -> None:
+def test_shards_of_another_target_are_an_error_whatever_its_name() -> None:
     manifest = make_manifest([])
     manifest.require_target(replace(IDENTITY, name="the same weights elsewhere", revision="main"))
     with pytest.raises(ValueError, match=r"'tiny'.*differ in weights_sha256 \(was 'aa', is 'dd'\).*distil again"):
@@ -322,7 +323,7 @@ def test_shards_of_another_target_are_refused_whatever_it_is_called() -> None:
         manifest.require_target(replace(IDENTITY, tokenizer_sha256="ee", vocab_size=301))
 
 
-def test_the_digest_of_the_data_sees_ids_tokens_masks_and_order() -> None:
+def test_the_digest_of_the_data_depends_on_ids_tokens_masks_and_order() -> None:
     first, second, third = (example.example for example in make_examples())
     mask = first.loss_mask.clone()
     mask[0] = True

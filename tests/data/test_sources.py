@@ -85,7 +85,7 @@ def test_every_kind_of_file_gives_the_same_conversations(write: Callable[[Path, 
 
 
 def test_drops_are_counted_by_reason(tmp_path: Path) -> None:
-    """A data set that quietly loses half of its conversations trains a bad drafter."""
+    """A data set that silently loses half of its conversations trains a bad drafter."""
     records = [
         sharegpt(QUESTION, ANSWER),
         sharegpt(),
@@ -113,7 +113,7 @@ def test_drops_are_counted_by_reason(tmp_path: Path) -> None:
         "turn without the texts 'from' and 'value'": 2,
         "record without a list 'conversations'": 2,
         "record is not an object": 1,
-        "text with half a surrogate pair, which is no Unicode text": 1,
+        "text with half a surrogate pair, which isn't valid Unicode": 1,
     }
     assert dropped.total() + len(conversations) == len(records) + 1
 
@@ -137,7 +137,7 @@ def test_messages_and_alpaca(tmp_path: Path) -> None:
     assert dropped == reasons
 
 
-def test_ids_are_unique_and_stable_where_the_source_repeats_its_own(tmp_path: Path) -> None:
+def test_ids_are_unique_and_stable_if_the_source_repeats_its_ids(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [sharegpt(QUESTION, ANSWER, id=id) for id in ("x", "x", 7, None, "x")])
     ids = [conversation.id for conversation in load(path)[0]]
     assert ids == ["x", "x@a.jsonl:1", "7", "a.jsonl:3", "x@a.jsonl:4"]
@@ -167,9 +167,9 @@ def test_a_data_set_of_another_form_is_an_error_with_the_reasons(tmp_path: Path)
         ("a.jsonl", b'{"a": 1}\n{"a": 2\n', "a.jsonl, line 2, column .*not JSON.*one JSON object per line.*cut"),
         ("a.json", b'[{"a": 1},\n{"a": 2}', "a.json, line 2, column .*not JSON"),
         ("a.jsonl", b"\xff\xfe{}", "a.jsonl is not UTF-8"),
-        ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 9, mtime=0)[:-12], "a.jsonl.gz is not a whole gzip file"),
-        ("a.jsonl.gz", b'{"a": 1}\n', "a.jsonl.gz is not a whole gzip file"),
-        ("a.parquet", b"PAR1 nonsense", "a.parquet is not a whole Parquet file"),
+        ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 9, mtime=0)[:-12], "a.jsonl.gz is not a complete gzip file"),
+        ("a.jsonl.gz", b'{"a": 1}\n', "a.jsonl.gz is not a complete gzip file"),
+        ("a.parquet", b"PAR1 nonsense", "a.parquet is not a complete Parquet file"),
         ("a.csv", b"a,b\n", "a.csv: unknown kind of data file '.csv'; use one of .json, .jsonl"),
     ],
 )
@@ -187,12 +187,12 @@ def test_a_parquet_file_without_rows_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["missing.jsonl", "/no/where", "./org/name", "a/b/c"])
-def test_a_mistyped_path_is_not_looked_for_on_the_hub(path: str) -> None:
+def test_a_mistyped_path_is_not_requested_from_the_hub(path: str) -> None:
     with pytest.raises(ValueError, match=f"the data path '{path}' does not exist"):
         load(path)
 
 
-def test_the_hub_gets_split_subset_and_revision(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_split_subset_and_revision_are_passed_to_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
     def load_dataset(*args: object, **options: object) -> list[Any]:
@@ -205,10 +205,8 @@ def test_the_hub_gets_split_subset_and_revision(monkeypatch: pytest.MonkeyPatch)
     assert [conversation.id for conversation in conversations] == ["chats:0"]
 
 
-def test_one_file_of_a_hub_data_set_is_read_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ShareGPT's repositories hold several files, and columns of mixed types that `datasets`
-    refuses.
-    """
+def test_one_file_of_a_hub_data_set_is_read_without_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of ShareGPT have columns of mixed types, which `datasets` rejects."""
     path = write_jsonl(tmp_path / "v4.json", [sharegpt(QUESTION, ANSWER, id="a"), sharegpt(QUESTION, ANSWER, id=1)])
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *args, **options: str(path))
     assert [conversation.id for conversation in load("org/chats", file="v4.json")[0]] == ["a", "1"]

@@ -14,8 +14,8 @@ def unit(path: Path) -> str:
     return path.relative_to(stdlib_root()).parts[0].removesuffix(".py")
 
 
-def test_no_file_and_no_module_serves_two_purposes() -> None:
-    """A target or drafter that has seen its evaluation text measures too well."""
+def test_no_file_and_no_module_is_in_two_splits() -> None:
+    """Training on evaluation text would make the measured results too good."""
     files = {split: stdlib_files(split) for split in SPLITS}
     paths = [path for split in SPLITS for path in files[split]]
     assert len(paths) == len(set(paths)) > 300
@@ -24,10 +24,8 @@ def test_no_file_and_no_module_serves_two_purposes() -> None:
     assert all(len(members) >= 5 for members in units)
 
 
-def test_modules_that_some_systems_lack_train_the_target_only() -> None:
-    """Distillation and evaluation must give the same text on a distribution that ships no tests and
-    no tkinter.
-    """
+def test_optional_modules_are_in_the_targets_training_split_only() -> None:
+    """Some distributions have no tests and no tkinter, and must have the same other splits."""
     visited = dict.fromkeys(SPLITS, 0)
     for split in SPLITS:
         for path in stdlib_files(split):
@@ -38,9 +36,7 @@ def test_modules_that_some_systems_lack_train_the_target_only() -> None:
 
 
 def test_the_split_never_changes() -> None:
-    """The committed target was trained on one of them: another split would leak evaluation files
-    into it.
-    """
+    """The committed target was trained on one split; another split would leak evaluation files."""
     expected = {"argparse": "target_train", "json": "target_heldout", "re": "distill", "csv": "eval", "test": "target_train"}
     assert {name: split_of(name) for name in expected} == expected
     assert len({split_of(f"module{index}") for index in range(100)}) == len(SPLITS)
@@ -69,7 +65,7 @@ def write(path: Path, content: str | bytes) -> None:
     path.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
-def test_tables_installed_packages_and_broken_files_are_left_out(tmp_path: Path) -> None:
+def test_data_tables_installed_packages_and_broken_files_are_excluded(tmp_path: Path) -> None:
     name = next(f"module{index}" for index in range(100) if split_of(f"module{index}") == "eval")
     code = "".join(f"line_{index} = {index}\n" for index in range(100))
     write(tmp_path / name / "good.py", code)

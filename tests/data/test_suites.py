@@ -21,7 +21,7 @@ def test_mt_bench_has_both_turns_and_all_categories(shared_data: Path) -> None:
     assert suite.prompts[0].turns[1].startswith("Rewrite your previous response.")
 
 
-def test_alpaca_eval_is_whole(shared_data: Path) -> None:
+def test_alpaca_eval_has_all_prompts(shared_data: Path) -> None:
     suite = load_suite("alpaca_eval", str(shared_data / "alpaca_eval" / "alpaca_eval.jsonl"))
     assert len(suite.prompts) == SUITES["alpaca_eval"].num_prompts == 805
     assert len({prompt.category for prompt in suite.prompts}) == 5
@@ -37,8 +37,8 @@ def write(path: Path, records: list[dict[str, object]]) -> str:
     return str(path)
 
 
-def test_the_form_on_the_hub_gives_the_same_prompts(tmp_path: Path) -> None:
-    """The revision must not depend on where the prompts came from."""
+def test_the_hubs_format_gives_the_same_prompts(tmp_path: Path) -> None:
+    """The revision must not depend on the source of the prompts."""
     ours = load_suite("mt_bench", write(tmp_path / "a.jsonl", [question(81), question(82)]))
     hub = [
         {"prompt_id": q["question_id"], "category": q["category"], "prompt": q["turns"], "reference": []}
@@ -54,13 +54,13 @@ def test_the_form_on_the_hub_gives_the_same_prompts(tmp_path: Path) -> None:
     ]
 
 
-def test_a_file_that_is_not_the_whole_suite_is_noticed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_incomplete_suite_file_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         load_suite("mt_bench", write(tmp_path / "a.jsonl", [question(81)]))
     assert "holds 1 prompts where mt_bench has 80" in caplog.text
 
 
-def test_a_limit_draws_by_seed_keeps_the_order_and_changes_the_revision(tmp_path: Path) -> None:
+def test_a_limit_samples_by_seed_keeps_the_order_and_changes_the_revision(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [question(index) for index in range(80)])
     whole, first, again, other = (
         load_suite("mt_bench", path, limit=limit, seed=seed) for limit, seed in ((None, 0), (10, 0), (10, 0), (10, 1))
@@ -76,16 +76,16 @@ def test_a_limit_draws_by_seed_keeps_the_order_and_changes_the_revision(tmp_path
 @pytest.mark.parametrize(
     "change", [{"turns": ["only one"]}, {"turns": "text"}, {"category": None}, {"question_id": None}, {"turns": ["a", ""]}]
 )
-def test_a_record_that_is_no_prompt_is_named(change: dict[str, object], tmp_path: Path) -> None:
+def test_a_record_that_is_no_prompt_is_an_error_with_its_number(change: dict[str, object], tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [question(81), question(82, **change)])
-    with pytest.raises(ValueError, match=r"a.jsonl, record 2: not a prompt of mt_bench"):
+    with pytest.raises(ValueError, match=r"a.jsonl, line 2: not a prompt of mt_bench"):
         load_suite("mt_bench", path)
 
 
 def test_repeated_ids_unknown_suites_and_empty_limits_are_errors(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="two prompts with the id '81'"):
         load_suite("mt_bench", write(tmp_path / "a.jsonl", [question(81), question(81)]))
-    with pytest.raises(ValueError, match="unknown suite 'mtbench'; the suites are mt_bench, .*stdlib. Prompts of your own"):
+    with pytest.raises(ValueError, match="unknown suite 'mtbench'; mt_bench, .*stdlib.*your own.*mtbench.jsonl"):
         load_suite("mtbench")
     with pytest.raises(ValueError, match="limit of suite 'stdlib' is 0"):
         load_suite("stdlib", limit=0)
@@ -93,7 +93,7 @@ def test_repeated_ids_unknown_suites_and_empty_limits_are_errors(tmp_path: Path)
         load_suite("mt_bench")
 
 
-def test_the_standard_library_suite_is_its_held_out_split_whatever_the_seed() -> None:
+def test_the_standard_library_suite_does_not_depend_on_the_seed() -> None:
     suite = load_suite("stdlib", seed=5)
     assert suite == load_suite("stdlib", seed=6)
     assert len(suite.prompts) > 100
@@ -128,23 +128,23 @@ def test_code_and_grade_school_problems_are_read_from_their_published_files(tmp_
     suite = load_suite("gsm8k", write(tmp_path / "test.jsonl", sums))
     assert [(prompt.id, prompt.turns) for prompt in suite.prompts] == [("0", ("What is 1 + 1?",)), ("1", ("What is 2 + 1?",))]
     for name, path in (("gsm8k", file), ("human_eval", tmp_path / "test.jsonl")):
-        with pytest.raises(ValueError, match=f"record 1: not a prompt of {name}"):
+        with pytest.raises(ValueError, match=f"(line|record) 1: not a prompt of {name}"):
             load_suite(name, str(path))
 
 
-def test_published_suites_are_read_at_their_commit_and_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[dict[str, Any]] = []
+def test_published_suites_are_read_at_their_pinned_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests: list[dict[str, Any]] = []
 
     def load_records(path: str, **options: Any) -> Iterator[Any]:
-        asked.append({"path": path, **options})
+        requests.append({"path": path, **options})
         return iter([{"question": "1 + 1?", "answer": "2", "prompt": "1 + 1?"}])
 
     monkeypatch.setattr(prompts_module, "load_records", load_records)
     pinned, other = load_suite("gsm8k"), load_suite("gsm8k", revision="abc")
     commit = SUITES["gsm8k"].revision
     assert commit is not None
-    assert [each["revision"] for each in asked] == [commit, "abc"]
-    assert asked[0] | {"revision": None} == {
+    assert [request["revision"] for request in requests] == [commit, "abc"]
+    assert requests[0] | {"revision": None} == {
         "path": "openai/gsm8k",
         "split": "test",
         "subset": "main",
@@ -153,8 +153,8 @@ def test_published_suites_are_read_at_their_commit_and_say_so(tmp_path: Path, mo
     }
     assert [pinned.source, other.source] == [f"openai/gsm8k@{commit}", "openai/gsm8k@abc"]
     assert pinned.revision == other.revision  # the same prompts
-    own = load_suite("mine", "user/prompts", revision="abc")
-    assert (own.source, asked[-1]["path"], asked[-1]["revision"]) == ("user/prompts@abc", "user/prompts", "abc")
+    custom = load_suite("mine", "user/prompts", revision="abc")
+    assert (custom.source, requests[-1]["path"], requests[-1]["revision"]) == ("user/prompts@abc", "user/prompts", "abc")
     assert {name for name, suite in SUITES.items() if suite.revision is None} == {"spec_bench"}
     file = write(tmp_path / "file.jsonl", [{"question": "1 + 1?", "answer": "2"}])
     for name, path in (("stdlib", None), ("gsm8k", file), ("mine", file)):
@@ -162,7 +162,7 @@ def test_published_suites_are_read_at_their_commit_and_say_so(tmp_path: Path, mo
             load_suite(name, path, revision="abc")
 
 
-def test_own_prompts_and_conversations_are_a_suite_of_any_name(tmp_path: Path) -> None:
+def test_a_users_prompts_and_conversations_are_a_suite_of_any_name(tmp_path: Path) -> None:
     records: list[dict[str, object]] = [
         {"prompt": "Why?"},
         {"id": 7, "category": "law", "turns": ["One", "Two", "Three"]},
@@ -200,14 +200,14 @@ def test_own_prompts_and_conversations_are_a_suite_of_any_name(tmp_path: Path) -
         {"conversations": [{"from": "human", "text": "Hi"}]},
     ],
 )
-def test_an_own_record_that_could_be_misread_is_refused_with_the_forms(record: dict[str, object], tmp_path: Path) -> None:
+def test_an_ambiguous_record_of_a_users_suite_is_an_error_with_the_forms(record: dict[str, object], tmp_path: Path) -> None:
     path = write(tmp_path / "mine.jsonl", [{"prompt": "Hm?"}, record])
-    with pytest.raises(ValueError, match=r"mine.jsonl, record 2: not a prompt of mine: .*Records are \{\"prompt\": TEXT\}"):
+    with pytest.raises(ValueError, match=r"mine.jsonl, line 2: not a prompt of mine: .*Records are \{\"prompt\": TEXT\}"):
         load_suite("mine", path)
 
 
-def test_a_name_that_is_no_file_name_is_refused(tmp_path: Path) -> None:
+def test_a_suite_name_that_is_no_file_name_is_an_error(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"prompt": "Hm?"}])
     for name in ("../mine", "", ".hidden", "a b", "a/b"):
-        with pytest.raises(ValueError, match="files are named after it"):
+        with pytest.raises(ValueError, match="a suite's name is"):
             load_suite(name, path)

@@ -1,4 +1,4 @@
-"""Damage to a folder of shards: each kind is found and named, and all kinds at once."""
+"""Damage to a folder of shards: every kind is detected and named, also several at once."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_whole_folder_passes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_undamaged_folder_passes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     manifest, problems = label_store(folder).find_damage()
     assert problems == []
     assert len(manifest.shards) == 2
@@ -42,11 +42,11 @@ def cut(path: Path) -> None:
 
 SHARD, SIDECAR = "shard-00001.safetensors", "shard-00001.json"
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "a flipped bit": (lambda folder: flip(folder / SHARD), f"{SHARD} was cut or altered"),
-    "a cut shard": (lambda folder: cut(folder / SHARD), f"{SHARD} was cut or altered"),
+    "a flipped bit": (lambda folder: flip(folder / SHARD), f"{SHARD} was truncated or altered"),
+    "a cut shard": (lambda folder: cut(folder / SHARD), f"{SHARD} was truncated or altered"),
     "a missing shard": (lambda folder: (folder / SHARD).unlink(), f"{SHARD} is missing"),
     "a missing sidecar": (lambda folder: (folder / SIDECAR).unlink(), f"{SIDECAR} is missing"),
-    "a sidecar of another shard": (lambda folder: bend(folder / SIDECAR, "num_labels", 1), f"{SIDECAR} is missing, or doesn't"),
+    "a sidecar of another shard": (lambda folder: bend(folder / SIDECAR, "num_labels", 1), f"{SIDECAR} is missing, or differs"),
     "a cut sidecar": (lambda folder: cut(folder / SIDECAR), f"{SIDECAR} is not a JSON file"),
     "a stray shard": (
         lambda folder: shutil.copy(folder / SHARD, folder / "shard-00002.safetensors") and None,
@@ -69,30 +69,30 @@ def test_damage_is_found_and_named_with_a_remedy(damage: str, folder: Path) -> N
     assert any(remedy in problems[0] for remedy in ("Delete", "delete"))
 
 
-def test_all_damage_is_told_at_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_damage_is_reported_at_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flip(folder / "shard-00000.safetensors")
     cut(folder / SHARD)
     with pytest.raises(typer.Exit, match="1"):
         verify_command(folder)
-    told = capsys.readouterr().err
-    assert "shard-00000.safetensors was cut or altered" in told
-    assert f"{SHARD} was cut or altered" in told
+    errors = capsys.readouterr().err
+    assert "shard-00000.safetensors was truncated or altered" in errors
+    assert f"{SHARD} was truncated or altered" in errors
 
 
-def test_an_unfinished_folder_is_checked_as_far_as_it_goes(folder: Path) -> None:
+def test_the_finished_part_of_an_unfinished_folder_is_checked(folder: Path) -> None:
     manifest, _ = label_store(folder).find_damage()
     label_store(folder).save(replace(manifest, shards=[], complete=False))
     _, problems = label_store(folder).find_damage()
     assert len(problems) == 1
     assert "not complete (2 shards are there)" in problems[0]
     flip(folder / SHARD)
-    assert any("was cut or altered" in problem for problem in label_store(folder).find_damage()[1])
+    assert any("was truncated or altered" in problem for problem in label_store(folder).find_damage()[1])
 
 
-def test_another_target_is_told(folder: Path, tiny_target_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shards_of_another_target_are_reported(folder: Path, tiny_target_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit, match="1"):
         verify_command(folder, target=str(tiny_target_dir))
-    told = capsys.readouterr().err
-    assert "they are of the target 'tiny'" in told
-    assert "weights_sha256" in told
-    assert "tokenizer_sha256" in told
+    errors = capsys.readouterr().err
+    assert "they are of the target 'tiny'" in errors
+    assert "weights_sha256" in errors
+    assert "tokenizer_sha256" in errors

@@ -1,4 +1,4 @@
-"""A tiny target of each test's own."""
+"""A new tiny target for each test."""
 
 from pathlib import Path
 

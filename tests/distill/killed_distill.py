@@ -1,11 +1,13 @@
-"""Regenerates answers and labels them with processes that are killed again and again; run by
-test_faults.py, since it forks.
+"""Script that regenerates and labels answers with processes that are killed repeatedly.
+
+test_faults.py runs it as a process, since it forks.
 
 python killed_distill.py TARGET DATA FOLDER NUM_SHARDS NUM_KILLS SEED
 
-Every attempt has one to three processes of its own, forked from this one, so that none pays for the
-imports. One of them, or all, get SIGKILL at a random moment: NUM_KILLS of them, spread over the
-first NUM_SHARDS shards. The others are killed too, as a launcher does. Prints the attempts as JSON.
+Every attempt has one to three processes. They are forked from this one, so that they need not
+import the libraries. One of them, or all, get SIGKILL at a random moment; then the others are
+killed too, as a launcher does. There are NUM_KILLS attempts, spread over the first NUM_SHARDS
+shards. The script prints the attempts as JSON.
 """
 
 import json
@@ -37,13 +39,13 @@ LONGEST_SECONDS = 120.0
 
 
 def make(target: HFTarget, data: DataConfig, folder: Path, accelerator: Accelerator) -> Manifest:
-    """Both parts of the stage, as the pipeline runs them."""
+    """Run both parts of the stage as the pipeline does."""
     examples = regenerate(CONFIG, data, target, folder / "answers", accelerator)
     return distill(CONFIG, data, target, folder / "distill", accelerator, examples=examples)
 
 
 def start(rank: int, num_processes: int, port: int, target: HFTarget, data: DataConfig, folder: Path) -> int:
-    """Fork a process that distils as one of several; its id."""
+    """Fork a process that distils as one of several; return its id."""
     if child := os.fork():
         return child
     status = 1
@@ -72,7 +74,7 @@ def attempt(num_processes: int, target: HFTarget, data: DataConfig, folder: Path
 
 
 def wait(children: list[int]) -> list[int]:
-    """Their exit codes, once all have ended."""
+    """Wait until all processes have ended; return their exit codes."""
     deadline, codes = time.monotonic() + LONGEST_SECONDS, {}
     while len(codes) < len(children):
         for child in children:
@@ -85,14 +87,14 @@ def wait(children: list[int]) -> list[int]:
 
 
 def finished(folder: Path) -> dict[str, int]:
-    """The finished shards, and when they were."""
+    """Map the finished shards to the times at which they were written."""
     patterns = ("answers/answers-*[0-9].json", "distill/shard-*[0-9].json")
     return {path.name: path.stat().st_mtime_ns for pattern in patterns for path in folder.glob(pattern)}
 
 
 def main() -> None:
-    # tqdm's own lock is shared with forked processes: one that is killed while it holds it would
-    # stop them all. Processes that are launched share none.
+    # Forked processes share tqdm's lock, and launched ones don't. A process killed with the lock
+    # would block all others.
     tqdm.set_lock(threading.RLock())
     target_dir, data_path, folder, num_shards, num_kills, seed = sys.argv[1:]
     target = load_target(TargetConfig(name_or_path=target_dir, device="cpu"))
@@ -101,7 +103,7 @@ def main() -> None:
     for index, enough in enumerate(sorted(rng.sample(range(1, int(num_shards)), int(num_kills)))):
         before, num_processes = finished(Path(folder)), (2, 1, 3)[index % 3]
         children = attempt(num_processes, target, data, Path(folder))
-        # in the attempt before, while it was killed: so this one as it begins
+        # The previous attempt wrote enough shards before it died, so kill this one at its start.
         if len(before) >= enough:
             time.sleep(rng.uniform(0, 0.3))
         deadline = time.monotonic() + LONGEST_SECONDS
@@ -113,7 +115,7 @@ def main() -> None:
         for child in [*victims, *(child for child in children if child not in victims)]:
             os.kill(child, signal.SIGKILL)
             time.sleep(rng.uniform(0, 0.02))
-        killed = -signal.SIGKILL in wait(children)  # and not at its end before
+        killed = -signal.SIGKILL in wait(children)  # false if all had ended before the signal
         after = finished(Path(folder))
         kept = all(after.get(name) == moment for name, moment in before.items())
         attempts.append({"num_processes": num_processes, "num_finished": len(after), "killed": killed, "kept": kept})

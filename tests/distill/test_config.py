@@ -1,4 +1,4 @@
-"""What is wrong with a configuration of the distillation is told before any work."""
+"""Configurations of distillation: errors before any work."""
 
 from functools import partial
 
@@ -27,9 +27,9 @@ def test_all_wrong_values_are_listed_at_once() -> None:
 
 
 def test_all_contradictions_are_listed_at_once() -> None:
-    found = problems(DistillConfig, features_dtype="int8", engine="openai", drafter="d")
-    assert len(found) == 4
-    assert all(found[index].startswith(start) for index, start in enumerate(["features_dtype", "drafter", "engine", "mode"]))
+    errors = problems(DistillConfig, features_dtype="int8", engine="openai", drafter="d")
+    assert len(errors) == 4
+    assert all(errors[index].startswith(start) for index, start in enumerate(["features_dtype", "drafter", "engine", "mode"]))
 
 
 regenerating = partial(DistillConfig, mode="regenerate")
@@ -41,7 +41,7 @@ def test_a_server_needs_an_address_and_no_other_engine_takes_one() -> None:
         regenerating(engine="openai")
     with pytest.raises(ValueError, match="engine is 'auto'; leave them out"):
         regenerating(base_url="http://localhost:8000/v1")
-    with pytest.raises(ValueError, match="drafter_settings are those of a drafter"):
+    with pytest.raises(ValueError, match="drafter_settings are set, and no drafter"):
         regenerating(drafter_settings={"beam_width": 4})
     with pytest.raises(ValueError, match="only the engine decoder uses one"):
         regenerating(engine="openai", base_url="http://localhost:8000/v1", drafter="outputs/demo/drafter")
@@ -54,8 +54,8 @@ def test_a_server_needs_an_address_and_no_other_engine_takes_one() -> None:
         *("http://host:port/v1", "http://host:99999/v1", "http://a host/v1", "http://host/v1\n", "http://300.1.1.1/v1"),
     ],
 )
-def test_a_bad_address_is_refused_without_showing_what_may_be_a_password(url: str) -> None:
-    with pytest.raises(ValueError, match="base_url is no address.*OPENAI_API_KEY") as error:
+def test_an_invalid_address_is_an_error_that_shows_no_password(url: str) -> None:
+    with pytest.raises(ValueError, match="base_url is not an address.*OPENAI_API_KEY") as error:
         regenerating(engine="openai", base_url=url)
     assert "secret" not in str(error.value)
 
@@ -67,7 +67,7 @@ def test_hosts_and_addresses_of_both_versions_are_accepted(url: str) -> None:
     assert regenerating(engine="openai", base_url=url).base_url == url
 
 
-def test_scheduling_by_length_is_for_the_engines_that_do_it() -> None:
+def test_a_predictor_needs_an_engine_that_uses_it() -> None:
     regenerating(engine="batch", predictor="light", kv_budget_gib=0.5)
     regenerating(engine="continuous", predictor="light")
     with pytest.raises(ValueError, match="predictor is 'light' and engine 'auto'"):
@@ -76,9 +76,9 @@ def test_scheduling_by_length_is_for_the_engines_that_do_it() -> None:
         regenerating(engine="batch", decode_batch_size=8)
 
 
-def test_options_of_regeneration_are_not_left_idle() -> None:
+def test_unused_options_of_regeneration_are_an_error() -> None:
     with pytest.raises(ValueError, match=r"mode is 'label'.*: engine, temperature, base_url; set mode to regenerate"):
         DistillConfig(engine="openai", base_url="http://localhost:8000/v1", temperature=0.8)
     with pytest.raises(ValueError, match="drafter_settings"):
         DistillConfig(drafter="outputs/demo/drafter", drafter_settings={"beam_width": 4})
-    DistillConfig(seed=3)  # follows the run's
+    DistillConfig(seed=3)  # the run's seed is passed in every mode

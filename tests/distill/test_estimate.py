@@ -1,4 +1,4 @@
-"""What is told before a distillation against what it then takes."""
+"""The estimate before a distillation, against the counts of the run."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -29,74 +29,80 @@ def target(tiny_target_dir: Path) -> HFTarget:
 
 
 @pytest.mark.parametrize("features", ["none", "last_hidden"])
-def test_the_counts_are_those_of_the_run(features: str, target: HFTarget, tmp_path: Path) -> None:
+def test_the_estimated_counts_equal_those_of_the_run(features: str, target: HFTarget, tmp_path: Path) -> None:
     data = write_conversations(tmp_path / "chats.jsonl", 60)
     config = DistillConfig(horizon=4, features=features, shard_examples=16, batch_tokens=128)
     examples, dropped = load_examples(data, target.tokenizer)
-    told = estimate(config, target, examples, dropped, tmp_path / "distill", num_processes=1)
+    estimated = estimate(config, target, examples, dropped, tmp_path / "distill", num_processes=1)
     manifest = run(config, data, target, tmp_path / "distill")
     statistics = read_json(tmp_path / "distill" / "stats.json")
-    assert told.num_examples == statistics["num_examples"] > 50
-    assert told.num_shards == len(manifest.shards) == 4
+    assert estimated.num_examples == statistics["num_examples"] > 50
+    assert estimated.num_shards == len(manifest.shards) == 4
     assert (
-        told.num_tokens == told.sample.num_text_tokens == statistics["num_text_tokens"]
-    )  # so few that the sample is the whole
-    assert told.num_positions == statistics["num_positions"]
-    assert told.sample.agreement == pytest.approx(statistics["agreement"])
-    assert told.num_forward_tokens == pytest.approx(statistics["num_text_tokens"] + statistics["num_branch_tokens"])
-    assert told.num_bytes == manifest.num_tokens * bytes_per_token(config, target.hidden_size)
-    # What a shard has besides, a header and offsets, doesn't grow with its texts.
-    assert told.num_bytes < sum(shard.num_bytes for shard in manifest.shards) < told.num_bytes + 4 * 3000
-    assert told.seconds == told.sample.seconds
-    assert told.free_bytes > 0
+        estimated.num_tokens == estimated.sample.num_text_tokens == statistics["num_text_tokens"]
+    )  # with so few texts the sample is the whole
+    assert estimated.num_positions == statistics["num_positions"]
+    assert estimated.sample.agreement == pytest.approx(statistics["agreement"])
+    assert estimated.num_forward_tokens == pytest.approx(statistics["num_text_tokens"] + statistics["num_branch_tokens"])
+    assert estimated.num_bytes == manifest.num_tokens * bytes_per_token(config, target.hidden_size)
+    # A shard also has a header and offsets, whose size doesn't grow with its texts.
+    assert estimated.num_bytes < sum(shard.num_bytes for shard in manifest.shards) < estimated.num_bytes + 4 * 3000
+    assert estimated.seconds == estimated.sample.seconds
+    assert estimated.free_bytes > 0
 
 
 def test_the_last_process_to_finish_decides_the_time(target: HFTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(estimate_module, "_measure", lambda *args: SAMPLE)
     examples, dropped = load_examples(write_conversations(tmp_path / "chats.jsonl", 60), target.tokenizer)
     config = DistillConfig(horizon=4, shard_examples=-(-len(examples) // 5))
-    told = estimate(config, target, examples, dropped, tmp_path, num_processes=2)
-    assert told.num_shards == 5
-    assert told.seconds == pytest.approx(told.num_tokens / 50 * 3 / 5)
-    assert told.num_forward_tokens == pytest.approx(1.5 * told.num_tokens)
+    estimated = estimate(config, target, examples, dropped, tmp_path, num_processes=2)
+    assert estimated.num_shards == 5
+    assert estimated.seconds == pytest.approx(estimated.num_tokens / 50 * 3 / 5)
+    assert estimated.num_forward_tokens == pytest.approx(1.5 * estimated.num_tokens)
 
 
-def test_a_disk_too_small_is_told(target: HFTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_too_small_disk_is_shown_in_the_estimate(target: HFTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(estimate_module, "num_bytes", lambda *args: 10**18)
     examples, dropped = load_examples(write_conversations(tmp_path / "chats.jsonl", 4), target.tokenizer)
-    told = estimate(DistillConfig(horizon=2), target, examples, dropped, tmp_path / "not" / "there", num_processes=1)
-    assert any("NOT ENOUGH" in str(cell) for cell in estimate_table(told).columns[1]._cells)
+    estimated = estimate(DistillConfig(horizon=2), target, examples, dropped, tmp_path / "not" / "there", num_processes=1)
+    assert any("NOT ENOUGH" in str(cell) for cell in estimate_table(estimated).columns[1]._cells)
 
 
-def test_regeneration_is_told_from_a_sample_that_is_the_whole(target: HFTarget, tmp_path: Path) -> None:
+def test_the_estimate_of_regeneration_from_all_conversations_equals_the_run(target: HFTarget, tmp_path: Path) -> None:
     data = write_conversations(tmp_path / "chats.jsonl", 20)
     config = DistillConfig(mode="regenerate", horizon=3, max_new_tokens=8, shard_examples=7)
     conversations, dropped = load_conversations(data)
-    told, examples = estimate_regeneration(config, data, target, conversations, dropped, num_processes=1)
-    made = regenerate(config, data, target, tmp_path / "answers", Accelerator(cpu=True))
+    estimated, examples = estimate_regeneration(config, data, target, conversations, dropped, num_processes=1)
+    regenerated = regenerate(config, data, target, tmp_path / "answers", Accelerator(cpu=True))
     statistics = read_json(tmp_path / "answers" / "stats.json")
-    assert sorted(example.input_ids.tolist() for example in examples) == sorted(each.input_ids.tolist() for each in made)
-    assert told.num_conversations == told.num_turns == 20
-    assert told.num_sampled == statistics["num_answers"] > 10
-    assert told.tokens_per_answer == pytest.approx(statistics["num_tokens"] / statistics["num_answers"])
-    assert told.cut_share == pytest.approx(statistics["cut_share"])
-    assert told.seconds == pytest.approx(statistics["num_tokens"] / told.tokens_per_second)
+    assert sorted(example.input_ids.tolist() for example in examples) == sorted(
+        example.input_ids.tolist() for example in regenerated
+    )
+    assert estimated.num_conversations == estimated.num_turns == 20
+    assert estimated.num_sampled == statistics["num_answers"] > 10
+    assert estimated.tokens_per_answer == pytest.approx(statistics["num_tokens"] / statistics["num_answers"])
+    assert estimated.cut_share == pytest.approx(statistics["cut_share"])
+    assert estimated.seconds == pytest.approx(statistics["num_tokens"] / estimated.tokens_per_second)
 
 
-def test_of_many_conversations_a_sample_is_answered(target: HFTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_estimate_answers_only_a_sample_of_many_conversations(
+    target: HFTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(estimate_module, "MEASURED_SECONDS", 0.0)
     monkeypatch.setattr(estimate_module, "MEASURED_CONVERSATIONS", 10)
     data = write_conversations(tmp_path / "chats.jsonl", 40)
     config = DistillConfig(mode="regenerate", horizon=3, max_new_tokens=8, shard_examples=10)
     conversations, dropped = load_conversations(data)
-    told, examples = estimate_regeneration(config, data, target, conversations, dropped, num_processes=3)
-    assert 0 < told.num_sampled <= 10
-    assert len(examples) == 4 * told.num_sampled
-    # Two of four shards are one process's.
-    assert told.seconds == pytest.approx(2 * told.num_sampled * told.tokens_per_answer / told.tokens_per_second)
+    estimated, examples = estimate_regeneration(config, data, target, conversations, dropped, num_processes=3)
+    assert 0 < estimated.num_sampled <= 10
+    assert len(examples) == 4 * estimated.num_sampled
+    # One of three processes has two of the four shards.
+    assert estimated.seconds == pytest.approx(
+        2 * estimated.num_sampled * estimated.tokens_per_answer / estimated.tokens_per_second
+    )
 
 
-def test_only_what_is_missing_is_planned(target: HFTarget, tmp_path: Path) -> None:
+def test_only_missing_shards_are_planned(target: HFTarget, tmp_path: Path) -> None:
     data = write_conversations(tmp_path / "chats.jsonl", 20)
     config = DistillConfig(horizon=3, shard_examples=6)
     examples, _ = load_examples(data, target.tokenizer)

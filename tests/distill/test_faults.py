@@ -1,4 +1,4 @@
-"""Processes that die: nothing is lost, doubled or made twice, and no byte differs."""
+"""Killed processes: nothing is lost, duplicated or recomputed, and no byte differs."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from .label.test_run import contents, write_conversations
 
 NUM_KILLS = 20
 NUM_CONVERSATIONS, NUM_SHARDS = 300, 140
-"""The kills come while the first so many shards are made; answers and labels together are some more."""
+"""The kills happen while the first NUM_SHARDS shards of answers and labels are written."""
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def target(tiny_target_dir: Path) -> HFTarget:
 
 
 @pytest.mark.slow
-def test_processes_killed_twenty_times_make_the_bytes_of_an_undisturbed_run(
+def test_processes_killed_twenty_times_write_the_bytes_of_an_uninterrupted_run(
     target: HFTarget, tiny_target_dir: Path, tmp_path: Path
 ) -> None:
     data = write_conversations(tmp_path / "chats.jsonl", NUM_CONVERSATIONS)
@@ -48,9 +48,9 @@ def test_processes_killed_twenty_times_make_the_bytes_of_an_undisturbed_run(
     assert output.returncode == 0, f"seed {seed}: {output.stderr[-2000:]}"
     attempts = json.loads(output.stdout)
     assert len(attempts) == NUM_KILLS
-    # a quick machine may be done before the signal
+    # On a fast machine an attempt may end before the signal.
     assert sum(attempt["killed"] for attempt in attempts) > NUM_KILLS - 3
-    # what was finished before a kill isn't made anew
+    # Shards that were finished before a kill are not recomputed.
     assert all(attempt["kept"] for attempt in attempts)
     counts = [attempt["num_finished"] for attempt in attempts]
     assert counts == sorted(counts)

@@ -74,6 +74,14 @@ def test_own_prompts_are_evaluated_under_their_name(command: list[str], tmp_path
     assert (tmp_path / "out" / "mine.png").is_file()
 
 
+def test_a_file_is_a_suite_of_its_name(command: list[str], tmp_path: Path) -> None:
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "Why?"}\n{"prompt": "How?"}\n')
+    result = CliRunner().invoke(app, [*command, "--suite", str(tmp_path / "mine.jsonl")])
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert {(row["suite"], row["num_prompts"]) for row in rows} == {("mt_bench", 2), ("mine", 2)}
+
+
 def test_settings_are_given_as_in_a_configuration(command: list[str], tmp_path: Path) -> None:
     settings = ["--setting", "{beam_width: 1, beam_length: 2}", "--setting", "{tree_nodes: null}"]
     result = CliRunner().invoke(app, [*command, *settings])
@@ -140,6 +148,9 @@ def test_mistakes_show_before_the_target_is_loaded(command: list[str], tmp_path:
     empty = tmp_path / "empty"
     empty.mkdir()
     (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "Why?"}\n\n{"question": "How?"}\n')
+    (tmp_path / "torn.jsonl").write_text('{"prompt": "Why?"}\n{"prompt": \n')
+    (tmp_path / "mt_bench.jsonl").write_text('{"prompt": "Why?"}\n')
     mistakes = {
         "unknown suite 'mt_bunch'": ["--suite", "mt_bunch"],
         "mt_bench=FILE|SUITE=FILE": ["--suite-path", "alpaca_eval=x.jsonl"],
@@ -153,12 +164,15 @@ def test_mistakes_show_before_the_target_is_loaded(command: list[str], tmp_path:
         "batch_sizes[0]=0: must be above 0": ["--batch-size", "0"],
         "SUITE=COMMIT": ["--suite-revision", "gsm8k=abc"],
         "leave it out": ["--suite-revision", "mt_bench=abc"],
+        "bad.jsonl, line 3: not a prompt of bad": ["--suite", str(tmp_path / "bad.jsonl")],
+        "torn.jsonl, line 2": ["--suite", str(tmp_path / "torn.jsonl")],
+        "2 suites have the name 'mt_bench'": ["--suite", str(tmp_path / "mt_bench.jsonl")],
     }
     for message, arguments in mistakes.items():
         result = CliRunner().invoke(app, [*command, *arguments])
         assert isinstance(result.exception, ValueError), (message, result.output, result.exception)
         assert any(part in error_message(result.exception) for part in message.split("|")), result.exception
-    assert len(mistakes) == 12
+    assert len(mistakes) == 15
 
 
 def test_a_half_exported_drafter_is_refused_before_the_target_is_loaded(

@@ -1,9 +1,12 @@
 """A wrong evaluation config is told at once, all of it."""
 
+import json
+
 import pytest
 from omegaconf import OmegaConf
+from pydantic import TypeAdapter
 
-from outrider.eval.config import EvalConfig, SuiteConfig
+from outrider.eval.config import EvalConfig, SuiteConfig, suite_of
 
 from ..wrong_values import problems
 
@@ -31,7 +34,7 @@ def test_all_wrong_values_are_listed_at_once() -> None:
 
 
 def test_a_suite_named_twice_is_refused_since_its_records_would_collide() -> None:
-    with pytest.raises(ValueError, match="named twice"):
+    with pytest.raises(ValueError, match="2 suites have the name 'mt_bench'"):
         EvalConfig(suites=[SuiteConfig(name="mt_bench"), SuiteConfig(name="mt_bench", limit=3)])
 
 
@@ -46,8 +49,22 @@ def test_hydra_can_build_it_from_plain_values() -> None:
         "settings": [{"beam_width": 4, "beam_length": 5}],
         "temperatures": [0, 0.7],
     }
-    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(EvalConfig(suites=[SuiteConfig(name="x")])), plain))
-    assert isinstance(config, EvalConfig)
+    merged = OmegaConf.merge(OmegaConf.structured(EvalConfig(suites=[SuiteConfig(name="x")])), plain)
+    config = TypeAdapter(EvalConfig).validate_json(json.dumps(OmegaConf.to_container(merged)))
     assert config.suites == [SuiteConfig(name="stdlib", limit=4)]
     assert config.settings == [{"beam_width": 4, "beam_length": 5}]
     assert config.temperatures == [0.0, 0.7]
+
+
+def test_a_file_of_prompts_is_a_suite_that_is_named_after_it() -> None:
+    suites = EvalConfig(suites=["mt_bench", "a/mine.jsonl", "b.x.json.gz", SuiteConfig(name="gsm8k")]).suites  # type: ignore[list-item]
+    assert [(suite.name, suite.path) for suite in suites] == [
+        ("mt_bench", None),
+        ("mine", "a/mine.jsonl"),
+        ("b.x", "b.x.json.gz"),
+        ("gsm8k", None),
+    ]
+    with pytest.raises(ValueError, match=r"2 suites have the name 'mine' \(a/mine.jsonl, b/mine.jsonl\)"):
+        EvalConfig(suites=["a/mine.jsonl", "b/mine.jsonl"])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="would be named stdlib"):
+        suite_of("stdlib.jsonl")

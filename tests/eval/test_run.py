@@ -267,7 +267,7 @@ def test_tuned_settings_are_each_evaluated_where_they_were_chosen(
         "redrafter_tuned_off.jsonl",
     ]
     labels = [(entry.label, entry.detail, entry.options) for entry in read_groups([tmp_path / "eval"])[0].entries]
-    assert labels[3] == ("redrafter, tuned off", "", {})
+    assert labels[3] == ("ReDrafter", "turned off by tuning", {})
     tuned[0.0, 1] = {"beam_width": 2}
     with pytest.raises(ValueError, match="differs in methods.redrafter tuned beam_width=1 "):
         evaluate_tuned(config)

@@ -1,4 +1,4 @@
-"""The device of the tests that need a GPU."""
+"""Device of the tests that need a GPU."""
 
 import os
 
@@ -8,8 +8,9 @@ import torch
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """CUDA's, or the one that OUTRIDER_TEST_DEVICE names: xpu, for example, or cpu to try the tests
-    themselves.
+    """Return the device that OUTRIDER_TEST_DEVICE names, by default CUDA's.
+
+    It may be xpu, for example, or cpu to run these tests without an accelerator.
     """
     device = torch.device(os.environ.get("OUTRIDER_TEST_DEVICE", "cuda"))
     if device.type == "cuda" and not torch.cuda.is_available():

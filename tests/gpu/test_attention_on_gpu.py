@@ -1,6 +1,4 @@
-"""The kernels that attention under a mask reaches on a GPU, each against plain arithmetic in
-float64.
-"""
+"""GPU kernels of attention with masks, each against plain arithmetic in float64."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +15,7 @@ from outrider.models.drafters.branches.attention import attend_densely
 from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.tree_attention import IMPLEMENTATION, tree_attention_mask
 
-# A backend that was chosen and doesn't take the inputs says why in warnings.
+# A selected backend that rejects its inputs gives the reasons in warnings.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::UserWarning")]
 
 HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64
@@ -33,7 +31,7 @@ WINDOW, COLUMNS = 64, 300
 
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest, device: torch.device) -> Iterator[str]:
-    """Within the test only this backend is on; `any` leaves PyTorch its choice."""
+    """Enable only this backend during the test; with `any` PyTorch chooses."""
     name: str = request.param
     if device.type != "cuda" and name not in ("any", "math"):
         pytest.skip(f"the backend {name} is CUDA's")
@@ -45,15 +43,15 @@ def backend(request: pytest.FixtureRequest, device: torch.device) -> Iterator[st
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """What transformers calls for a layer with grouped heads: [batch, query, head, head_dim]."""
+    """Attend as a layer with grouped heads does: [batch, query, head, head_dim]."""
     output, _ = ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION](torch.nn.Module(), query, key, value, mask)
     return output
 
 
 def by_hand(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The same in float64, [batch, query, head, head_dim]."""
-    query, key, value = (each.double() for each in (query, key, value))
-    key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for each in (key, value))
+    """Compute the same attention in float64: [batch, query, head, head_dim]."""
+    query, key, value = (tensor.double() for tensor in (query, key, value))
+    key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
     scores = query @ key.transpose(2, 3) * query.shape[-1] ** -0.5
     hidden = ~mask if mask.dtype == torch.bool else mask < 0
     return (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value).transpose(1, 2)
@@ -77,9 +75,9 @@ def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def kernel_or_skip(backend: str, attention: Any) -> torch.Tensor:
-    """What a backend computes.
+    """Run a backend, and skip the test if the backend rejects a type or a shape.
 
-    It may refuse a type or a shape, but only when it was chosen by name.
+    Only a backend selected by name may do so.
     """
     try:
         return attention()
@@ -91,42 +89,40 @@ def kernel_or_skip(backend: str, attention: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("kind", ["bool", "float"])
-def test_grouped_heads_under_a_mask_are_what_arithmetic_says(device, backend, dtype, kind):
+def test_grouped_heads_with_a_mask_equal_plain_arithmetic(device, backend, dtype, kind):
     num_cases = 0
     for queries in (1, 5, 21, 61):
         for columns in (33, 256, 1000):
             query, key, value, visible = tensors(device, dtype, queries, columns)
             mask = visible if kind == "bool" else additive(visible, dtype)
-            found = kernel_or_skip(backend, lambda: attend(query, key, value, mask))  # noqa: B023
-            assert found.shape == (2, queries, HEADS, HEAD_DIM)
-            difference = (found.double() - by_hand(query, key, value, visible)).abs().max()
+            actual = kernel_or_skip(backend, lambda: attend(query, key, value, mask))  # noqa: B023
+            assert actual.shape == (2, queries, HEADS, HEAD_DIM)
+            difference = (actual.double() - by_hand(query, key, value, visible)).abs().max()
             assert difference < TOLERANCES[dtype], (queries, columns)
             num_cases += 1
     assert num_cases == 12
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-def test_a_window_that_hides_whole_blocks_of_keys_leaves_numbers(device, backend, dtype):
-    """Kernels go through the keys block by block; a block of which nothing is seen must count for
-    nothing.
-    """
+def test_a_window_that_masks_whole_blocks_of_keys_gives_no_nan(device, backend, dtype):
+    """Kernels process keys in blocks; a fully masked block must have no influence."""
     lineage = torch.tensor([[[0, -1], [1, 0], [2, -1]]] * 2, device=device)
     lengths = torch.tensor([COLUMNS - 4, COLUMNS - 40], device=device)
     mask = tree_attention_mask(lineage, lengths, COLUMNS, dtype, window=WINDOW)
     query, key, value, _ = tensors(device, dtype, 4, COLUMNS)
     assert bool((mask[:, :, :, :128] < 0).all()), "the first blocks are hidden"
-    found = kernel_or_skip(backend, lambda: attend(query, key, value, mask))
-    assert (found.double() - by_hand(query, key, value, mask)).abs().max() < TOLERANCES[dtype]
+    actual = kernel_or_skip(backend, lambda: attend(query, key, value, mask))
+    assert (actual.double() - by_hand(query, key, value, mask)).abs().max() < TOLERANCES[dtype]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-def test_a_model_with_a_window_reads_a_tree_alike_with_every_kernel(device, backend, dtype):
+def test_a_model_with_a_window_reads_a_tree_equally_with_every_kernel(device, backend, dtype):
     target = mistral(device, dtype)
-    found = kernel_or_skip(backend, lambda: tree_logits(target, device))
+    actual = kernel_or_skip(backend, lambda: tree_logits(target, device))
     with sdpa_kernel([SDPBackend.MATH]):
         expected = tree_logits(target, device)
-    assert found.isfinite().all()
-    assert (found - expected).norm() < 10 * TOLERANCES[dtype] * expected.norm()
+    assert actual.isfinite().all()
+    assert (actual - expected).norm() < 10 * TOLERANCES[dtype] * expected.norm()
 
 
 def mistral(device: torch.device, dtype: torch.dtype) -> HFTarget:
@@ -170,38 +166,43 @@ def tree_logits(target: HFTarget, device: torch.device) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-def test_branches_in_training_have_the_gradients_that_arithmetic_says(device, backend, dtype):
+def test_gradients_of_branches_in_training_equal_plain_arithmetic(device, backend, dtype):
     branches, seq, depth = 21, 70, 3
     query, key, value, seen = tensors(device, dtype, branches, seq)
-    seen[:, :, 0] = False  # a branch may see nothing of the text
+    seen[:, :, 0] = False  # one branch attends to no token of the text
     generator = torch.Generator().manual_seed(1)
-    own = [
+    branch_entries = [
         tuple(torch.randn(2, KV_HEADS, branches, HEAD_DIM, generator=generator).to(device, dtype) for _ in range(2))
         for _ in range(depth)
     ]
-    leaves = [each.detach().clone().requires_grad_() for each in (query, key, value, *(part for pair in own for part in pair))]
+    leaves = [
+        tensor.detach().clone().requires_grad_()
+        for tensor in (query, key, value, *(part for pair in branch_entries for part in pair))
+    ]
     weights = torch.randn(query.shape, generator=generator).to(device, dtype)
 
     def output(function: Any) -> torch.Tensor:
         text, branch = (leaves[1], leaves[2]), list(zip(leaves[3::2], leaves[4::2], strict=True))
         return function(leaves[0], text, branch, seen, HEAD_DIM**-0.5)
 
-    found = kernel_or_skip(backend, lambda: output(attend_densely))
-    kernel_or_skip(backend, lambda: (found * weights).sum().backward())
+    actual = kernel_or_skip(backend, lambda: output(attend_densely))
+    kernel_or_skip(backend, lambda: (actual * weights).sum().backward())
     gradients = [leaf.grad.double() for leaf in leaves]
     for leaf in leaves:
         leaf.grad = None
     expected = output(densely_by_hand)
     (expected * weights.double()).sum().backward()
-    assert (found.double() - expected).abs().max() < TOLERANCES[dtype]
+    assert (actual.double() - expected).abs().max() < TOLERANCES[dtype]
     for leaf, gradient in zip(leaves, gradients, strict=True):
         assert (gradient - leaf.grad.double()).norm() < 4 * TOLERANCES[dtype] * leaf.grad.double().norm()
 
 
-def densely_by_hand(query: Any, text: Any, own: Any, seen: torch.Tensor, scale: float) -> torch.Tensor:
-    """[batch, head, branch, head_dim], in float64: each branch's own entries one by one."""
-    keys, values = (torch.cat([each, *parts], dim=2) for each, parts in zip(text, zip(*own, strict=True), strict=True))
-    of_own = torch.eye(query.shape[2], dtype=torch.bool, device=query.device).repeat(1, len(own))
+def densely_by_hand(query: Any, text: Any, branch_entries: Any, seen: torch.Tensor, scale: float) -> torch.Tensor:
+    """Attend in float64 to text and branch entries: [batch, head, branch, head_dim]."""
+    keys, values = (
+        torch.cat([text_part, *parts], dim=2) for text_part, parts in zip(text, zip(*branch_entries, strict=True), strict=True)
+    )
+    of_own = torch.eye(query.shape[2], dtype=torch.bool, device=query.device).repeat(1, len(branch_entries))
     mask = torch.cat([seen, of_own.expand(len(query), 1, -1, -1)], dim=3)
     assert scale == HEAD_DIM**-0.5
     return by_hand(query, keys, values, mask).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""Decoding on a GPU: the tokens are a CPU's, in every form, and a step waits for the device once."""
+"""Decoding on a GPU: every form gives a CPU's tokens, with one host read per step."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,15 +24,15 @@ from ..models.recorder import ReplayingRecorder
 
 pytestmark = [
     pytest.mark.gpu,
-    # What PyTorch says once whenever the mode is set.
+    # PyTorch gives this warning when the mode is set.
     pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
 ]
 
 PROMPTS = [[1, 70, 71, 72, 2], [9, 8], [40, 41, 42, 43, 44, 45, 46, 47]]
 LIMITS = [24, 9, 17]
-"""New tokens of each prompt: rows leave the batch one by one."""
+"""Numbers of new tokens for each prompt; rows leave the batch one by one."""
 STEP = 16
-"""Columns by which the part of the cache that is read grows: it does so several times in an answer."""
+"""Number of columns by which the read part of the cache grows, several times per answer."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "redrafter": {"beam_width": 3, "beam_length": 3, "tree_nodes": 6},
     "medusa": {"num_heads": 3, "tree_nodes": 6},
@@ -45,7 +45,7 @@ KINDS = ("plain", *OPTIONS)
 
 @pytest.fixture
 def model(tiny_target_dir, device) -> HFTarget:
-    """The eager target on the device, in float32, around whose model the others are made."""
+    """Load the eager target in float32; the other forms share its model."""
     return load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="float32"), device)
 
 
@@ -55,24 +55,22 @@ def on_cpu(tiny_target_dir) -> HFTarget:
 
 
 def grow_in_steps_of(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the part of a cache that passes see grow so, on every device."""
+    """Set the step by which the read part of a cache grows, on every device."""
     monkeypatch.setattr(tree_cache, "EXTENT_STEP", columns)
     monkeypatch.setattr(tree_cache, "ACCELERATOR_EXTENT_STEP", columns)
 
 
 def form_of(target: HFTarget, **form: bool) -> HFTarget:
-    """The same model in another form.
+    """Make another form of the same model.
 
-    On a CPU graphs are played by operators that are run again.
+    On a CPU, recorded operators that run again imitate graphs.
     """
     recorder = None if target.device.type == "cuda" else ReplayingRecorder()
     return HFTarget(target.model, target.tokenizer, target.identity, recorder=recorder, **form)
 
 
 def drafter_for(kind: str, target: HFTarget) -> Any:
-    """A drafter whose weights are the same on every device, as evaluation would run it with this
-    target.
-    """
+    """Build a drafter for this target, as evaluation does, with equal weights on every device."""
     if kind == "plain":
         return NullDrafter()
     if kind == "draft_model":  # the target itself, so that drafts are accepted
@@ -90,7 +88,7 @@ def drafter_for(kind: str, target: HFTarget) -> Any:
 
 
 def whole_cpu_copy(target: HFTarget) -> HFTarget:
-    """The target on a CPU: random first weights are drawn there, whatever the device."""
+    """Copy the target to a CPU, where the drafter's initial weights are sampled."""
     model = type(target.model)(target.model.config)
     model.load_state_dict(target.model.state_dict())
     return HFTarget(model.eval().requires_grad_(False), target.tokenizer, target.identity)
@@ -99,18 +97,18 @@ def whole_cpu_copy(target: HFTarget) -> HFTarget:
 def answers(target: HFTarget, drafter: Any, prompts=PROMPTS, limits=LIMITS, rule=None, seeds=None) -> list[list[int]]:
     rows = [torch.tensor(row, device=target.device) for row in prompts]
     generator = RowSeeds(seeds) if seeds is not None else None
-    found: list[list[int]] = [[] for _ in rows]
+    texts: list[list[int]] = [[] for _ in rows]
     for step in generate(target, drafter, rule or GreedyAcceptance(), rows, max_new_tokens=limits, generator=generator):
         for row, tokens in zip(step.rows, step.tokens, strict=True):
-            found[row] += tokens
-    return found
+            texts[row] += tokens
+    return texts
 
 
 # --- the same tokens
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_tokens_are_those_of_a_cpu(model, on_cpu, kind):
+def test_the_tokens_on_a_gpu_equal_those_of_a_cpu(model, on_cpu, kind):
     drafter = drafter_for(kind, model)
     expected = answers(on_cpu, NullDrafter())
     assert [len(tokens) for tokens in expected] == LIMITS
@@ -119,13 +117,13 @@ def test_the_tokens_are_those_of_a_cpu(model, on_cpu, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_steps_in_graphs_decode_what_eager_steps_do(model, monkeypatch, kind):
+def test_steps_in_graphs_decode_the_tokens_of_eager_steps(model, monkeypatch, kind):
     grow_in_steps_of(STEP, monkeypatch)
     graphed = form_of(model, cuda_graphs=True)
     drafter, eager = drafter_for(kind, graphed), drafter_for(kind, model)
     cases = [
         (PROMPTS, LIMITS),
-        (PROMPTS[:1], [60]),  # the cache has to grow, and with it the recordings go
+        (PROMPTS[:1], [60]),  # the cache grows, which drops the recordings
         (PROMPTS[1:2], [6]),  # a shorter prompt in the larger cache
         (PROMPTS[::-1], LIMITS),
     ]
@@ -135,8 +133,8 @@ def test_steps_in_graphs_decode_what_eager_steps_do(model, monkeypatch, kind):
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's advice, on TF32 and on its worker processes
 @pytest.mark.parametrize("kind", ["plain", "redrafter"])
-def test_compiled_steps_in_graphs_decode_what_eager_steps_do(model, kind):
-    """Few shapes, since each is compiled."""
+def test_compiled_steps_in_graphs_decode_the_tokens_of_eager_steps(model, kind):
+    """The test has few shapes, since each is compiled."""
     if model.device.type != "cuda":
         pytest.skip("on a CPU compiling takes minutes; tests/models/target/test_cuda_graphs.py traces without compiling")
     compiled = form_of(model, compiled=True, cuda_graphs=True)
@@ -148,7 +146,7 @@ def test_compiled_steps_in_graphs_decode_what_eager_steps_do(model, kind):
         torch._dynamo.reset()
 
 
-def test_more_shapes_than_recordings_are_kept_change_nothing(model, monkeypatch):
+def test_more_shapes_than_the_limit_of_recordings_change_no_token(model, monkeypatch):
     grow_in_steps_of(STEP, monkeypatch)
     monkeypatch.setattr(graphs, "MAX_RECORDINGS", 3)
     graphed, expected = form_of(model, cuda_graphs=True), answers(model, NullDrafter())
@@ -158,21 +156,21 @@ def test_more_shapes_than_recordings_are_kept_change_nothing(model, monkeypatch)
 
 
 def test_a_draft_model_records_again_when_its_cache_has_grown(model, monkeypatch):
-    """Its last outputs are alive then, in memory of the graphs that went with the smaller cache."""
+    """Its last outputs are still alive, in memory of the graphs of the smaller cache."""
     grow_in_steps_of(8, monkeypatch)
     graphed = form_of(model, cuda_graphs=True)
     for options in ({}, {"top_k": 3, "tree_nodes": 5}):
-        own = DraftModel(DraftModelConfig(length=3, **options), form_of(model, cuda_graphs=True))
+        recorded = DraftModel(DraftModelConfig(length=3, **options), form_of(model, cuda_graphs=True))
         for limit in (20, 60, 120):
-            assert answers(graphed, own, PROMPTS[:1], [limit]) == answers(model, NullDrafter(), PROMPTS[:1], [limit])
+            assert answers(graphed, recorded, PROMPTS[:1], [limit]) == answers(model, NullDrafter(), PROMPTS[:1], [limit])
 
 
-# --- waiting
+# --- host reads
 
 
 @contextmanager
 def no_wait(device: torch.device) -> Iterator[None]:
-    """Within, whatever makes the host wait for the device is an error."""
+    """Raise an error for every operation that makes the host wait for the device."""
     if device.type == "cuda":
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -189,7 +187,7 @@ def no_wait(device: torch.device) -> Iterator[None]:
 @pytest.mark.parametrize("form", ["eager", "graphs"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_nothing_waits_but_the_reading_of_the_tokens(model, monkeypatch, kind, form, temperature):
+def test_only_reading_the_tokens_makes_the_host_wait(model, monkeypatch, kind, form, temperature):
     target = form_of(model, cuda_graphs=form == "graphs")
     drafter = drafter_for(kind, target)
     rule = SpeculativeSampling(sampling=Sampling(temperature=temperature)) if temperature else GreedyAcceptance()
@@ -204,7 +202,7 @@ def test_nothing_waits_but_the_reading_of_the_tokens(model, monkeypatch, kind, f
             with no_wait(target.device):
                 return function(*args, **kwargs)
 
-        call.lossless = True  # what a rule has
+        call.lossless = True  # acceptance rules have this attribute
         return call
 
     for owner, name in ((drafter, "propose"), (target, "verify"), (target, "commit"), (drafter, "advance")):
@@ -212,7 +210,7 @@ def test_nothing_waits_but_the_reading_of_the_tokens(model, monkeypatch, kind, f
     rows = [torch.tensor(row, device=target.device) for row in PROMPTS]
     steps = generate(target, drafter, strict(rule), rows, max_new_tokens=60, generator=RowSeeds([3, 4, 5]))
     for number, _ in enumerate(steps):
-        settled = number >= 3  # what is allocated or recorded once has been
+        settled = number >= 3  # everything that is allocated or recorded once exists by now
         if number == 9:
             break
     assert num_calls >= 25
@@ -221,7 +219,7 @@ def test_nothing_waits_but_the_reading_of_the_tokens(model, monkeypatch, kind, f
 # --- a model that can't be recorded
 
 
-def test_after_a_failed_recording_the_process_decodes_on_in_its_stream(model):
+def test_after_a_failed_recording_decoding_continues_in_the_same_stream(model):
     if model.device.type != "cuda":
         pytest.skip("only a capture fails and leaves the stream that it ran in")
     expected, stream = answers(model, NullDrafter()), torch.cuda.current_stream()
@@ -236,14 +234,14 @@ def test_after_a_failed_recording_the_process_decodes_on_in_its_stream(model):
     hook.remove()
     assert torch.cuda.current_stream() == stream
     assert answers(model, NullDrafter()) == expected
-    assert answers(form_of(model, cuda_graphs=True), NullDrafter()) == expected, "what can be recorded still is"
+    assert answers(form_of(model, cuda_graphs=True), NullDrafter()) == expected, "later recordings work"
 
 
 # --- sampling by row
 
 
 @pytest.mark.parametrize("kind", ["plain", "redrafter", "eagle3"])
-def test_a_rows_seed_gives_its_text_alone_and_in_a_batch_with_a_tree_and_without(model, kind):
+def test_a_rows_seed_gives_the_same_text_alone_in_a_batch_and_with_trees(model, kind):
     rule, seeds = SpeculativeSampling(sampling=Sampling(temperature=1.2, top_p=0.95)), [11, 12, 13]
     together = answers(model, NullDrafter(), rule=rule, seeds=seeds)
     drafter = drafter_for(kind, model)
@@ -258,10 +256,8 @@ def test_a_rows_seed_gives_its_text_alone_and_in_a_batch_with_a_tree_and_without
 
 
 @torch.inference_mode()
-def test_what_is_taken_of_a_row_is_what_the_cache_holds(model):
-    """Through pinned memory the copy is made while the host goes on: it must have ended before
-    anybody reads it.
-    """
+def test_a_row_taken_from_the_cache_equals_the_caches_contents(model):
+    """The copy to pinned memory is asynchronous, and must be complete before it is read."""
     prompts = Prompts.of([torch.tensor(row, device=model.device) for row in PROMPTS])
     model.prefill(prompts, max_new_tokens=200, max_nodes=4)
     for token in range(3):
@@ -273,20 +269,20 @@ def test_what_is_taken_of_a_row_is_what_the_cache_holds(model):
         length = len(prompt) + 3 * [3, 1, 2][row]
         taken = model.take(row)
         held = [buffer[:, row, :, :length].cpu().clone() for buffer in cache._buffers]
-        assert all(each.device.type == "cpu" for each in taken)
+        assert all(tensor.device.type == "cpu" for tensor in taken)
         assert len(taken) == len(held) > 0
-        assert all(torch.equal(mine, own) for mine, own in zip(taken, held, strict=True))
+        assert all(torch.equal(mine, expected) for mine, expected in zip(taken, held, strict=True))
         for buffer in cache._buffers:
             buffer[:, row] = 0
-        assert all(torch.equal(mine, own) for mine, own in zip(taken, held, strict=True)), "a copy"
+        assert all(torch.equal(mine, expected) for mine, expected in zip(taken, held, strict=True)), "a copy"
 
 
 @pytest.mark.parametrize("cuda_graphs", [False, True])
-def test_a_released_cache_gives_all_its_memory_back(model, cuda_graphs):
+def test_a_released_cache_frees_all_its_memory(model, cuda_graphs):
     if model.device.type != "cuda":
         pytest.skip("a CPU's memory isn't counted")
     target = form_of(model, cuda_graphs=cuda_graphs)
-    answers(target, NullDrafter())  # what libraries keep for themselves is allocated
+    answers(target, NullDrafter())  # libraries allocate their own buffers here
     target.release_cache()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()

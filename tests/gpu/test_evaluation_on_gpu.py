@@ -1,6 +1,4 @@
-"""What the evaluation asks of a GPU: its bandwidth, memory that runs out, and certified decoding by
-replayed graphs.
-"""
+"""Evaluation on a GPU: memory bandwidth, out-of-memory errors, and certified decoding."""
 
 import json
 from pathlib import Path
@@ -37,7 +35,7 @@ def questions(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def drafter_dir(tiny_target_dir: Path, tmp_path: Path) -> Path:
-    """A ReDrafter with random weights, whose trees have one size."""
+    """Save a ReDrafter with random weights and trees of one size."""
     target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="float32", device="cpu"))
     torch.manual_seed(0)
     options = {"kind": "redrafter", "beam_width": 2, "beam_length": 3, "tree_nodes": 4}
@@ -45,7 +43,7 @@ def drafter_dir(tiny_target_dir: Path, tmp_path: Path) -> Path:
     return tmp_path / "drafter"
 
 
-def test_bandwidth_is_that_of_the_memory_and_does_not_depend_on_launches(
+def test_the_measured_bandwidth_does_not_depend_on_the_number_of_launches(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if device.type == "cpu":
@@ -56,7 +54,7 @@ def test_bandwidth_is_that_of_the_memory_and_does_not_depend_on_launches(
     assert measure_bandwidth(1 << 32, device) == pytest.approx(bandwidth, rel=0.05)
 
 
-def test_memory_that_runs_out_is_told_and_given_back(device: torch.device) -> None:
+def test_out_of_memory_is_recognized_and_memory_is_released(device: torch.device) -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 50, dtype=torch.uint8, device=device)
     assert is_out_of_memory(caught.value)
@@ -69,7 +67,7 @@ def test_memory_that_runs_out_is_told_and_given_back(device: torch.device) -> No
         assert torch.accelerator.memory_reserved(device) <= before
 
 
-def test_an_evaluation_goes_on_where_a_drafter_runs_out_of_the_devices_memory(
+def test_evaluation_continues_after_a_drafter_runs_out_of_memory(
     device: torch.device,
     tiny_target_dir: Path,
     drafter_dir: Path,
@@ -96,7 +94,7 @@ def test_an_evaluation_goes_on_where_a_drafter_runs_out_of_the_devices_memory(
 
 
 @pytest.mark.parametrize("form", [["--cuda-graphs"], ["--cuda-graphs", "--compiled"]])
-def test_decoding_is_certified_in_the_form_of_graphs(
+def test_decoding_with_cuda_graphs_is_certified(
     device: torch.device, form: list[str], tiny_target_dir: Path, drafter_dir: Path, questions: Path, tmp_path: Path
 ) -> None:
     if device.type != "cuda":

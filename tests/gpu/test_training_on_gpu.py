@@ -1,4 +1,4 @@
-"""Distilling and training on a GPU against the same on a CPU."""
+"""Distillation and training on a GPU, against the same on a CPU."""
 
 import shutil
 import warnings
@@ -54,7 +54,10 @@ def test_every_registered_kind_is_trained_here() -> None:
 
 @pytest.fixture(scope="module")
 def load(tiny_target_dir: Path) -> Callable[..., HFTarget]:
-    """A target with four heads on two, on a device, in a type."""
+    """Return a function that loads the target on a device in a dtype.
+
+    The target has four query heads and two key heads.
+    """
 
     def load(device: torch.device, dtype: str = "float32") -> HFTarget:
         return load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype=dtype), device)
@@ -81,7 +84,7 @@ def no_waits(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    with warnings.catch_warnings(action="ignore"):  # the mode is a prototype, says PyTorch
+    with warnings.catch_warnings(action="ignore"):  # PyTorch warns that the mode is a prototype
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -93,16 +96,16 @@ def no_waits(device: torch.device) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("prune", [True, False])
-def test_labels_are_those_of_a_cpu(prune: bool, load: Callable[..., HFTarget], device: torch.device) -> None:
+def test_labels_on_a_gpu_equal_those_of_a_cpu(prune: bool, load: Callable[..., HFTarget], device: torch.device) -> None:
     generator = torch.Generator().manual_seed(0)
     lengths = torch.tensor([[40], [23], [1], [31]])
     mask = torch.arange(40) < lengths
     ids = torch.randint(3, 300, mask.shape, generator=generator) * mask
     wanted = mask & (torch.rand(mask.shape, generator=generator) < 0.8)
     results = []
-    for place in (CPU, device):
-        tensors = (each.to(place) for each in (ids, mask, wanted))
-        results.append(label_continuations(load(place), *tensors, horizon=5, prune=prune, feature_layers=(0, 1)))
+    for current_device in (CPU, device):
+        tensors = (tensor.to(current_device) for tensor in (ids, mask, wanted))
+        results.append(label_continuations(load(current_device), *tensors, horizon=5, prune=prune, feature_layers=(0, 1)))
     (expected, expected_features, expected_stats), (labels, features, stats) = results
     assert torch.equal(labels.cpu(), expected)
     assert (expected != UNKNOWN).any()
@@ -111,14 +114,14 @@ def test_labels_are_those_of_a_cpu(prune: bool, load: Callable[..., HFTarget], d
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_probes_of_distilling_and_packing_pass(dtype: str, load: Callable[..., HFTarget], device: torch.device) -> None:
+def test_the_probes_of_distillation_and_packing_pass(dtype: str, load: Callable[..., HFTarget], device: torch.device) -> None:
     target = load(device, dtype)
     require_branch_attention(target, 64)
     require_packing(target)
 
 
-def test_continuous_batching_answers_as_the_decoder_does(load: Callable[..., HFTarget], device: torch.device) -> None:
-    """It isn't the default, because it had run on a CPU only."""
+def test_continuous_batching_gives_the_decoders_answers(load: Callable[..., HFTarget], device: torch.device) -> None:
+    """Continuous batching is not the default, because it had only been tested on a CPU."""
     target, limits = load(device), Limits(max_new_tokens=12, max_tokens=60)
     prompts = [torch.arange(3 + index, 9 + 3 * index) for index in range(6)]
     requests = [Request(id=f"r{index}", prompt_ids=prompt, seed=index) for index, prompt in enumerate(prompts)]
@@ -127,9 +130,9 @@ def test_continuous_batching_answers_as_the_decoder_does(load: Callable[..., HFT
         DecoderEngine(target, NullDrafter(), sampling=greedy, limits=limits),
         ContinuousEngine(target, sampling=greedy, limits=limits, max_requests_per_batch=4),
     )
-    expected, found = ({each.id: each.tokens.tolist() for each in engine.answer(requests)} for engine in engines)
-    assert found == expected
-    assert len(found) == len(requests)
+    expected, actual = ({answer.id: answer.tokens.tolist() for answer in engine.answer(requests)} for engine in engines)
+    assert actual == expected
+    assert len(actual) == len(requests)
 
 
 # --- a training step
@@ -137,9 +140,7 @@ def test_continuous_batching_answers_as_the_decoder_does(load: Callable[..., HFT
 
 @dataclass(frozen=True)
 class Step:
-    """The sums and counts of a loss, its gradients, and the weights after a step of the optimizer,
-    on the CPU.
-    """
+    """Sums and counts of a loss, its gradients, and the weights after a step, on the CPU."""
 
     sums: torch.Tensor
     counts: torch.Tensor
@@ -148,8 +149,9 @@ class Step:
 
 
 def first_step(kind: str, batch: DrafterBatch, target: HFTarget, start: HFTarget, *, autocast: bool) -> Step:
-    """A step on the device of `target`, of a drafter whose first weights are drawn on that of
-    `start`.
+    """Run a step on the device of `target`.
+
+    The drafter's initial weights are sampled on the device of `start`.
     """
     torch.manual_seed(0)
     options = {"kind": kind, **KINDS[kind]}
@@ -160,27 +162,27 @@ def first_step(kind: str, batch: DrafterBatch, target: HFTarget, start: HFTarget
     inputs = with_hidden_states(batch, target, target_reads(drafter, objective))
     with torch.autocast(target.device.type, torch.bfloat16, enabled=autocast):
         loss = drafter.loss(inputs, objective)
-    trained = {name: each for name, each in drafter.named_parameters() if each.requires_grad}
-    # of tiny gradients it keeps the size
+    trained = {name: parameter for name, parameter in drafter.named_parameters() if parameter.requires_grad}
+    # The large eps keeps the step proportional to tiny gradients.
     optimizer = torch.optim.AdamW(trained.values(), lr=1e-3, eps=1e-3, fused=True)
     (loss.sums.sum() / loss.counts.sum()).backward()
-    gradients = {name: each.grad.cpu() for name, each in trained.items() if each.grad is not None}
+    gradients = {name: parameter.grad.cpu() for name, parameter in trained.items() if parameter.grad is not None}
     optimizer.step()
-    after = {name: each.detach().cpu() for name, each in trained.items()}
+    after = {name: parameter.detach().cpu() for name, parameter in trained.items()}
     return Step(loss.sums.detach().cpu(), loss.counts.cpu(), gradients, after)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_in_float32_is_that_of_a_cpu(
+def test_a_step_in_float32_equals_that_of_a_cpu(
     kind: str, batch: DrafterBatch, load: Callable[..., HFTarget], device: torch.device
 ) -> None:
     cpu = load(CPU)
     expected = first_step(kind, batch, cpu, cpu, autocast=False)
-    found = first_step(kind, batch, load(device), cpu, autocast=False)
-    torch.testing.assert_close(found.sums, expected.sums, rtol=1e-4, atol=1e-4)
-    assert torch.equal(found.counts, expected.counts)
-    assert found.gradients.keys() == expected.gradients.keys() == expected.weights.keys()
-    for ours, theirs in ((found.gradients, expected.gradients), (found.weights, expected.weights)):
+    actual = first_step(kind, batch, load(device), cpu, autocast=False)
+    torch.testing.assert_close(actual.sums, expected.sums, rtol=1e-4, atol=1e-4)
+    assert torch.equal(actual.counts, expected.counts)
+    assert actual.gradients.keys() == expected.gradients.keys() == expected.weights.keys()
+    for ours, theirs in ((actual.gradients, expected.gradients), (actual.weights, expected.weights)):
         for name, value in theirs.items():
             scale = float(value.abs().max())
             torch.testing.assert_close(ours[name], value, rtol=1e-3, atol=1e-4 * max(scale, 1e-3))
@@ -193,17 +195,15 @@ def test_a_step_in_bf16_has_nearly_the_loss_of_float32_on_a_cpu(
 ) -> None:
     cpu = load(CPU)
     expected = first_step(kind, batch, cpu, cpu, autocast=False)
-    found = first_step(kind, batch, load(device, target_dtype), cpu, autocast=True)
-    assert float(found.sums.sum()) == pytest.approx(float(expected.sums.sum()), rel=0.02)
-    assert torch.equal(found.counts, expected.counts)
-    assert all(gradient.isfinite().all() for gradient in found.gradients.values())
-    assert any(gradient.any() for gradient in found.gradients.values())
-    assert all(weight.isfinite().all() for weight in found.weights.values())
+    actual = first_step(kind, batch, load(device, target_dtype), cpu, autocast=True)
+    assert float(actual.sums.sum()) == pytest.approx(float(expected.sums.sum()), rel=0.02)
+    assert torch.equal(actual.counts, expected.counts)
+    assert all(gradient.isfinite().all() for gradient in actual.gradients.values())
+    assert any(gradient.any() for gradient in actual.gradients.values())
+    assert all(weight.isfinite().all() for weight in actual.weights.values())
 
 
-def test_the_host_waits_for_nothing_that_the_target_computes_of_rows(
-    shards_dir: Path, load: Callable[..., HFTarget], device: torch.device
-) -> None:
+def test_reading_states_needs_no_host_read(shards_dir: Path, load: Callable[..., HFTarget], device: torch.device) -> None:
     config = TrainConfig(steps=1, batch_size=6)
     stream = BatchStream(shards_dir, label_store(shards_dir).load(), config, rank=0, num_processes=1)
     rows, target = to_device(stream.batches(0)[0], device), load(device)
@@ -213,14 +213,12 @@ def test_the_host_waits_for_nothing_that_the_target_computes_of_rows(
     assert torch.equal(states[rows.attention_mask], expected[rows.attention_mask])
 
 
-# --- whole trainings
+# --- training runs
 
 
 @pytest.fixture(params=["no", "bf16"])
 def accelerator(request: pytest.FixtureRequest, device: torch.device) -> Iterator[Accelerator]:
-    """An accelerator of the device, whatever the tests before this one made, and those after it
-    will use.
-    """
+    """Make an accelerator for the device, independent of those of other tests."""
     shared = [state._shared_state for state in (PartialState, AcceleratorState, GradientState)]
     before = [dict(state) for state in shared]
     for state in shared:
@@ -233,7 +231,7 @@ def accelerator(request: pytest.FixtureRequest, device: torch.device) -> Iterato
 
 @pytest.mark.parametrize("target_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["eagle3", "redrafter"])
-def test_a_training_validates_by_decoding_and_resumes_where_it_was_killed(
+def test_training_validates_by_decoding_and_resumes_after_a_kill(
     kind: str,
     target_dtype: str,
     accelerator: Accelerator,
@@ -242,7 +240,7 @@ def test_a_training_validates_by_decoding_and_resumes_where_it_was_killed(
     device: torch.device,
     tmp_path: Path,
 ) -> None:
-    """Among them a float32 EAGLE-3 that drafts for a bf16 target with grouped heads."""
+    """One case is a float32 EAGLE-3 that drafts for a bf16 target with grouped heads."""
     target = load(device, target_dtype)
     config = TrainConfig(
         **{**TRAIN, "steps": 4, "keep_checkpoints": 4, "validation_texts": 4, "validation_tokens": 8, "validate_every": 2}
@@ -278,7 +276,7 @@ def test_a_training_validates_by_decoding_and_resumes_where_it_was_killed(
 
 
 @pytest.mark.parametrize("accelerator", ["no"], indirect=True)
-def test_a_checkpoint_brings_back_weights_optimizer_and_random_numbers(
+def test_a_checkpoint_restores_weights_optimizer_and_random_state(
     accelerator: Accelerator, device: torch.device, tmp_path: Path
 ) -> None:
     def prepared() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -290,22 +288,23 @@ def test_a_checkpoint_brings_back_weights_optimizer_and_random_numbers(
         model(torch.rand(7, 33, device=device)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        return torch.cat([each.detach().flatten() for each in model.parameters()])
+        return torch.cat([item.detach().flatten() for item in model.parameters()])
 
     model, optimizer = prepared()
     with Checkpoints(accelerator, tmp_path, model, optimizer, keep=2) as checkpoints:
         step(model, optimizer)
-        checkpoints.save(1, {})  # in the background, while the next step changes what it has copied
+        # written in the background, while the next step changes the copied tensors
+        checkpoints.save(1, {})
         expected = step(model, optimizer)
     model, optimizer = prepared()
     with Checkpoints(accelerator, tmp_path, model, optimizer, keep=2) as checkpoints:
         checkpoints.load(tmp_path / "step-00000001")
         state = optimizer.state_dict()["state"]
-        assert {each["step"].device.type for each in state.values()} == {device.type}, "fused AdamW wants it there"
+        assert {item["step"].device.type for item in state.values()} == {device.type}, "fused AdamW wants it there"
         torch.testing.assert_close(step(model, optimizer), expected)
 
 
-def test_a_host_copy_is_page_locked_and_takes_no_more_than_the_tensor(device: torch.device) -> None:
+def test_a_host_copy_is_page_locked_and_as_large_as_the_tensor(device: torch.device) -> None:
     values = torch.arange(3 * 2**18 + 5, dtype=torch.float32, device=device)
     state = {"weights": values, "narrow": values.bfloat16(), "empty": values[:0], "step": torch.tensor(3.0, device=device)}
     host_copy = HostCopy()

@@ -1,4 +1,4 @@
-"""The script that measures the memory of the training loss."""
+"""Script that measures the memory of the training loss."""
 
 import json
 import runpy
@@ -14,11 +14,9 @@ VOCAB, LABELS = 2048, (2048, 8192)
 LOGITS_MIB = VOCAB * LABELS[1] * 4 / 2**20
 
 
-def test_chunks_take_less_than_all_logits_and_what_does_not_fit_is_skipped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Large tensors have pages of their own, which are given back with them: how much freed memory
-    # malloc keeps varies.
+def test_chunks_need_less_memory_and_cases_above_the_limit_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # With this setting, freed large tensors return their pages to the system. Otherwise malloc
+    # keeps a varying part of them.
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(2**16))
     output = tmp_path / "loss_memory.json"
     sizes = ["--vocab-sizes", VOCAB, "--labels", *LABELS, "--hidden", 8, "--max-chunk", 2**20, "--losses", "cross_entropy"]
@@ -33,7 +31,7 @@ def test_chunks_take_less_than_all_logits_and_what_does_not_fit_is_skipped(
     assert small_whole["peak_mib"] > LOGITS_MIB / LABELS[1] * LABELS[0] * 2
     assert small["peak_mib"] < small_whole["peak_mib"]
     assert large["peak_mib"] < LOGITS_MIB / 2, (
-        "a chunk is a sixteenth of all logits, of which the whole loss holds several copies"
+        "a chunk has a sixteenth of all logits, and the whole loss holds several copies of them"
     )
     assert report["environment"]["num_threads"] == 1
     kept, anew = steps

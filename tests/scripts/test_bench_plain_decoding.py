@@ -1,4 +1,4 @@
-"""The script that holds our baseline against transformers' own decoding."""
+"""Script that compares our baseline with decoding by transformers."""
 
 import json
 import runpy
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_plain_decoding.py"
 
 
-def test_it_compares_equal_tokens_and_writes_a_report(
+def test_the_benchmark_of_plain_decoding_compares_tokens_and_writes_a_report(
     tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     suite = tmp_path / "question.jsonl"

@@ -1,6 +1,4 @@
-"""The script that holds training against a straightforward loop: it is written anew there, and must
-come to the same losses.
-"""
+"""Script that compares training with a straightforward loop, which must have equal losses."""
 
 import json
 import runpy

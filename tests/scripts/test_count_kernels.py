@@ -1,6 +1,4 @@
-"""How many kernels a decode step launches: bounds, so that a change that adds some is noticed on a
-CPU.
-"""
+"""Bounds on the kernels of a decode step, so that added kernels are noticed on a CPU."""
 
 import importlib
 from pathlib import Path
@@ -11,7 +9,7 @@ import torch
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "gpu"
 MOST_KERNELS_PER_LAYER = 45
-"""Of the target's pass over a draft tree, in eager PyTorch."""
+"""Bound for the target's pass over a draft tree, in eager PyTorch."""
 
 
 @pytest.fixture
@@ -23,7 +21,7 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> Any:
     module.narrow.cache_clear()
 
 
-def test_a_layer_of_the_target_launches_no_more_kernels_than_it_did(counting: Any) -> None:
+def test_a_layer_of_the_target_launches_a_bounded_number_of_kernels(counting: Any) -> None:
     for kind in ("plain", "redrafter 4x5"):
         few, many = (counting.decode_step(kind, layers, graphs=False)["kernels"]["verify"] for layers in (1, 3))
         per_layer = (many - few) / 2
@@ -32,15 +30,15 @@ def test_a_layer_of_the_target_launches_no_more_kernels_than_it_did(counting: An
 
 @pytest.mark.slow
 @pytest.mark.parametrize("graphs", [False, True])
-def test_the_host_waits_once_in_a_decode_step_of_each_kind(counting: Any, graphs: bool) -> None:
-    """And once more where ReDrafter cuts the padding of its tree."""
+def test_a_decode_step_of_each_kind_has_one_host_read(counting: Any, graphs: bool) -> None:
+    """ReDrafter needs a second one if it removes the padding of its tree."""
     reads = {kind: counting.decode_step(kind, 1, graphs=graphs)["host_reads"] for kind in counting.KINDS}
     trimmed = {kind for kind, (options, _) in counting.KINDS.items() if options == counting.REDRAFTER}
     assert len(reads) >= 10
     assert reads == {kind: 2 if kind in trimmed else 1 for kind in counting.KINDS}
 
 
-def test_under_graphs_the_target_is_one_launch_and_its_inputs(counting: Any) -> None:
+def test_with_graphs_the_target_is_one_launch_and_copies_of_inputs(counting: Any) -> None:
     eager, graphed = (counting.decode_step("redrafter, padded", 2, graphs=graphs) for graphs in (False, True))
     assert graphed["replays"] == 2, "the drafter's and the target's"
     assert graphed["launches"]["verify"] <= 5 < eager["launches"]["verify"]
@@ -74,7 +72,7 @@ def test_views_and_allocations_are_no_kernels_and_a_sort_is_several(counting: An
         assert kernels(lambda: torch.nn.functional.linear(values[None], torch.ones(2, 6))) == 2, "the weights and the product"
 
 
-def test_every_read_is_seen_once(counting: Any) -> None:
+def test_every_host_read_is_counted_once(counting: Any) -> None:
     counted, values = counting.Counted(), torch.arange(6)
     reads = {
         "tolist": lambda: values.tolist(),
@@ -85,10 +83,10 @@ def test_every_read_is_seen_once(counting: Any) -> None:
         "mask": lambda: values[values > 2],
         "fill": lambda: values.index_put_((values > 2,), torch.tensor(1)),
     }
-    found = {}
+    counts = {}
     for name, read in reads.items():
         counted.reset()
         with counted, counting.Transfers(counted.read):
             read()
-        found[name] = counted.host_reads.total()
-    assert found == {**dict.fromkeys(reads, 1), "fill": 0}
+        counts[name] = counted.host_reads.total()
+    assert counts == {**dict.fromkeys(reads, 1), "fill": 0}

@@ -1,6 +1,4 @@
-"""The GPU benchmark of decoding, on a CPU with a tiny shape: every kind of case runs and is
-reported.
-"""
+"""GPU benchmark of decoding, on a CPU with a tiny shape: every kind of case is reported."""
 
 import importlib
 import json
@@ -30,7 +28,7 @@ def run(output: Path, *options: str) -> tuple[dict, str]:
     return json.loads(output.read_text()), done.stdout
 
 
-def test_every_case_is_measured_and_reads_once_a_step(tmp_path):
+def test_every_case_is_measured_with_one_host_read_per_step(tmp_path):
     report, printed = run(tmp_path / "decode.json", "--forms", "eager", "cuda_graph", "--acceptance", "1.0")
     assert report["failed"] == report["skipped"] == []
     rows = {(row["drafter"], row["nodes"], row["batch"]): row for row in report["rows"]}
@@ -39,7 +37,7 @@ def test_every_case_is_measured_and_reads_once_a_step(tmp_path):
     }
     assert {row["host_reads"] for row in rows.values()} == {1.0}
     assert {row["form"] for row in rows.values()} == {"eager"}, "a CPU has no CUDA graphs"
-    # Accepted is what was set: here, all of the deepest path.
+    # The accepted share is an option: here the whole deepest path is accepted.
     depths = {key: row["tokens_per_step_and_row"] - 1 for key, row in rows.items()}
     expected = {("nothing", 0): 0, ("redrafter", 1): 1, ("redrafter", 8): 4, ("draft_model", 4): 4}
     assert all(depths[*case, batch] == depth for case, depth in expected.items() for batch in (1, 3))
@@ -48,7 +46,7 @@ def test_every_case_is_measured_and_reads_once_a_step(tmp_path):
     assert printed.count("\n| eager") == len(rows)
 
 
-def test_what_the_budget_does_not_allow_is_listed(tmp_path):
+def test_cases_beyond_the_time_budget_are_listed_as_skipped(tmp_path):
     report, _ = run(tmp_path / "decode.json", "--forms", "eager", "--budget-seconds", "0")
     assert report["rows"] == []
     assert len(report["skipped"]) == 8
@@ -56,7 +54,7 @@ def test_what_the_budget_does_not_allow_is_listed(tmp_path):
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The benchmark with tiny models, none of whose cases can be measured."""
+    """Make a benchmark with tiny models in which every measurement fails."""
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     script = importlib.import_module("decode_bench")
     model = script.random_llama(script.TINY, torch.float32, torch.device("cpu"))
@@ -69,7 +67,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
     return bench
 
 
-def test_a_case_that_fails_costs_no_other(bench: Any) -> None:
+def test_a_failed_case_does_not_stop_the_others(bench: Any) -> None:
     script = importlib.import_module("decode_bench")
     case = script.Case("eager", "nothing", 1, 0)
     for _ in range(2):
@@ -79,8 +77,8 @@ def test_a_case_that_fails_costs_no_other(bench: Any) -> None:
     assert bench.attempt(case, in_time=False)[0] == "skipped"
 
 
-def test_after_an_error_that_breaks_the_device_nothing_is_measured(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA refuses all work of a process after some errors: what would come then is no measurement."""
+def test_nothing_is_measured_after_an_error_that_breaks_the_device(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After some errors, CUDA fails all further work of the process."""
     script = importlib.import_module("decode_bench")
     monkeypatch.setattr(script, "is_usable", lambda device, stream: False)
     case = script.Case("cuda_graph", "nothing", 1, 0)
@@ -95,9 +93,9 @@ def test_the_shaped_drafter_can_be_recorded(bench: Any) -> None:
     recorded = script.target_of(bench.model, cuda_graphs=True, recorder=recorder)
     prompt = torch.arange(12)[None]
     rule = script.GreedyAcceptance()
-    found, expected = (
+    actual, expected = (
         [step.tokens for step in script.generate(on, drafting, rule, prompt, max_new_tokens=9)]
         for on, drafting in ((recorded, graphed), (target, drafter))
     )
-    assert found == expected
+    assert actual == expected
     assert recorder.num_replays >= 2

@@ -1,6 +1,4 @@
-"""The script that runs a GPU's first half hour: a part that fails, hangs or writes nonsense costs
-no other.
-"""
+"""Script of a GPU's first half hour: a part that fails or hangs does not stop the others."""
 
 import importlib
 import json
@@ -36,12 +34,13 @@ def table(half_hour: Any) -> Any:
 
 @pytest.fixture
 def call(half_hour: Any, table: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Run the script on parts made of Python code, each with the report that the code is given as
-    its argument.
+    """Return a function that runs the script on parts of Python code.
+
+    The code of a part gets the text of its report as an argument.
     """
 
     def run(codes: dict[str, tuple[str, Any]], *options: str, checks: Any = (), limit: int = 20) -> tuple[dict, str, int]:
-        def made(scratch: Path) -> list[Any]:
+        def make_parts(scratch: Path) -> list[Any]:
             return [
                 table.Part(
                     name=name,
@@ -52,7 +51,7 @@ def call(half_hour: Any, table: Any, tmp_path: Path, monkeypatch: pytest.MonkeyP
                 for name, (code, report) in codes.items()
             ]
 
-        monkeypatch.setattr(half_hour, "parts", made)
+        monkeypatch.setattr(half_hour, "parts", make_parts)
         monkeypatch.setattr(table, "LIMITS", dict.fromkeys(codes, limit))
         out = ["--out", str(tmp_path / "out"), "--scratch", str(tmp_path / "scratch"), "--tiny"]
         monkeypatch.setattr(sys, "argv", ["half_hour.py", *out, *options])
@@ -69,7 +68,7 @@ def call(half_hour: Any, table: Any, tmp_path: Path, monkeypatch: pytest.MonkeyP
 GOOD = (WRITE, '{"speed": 3}')
 
 
-def test_a_part_that_fails_costs_no_other(call: Any) -> None:
+def test_a_failed_part_does_not_stop_the_others(call: Any) -> None:
     parts, page, status = call({"bad": ("print('why'); raise SystemExit(3)", ""), "good": GOOD})
     assert {name: part["verdict"] for name, part in parts.items()} == {"bad": "failed", "good": "ok"}
     assert parts["bad"]["exit_status"] == 3
@@ -80,7 +79,7 @@ def test_a_part_that_fails_costs_no_other(call: Any) -> None:
     assert status == 1
 
 
-def test_a_part_that_hangs_is_killed_with_its_children_and_keeps_what_it_wrote(call: Any, tmp_path: Path) -> None:
+def test_a_part_that_hangs_is_killed_with_its_children_and_keeps_its_report(call: Any, tmp_path: Path) -> None:
     child = tmp_path / "child"
     code = (
         f"{WRITE}\nimport subprocess, time\n"
@@ -94,19 +93,20 @@ def test_a_part_that_hangs_is_killed_with_its_children_and_keeps_what_it_wrote(c
     assert parts["hangs"]["verdict"] == "failed"
     assert parts["hangs"]["report"] == {"speed": 1}
     assert parts["hangs"]["last_lines"] == ["begun"]
-    assert "killed after its 3 s" in page
+    assert "killed after 3 s" in page
     assert parts["good"]["verdict"] == "ok"
     assert status == 1
     assert is_gone(int(child.read_text()))
 
 
-# --- the form
+# --- the form: GPU or tiny
 
 
 @pytest.fixture
 def machine(half_hour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Call the script without --tiny, with one part `facts` and one part `speed`, on a machine with
-    this nvidia-smi.
+    """Return a function that runs the script without --tiny, with a given nvidia-smi.
+
+    The script has the two parts `facts` and `speed`.
     """
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
     (tmp_path / "bin").mkdir()
@@ -157,7 +157,7 @@ UNSEEN = {"cuda": False, "torch": "2.13.0+cpu", "cuda_version": None}
         ({"cuda": False, "torch": "2.13.0", "cuda_version": "13.0", "torch_error": "too old"}, "(too old)", "install a driver"),
     ],
 )
-def test_a_card_that_torch_does_not_see_is_an_error_and_no_tiny_run(
+def test_a_gpu_that_torch_does_not_see_is_an_error_and_no_tiny_run(
     machine: Any,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -172,7 +172,7 @@ def test_a_card_that_torch_does_not_see_is_an_error_and_no_tiny_run(
         assert words in error
 
 
-def test_a_hidden_card_is_found_by_the_real_torch(
+def test_a_gpu_hidden_from_the_real_torch_is_an_error(
     machine: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -195,7 +195,7 @@ def test_a_hidden_card_is_found_by_the_real_torch(
         ),
     ],
 )
-def test_output_and_page_begin_with_the_form_and_its_reason(
+def test_output_and_page_start_with_the_form_and_its_reason(
     machine: Any,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
@@ -213,7 +213,7 @@ def test_output_and_page_begin_with_the_form_and_its_reason(
     assert line.startswith(first_words)
 
 
-def test_a_tiny_run_leaves_the_page_of_a_gpu(machine: Any, tmp_path: Path) -> None:
+def test_a_tiny_run_keeps_the_page_of_a_gpu_run(machine: Any, tmp_path: Path) -> None:
     machine(H100, {"cuda": True, "device": "NVIDIA H100"})
     before = {path.name: path.read_text() for path in (tmp_path / "out").iterdir()}
     _, names = machine(H100, None, "--tiny")
@@ -222,7 +222,7 @@ def test_a_tiny_run_leaves_the_page_of_a_gpu(machine: Any, tmp_path: Path) -> No
     assert {name: (tmp_path / "out" / name).read_text() for name in before} == before
 
 
-# --- signals: the script as a process of its own, on a part that starts a child and waits
+# --- signals: the script runs in a new process, on a part that starts a child and waits
 
 STOPPED = """
 import sys
@@ -240,8 +240,9 @@ WAIT = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(
 
 @pytest.fixture
 def running(tmp_path: Path) -> Any:
-    """Start the script, whose first part is `killed_recipe.py`; the script, and the ids of part and
-    recipe.
+    """Return a function that starts the script, with `killed_recipe.py` as its first part.
+
+    The function returns the script's process, and the process ids of the part and its recipe.
     """
     started: list[Any] = []
 
@@ -272,7 +273,7 @@ def until(condition: Callable[[], Any]) -> Any:
         if value := condition():
             return value
         time.sleep(0.05)
-    raise AssertionError("it did not come within 15 s")
+    raise AssertionError("the condition was not met within 15 s")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -281,7 +282,7 @@ def test_a_signal_in_the_first_part_ends_the_part_and_its_recipe_and_leaves_a_pa
     running: Any, tmp_path: Path, number: signal.Signals
 ) -> None:
     script, processes = running()
-    script.stdout.close()  # a lost terminal: nothing can be printed
+    script.stdout.close()  # like a lost terminal: printing fails
     script.send_signal(number)
     assert script.wait(15) == 128 + number
     assert [is_gone(pid) for pid in processes] == [True, True]
@@ -291,7 +292,7 @@ def test_a_signal_in_the_first_part_ends_the_part_and_its_recipe_and_leaves_a_pa
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a child with its parent")
-def test_a_script_that_is_killed_takes_its_part_and_the_recipe_along(running: Any) -> None:
+def test_a_killed_script_ends_its_part_and_the_recipe(running: Any) -> None:
     script, processes = running()
     script.kill()
     assert [is_gone(pid) for pid in processes] == [True, True]
@@ -335,10 +336,10 @@ def test_a_wrong_option_is_an_error_before_anything_runs(
     assert file.read_text() == "kept"
 
 
-# --- what is skipped, the commit, and the exit status
+# --- skipped parts, the commit, and the exit status
 
 
-def test_a_part_that_is_skipped_is_named_with_how_to_run_it_again(call: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_skipped_part_is_named_with_the_option_to_run_it_again(call: Any, capsys: pytest.CaptureFixture[str]) -> None:
     call({"one": GOOD})
     capsys.readouterr()
     call({"one": GOOD, "two": GOOD}, "--minutes", "0.1")
@@ -368,7 +369,7 @@ def test_the_commit_is_what_git_describes(half_hour: Any, monkeypatch: pytest.Mo
     facts = importlib.import_module("facts")
     monkeypatch.setattr(facts, "PROJECT", tmp_path / "pyproject.toml")
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):  # a commit hook sets them
+    for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):  # commit hooks set these
         monkeypatch.delenv(name, raising=False)
     assert facts.commit() is None
     git = ("git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c")
@@ -387,7 +388,7 @@ def test_only_the_chosen_parts_count_for_the_exit_status(call: Any) -> None:
     assert call(codes, "--only", "bad")[2] == 1, "it was chosen, though it is not run again"
 
 
-def test_the_page_has_the_details_of_what_is_to_be_looked_at(call: Any, table: Any) -> None:
+def test_the_page_has_details_of_parts_that_need_a_look(call: Any, table: Any) -> None:
     facts = {"packages": {"torch": "2.13"}, "cuda": False, "missing": ["numpy", "hydra-core"], "older": ["tqdm 1.0, needs 4.0"]}
     _, page, _ = call({"facts": (WRITE, json.dumps(facts))}, checks=table.FACTS)
     assert "\nmissing: numpy, hydra-core\nolder: tqdm 1.0, needs 4.0\n" in page
@@ -397,7 +398,7 @@ def test_the_page_has_the_details_of_what_is_to_be_looked_at(call: Any, table: A
 
 
 def is_gone(pid: int) -> bool:
-    """Whether a process has ended; one that nobody has waited for yet is a zombie."""
+    """Return whether a process has ended; a zombie counts as ended."""
     for _ in range(50):
         status = Path(f"/proc/{pid}/stat")
         if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
@@ -416,7 +417,7 @@ def test_a_report_that_is_no_json_or_not_there_is_a_failure(call: Any, report: s
     assert status == 1
 
 
-def test_what_has_run_is_not_run_again_unless_that_is_asked_for(call: Any, tmp_path: Path) -> None:
+def test_a_finished_part_runs_again_only_with_the_option(call: Any, tmp_path: Path) -> None:
     counter = tmp_path / "runs"
     code = f"open({str(counter)!r}, 'a').write('x')\n{WRITE}"
     codes = {"one": (code, "{}"), "two": (code, "{}")}
@@ -431,7 +432,7 @@ def test_what_has_run_is_not_run_again_unless_that_is_asked_for(call: Any, tmp_p
     assert counter.read_text() == "xxx"
 
 
-def test_a_part_that_may_not_end_in_time_is_left_to_the_next_call(call: Any) -> None:
+def test_a_part_longer_than_the_remaining_time_is_left_to_the_next_call(call: Any) -> None:
     parts, page, _ = call({"long": GOOD}, "--minutes", "0.1")
     assert parts == {}
     assert "Not run yet: long." in page
@@ -439,7 +440,7 @@ def test_a_part_that_may_not_end_in_time_is_left_to_the_next_call(call: Any) -> 
     assert parts["long"]["verdict"] == "ok"
 
 
-def test_a_record_of_earlier_calls_that_was_cut_off_counts_as_none(call: Any, tmp_path: Path) -> None:
+def test_a_truncated_record_of_earlier_calls_is_ignored(call: Any, tmp_path: Path) -> None:
     call({"good": GOOD})
     (tmp_path / "scratch" / "tiny" / "first_half_hour_tiny.json").write_text('{"parts": {"go')
     parts, _, status = call({"good": GOOD})
@@ -461,7 +462,7 @@ def test_a_record_of_earlier_calls_that_was_cut_off_counts_as_none(call: Any, tm
         ([], "look", None),
     ],
 )
-def test_a_value_out_of_its_bounds_or_not_measured_is_to_be_looked_at(
+def test_a_value_out_of_bounds_or_not_measured_needs_a_look(
     half_hour: Any, table: Any, report: Any, verdict: str, found: float | None
 ) -> None:
     check = table.Check(says="speed", value=lambda value: value["speed"], least=1, most=10)
@@ -472,7 +473,7 @@ def test_a_value_out_of_its_bounds_or_not_measured_is_to_be_looked_at(
     assert judged["expected"] == "at least 1 and at most 10"
 
 
-def test_a_number_that_is_none_leaves_the_result_json(call: Any, tmp_path: Path) -> None:
+def test_nan_in_a_report_keeps_the_result_valid_json(call: Any, tmp_path: Path) -> None:
     parts, _, _ = call({"diverged": (WRITE, '{"loss": NaN}')})
     assert parts["diverged"]["report"] == {"loss": None}
 
@@ -493,14 +494,14 @@ def test_the_page_has_what_was_expected_and_found(call: Any, table: Any) -> None
     assert status == 0, "only a failure is an error"
 
 
-def test_all_limits_together_are_twenty_five_minutes_and_each_fits_a_call_of_ten(table: Any, tmp_path: Path) -> None:
+def test_time_limits_sum_to_25_minutes_and_each_is_below_ten(table: Any, tmp_path: Path) -> None:
     parts = table.parts(tmp_path)
     assert [part.name for part in parts] == list(table.LIMITS)
     assert sum(table.LIMITS.values()) <= 25 * 60
     assert max(table.LIMITS.values()) <= 9 * 60
 
 
-def test_the_checks_of_the_speed_read_the_reports_of_the_benchmarks(half_hour: Any, table: Any) -> None:
+def test_the_checks_of_speed_accept_the_benchmarks_reports(half_hour: Any, table: Any) -> None:
     def row(form: str, drafter: str, nodes: int, **values: float) -> dict[str, Any]:
         usual = {"milliseconds_per_step": 5.0, "bandwidth_share": 0.8, "break_even": 1.2, "host_reads": 1.0, "batch": 1}
         return {"form": form, "drafter": drafter, "nodes": nodes, "synchronisations": 1.0, **usual, **values}
@@ -516,7 +517,7 @@ def test_the_checks_of_the_speed_read_the_reports_of_the_benchmarks(half_hour: A
     assert looked_at == ["cases that failed", "plain step in a graph, ms"]
 
 
-def test_a_profile_is_summed_by_kind_and_its_gaps_are_found(half_hour: Any) -> None:
+def test_a_profile_is_summed_by_kind_with_its_longest_gaps(half_hour: Any) -> None:
     profile = importlib.import_module("profile_steps")
     kernels = [
         profile.Kernel("nvjet_hsh_128x64", 0, 60),
@@ -532,7 +533,7 @@ def test_a_profile_is_summed_by_kind_and_its_gaps_are_found(half_hour: Any) -> N
         profile.summary([])
 
 
-def test_the_scripts_take_the_commands_that_only_a_gpu_runs(
+def test_the_scripts_parse_the_commands_of_the_gpu_form(
     half_hour: Any, table: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_parsed = 0
@@ -545,7 +546,7 @@ def test_the_scripts_take_the_commands_that_only_a_gpu_runs(
     assert num_parsed == len(table.LIMITS) - 1, "all but the tests"
 
 
-def test_the_recipes_of_both_forms_are_recipes(table: Any, tmp_path: Path) -> None:
+def test_the_recipe_commands_of_both_forms_compose(table: Any, tmp_path: Path) -> None:
     recipe = next(part for part in table.parts(tmp_path) if part.name == "recipe")
     for command in (recipe.command, recipe.tiny):
         overrides = command[command.index("train.py") + 1 :]

@@ -1,4 +1,4 @@
-"""scripts/paper_tables.sh: which commands it runs, with recorders in place of the real ones."""
+"""Commands that scripts/paper_tables.sh runs, with recorders in place of the real ones."""
 
 import os
 import subprocess
@@ -32,7 +32,7 @@ def run(
     return result.returncode, log.read_text().splitlines() if log.exists() else [result.stderr]
 
 
-def test_the_demo_trains_measures_and_reports_with_what_was_asked_for(tmp_path: Path) -> None:
+def test_the_demo_trains_measures_and_reports_with_the_given_settings(tmp_path: Path) -> None:
     settings = {
         "WIDTHS": "2 3",
         "BATCH_SIZES": "1 4",
@@ -53,7 +53,7 @@ def test_the_demo_trains_measures_and_reports_with_what_was_asked_for(tmp_path: 
     assert report == "outrider report out/compare/eval out/ablation/eval out/batches --output out/report"
 
 
-def test_several_batch_sizes_are_measured_unless_told_otherwise(tmp_path: Path) -> None:
+def test_several_batch_sizes_are_measured_by_default(tmp_path: Path) -> None:
     code, lines = run(tmp_path, "demo")
     assert (code, len(lines)) == (0, 4)
     assert "--batch-size 1 --batch-size 2 --batch-size 4 --batch-size 8 --limit" in lines[2]
@@ -70,13 +70,15 @@ def test_vicuna_compares_three_kinds_and_both_labels(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("arguments", "fail", "num_lines"), [(["llama"], "nothing", 1), (["demo"], "conf=ablation_demo", 2)])
-def test_a_mistake_or_a_failed_step_ends_it(tmp_path: Path, arguments: list[str], fail: str, num_lines: int) -> None:
+def test_a_wrong_argument_or_a_failed_step_ends_the_script(
+    tmp_path: Path, arguments: list[str], fail: str, num_lines: int
+) -> None:
     code, lines = run(tmp_path, *arguments, fail=fail)
     assert code != 0
     assert len(lines) == num_lines
 
 
-def test_a_drafter_that_is_not_lossless_is_reported_and_told_at_the_end(tmp_path: Path) -> None:
+def test_a_drafter_that_is_not_lossless_is_reported_and_fails_at_the_end(tmp_path: Path) -> None:
     code, lines = run(tmp_path, "demo", str(tmp_path / "out"), lossy="conf=compare_demo")
     assert (code, len(lines)) == (1, 4)
     assert lines[-1].startswith("outrider report")

@@ -1,6 +1,4 @@
-"""The GPU benchmark of training, on a CPU with a tiny shape: every kind of case runs, is counted
-right and is reported.
-"""
+"""GPU benchmark of training, on a CPU with a tiny shape: cases, counts and reports."""
 
 import importlib
 import json
@@ -74,13 +72,15 @@ def test_every_case_is_measured(
     assert all(printed.count(f"\n| {kind} ") == 4 for kind in bench.KINDS)
 
 
-def test_what_the_time_does_not_allow_is_listed(bench: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cases_beyond_the_time_limit_are_listed_as_skipped(bench: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     report = run(bench, monkeypatch, tmp_path / "train.json", "--minutes", "0")
     assert report["rows"] == report["failed"] == []
     assert len(report["skipped"]) == 16
 
 
-def test_a_case_without_the_memory_for_it_costs_no_other(bench: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_case_that_runs_out_of_memory_does_not_stop_the_others(
+    bench: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     whole = bench.random_batch
 
     def too_large(case: Any, *args: Any) -> Any:
@@ -97,12 +97,11 @@ def test_a_case_without_the_memory_for_it_costs_no_other(bench: Any, monkeypatch
 
 
 @pytest.mark.parametrize("kind", ["redrafter", "medusa", "eagle3"])
-def test_the_formula_of_a_step_is_what_torch_counts(bench: Any, tiny: HFTarget, kind: str) -> None:
+def test_the_formula_of_a_training_step_equals_torchs_count(bench: Any, tiny: HFTarget, kind: str) -> None:
     case = bench.Case(kind, 40, 3)
     step = bench.TrainingStep(bench.TRAININGS[kind], kind, tiny, ARGS, FOREVER)
     batch = bench.random_batch(case, tiny.vocab_size, ARGS.horizon, 60)
-    # tokens of the text whose distribution the target's head makes: those that labels on the text
-    # meet
+    # numbers of text tokens to which the target's head is applied: those with a label on the text
     taught: list[int] = []
     if step.objective.head is not None:
         step.objective.head.register_forward_hook(lambda head, inputs, logits: taught.append(len(logits)))
@@ -110,16 +109,17 @@ def test_the_formula_of_a_step_is_what_torch_counts(bench: Any, tiny: HFTarget, 
         step.drafter.loss(with_hidden_states(batch, tiny, step.reads), step.objective).sums.sum().backward()
     needed = step.operations(case, int(batch.positions.sum())).linear
     assert batch.positions.sum() == 60
-    # transformers' attention makes queries and outputs of the text before branches too, for nothing
+    # transformers' attention also computes queries and outputs of the text before the branches,
+    # although they are unused.
     if kind == "eagle3":
         assert 0.5 * case.num_tokens < sum(taught) <= case.num_tokens
         needed += 2 * 3 * tiny.hidden_size**2 * case.num_tokens
-        # the formula's is the most
+        # The formula gives an upper bound for the head.
         needed -= 2 * tiny.hidden_size * tiny.vocab_size * (case.num_tokens - sum(taught))
     assert linear_operations(counter) == needed
 
 
-def test_the_formula_of_labelling_is_what_torch_counts_at_the_agreement_asked_for(bench: Any, tiny: HFTarget) -> None:
+def test_the_formula_of_labelling_equals_torchs_count(bench: Any, tiny: HFTarget) -> None:
     case = bench.Case("distill", 100, 4)
     texts = bench.written_texts(bench.next_tokens(tiny), case, 0.7)
     everywhere = torch.ones_like(texts, dtype=torch.bool)
@@ -132,6 +132,6 @@ def test_the_formula_of_labelling_is_what_torch_counts_at_the_agreement_asked_fo
 
 
 def linear_operations(counter: FlopCounterMode) -> int:
-    """Of linear layers: attention goes by other products."""
+    """Count operations of linear layers; attention has other kinds of products."""
     counts = counter.get_flop_counts()["Global"]
     return counts[torch.ops.aten.mm] + counts.get(torch.ops.aten.addmm, 0)

@@ -143,5 +143,5 @@ def test_a_target_that_would_read_across_texts_is_refused(target: HFTarget, monk
         return read_texts(layers, **inputs)
 
     monkeypatch.setattr(target, "read_texts", blind)
-    with pytest.raises(ValueError, match=r"Llama.* reads texts differently when they stand in one row.*train\.packing=false"):
+    with pytest.raises(ValueError, match=r"Llama.* reads texts differently.*packed into one row.*train\.packing=false"):
         require_packing(target)

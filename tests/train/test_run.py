@@ -352,13 +352,13 @@ def test_bad_shards_are_refused_before_any_work(
     cut = shutil.copytree(shards_dir, tmp_path / "cut")
     shard = cut / "shard-00001.safetensors"
     shard.write_bytes(shard.read_bytes()[:-10])
-    refused(cut, r"shard-00001\.safetensors was cut or altered")
+    refused(cut, r"shard-00001\.safetensors was truncated or altered")
     flipped = shutil.copytree(shards_dir, tmp_path / "flipped")
     shard = flipped / "shard-00002.safetensors"
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)
-    refused(flipped, r"shard-00002\.safetensors was cut or altered")
+    refused(flipped, r"shard-00002\.safetensors was truncated or altered")
     unfinished = shutil.copytree(shards_dir, tmp_path / "unfinished")
     label_store(unfinished).save(replace(label_store(unfinished).load(), complete=False))
     refused(unfinished, "not complete")

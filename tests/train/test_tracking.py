@@ -157,7 +157,7 @@ def test_a_tracker_that_fails_is_told_once_and_the_records_go_on(
     monkeypatch.setitem(tracking.SINKS, "wandb", Unreachable)
     assert write(tmp_path, 1, 2, 3, 4, tracker="wandb+tensorboard") == [1, 2, 3, 4]
     (warning,) = caplog.records
-    words = "wandb fails (ConnectionError: no route" if fails_in == "log" else "wandb fails (TimeoutError: no answer)"
+    words = "wandb failed (ConnectionError: no route" if fails_in == "log" else "wandb failed (TimeoutError: no answer)"
     assert words in warning.message
     assert calls == ([1, 2] if fails_in == "log" else [1, 2, 3, 4])
     assert [step for step, _ in events(tmp_path)["loss"]] == [1, 2, 3, 4], "the other tracker goes on"
@@ -171,7 +171,7 @@ def test_a_full_disk_for_event_files_does_not_end_the_training(tmp_path: Path, c
         for step in range(1, 41):
             tracker.log({"step": step, "loss": 0.5, "grad_norm": 0.1, "learning_rate": 0.1})
     assert [record["step"] for record in read_records(tmp_path / "metrics.jsonl")] == list(range(1, 41))
-    assert sum("tensorboard fails" in record.message for record in caplog.records) == 1
+    assert sum("tensorboard failed" in record.message for record in caplog.records) == 1
 
 
 def test_wandb_that_cannot_start_is_told_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

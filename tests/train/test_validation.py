@@ -56,11 +56,11 @@ def validator(held_out: list[HeldOut], target: HFTarget, accelerator: Accelerato
 
 def test_held_out_texts_are_in_no_batch_and_all_others_are(shards_dir: Path, held_out: list[HeldOut]) -> None:
     manifest = label_store(shards_dir).load()
-    places = [text.place for text in held_out]
-    assert len(set(places)) == 5
-    assert len({shard for shard, _ in places}) >= 3, "not all of one shard"
-    ids = {manifest.shards[shard].ids[row] for shard, row in places}
-    stream = BatchStream(shards_dir, manifest, TrainConfig(steps=1, batch_size=17), rank=0, num_processes=1, held_out=places)
+    locations = [text.location for text in held_out]
+    assert len(set(locations)) == 5
+    assert len({shard for shard, _ in locations}) >= 3, "not all of one shard"
+    ids = {manifest.shards[shard].ids[row] for shard, row in locations}
+    stream = BatchStream(shards_dir, manifest, TrainConfig(steps=1, batch_size=17), rank=0, num_processes=1, held_out=locations)
     for epoch in range(3):
         assert set(stream.ids(epoch)) == {f"text-{index}" for index in range(22)} - ids
 
@@ -68,9 +68,9 @@ def test_held_out_texts_are_in_no_batch_and_all_others_are(shards_dir: Path, hel
 def test_what_is_held_out_depends_on_the_seed_alone(shards_dir: Path, held_out: list[HeldOut]) -> None:
     manifest = label_store(shards_dir).load()
     again = hold_out(shards_dir, manifest, 5, seed=0, max_prompt_tokens=ROOM)
-    assert [text.place for text in again] == [text.place for text in held_out]
+    assert [text.location for text in again] == [text.location for text in held_out]
     other = hold_out(shards_dir, manifest, 5, seed=1, max_prompt_tokens=ROOM)
-    assert [text.place for text in other] != [text.place for text in held_out]
+    assert [text.location for text in other] != [text.location for text in held_out]
 
 
 def test_a_prompt_is_what_stands_before_the_answer(shards_dir: Path, held_out: list[HeldOut]) -> None:
@@ -192,7 +192,7 @@ def test_prompts_fit_a_draft_model_of_a_shorter_context(run_train: RunTrain, tin
     AutoTokenizer.from_pretrained(tiny_target_dir).save_pretrained(tmp_path / "short")
     drafter = {"kind": "draft_model", "path": str(tmp_path / "short")}
     options = {"validation_texts": 3, "replace_drafter": drafter}
-    with pytest.raises(ValueError, match="only 0 texts have a prompt of at most 3 tokens"):
+    with pytest.raises(ValueError, match="only 0 have a prompt of at most 3 tokens"):
         run_train("no_room", **options, validation_tokens=13)
     run = run_train("room", **options, validation_tokens=8)
     assert json.loads((run.train_dir / "summary.json").read_text())["validation"]["validation_tokens_per_step"] >= 1
@@ -202,8 +202,8 @@ def test_prompts_fit_a_draft_model_of_a_shorter_context(run_train: RunTrain, tin
     ("options", "words"),
     [
         ({"validation_texts": 22}, "22, and the shards hold 22 texts"),
-        ({"validation_texts": 3, "validation_tokens": 10_000}, "is 10000, and target and drafter read 1024 tokens at most"),
-        ({"validation_texts": 3, "validation_tokens": 1_022}, "only 0 texts have a prompt of at most 2 tokens"),
+        ({"validation_texts": 3, "validation_tokens": 10_000}, "is 10000, and target and drafter can read at most 1024 tokens"),
+        ({"validation_texts": 3, "validation_tokens": 1_022}, "only 0 have a prompt of at most 2 tokens"),
         ({"validate_every": 2}, "validation_texts is 0"),
     ],
 )

@@ -192,7 +192,7 @@ def test_the_same_texts_divided_otherwise_go_on_to_the_same_drafter(
     run = run_train("broken", drafter={"kind": "spy"}, batch_size=2, gradient_accumulation=2)
     assert_close(run, unbroken)
     assert records(run)[-1]["tokens_seen"] == records(unbroken)[-1]["tokens_seen"]
-    (told,) = [record.message for record in caplog.records if "the run goes on with" in record.message]
+    (told,) = [record.message for record in caplog.records if "the run resumes with" in record.message]
     assert (
         "1 process x gradient_accumulation 2 x batch_size 2, where it was 1 process x gradient_accumulation 1 x batch_size 4"
         in told
@@ -220,7 +220,7 @@ def test_other_texts_per_step_go_on_at_the_same_text(
     monkeypatch.setattr(BatchStream, "_rows", lambda self, start, count: read.append(start) or rows(self, start, count))
     run = run_train(drafter={"kind": "spy"}, batch_size=4)
     assert read == [24, 28, 32]
-    (told,) = [record.message for record in caplog.records if "the run goes on with" in record.message]
+    (told,) = [record.message for record in caplog.records if "the run resumes with" in record.message]
     assert "a step reads 4 texts and no longer 8; the order stays, from text 3 of epoch 2 on" in told
     assert "the 3 steps left read 12 texts and not 24" in told
     assert summary(run)["steps"] == 6

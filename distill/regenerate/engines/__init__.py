@@ -1,1 +1,1 @@
-"""What runs the target while it regenerates answers, one engine a file."""
+"""Engines that run the target while it regenerates answers, one per module."""

@@ -1,7 +1,8 @@
-"""The engine of padded batches: a batch is read, decoded side by side, and evicted where it overruns its room.
+"""The engine of padded batches: decodes rows together, evicts rows without room.
 
-It needs nothing but a target and a KV-memory budget. Which requests share a batch is `schedule`'s matter; here they are
-decoded, each row exactly as if it were alone: an evicted row's keys and values wait on the host, and go on where they stopped.
+It needs only a target and a memory budget for the KV cache. `schedule` decides which requests share
+a batch. This module decodes them, each row exactly as if it were alone. An evicted row's keys and
+values wait on the host, and its decoding resumes where it stopped.
 """
 
 import logging
@@ -35,30 +36,35 @@ from ..lengths.schedule import (
 logger = logging.getLogger(__name__)
 
 RESERVED_SHARE = 0.5
-"""Predicted is the length that an answer keeps to with this probability."""
+"""Probability that an answer fits into its predicted length."""
 
 FIRST_PART = 0.5
-"""Of the predicted length, reserved at first. Overruns are cheap, since nothing is read again, and room that a text does not
-fill yet makes batches narrow."""
+"""Share of the predicted length that is reserved at first.
+
+An answer that needs more is cheap, since nothing is read again. Unused room makes batches
+narrow."""
 
 LEAST_SHARE = 0.5
-"""A batch ends when fewer of its rows go on, see `Policy.least_share`. A greater share makes fewer steps of more evictions,
-each of which moves a row's keys and values to the host and back."""
+"""Share of unfinished rows below which a batch ends, see `Policy.least_share`.
+
+A greater share means fewer steps but more evictions, each of which moves a row's keys and values to
+the host and back."""
 
 MOST_HELD = 4
-"""Times the KV-memory budget: what evicted rows may hold on the host before no new request begins, see `Policy.most_held`."""
+"""Most memory of evicted rows on the host before no new request begins, in KV-memory budgets (see
+`Policy.most_held`)."""
 
 UNKNOWN_SHARE = 0.25
-"""Reserved of the maximum as long as nothing is known of lengths."""
+"""Share of the maximum length that is reserved before any length is known."""
 
 
 @dataclass(slots=True)
 class BatchEngine:
     """Answers requests in padded batches by predicted length (see `Engine`).
 
-    Every call starts with a fresh predictor, and learns as its own answers come in: batches and answers are a function of the
-    requests alone. In narrow types a row's logits may differ in their last bits with the size of its batch, which is then the
-    same in every run too.
+    Every call starts with a fresh predictor, which learns from the call's answers. So batches and
+    answers depend on the requests alone. In narrow types, a row's logits may differ in their last
+    bits with the size of its batch; that size is the same in every run, too.
     """
 
     target: HFTarget
@@ -67,13 +73,17 @@ class BatchEngine:
     kv_budget_bytes: int
     make_predictor: Callable[[], LengthPredictor]
     statistics: list[ScheduleStatistics] = field(default_factory=list)
-    """Of each call that came to its end; the caller may clear it."""
+    """Statistics of each completed call; the caller may clear the list."""
 
     def answer(self, requests: Sequence[Request]) -> Iterator[Answer]:
-        """An answer to every request, batch by batch. Raises ValueError where one has no room in the limits, or might outgrow
-        the budget."""
+        """Yield an answer to every request, batch by batch.
+
+        Raises ValueError if a prompt leaves no room within the limits, or if an answer might exceed
+        the budget.
+        """
         if not requests:
             return
+        # 1. The policy: short texts first, with half of their predicted length.
         started = time.perf_counter()
         budget = self.kv_budget_bytes // kv_bytes_per_token(self.target)
         decoder = BatchDecoder(self.target, requests, self.sampling, self.limits)
@@ -92,6 +102,7 @@ class BatchEngine:
             least_share=LEAST_SHARE,
             most_held=MOST_HELD * budget,
         )
+        # 2. Decode batch after batch.
         reports: list[BatchReport] = []
         lengths = [len(request.prompt_ids) for request in requests]
         for report in supervise(lengths, decoder.rooms, policy, decoder.decode, budget=budget):
@@ -99,6 +110,7 @@ class BatchEngine:
             for row, decoded in report.pairs:
                 if decoded.ended:
                     yield decoder.answer_of(row.index)
+        # 3. Compare predicted and actual lengths.
         predicted, actual = reservation.compare([len(tokens) for tokens in decoder.tokens])
         statistics = summarise(reports, predicted, actual, time.perf_counter() - started)
         self.statistics.append(statistics)
@@ -106,7 +118,7 @@ class BatchEngine:
 
 
 class BatchDecoder:
-    """Decodes batches of one call's requests, and keeps what they have said so far."""
+    """Decodes batches of one call's requests, and keeps their answers so far."""
 
     def __init__(self, target: HFTarget, requests: Sequence[Request], sampling: Sampling, limits: Limits) -> None:
         self.target = target
@@ -133,24 +145,25 @@ class BatchDecoder:
 
     @torch.inference_mode()
     def decode(self, batch: Sequence[Waiting], limits: Sequence[int], least: int) -> list[Decoded]:
-        """One more batch (see `schedule.Decode`)."""
+        """Decode one batch (see `schedule.Decode`)."""
         full = {row.index: row.num_written + limit for row, limit in zip(batch, limits, strict=True)}
+        # Rows leave when their answers end or fill their room; the last rows are evicted together.
         rows = self._begin(batch, full)
-        going = self._go_on(rows, full)
-        while len(going) >= max(1, least):
-            rows = self._leave(rows, going)
-            self._step(rows, going)
-            going = self._go_on(rows, full)
-        self._keep(rows, going)
+        unfinished = self._unfinished(rows, full)
+        while len(unfinished) >= max(1, least):
+            rows = self._select(rows, unfinished)
+            self._step(rows, unfinished)
+            unfinished = self._unfinished(rows, full)
+        self._keep(rows, unfinished)
         return [Decoded(num_new=len(self.tokens[row.index]) - row.num_written, ended=self.is_ended(row.index)) for row in batch]
 
     def _begin(self, batch: Sequence[Waiting], full: dict[int, int]) -> list[int]:
-        """Read the prompts of the rows that are new, and bring back the others. The order of the rows in the target."""
+        """Prefill new rows and restore evicted ones. Return the order of the rows in the target."""
         fresh = [row.index for row in batch if row.index not in self._kept]
-        resumed = [row.index for row in batch if row.index in self._kept]
+        evicted = [row.index for row in batch if row.index in self._kept]
         prompts = [self.requests[index].prompt_ids.long().to(self.target.device) for index in fresh]
         capacity = max(len(self.requests[index].prompt_ids) + full[index] for index in full)
-        texts = [self._kept.pop(index) for index in resumed]
+        texts = [self._kept.pop(index) for index in evicted]
         output = self.target.resume(Prompts.of(prompts) if prompts else None, texts, capacity=capacity)
         if output is not None:
             tree = empty_tree(len(fresh), self.target.device)
@@ -158,10 +171,10 @@ class BatchDecoder:
             tokens, _ = read_acceptance(tree, output, acceptance)
             for index, new in zip(fresh, tokens, strict=True):
                 self.tokens[index] += new
-        return fresh + resumed
+        return fresh + evicted
 
-    def _step(self, rows: Sequence[int], going: Sequence[int]) -> None:
-        """A token for every row."""
+    def _step(self, rows: Sequence[int], unfinished: Sequence[int]) -> None:
+        """Decode one token for every row; `unfinished` rows are those that need it."""
         last = torch.tensor([self.tokens[index][-1] for index in rows], device=self.target.device)
         tree = empty_tree(len(rows), self.target.device)
         output = self.target.verify(last, tree)
@@ -171,15 +184,15 @@ class BatchDecoder:
         for index, new in zip(rows, tokens, strict=True):
             self.tokens[index] += new
 
-    def _go_on(self, rows: Sequence[int], full: dict[int, int]) -> list[int]:
-        """The rows whose answers have neither ended nor filled their room; of those that have filled it, keep the texts."""
+    def _unfinished(self, rows: Sequence[int], full: dict[int, int]) -> list[int]:
+        """Return the rows that can continue; save the texts of rows that have filled their room."""
         self._keep(rows, [i for i in rows if len(self.tokens[i]) == full[i] and not self.is_ended(i)])
         return [index for index in rows if len(self.tokens[index]) < full[index] and not self.is_ended(index)]
 
-    def _leave(self, rows: list[int], going: list[int]) -> list[int]:
-        if len(going) < len(rows):
-            self.target.select([rows.index(index) for index in going])
-        return going
+    def _select(self, rows: list[int], unfinished: list[int]) -> list[int]:
+        if len(unfinished) < len(rows):
+            self.target.select([rows.index(index) for index in unfinished])
+        return unfinished
 
     def _keep(self, rows: Sequence[int], indices: Sequence[int]) -> None:
         self._kept |= {index: self.target.take(rows.index(index)) for index in indices}

@@ -1,4 +1,4 @@
-"""Regeneration by transformers' continuous batching: a paged KV cache, and new requests in the place of finished ones."""
+"""Regeneration by transformers' continuous batching, with a paged KV cache."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -19,17 +19,19 @@ SCHEDULER_NAME = "outrider"
 POLL_SECONDS = 1.0
 CPU_PAGE_TOKENS, CPU_BATCH_TOKENS = 32, 256
 CPU_REQUESTS_PER_BATCH = 16
-"""On a CPU the cache is sized for so many of the longest texts; elsewhere transformers sizes it by the free memory."""
+"""Number of longest texts that the cache is sized for on a CPU. Elsewhere transformers sizes it by
+the free memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class ContinuousEngine:
-    """One manager of continuous batching for each call, so that the memory of its cache is free in between.
+    """Engine that starts continuous batching for each call, and frees its cache afterwards.
 
-    Greedy answers depend on nothing but rounding. Sampled ones come from a single stream, seeded by the requests of the call:
-    on a CPU the same call gives the same answers, but an answer depends on those beside it. `scheduler` makes the scheduler in
-    place of first come, first served; it takes what the classes of transformers' `continuous_batching.scheduler` take, and
-    the call's `requests`.
+    Greedy answers depend only on rounding. Sampled answers come from one random stream, seeded by
+    the requests of the call. So on a CPU the same call gives the same answers, but an answer
+    depends on the other requests. `scheduler` builds a scheduler that replaces first come, first
+    served. It gets the arguments of the classes in transformers' `continuous_batching.scheduler`,
+    and the call's `requests`.
     """
 
     target: HFTarget
@@ -39,7 +41,7 @@ class ContinuousEngine:
     scheduler: Callable[..., Any] | None = None
 
     def answer(self, requests: Sequence[Request]) -> Iterator[Answer]:
-        """An answer to every request, as they end. Raises RuntimeError where transformers fails one."""
+        """Yield an answer to every request, as they end. Raises RuntimeError if a request fails."""
         devices = [self.target.device] if self.target.device.type == "cuda" else []
         model: Any = self.target.model
         with torch.random.fork_rng(devices), self._registered_scheduler(requests) as scheduler_name:
@@ -47,7 +49,7 @@ class ContinuousEngine:
                 generation_config=self._generation_config(),
                 continuous_batching_config=self._batching_config(requests, scheduler_name),
             )
-            # Before it runs: what is in the first batch must not depend on how fast they are handed over.
+            # Add all requests before the start, so that the first batch doesn't depend on timing.
             for request in requests:
                 manager.add_request(
                     request.prompt_ids.tolist(),
@@ -69,7 +71,7 @@ class ContinuousEngine:
             if result is not None and result.error is not None:
                 raise RuntimeError(f"continuous batching failed the request {result.request_id!r}: {result.error}")
             if result is not None and result.is_finished():
-                tokens: list[int] = result.generated_tokens  # none where the length limit left no room for any
+                tokens: list[int] = result.generated_tokens  # empty if the length limit left no room
                 cut = not tokens or tokens[-1] not in self.target.stop_ids
                 return Answer(id=result.request_id, tokens=torch.tensor(tokens, dtype=torch.long), cut=cut)
             if result is None and not manager.is_running():
@@ -77,7 +79,8 @@ class ContinuousEngine:
                 raise RuntimeError(f"continuous batching ended before all requests were answered: {error}") from error
 
     def _generation_config(self) -> GenerationConfig:
-        # A fresh one: the model's own may bring penalties and filters that nobody asked for.
+        # A fresh configuration: the model's may contain penalties and filters that weren't
+        # requested.
         config = GenerationConfig(
             do_sample=self.sampling.temperature > 0,
             eos_token_id=list(self.target.stop_ids),
@@ -110,7 +113,7 @@ class ContinuousEngine:
         if self.scheduler is None:
             yield "fifo"
             return
-        # The configuration takes a name, and this table is where names are looked up.
+        # The configuration takes a scheduler's name, which transformers looks up in this table.
         from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING
 
         table: dict[str, Any] = SCHEDULER_MAPPING

@@ -1,8 +1,10 @@
-"""Admission by predicted length for transformers' continuous batching: longest first, within the cache's free entries.
+"""Admission by predicted length for transformers' continuous batching, longest first.
 
-First come, first served admits a request as soon as its prompt has room, and offloads requests when the answers outgrow the
-cache. Here a request is admitted when prompt and predicted answer fit beside what the requests that run have been promised; the
-longest go first, and shorter ones that fit overtake (first fit). Whoever outgrows its promise has it doubled.
+First come, first served admits a request as soon as its prompt has room, and offloads requests when
+the answers exceed the cache. Here a request is admitted if its prompt and predicted answer fit into
+the free cache entries, less those promised to running requests. The longest requests go first, and
+shorter ones that fit overtake (first fit). If a request exceeds its promise, the promise is
+doubled.
 """
 
 import math
@@ -17,17 +19,20 @@ from ..engine import Request
 from ..lengths.buckets import LengthPredictor, Predicted
 
 RESERVED_SHARE = 0.5
-"""Promised is the length that an answer keeps to with this probability; the sum of many is surer than each of them."""
+"""Probability that an answer fits into its promised length. A sum of many is more certain than
+each."""
 
 UNKNOWN_SHARE = 0.25
-"""Promised of its maximum as long as nothing is known of lengths."""
+"""Share of the maximum length that is promised before any length is known."""
 
 
 class LengthAwareScheduler(FIFOScheduler):
-    """Runs requests that decode before those that wait, as its base does, and chooses among the waiting ones by length.
+    """Scheduler that runs decoding requests first, like its base, and admits waiting ones by
+    length.
 
-    It learns lengths as requests end. Give `functools.partial(LengthAwareScheduler, make_predictor=...)` to `ContinuousEngine`,
-    which adds the `requests` that will be asked. `reset` forgets what they taught.
+    It learns lengths as requests end. Pass `functools.partial(LengthAwareScheduler,
+    make_predictor=...)` to `ContinuousEngine`, which adds the `requests` of a call. `reset` forgets
+    the learned lengths.
     """
 
     def __init__(
@@ -63,7 +68,8 @@ class LengthAwareScheduler(FIFOScheduler):
                 self._promised.pop(waiting, None)
 
     def num_needed(self, state: RequestState) -> int:
-        """Cache entries that the request will fill from now on, as far as promised: what it still reads, and its answer."""
+        """Return the cache entries that the request still needs: its unread prompt, and its answer
+        as promised."""
         written, limit = num_written(state), state.max_new_tokens or math.inf
         promised = self._promised.get(state.request_id, 1)
         while promised <= written:
@@ -72,7 +78,7 @@ class LengthAwareScheduler(FIFOScheduler):
         return int(len(state.remaining_prefill_tokens) + max(0, left))
 
     def _get_waiting_candidates(self) -> list[RequestState]:
-        """Those that fit, longest first; the first of all where nothing runs, whatever it needs."""
+        """Return the requests that fit, longest first; if nothing runs, at least the first one."""
         waiting = super()._get_waiting_candidates()
         self._promise(waiting)
         waiting.sort(key=lambda state: (not state.is_cpu_offloaded, -self.num_needed(state), self._index[state.request_id]))
@@ -100,6 +106,7 @@ class LengthAwareScheduler(FIFOScheduler):
 
 
 def num_written(state: Any) -> int:
-    """Tokens of the answer so far, those included that an offloaded request reads again as a part of its prompt."""
+    """Count the tokens of the answer so far, including those that an offloaded request reads
+    again."""
     reread = len(state.initial_tokens) - state._true_initial_tokens if state._true_initial_tokens else 0
     return reread + state.generated_len()

@@ -1,4 +1,4 @@
-"""Regeneration by outrider's own decode loop, plain or sped up by a drafter."""
+"""Regeneration by outrider's decode loop, plain or with a drafter."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,10 +20,11 @@ DEFAULT_BATCH_SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class DecoderEngine:
-    """Batches of requests of similar length; a batch ends with its longest answer.
+    """Engine with batches of requests of similar length; a batch ends with its longest answer.
 
-    An answer is the same whoever is beside it, up to rounding, and the same with any drafter whose trees are functions of the
-    text. `drafter_context` is the longest text that the drafter can read; requests that may outgrow it are decoded without.
+    Up to rounding, an answer doesn't depend on the other rows, nor on the drafter, if its trees are
+    functions of the text. `drafter_context` is the longest text that the drafter can read; requests
+    that may become longer are decoded without it.
     """
 
     target: HFTarget
@@ -34,7 +35,8 @@ class DecoderEngine:
     drafter_context: int | None = None
 
     def answer(self, requests: Sequence[Request]) -> Iterator[Answer]:
-        """An answer to every request, those to the longest prompts first: memory runs out early or never."""
+        """Yield an answer to every request. The longest prompts come first, so memory runs out
+        early or never."""
         ordered = sorted(requests, key=lambda request: (-len(request.prompt_ids), request.id))
         drafted = [request for request in ordered if self._fits_drafter(request)]
         plain = [request for request in ordered if not self._fits_drafter(request)]

@@ -1,8 +1,8 @@
-"""Regeneration by a server of OpenAI's completions protocol, such as vLLM, for targets that need a cluster.
+"""Regeneration by a server of the completions protocol, such as vLLM, for large targets.
 
-Prompts are sent as token ids, so the server's chat template and tokenizer are not used. The protocol
-doesn't show whether the server runs the very target: labelling reports later how often the target
-agrees with the answers.
+Prompts are sent as token ids, so the server's chat template and tokenizer are not used. The
+protocol doesn't show whether the server runs the right target. Labelling reports later how often
+the target agrees with the answers.
 """
 
 import asyncio
@@ -33,17 +33,20 @@ Reply = TypeVar("Reply", bound=BaseModel)
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 NO_KEY = "none"
-"""The client wants a key, and most local servers have none."""
+"""The client requires a key, and most local servers have none."""
 DEFAULT_IN_FLIGHT = 64
 MAX_RETRIES = 20
-"""The client waits between them, up to 8 s each, so a server has two minutes to come back."""
+"""Retries of the client, which waits up to 8 s between them: a server has two minutes to come
+back."""
 CONNECT_SECONDS, ANSWER_SECONDS = 10.0, 1800.0
-"""An answer may wait in the server's queue for long."""
+"""Timeouts. An answer may wait long in the server's queue."""
 RETRIED_STATUS = {408, 409, 429, *range(500, 600)}
-"""The client retries these; with any other status the server refuses the request."""
+"""Status codes that the client retries. Any other error status means that the server rejected the
+request."""
 MOST_BODY_CHARS = 300
 
-# Servers fill in what is left out, some of them from the model's generation config: no filter that nobody asked for.
+# Servers fill in missing parameters, some of them from the model's generation config. So every
+# filter and penalty is switched off explicitly.
 NO_FILTERS = {"top_k": -1, "top_p": 1.0, "min_p": 0.0}
 NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 
@@ -61,7 +64,7 @@ class _Choice(BaseModel):
     token_ids: list[int] | None = None
     text: str | None = None
     stop_reason: Any = None
-    """A token, or a string that stopped the answer; we ask for no such string."""
+    """A token, or a string that stopped the answer; our requests contain no such string."""
 
     @model_validator(mode="after")
     def _require_an_answer(self) -> "_Choice":
@@ -80,7 +83,7 @@ class _Completion(BaseModel):
 
 
 class CompletionsServer:
-    """A server, and the event loop of another thread in which its requests run."""
+    """A server, and the event loop in another thread that runs its requests."""
 
     def __init__(self, client: "AsyncOpenAI", loop: asyncio.AbstractEventLoop) -> None:
         self.url = str(client.base_url)
@@ -88,15 +91,17 @@ class CompletionsServer:
         self._loop = loop
 
     def submit(self, call: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run `call` in the server's event loop. To cancel the future cancels the request."""
+        """Run `call` in the server's event loop. Cancelling the future cancels the request."""
         return asyncio.run_coroutine_threadsafe(call, self._loop)
 
     async def ask(self, path: str, kind: type[Reply], body: dict[str, Any] | None = None) -> Reply:
-        """Return the server's reply; the client retries while the server is unreachable, overloaded or broken.
+        """Return the server's reply; the client retries while the server is unreachable or
+        overloaded.
 
-        Raises ValueError where the server refuses the request or its reply is of another kind, and
-        ConnectionError where it doesn't come back.
+        Raises ValueError if the server rejects the request or its reply is invalid, and
+        ConnectionError if it doesn't come back.
         """
+        # 1. Send the request. The client has retried all errors that it can.
         from openai import APIConnectionError, APIStatusError
 
         try:
@@ -117,7 +122,7 @@ class CompletionsServer:
                 ) from None
             if error.status_code not in RETRIED_STATUS:
                 raise ValueError(
-                    f"{self.url}{path} refuses the request; it {problem}. Check distill.base_url, distill.served_model, "
+                    f"{self.url}{path} rejects the request; it {problem}. Check distill.base_url, distill.served_model, "
                     f"{KEY_VARIABLE}, and that the server's context window is the target's"
                 ) from None
         except ValidationError as error:
@@ -127,13 +132,14 @@ class CompletionsServer:
                 f"{'.'.join(map(str, fault['loc'])) or 'the reply'}: {fault['msg']}; is distill.base_url the address of a "
                 "completions server?"
             ) from None
+        # 2. The retries are used up.
         raise ConnectionError(
             f"{self.url}{path} failed {MAX_RETRIES + 1} times; at last it {problem}. Start the server again and run the same "
             "command: finished shards are kept"
         )
 
     async def close(self) -> None:
-        """Cancel the requests that are left, and close their connections."""
+        """Cancel the remaining requests, and close their connections."""
         requests = asyncio.all_tasks() - {asyncio.current_task()}
         for request in requests:
             request.cancel()
@@ -142,7 +148,7 @@ class CompletionsServer:
 
 
 def require_client() -> None:
-    """Raise ValueError where the package openai isn't installed."""
+    """Raise ValueError if the package openai isn't installed."""
     if importlib.util.find_spec("openai") is None:
         raise ValueError(
             "distill.engine is openai, and the package openai isn't installed; pip install 'outrider[openai]', or set "
@@ -152,10 +158,10 @@ def require_client() -> None:
 
 @contextmanager
 def open_server(base_url: str) -> Iterator[CompletionsServer]:
-    """Connect to the server at `base_url`; at the end, cancel the requests that are left.
+    """Connect to the server at `base_url`; at the end, cancel the remaining requests.
 
-    The key, where the server needs one, is read from the environment only. Raises ValueError for a
-    `base_url` that is no address.
+    The key, if the server needs one, is read from the environment only. Raises ValueError if
+    `base_url` isn't an address.
     """
     require_client()
     from openai import AsyncOpenAI, DefaultAsyncHttpxClient, Timeout
@@ -168,10 +174,12 @@ def open_server(base_url: str) -> Iterator[CompletionsServer]:
         api_key=os.environ.get(KEY_VARIABLE) or NO_KEY,
         max_retries=MAX_RETRIES,
         timeout=timeout,
-        # A redirected POST may become a GET, and the client would retry a loop of redirects: `ask` reports them.
+        # A redirected POST may become a GET, and the client would retry endless redirects; `ask`
+        # reports them.
         http_client=DefaultAsyncHttpxClient(timeout=timeout, follow_redirects=False),
     )
-    # In a thread, since the caller's own may run an event loop already: that of a notebook does.
+    # Use another thread, because the caller's thread may run an event loop already, as a notebook
+    # does.
     loop = asyncio.new_event_loop()
     thread = Thread(target=loop.run_forever, name="openai")
     thread.start()
@@ -186,9 +194,9 @@ def open_server(base_url: str) -> Iterator[CompletionsServer]:
 
 
 def find_model(server: CompletionsServer, wanted: str | None, target_name: str) -> str:
-    """Return the server's name of the target: `wanted`, the target's own, or that of its only model.
+    """Return the server's name of the target: `wanted`, the target's name, or its only model's.
 
-    Raises ValueError, with the names of the models, where none of these is one.
+    Raises ValueError, with the served names, if there is none of these.
     """
     served = [model.id for model in server.submit(server.ask("models", _Models)).result().data]
     if wanted is not None and wanted not in served:
@@ -205,10 +213,10 @@ def find_model(server: CompletionsServer, wanted: str | None, target_name: str) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenAIEngine:
-    """At most `max_in_flight` requests at a time to a server.
+    """Engine that sends requests to a server, at most `max_in_flight` at a time.
 
-    Each request carries its seed. Servers batch requests as they come, so rounding may differ from run
-    to run, and with it a text.
+    Each request has its seed. Servers form batches from the requests that arrive, so rounding may
+    differ from run to run, and with it a text.
     """
 
     server: CompletionsServer
@@ -222,10 +230,11 @@ class OpenAIEngine:
     _logged: set[str] = field(default_factory=set)
 
     def answer(self, requests: Sequence[Request]) -> Iterator[Answer]:
-        """Yield an answer to every request, as they arrive. Closed early, cancel the requests in flight.
+        """Yield an answer to every request, as they arrive. Closing early cancels requests in
+        flight.
 
-        Raises ValueError where the server refuses a request or reads another prompt, and ConnectionError
-        where it doesn't come back.
+        Raises ValueError if the server rejects a request or reads another prompt, and
+        ConnectionError if it doesn't come back.
         """
         slots = asyncio.Semaphore(self.max_in_flight)
         futures = [self.server.submit(self._complete(request, slots)) for request in requests]
@@ -247,7 +256,7 @@ class OpenAIEngine:
             "temperature": self.sampling.temperature,
             "seed": request.seed,
             "stop_token_ids": list(self.stop_ids),
-            "skip_special_tokens": False,  # of the text, where that is all that comes back
+            "skip_special_tokens": False,  # of the text, for servers that return only text
             "return_token_ids": True,
         }
         body |= {name: value for name in ("top_k", "top_p") if (value := getattr(self.sampling, name)) is not None}
@@ -256,13 +265,15 @@ class OpenAIEngine:
         return self._checked(request, completion, max_tokens)
 
     def _checked(self, request: Request, completion: _Completion, max_tokens: int) -> Answer:
+        # 1. The server must have read exactly the prompt.
         url = self.server.url
         num_prompt_tokens = completion.usage.prompt_tokens if completion.usage else None
         if num_prompt_tokens not in (None, len(request.prompt_ids)):
             raise ValueError(
                 f"{url} read {num_prompt_tokens} tokens of a prompt of {len(request.prompt_ids)}: it adds tokens to prompts, "
-                "or cuts them; turn that off in the server"
+                "or truncates them; turn that off in the server"
             )
+        # 2. Its tokens, with a stop token unless the answer was cut.
         (choice,) = completion.choices
         tokens = self._tokens(choice, max_tokens)
         is_cut = choice.finish_reason == "length"
@@ -273,24 +284,24 @@ class OpenAIEngine:
         return Answer(id=request.id, tokens=torch.tensor(tokens, dtype=torch.long), cut=is_cut)
 
     def _tokens(self, choice: _Choice, max_tokens: int) -> list[int]:
-        """Return the server's ids of the answer, or those of its text, which may be more than the model wrote."""
+        """Return the server's ids of the answer, or those of its text, which may be too many."""
         url = self.server.url
         if choice.token_ids is not None:
             if len(choice.token_ids) > max_tokens:
                 raise ValueError(
-                    f"{url} answers with {len(choice.token_ids)} tokens where max_tokens asks for {max_tokens} at most: it "
-                    "ignores that limit; use a server that keeps it, such as vLLM"
+                    f"{url} answers with {len(choice.token_ids)} tokens, more than max_tokens={max_tokens}: it "
+                    "ignores that limit; use a server that respects it, such as vLLM"
                 )
             return choice.token_ids
         self._log_once(
-            "%s answers with text, not with token ids: it is tokenized again, and may differ from what the model wrote "
+            "%s answers with text, not with token ids: it is tokenized again, and may differ from the model's tokens "
             "(vLLM 0.10.2 and later send ids)",
             url,
         )
         tokens = list(self.tokenizer(choice.text or "", add_special_tokens=False, verbose=False).input_ids)
         if len(tokens) > max_tokens:
             self._log_once(
-                "%s answers with a text of %d tokens where max_tokens asks for %d at most: such answers are cut there. Either "
+                "%s answers with a text of %d tokens, more than max_tokens=%d: such answers are cut there. Either "
                 "the text has more tokens than the model wrote, or the server ignores that limit",
                 url,
                 len(tokens),
@@ -304,12 +315,13 @@ class OpenAIEngine:
             logger.warning(message, *args)
 
     def _stop_token(self, choice: _Choice) -> int:
-        """Return the token that ended the answer: the server's, or the tokenizer's, or the first of the stop tokens."""
+        """Return the token that ended the answer: the server's, the tokenizer's, or any stop
+        token."""
         candidates = (choice.stop_reason, self.tokenizer.eos_token_id)
         return next((token for token in candidates if type(token) is int and token in self.stop_ids), self.stop_ids[0])
 
 
 def _shown(text: str) -> str:
-    """Return the beginning of a server's message, without the key, which some servers repeat."""
+    """Return the start of a server's message, without the key, which some servers repeat."""
     key = os.environ.get(KEY_VARIABLE)
     return (text.replace(key, "***") if key else text)[:MOST_BODY_CHARS]

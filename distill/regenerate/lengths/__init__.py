@@ -1,1 +1,1 @@
-"""Predicts how long answers are, and batches requests by it."""
+"""Prediction of answer lengths, and batches of requests by predicted length."""

@@ -1,10 +1,10 @@
-"""Predicted lengths of answers in ten buckets, and reservations made of them (S3, arXiv 2306.06000).
+"""Predicted answer lengths in ten buckets, and reservations from them.
 
-A predictor gives each request a probability for each bucket. The edges of the buckets are the deciles of
-the lengths that were known when the predictor last learned; an unfinished answer counts as longer than its
-tokens so far. S3 instead cuts the maximum length into ten equal parts, and most of these are empty where
-answers are far shorter than the maximum. We reserve a quantile of the predicted distribution: the upper end
-of the likeliest bucket would not show how sure the predictor is.
+After S3 (arXiv 2306.06000). A predictor returns a probability of each bucket for each request. The edges of the buckets are the
+deciles of the lengths known when the predictor last learned. An unfinished answer counts as longer
+than its tokens so far. S3 instead cuts the maximum length into ten equal parts; most of these are
+empty if answers are far shorter than the maximum. We reserve a quantile of the predicted
+distribution. The upper end of the most probable bucket would not show how certain the predictor is.
 """
 
 import math
@@ -23,38 +23,44 @@ from ..engine import Request
 NUM_BUCKETS = 10
 
 LEARN_FIRST = 32
-"""Complete answers that a predictor first learns from; it learns again whenever there are twice as many."""
+"""Complete answers before a predictor learns; it learns again whenever their number has doubled."""
 
 
 @runtime_checkable
 class LengthPredictor(Protocol):
-    """Says in which bucket of lengths an answer will be. Deterministic: the same lessons give the same predictions."""
+    """Predictor of the bucket of an answer's length.
+
+    Deterministic: it makes the same predictions after the same training data.
+    """
 
     def learn(self, requests: Sequence[Request], buckets: Int[torch.Tensor, " request"]) -> None:
-        """Forget everything and learn the buckets of these requests' answers."""
+        """Learn the buckets of these requests' answers from scratch."""
 
     def predict(self, requests: Sequence[Request]) -> Float[torch.Tensor, "request bucket"]:
-        """The probability of each bucket. Asked for after `learn` only."""
+        """Return the probability of each bucket. Called only after `learn`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """Ranges of answer lengths: bucket k holds those above `ends[k - 1]`, up to and with `ends[k]`."""
+    """Ranges of answer lengths: bucket k holds lengths above `ends[k - 1]`, up to and including
+    `ends[k]`."""
 
     ends: Float[torch.Tensor, " bucket"]
 
     @classmethod
     def of(cls, lengths: Sequence[int], unfinished: Sequence[int] = ()) -> "Buckets":
-        """The deciles of complete answers' `lengths` and of `unfinished` ones, which have so many tokens so far.
+        """Return the deciles of answer lengths, of which `unfinished` ones are known in part.
 
-        The share of answers that are longer than so many tokens is Kaplan and Meier's (1958). Deciles beyond the longest
-        complete answer lie evenly from there up to twice the longest. Where many answers are equally long, buckets are empty.
+        `lengths` are those of complete answers. The share of answers longer than a number of tokens
+        is estimated by the method of Kaplan and Meier (1958). Deciles beyond the longest complete
+        answer are evenly spaced up to twice the longest length. If many answers are equally long,
+        some buckets are empty.
         """
         longer = 1.0
         ends: list[float] = []
-        every = sorted([*lengths, *unfinished])
+        all_lengths = sorted([*lengths, *unfinished])
         for length, count in sorted(Counter(lengths).items()):
-            longer *= 1 - count / (len(every) - bisect_left(every, length))
+            longer *= 1 - count / (len(all_lengths) - bisect_left(all_lengths, length))
             while len(ends) < NUM_BUCKETS and 1 - longer >= (len(ends) + 1) / NUM_BUCKETS - 1e-9:
                 ends.append(float(length))
         last = ends[-1] if ends else 0.0
@@ -63,13 +69,14 @@ class Buckets:
         return cls(torch.tensor(ends, dtype=torch.float64))
 
     def index(self, lengths: Sequence[int]) -> Int[torch.Tensor, " request"]:
-        """The bucket of each length; what is beyond the last end is in the last bucket."""
+        """Return the bucket of each length; the last bucket also holds all longer ones."""
         return torch.bucketize(torch.tensor(lengths, dtype=torch.float64), self.ends).clamp(max=NUM_BUCKETS - 1)
 
     def quantile(self, probs: Float[torch.Tensor, "request bucket"], share: float) -> list[int]:
-        """The length, rounded up, that an answer keeps to with probability `share`, were lengths uniform within buckets.
+        """Return the length, rounded up, that an answer doesn't exceed with probability `share`.
 
-        Buckets that end at 10 and 30 with probabilities 0.5 and 0.5 have the quantiles 5 at 0.25 and 20 at 0.75.
+        Lengths are assumed to be uniform within buckets. Example: buckets that end at 10 and 30
+        with probabilities 0.5 and 0.5 have the quantiles 5 at 0.25 and 20 at 0.75.
         """
         upto = probs.double().cumsum(1)
         bucket = (upto < share).sum(1).clamp(max=NUM_BUCKETS - 1)
@@ -85,11 +92,12 @@ class Predicted:
     """Reservations by predicted length, for one call's `requests` (see `schedule.Reservation`).
 
     Reserves `part` x the `share`-quantile of the predicted length. Until LEARN_FIRST answers are
-    known: the length of the answer in the data set, or `unknown` if there is none.
+    known, the predicted length is that of the answer in the data set, or `unknown` if there is
+    none.
 
-    The predictor learns again, from all answers, whenever the number of complete ones has doubled. An
-    unfinished answer counts for the middle of the buckets that it may still end in: without it, long answers
-    would be missing. An answer that grew longer than twice its prediction counts twice.
+    The predictor learns again, from all answers, whenever the number of complete ones has doubled.
+    An unfinished answer gets the middle of the buckets in which it may still end; without it, long
+    answers would be missing. An answer longer than twice its prediction counts twice.
     """
 
     predictor: LengthPredictor
@@ -100,7 +108,7 @@ class Predicted:
     part: float = 1.0
     buckets: Buckets | None = field(default=None, init=False)
     _first: dict[int, tuple[Buckets, int]] = field(default_factory=dict, init=False)
-    """The first bucket that was predicted of each request, and among which buckets."""
+    """First predicted bucket of each request, with the buckets at that time."""
     _num_learnt: int = field(default=LEARN_FIRST // 2, init=False)
     _predicted: dict[int, int] = field(default_factory=dict, init=False)
 
@@ -114,13 +122,13 @@ class Predicted:
                 self._first.setdefault(index, (self.buckets, bucket))
             predicted = self.buckets.quantile(probs, self.share)
         else:
-            # What is reserved where nothing is known is `unknown`.
+            # Divided by `part`, so that `unknown` tokens are reserved.
             predicted = [request.num_known_tokens or math.ceil(self.unknown / self.part) for request in requests]
         self._predicted |= dict(zip(indices, predicted, strict=True))
         return [max(1, math.ceil(self.part * tokens)) for tokens in predicted]
 
     def compare(self, lengths: Sequence[int]) -> tuple[list[int], list[int]]:
-        """The buckets that were predicted first, where any were, and those of the `lengths` that all answers had."""
+        """Return the first predicted buckets, and the actual buckets of the same answers."""
         first = sorted(self._first.items())
         return [bucket for _, (_, bucket) in first], [int(buckets.index([lengths[index]])) for index, (buckets, _) in first]
 
@@ -129,12 +137,12 @@ class Predicted:
             return False
         self._num_learnt = len(lengths)
         self.buckets = Buckets.of(list(lengths.values()), list(unfinished.values()))
-        lessons: list[Request] = []
+        examples: list[Request] = []
         buckets: list[int] = []
         answers = dict(sorted({**lengths, **unfinished}.items()))
         for index, bucket in zip(answers, self.buckets.index(list(answers.values())).tolist(), strict=True):
             times = 2 if answers[index] > 2 * self._predicted[index] else 1
-            lessons += [self.requests[index]] * times
+            examples += [self.requests[index]] * times
             buckets += [(bucket + NUM_BUCKETS) // 2 if index in unfinished else bucket] * times
-        self.predictor.learn(lessons, torch.tensor(buckets))
+        self.predictor.learn(examples, torch.tensor(buckets))
         return True

@@ -1,4 +1,4 @@
-"""The predictors of answer lengths that there are: `none`, `light`, or a sequence-classification model of transformers."""
+"""The predictors of answer lengths: `none`, `light`, or a sequence-classification model."""
 
 import logging
 from collections.abc import Sequence
@@ -20,19 +20,20 @@ from .light import LightPredictor
 logger = logging.getLogger(__name__)
 
 SEED = 0
-"""Of weights and dropout: a predictor is a function of its lessons."""
+"""Seed of weights and dropout, so that a predictor depends only on its training data."""
 
 NEIGHBOUR_SPREAD = 1.0
-"""Buckets by which a label is spread over its neighbours: one off is nearly right, and lessons are few."""
+"""Standard deviation, in buckets, by which a label is spread over neighbouring buckets: there are
+few examples, and one bucket off is nearly right."""
 
 DEFAULT_READ_TOKENS = 512
-"""Of a prompt, by a model of relative positions (T5, say) whose tokenizer names no limit: it could read on, at a cost."""
+"""Tokens of a prompt that are read if model and tokenizer have no limit (T5, for example)."""
 
 
 def make_predictor(name: str, target: HFTarget) -> LengthPredictor:
-    """`none`, `light`, or a directory or Hub id of an encoder for sequence classification.
+    """Build the predictor `none`, `light`, or an encoder for sequence classification.
 
-    Raises ValueError where that can't be loaded.
+    An encoder is a directory or Hub id. Raises ValueError if it can't be loaded.
     """
     if name == "none":
         return UniformPredictor()
@@ -42,19 +43,20 @@ def make_predictor(name: str, target: HFTarget) -> LengthPredictor:
 
 
 class UniformPredictor:
-    """Tells no request from another: each gets the same room, of the lengths seen."""
+    """Predictor that treats all requests alike: each gets the distribution of known lengths."""
 
     def learn(self, requests: Sequence[Request], buckets: Int[torch.Tensor, " request"]) -> None:
-        """Nothing is to be learnt."""
+        """Do nothing: this predictor doesn't learn."""
 
     def predict(self, requests: Sequence[Request]) -> Float[torch.Tensor, "request bucket"]:
         return torch.full((len(requests), NUM_BUCKETS), 1 / NUM_BUCKETS)
 
 
 class ClassifierPredictor:
-    """An encoder of transformers with a head for ten classes (DistilBERT, say), fine-tuned on the lengths seen.
+    """An encoder with a head for ten classes (such as DistilBERT), fine-tuned on known lengths.
 
-    Reads the prompt's text, and known lengths written before it. A head of another size, or none, starts anew.
+    It reads the prompt's text, with a known length in front. A missing head, or one of another
+    size, is initialised at random.
     """
 
     epochs = 4
@@ -98,7 +100,7 @@ class ClassifierPredictor:
         return torch.cat([self._model(**self._encode(batch)).logits.float().softmax(1).cpu() for batch in batches])
 
     def _fresh(self) -> PreTrainedModel:
-        """The model as it is stored; what it lacks is the same every time."""
+        """Load the model as stored; missing weights get the same random values every time."""
         try:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(SEED)
@@ -128,30 +130,29 @@ class ClassifierPredictor:
             padding=True,
             truncation=True,
             max_length=self.read_tokens,
-            split_special_tokens=True,  # a prompt may spell one; T5 and BART refuse a second end of text
+            split_special_tokens=True,  # a prompt may contain one; T5 and BART fail at a second end-of-text token
             return_tensors="pt",
         )
         return {name: values.to(self.device) for name, values in encoded.items()}
 
 
-@cache  # a predictor is made anew for every round
+@cache  # a new predictor is built for every round
 def _warn_of_new_head(name_or_path: str) -> None:
-    logger.warning(
-        "distill.predictor %s is no sequence-classification model: it gets a head that knows nothing yet", name_or_path
-    )
+    logger.warning("distill.predictor %s is not a sequence-classification model: it gets an untrained head", name_or_path)
 
 
 def most_read_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Tokens, special ones included, that model and tokenizer take; DEFAULT_READ_TOKENS where neither names a limit.
+    """Return the most tokens, special ones included, that model and tokenizer accept.
 
-    A table of positions with a row for padding (RoBERTa's) counts from the row after it, so that the rows up to there are no
-    position, though the configuration counts them.
+    DEFAULT_READ_TOKENS if neither has a limit. A position table with a row for padding (as in
+    RoBERTa) counts from the row after it. The rows up to there are no positions, although the
+    configuration counts them.
     """
     limits = []
-    if tokenizer.model_max_length < VERY_LARGE_INTEGER:  # what tokenizers say that name none
+    if tokenizer.model_max_length < VERY_LARGE_INTEGER:  # the value of tokenizers without a limit
         limits.append(tokenizer.model_max_length)
     positions = getattr(model.config, "max_position_embeddings", None)
-    if positions is not None and positions > 0:  # XLNet's are -1, of any number
+    if positions is not None and positions > 0:  # XLNet has -1: unlimited
         limits.append(positions)
     for name, table in model.named_modules():
         if name.endswith("position_embeddings") and isinstance(table, nn.Embedding) and table.padding_idx is not None:
@@ -160,6 +161,7 @@ def most_read_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
 
 
 def soft_labels(buckets: Int[torch.Tensor, " request"]) -> Float[torch.Tensor, "request bucket"]:
-    """A bell of NEIGHBOUR_SPREAD buckets around each bucket."""
+    """Spread each bucket's label over its neighbours, as a bell curve of NEIGHBOUR_SPREAD
+    buckets."""
     distance = (torch.arange(NUM_BUCKETS) - buckets[:, None]) / NEIGHBOUR_SPREAD
     return (-(distance**2) / 2).softmax(1)

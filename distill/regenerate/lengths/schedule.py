@@ -1,16 +1,19 @@
-"""Which requests are decoded together: batches by length under a KV-memory budget, after S3 (arXiv 2306.06000).
+"""Scheduling of requests: batches by length within a KV-memory budget.
 
-A policy says three things of a request that waits: how much room its answer is given (`Reservation`), in which order requests
-are looked at (`Order`), and what a batch of them takes in memory (`Memory`). `supervise` makes batches of that until all are
-answered, by first fit: filling one batch after the other with the first requests that fit is the same as putting each request
-into the first batch that has room.
+After S3 (arXiv 2306.06000). A policy decides three things about a waiting request: how much room its answer gets
+(`Reservation`), in which order requests are considered (`Order`), and how much memory a batch takes
+(`Memory`). `supervise` forms batches until all requests are answered, by first fit. Filling one
+batch after another with the first requests that fit is the same as putting each request into the
+first batch that has room.
 
-S3 looks at the longest first (decreasing first fit), which is right where a batch stays together until its longest row ends.
-Where an evicted row goes on at no cost but that of moving its keys and values, the shortest texts go first and are given less
-room than they may need: batches are as wide as short texts allow, and those that outgrow their room wait until so many have
-that they fill a wide batch of longer ones. `scripts/bench_scheduling.py` compares the two on real lengths.
+S3 considers the longest requests first (decreasing first fit). This is right if a batch stays
+together until its longest row ends. Here an evicted row resumes at no cost except moving its keys
+and values. So the shortest texts go first, with less room than they may need. Batches are then as
+wide as short texts allow. Rows that exceed their room wait until there are enough of them for a
+wide batch of longer texts. `scripts/bench_scheduling.py` compares both policies on real lengths.
 
-Nothing here reads a clock, a random number or a rank: the batches are a function of the requests and their answers.
+Nothing here depends on a clock, a random number or a rank: the batches are a function of the
+requests and their answers.
 """
 
 import math
@@ -28,24 +31,24 @@ class Waiting:
     """A request in the queue."""
 
     index: int
-    """Its place among all requests."""
+    """Index among all requests."""
     num_read: int
-    """Tokens that it begins with: the prompt, and of an evicted request the answer so far."""
+    """Tokens that it begins with: the prompt, and an evicted request's answer so far."""
     num_reserved: int
-    """New tokens that it is given room for."""
+    """New tokens that it has room for."""
     num_written: int = 0
     """Tokens of its answer so far."""
 
 
 @runtime_checkable
 class Memory(Protocol):
-    """How a batch lies in the KV cache."""
+    """The layout of a batch in the KV cache."""
 
     def entries(self, batch: Sequence[Waiting]) -> int:
-        """Entries, of one token each, that a batch takes."""
+        """Return the number of entries, of one token each, that a batch takes."""
 
     def limits(self, batch: Sequence[Waiting]) -> list[int]:
-        """New tokens that there is room for in each row."""
+        """Return the number of new tokens that each row has room for."""
 
 
 Order = Callable[[Sequence[Waiting]], list[Waiting]]
@@ -53,60 +56,66 @@ Order = Callable[[Sequence[Waiting]], list[Waiting]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoded:
-    """What a batch added to one of its rows' answers."""
+    """New tokens of one row of a decoded batch."""
 
     num_new: int
     ended: bool
-    """Whether the answer is complete; if not, its reservation is used up."""
+    """Whether the answer is complete; if not, its reservation may be used up."""
 
 
 Decode = Callable[[Sequence[Waiting], Sequence[int], int], Sequence[Decoded]]
-"""Decodes a batch, each row by at least one token and up to its number of new tokens, until fewer rows go on than the last
-argument says."""
+"""Function that decodes a batch, each row by at least one token and at most its number of new
+tokens.
+
+It stops when fewer rows continue than its last argument."""
 
 
 @runtime_checkable
 class Reservation(Protocol):
-    """How much room answers are given."""
+    """Decides how much room answers get."""
 
     def reserve(self, indices: Sequence[int]) -> list[int]:
-        """New tokens that each of these requests is given room for, at least 1."""
+        """Return the number of new tokens that each of these requests gets room for, at least 1."""
 
     def observe(self, lengths: dict[int, int], unfinished: dict[int, int]) -> bool:
-        """Learn from all `lengths` of complete answers, and from how many tokens those that were evicted have so far.
+        """Learn from complete answers' `lengths`, and from the tokens so far of evicted answers.
 
-        Returns whether reservations have changed, so that those of the requests that nobody has begun are asked for again.
+        Returns whether reservations have changed. If so, `reserve` is called again for all requests
+        that haven't begun.
         """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """How requests are made into batches."""
+    """Rules by which requests form batches."""
 
     reservation: Reservation
     order: Order
     memory: Memory
     may_overtake: bool
-    """Whether a request that doesn't fit any more lets later ones pass it."""
+    """Whether a request that doesn't fit lets later ones overtake it."""
     least_share: float = 0.0
-    """A batch ends as soon as a smaller share of its rows goes on, if others wait: a step costs nearly as much for few rows as
-    for many. Its last rows are evicted, with what is left of their reservations."""
+    """A batch ends as soon as a smaller share of its rows continues, if other requests wait.
+
+    A step costs nearly as much for few rows as for many. The last rows are evicted, with the rest
+    of their reservations."""
     most_held: int | None = None
-    """Tokens of evicted rows, whose keys and values wait on the host, beyond which no new request begins; None: any number."""
+    """Most tokens of evicted rows, whose keys and values wait on the host, before no new request
+    begins; None is no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchReport:
-    """A batch after it was decoded: what it reserved and what came of it, each in the order of its rows."""
+    """A decoded batch: its reservations and results, in the order of its rows."""
 
     rows: tuple[Waiting, ...]
     decoded: tuple[Decoded, ...]
     num_entries: int
-    """KV-cache entries that it took."""
+    """KV-cache entries of the batch."""
 
     @property
     def num_steps(self) -> int:
-        """Tokens of the row that was given most."""
+        """Number of new tokens of the row that got the most."""
         return max(decoded.num_new for decoded in self.decoded)
 
     @property
@@ -122,8 +131,10 @@ class BatchReport:
 
 
 class Rectangle:
-    """A batch as `TreeCache` has it: every row is as wide as the longest text with its reservation. A shorter text may
-    therefore go on to the same end."""
+    """Layout of `TreeCache`: every row is as wide as the longest text with its reservation.
+
+    A shorter text may therefore continue up to the same width.
+    """
 
     def entries(self, batch: Sequence[Waiting]) -> int:
         return len(batch) * max(row.num_read + row.num_reserved for row in batch)
@@ -135,10 +146,10 @@ class Rectangle:
 
 @torch.inference_mode()
 def kv_bytes_per_token(target: HFTarget) -> int:
-    """Bytes that the keys and values of one token take in all layers.
+    """Return the bytes of one token's keys and values in all layers.
 
-    Of ordinary attention it is layers x 2 x key-value heads x head size x bytes of an element. Measured by reading a token,
-    so that it holds for layers of unlike shapes as well.
+    For ordinary attention this is layers x 2 x KV heads x head size x bytes of an element. It is
+    measured by reading a token, so it is also right for layers of different shapes.
     """
     token = torch.zeros(1, 1, dtype=torch.long, device=target.device)
     cache = target.model(token, use_cache=True).past_key_values
@@ -149,15 +160,18 @@ def kv_bytes_per_token(target: HFTarget) -> int:
 
 
 def shortest_text_first(waiting: Sequence[Waiting]) -> list[Waiting]:
-    """By what prompt, answer so far and reservation take together: a batch is a tight rectangle, and a wide one."""
+    """Sort by the sum of prompt, answer so far and reservation.
+
+    Batches are then wide, with little padding.
+    """
     return sorted(waiting, key=lambda row: (row.num_read + row.num_reserved, row.index))
 
 
 def next_batch(ordered: Sequence[Waiting], budget: int, memory: Memory, *, may_overtake: bool) -> list[Waiting]:
-    """The first requests that fit into `budget` entries together.
+    """Return the first requests that fit into `budget` entries together.
 
-    With `may_overtake`, taking batch after batch is first fit: rows of 6 5 4 4 1 entries under a budget of 10 give [6 4], [5 4
-    1]; without it [6], [5 4], [4 1].
+    With `may_overtake`, taking batch after batch is first fit. Example: rows of 6 5 4 4 1 entries
+    with a budget of 10 give [6 4], [5 4 1]; without it [6], [5 4], [4 1].
     """
     batch: list[Waiting] = []
     for row in ordered:
@@ -165,12 +179,12 @@ def next_batch(ordered: Sequence[Waiting], budget: int, memory: Memory, *, may_o
             batch.append(row)
         elif not may_overtake:
             break
-    assert batch, "`require_room` has seen to it that every request fits alone"
+    assert batch, "`require_room` has checked that every request fits alone"
     return batch
 
 
 def require_room(waiting: Sequence[Waiting], rooms: Sequence[int], budget: int, memory: Memory) -> None:
-    """Raise ValueError where a request would not fit into the budget alone, should its answer fill its room."""
+    """Raise ValueError if a request doesn't fit into the budget alone with its longest answer."""
     for row in waiting:
         entries = memory.entries([replace(row, num_reserved=rooms[row.index])])
         if entries > budget:
@@ -186,13 +200,15 @@ def require_room(waiting: Sequence[Waiting], rooms: Sequence[int], budget: int, 
 def supervise(
     prompt_lengths: Sequence[int], rooms: Sequence[int], policy: Policy, decode: Decode, *, budget: int
 ) -> Iterator[BatchReport]:
-    """Decode all requests, batch after batch, under `budget` KV-cache entries.
+    """Decode all requests, batch after batch, within `budget` KV-cache entries.
 
-    `rooms` are the most new tokens that each answer may have. A row that has used up its reservation before its answer ended
-    is evicted: it waits again, to go on from its tokens so far with its reservation doubled (arXiv 2306.06000, section 3).
-    Beyond the paper, the last rows of a batch are evicted as well (see `Policy.least_share`). After every batch the
-    reservation is told what was seen; requests that have not begun may then get another one.
+    `rooms` are the most new tokens of each answer. A row that uses up its reservation before its
+    answer ends is evicted. It waits again, and resumes from its tokens so far with a doubled
+    reservation (arXiv 2306.06000, section 3). Unlike in the paper, the last rows of a batch are
+    evicted as well (see `Policy.least_share`). After every batch `Reservation.observe` gets the
+    known lengths; requests that haven't begun may then get another reservation.
     """
+    # 1. Reserve room for all requests.
     reserved = policy.reservation.reserve(range(len(rooms)))
     waiting = {
         index: Waiting(index=index, num_read=length, num_reserved=min(tokens, room))
@@ -202,6 +218,7 @@ def supervise(
     unfinished: dict[int, int] = {}
     require_room(list(waiting.values()), rooms, budget, policy.memory)
     while waiting:
+        # 2. Form a batch, and decode it.
         ordered = policy.order(may_begin(list(waiting.values()), policy.most_held))
         batch = next_batch(ordered, budget, policy.memory, may_overtake=policy.may_overtake)
         limits = [
@@ -210,6 +227,7 @@ def supervise(
         ]
         least = math.ceil(policy.least_share * len(batch)) if len(waiting) > len(batch) else 0
         decoded = decode(batch, limits, least)
+        # 3. Finish complete answers, and evict the other rows.
         for row, result in zip(batch, decoded, strict=True):
             if result.ended:
                 del waiting[row.index]
@@ -219,6 +237,7 @@ def supervise(
                 waiting[row.index] = evict(row, result.num_new, rooms[row.index])
                 unfinished[row.index] = waiting[row.index].num_written
         yield BatchReport(rows=tuple(batch), decoded=tuple(decoded), num_entries=policy.memory.entries(batch))
+        # 4. Learn the lengths.
         if policy.reservation.observe(lengths, unfinished):
             fresh = [row for row in waiting.values() if row.num_written == 0]
             for row, tokens in zip(fresh, policy.reservation.reserve([row.index for row in fresh]), strict=True):
@@ -226,7 +245,10 @@ def supervise(
 
 
 def may_begin(waiting: list[Waiting], most_held: int | None) -> list[Waiting]:
-    """Those that may be in the next batch: all, or those alone that have begun while more than `most_held` tokens are held."""
+    """Return the requests that may join the next batch.
+
+    These are all, or only those that have begun, while more than `most_held` tokens are held.
+    """
     begun = [row for row in waiting if row.num_written]
     if most_held is None or sum(row.num_read for row in begun) <= most_held:
         return waiting
@@ -234,8 +256,11 @@ def may_begin(waiting: list[Waiting], most_held: int | None) -> list[Waiting]:
 
 
 def evict(row: Waiting, num_new: int, room: int) -> Waiting:
-    """The row with its tokens so far; where they have used up its reservation, that of the whole answer is doubled, as far as
-    `room` allows."""
+    """Return the row with its tokens so far.
+
+    If they have used up its reservation, the reservation of the whole answer is doubled, up to
+    `room`.
+    """
     num_written = row.num_written + num_new
     assert num_written < room, "an answer that fills its room has ended"
     left = row.num_reserved - num_new
@@ -249,7 +274,8 @@ def evict(row: Waiting, num_new: int, room: int) -> Waiting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleStatistics:
-    """What schedules took, in sums. A row-step is a row in a step of its batch, whose longest row says how many there are."""
+    """Sums over schedules. A row-step is a row in a step of its batch; the longest row sets the
+    steps."""
 
     num_answers: int
     num_tokens: int
@@ -258,28 +284,28 @@ class ScheduleStatistics:
     num_row_steps: int
     num_evictions: int
     num_entries: int
-    """KV-cache entries that were reserved, by every batch."""
+    """KV-cache entries reserved by all batches."""
     num_entries_written: int
     num_predicted: int
-    """Answers of which a length was predicted before they began."""
+    """Answers whose length was predicted before they began."""
     num_buckets_right: int
-    """Those whose first predicted bucket was right."""
+    """Answers whose first predicted bucket was right."""
     total_bucket_distance: int
     seconds: float
 
     @property
     def padding_share(self) -> float:
-        """Row-steps that made no token, of all: what the rows that have ended leave empty until their batch ends."""
+        """Share of row-steps without a token: finished rows are idle until their batch ends."""
         return 1 - self.num_tokens / max(1, self.num_row_steps)
 
     @property
     def unused_share(self) -> float:
-        """Entries reserved in which no token was ever written, of all: over-reservation, and the rectangle's corners."""
+        """Share of reserved entries without a token: over-reservation, and padding."""
         return 1 - self.num_entries_written / max(1, self.num_entries)
 
     @property
     def bucket_accuracy(self) -> float | None:
-        """Share of the predicted ones whose bucket was right; None where nothing was predicted."""
+        """Share of predicted answers whose bucket was right; None if nothing was predicted."""
         return self.num_buckets_right / self.num_predicted if self.num_predicted else None
 
     @property
@@ -291,7 +317,7 @@ class ScheduleStatistics:
         return self.num_answers / max(1e-9, self.seconds)
 
     def record(self) -> dict[str, Any]:
-        """The sums and what they say, as JSON values."""
+        """Return the sums and derived values as JSON values."""
         shares = ("padding_share", "unused_share", "bucket_accuracy", "mean_bucket_distance", "sequences_per_second")
         return {**asdict(self), **{name: getattr(self, name) for name in shares}}
 
@@ -299,19 +325,22 @@ class ScheduleStatistics:
         prediction = "nothing predicted"
         if self.num_predicted:
             prediction = (
-                f"of {self.num_predicted} lengths predicted {self.bucket_accuracy:.2f} in the right tenth, "
-                f"{self.mean_bucket_distance:.1f} off in the mean"
+                f"{self.num_predicted} predicted lengths, {self.bucket_accuracy:.2f} of them in the right tenth, "
+                f"{self.mean_bucket_distance:.1f} buckets off on average"
             )
         return (
             f"{self.num_answers} answers in {self.num_batches} batches of {self.num_steps} steps, {self.num_evictions} "
-            f"evictions, {self.padding_share:.2f} padding, {self.sequences_per_second:.1f} answers a second; {prediction}"
+            f"evictions, {self.padding_share:.2f} padding, {self.sequences_per_second:.1f} answers per second; {prediction}"
         )
 
 
 def summarise(
     reports: Sequence[BatchReport], predicted: Sequence[int], actual: Sequence[int], seconds: float
 ) -> ScheduleStatistics:
-    """Statistics of a schedule's batches; `predicted` and `actual` are the buckets of the answers that have a prediction."""
+    """Compute the statistics of a schedule's batches.
+
+    `predicted` and `actual` are the buckets of the answers with a prediction.
+    """
     distances = [abs(guess - true) for guess, true in zip(predicted, actual, strict=True)]
     return ScheduleStatistics(
         num_answers=sum(decoded.ended for report in reports for decoded in report.decoded),

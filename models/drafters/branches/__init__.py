@@ -1,1 +1,1 @@
-"""How drafters with attention are trained: branches behind positions of a text."""
+"""Branches behind positions of a text, on which drafters with attention are trained."""

@@ -1,9 +1,10 @@
-"""Drafters with attention are trained on branches: behind each chosen position of a text hangs the target's continuation.
+"""Layout of branches: the target's continuation behind each labelled position of a text.
 
     text      a b c d e        behind b: c x y     behind d: e z w
 
-Text and branches are read together. An entry of a branch sees the text before it and its own branch up to itself, so that all
-positions and depths are trained side by side, on what decoding shows the drafter and on nothing else.
+Text and branches are read together. An entry of a branch sees the text before it and its branch up
+to itself. So all positions and depths are trained in parallel, on exactly the inputs that the
+drafter has in decoding.
 """
 
 from dataclasses import dataclass
@@ -17,10 +18,10 @@ from ....data.types import DrafterBatch
 
 @dataclass(frozen=True, kw_only=True)
 class Branches:
-    """The branches of a batch, row by row, padded to the row with most. `columns` says where in its row each begins, `starts`
-    where its text does.
+    """The branches of a batch, by row, padded to the row with the most branches.
 
-    Entries of depths 0..D-1 lie depth by depth: that of branch n at depth d is entry d * branches + n.
+    `columns` is where each branch begins in its row, `starts` where its text begins. Entries of
+    depths 0..D-1 are ordered by depth: branch n at depth d is entry d * branches + n.
     """
 
     columns: Int[torch.Tensor, "batch branch"]
@@ -30,7 +31,7 @@ class Branches:
 
     @classmethod
     def of(cls, batch: DrafterBatch) -> "Branches":
-        """A branch for each of the batch's positions, in their order."""
+        """Make a branch for each of the batch's positions, in their order."""
         count = batch.positions.sum(1)
         real = torch.arange(int(count.max()), device=count.device) < count[:, None]
         columns, starts = torch.zeros_like(real, dtype=torch.long), torch.zeros_like(real, dtype=torch.long)
@@ -47,32 +48,38 @@ class Branches:
 
     @property
     def positions(self) -> Int[torch.Tensor, "batch branch"]:
-        """Where in its text each begins, from 0 on."""
+        """Position in its text at which each branch begins, from 0."""
         return self.columns - self.starts
 
     def spread(self, values: Shaped[torch.Tensor, "position *rest"]) -> Shaped[torch.Tensor, "batch branch *rest"]:
-        """Values at each position to where its branch is; zeros at the padding."""
+        """Move values of each position to its branch; zeros at the padding."""
         result = values.new_zeros(*self.real.shape, *values.shape[1:])
         result[self.real] = values
         return result
 
     def collect(self, values: Shaped[torch.Tensor, "batch branch *rest"]) -> Shaped[torch.Tensor, "position *rest"]:
-        """The reverse of `spread`."""
+        """Return the values of all branches by position: the inverse of `spread`."""
         return values[self.real]
 
     def text_mask(self, *, with_own_column: bool) -> Bool[torch.Tensor, "batch 1 branch seq"]:
-        """What a branch sees of its own text: what is before it, with the column where it begins where `with_own_column`."""
+        """Mark the columns of its text that a branch sees: those before its column.
+
+        With `with_own_column` it also sees its column.
+        """
         last = self.columns[:, :, None] + int(with_own_column)
         column = torch.arange(self.num_columns, device=last.device)
         return ((column < last) & (column >= self.starts[:, :, None]))[:, None]
 
     def whole_mask(self, num_depths: int, *, with_own_column: bool) -> Bool[torch.Tensor, "batch 1 query query"]:
-        """What everybody sees where text and entries are read in one pass: each text, causally, then the entries by depth."""
+        """Mark what each token sees if text and branches are read in one pass.
+
+        The order is: each text, causally, then the branches' entries by depth.
+        """
         size = self.num_columns + num_depths * self.columns.shape[1]
         causal = torch.ones(self.num_columns, self.num_columns, dtype=torch.bool, device=self.columns.device).tril()
         text = causal & (self.text_starts[:, :, None] == self.text_starts[:, None])  # [rows, column, column]
         rows = [text[:, None].expand(len(self.columns), 1, -1, -1)]
-        of_text = self.text_mask(with_own_column=with_own_column)
-        own = torch.eye(self.columns.shape[1], dtype=torch.bool, device=causal.device).expand(len(of_text), 1, -1, -1)
-        rows += [torch.cat([of_text, own.repeat(1, 1, 1, depth + 1)], dim=3) for depth in range(num_depths)]
+        text_columns = self.text_mask(with_own_column=with_own_column)
+        itself = torch.eye(self.columns.shape[1], dtype=torch.bool, device=causal.device).expand(len(text_columns), 1, -1, -1)
+        rows += [torch.cat([text_columns, itself.repeat(1, 1, 1, depth + 1)], dim=3) for depth in range(num_depths)]
         return torch.cat([pad(row, (0, size - row.shape[-1])) for row in rows], dim=2)

@@ -1,1 +1,1 @@
-"""Drafters in folders and on the Hub."""
+"""Drafters saved in folders and on the Hub."""

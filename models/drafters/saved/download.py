@@ -14,55 +14,57 @@ from huggingface_hub.errors import (
     OfflineModeIsEnabled,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils import httpx  # the client that it uses, which isn't always the package of this name
+from huggingface_hub.utils import httpx  # its HTTP client, which isn't always the package httpx
 
 from ....data.files import finish_replacing
 from ....data.hub import use_hub
 from .folder import CONFIG_FILE, TRAINING_FILE, WEIGHTS_FILE
 
 READ_FILES = (CONFIG_FILE, WEIGHTS_FILE, TRAINING_FILE)
-"""What loading a drafter downloads: JSON and safetensors, no code."""
+"""Files that loading a drafter downloads: JSON and safetensors, no code."""
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", re.ASCII)
 
 REMEDIES = {
-    401: "the Hub doesn't know who you are: log in with `hf auth login`, or set HF_TOKEN to a token that is still valid",
-    403: "your token may not do this: make one with the right to write to this repository (huggingface.co/settings/tokens)",
-    404: "there is no such repository, or it is private and your token doesn't see it: check the name, or `hf auth login`",
-    409: "the repository is there already in another form, or somebody is changing it: try again, or choose another name",
-    412: "the branch has changed since it was looked at: run the command again, which looks anew",
-    429: "the Hub asks for patience: try again in some minutes",
+    401: "the Hub doesn't know who you are: log in with `hf auth login`, or set HF_TOKEN to a valid token",
+    403: "your token may not do this: create one with write access to this repository (huggingface.co/settings/tokens)",
+    404: "there is no such repository, or it is private and your token has no access: check the name, or `hf auth login`",
+    409: "the repository exists already in another form, or is being changed: try again, or choose another name",
+    412: "the branch has changed since the command read it: run the command again",
+    429: "too many requests to the Hub: try again in some minutes",
 }
 
 
 def resolve_drafter(name_or_path: str | Path, revision: str | None = None, **hub_options: Any) -> Path:
-    """The folder of a drafter: a directory as it is, or a download of the repository of this id (config, weights and what its
-    training took; no code), which huggingface_hub keeps.
+    """Return the folder of a drafter: an existing directory, or a download of a Hub repository.
 
-    `hub_options` are those of `snapshot_download`, such as a `token`. Raises ValueError where the Hub has no such drafter, or
-    can't be reached.
+    Downloads contain config, weights and training facts, but no code; huggingface_hub caches them.
+    `hub_options` are those of `snapshot_download`, such as a `token`. Raises ValueError if the Hub
+    has no such drafter or can't be reached.
     """
     return resolve_folder(name_or_path, READ_FILES, revision, **hub_options)
 
 
 def resolve_folder(name_or_path: str | Path, patterns: Sequence[str], revision: str | None = None, **hub_options: Any) -> Path:
-    """A directory as it is, or a download of those files of a repository whose names match: as `resolve_drafter`."""
+    """Return an existing directory, or download a repository's files that match `patterns`."""
     path = Path(name_or_path)
     finish_replacing(path)
     if path.is_dir() or HUB_ID.fullmatch(str(name_or_path)) is None or str(name_or_path).startswith("."):
-        return path  # the reader of a missing folder raises the error
+        return path  # the caller that reads the path reports a missing folder
     use_hub()
     repo, _, at = str(name_or_path).partition("@")
-    revision = at or revision  # in the name it is the drafter's for certain
+    revision = at or revision  # a revision in the name belongs to the drafter
     try:
         with telling_hub_errors(repo, revision):
             return Path(snapshot_download(repo, revision=revision, allow_patterns=list(patterns), **hub_options))
     except ValueError as error:
-        raise ValueError(f"there is no folder {name_or_path} here, and of that name on the Hub: {error}") from error
+        raise ValueError(f"there is no local folder {name_or_path}, and as a name on the Hub: {error}") from error
 
 
 @contextmanager
 def telling_hub_errors(repo: str, revision: str | None = None) -> Iterator[None]:
-    """Turn errors of the Hub and of the way there into ValueErrors that name the repository and the remedy, and no token."""
+    """Turn errors of the Hub and the network into ValueErrors with a remedy.
+
+    Messages name the repository, and contain no token."""
     at = f"{repo}@{revision}" if revision else repo
     try:
         yield
@@ -81,24 +83,24 @@ def telling_hub_errors(repo: str, revision: str | None = None) -> Iterator[None]
         status = error.response.status_code
         answer = f"the Hub answers: {_without_secrets(error.server_message or _first_line(error))}"
         raise ValueError(f"{at}: HTTP {status}: {REMEDIES.get(status, answer)}") from error
-    except UnicodeEncodeError:  # not its cause: that holds the token
+    except UnicodeEncodeError:  # `from None`, because the cause contains the token
         raise ValueError(
             f"{at}: the token has characters that no token has: copy it again (HF_TOKEN, or `hf auth login`)"
         ) from None
     except (httpx.TransportError, ConnectionError, TimeoutError) as error:
-        # What uploads large files (hf_xet) has no other errors, and tells the status in words.
-        found = re.search(r"status\D{0,30}\b([45]\d\d)\b", str(error))
-        if found and not isinstance(error, httpx.TransportError):
-            remedy = REMEDIES.get(int(found[1]), f"the Hub answers: {_without_secrets(_first_line(error))}")
-            raise ValueError(f"{at}: HTTP {found[1]}: {remedy}") from None
+        # hf_xet, which uploads large files, raises ConnectionError with the status in its message.
+        status_match = re.search(r"status\D{0,30}\b([45]\d\d)\b", str(error))
+        if status_match and not isinstance(error, httpx.TransportError):
+            remedy = REMEDIES.get(int(status_match[1]), f"the Hub answers: {_without_secrets(_first_line(error))}")
+            raise ValueError(f"{at}: HTTP {status_match[1]}: {remedy}") from None
         raise ValueError(
             f"{at}: the connection to the Hub broke ({type(error).__name__}): check the network (and HF_ENDPOINT), and run the "
-            "command again; nothing was changed, or the next run tells what was"
+            "command again; nothing was changed, or the next run reports what was"
         ) from error
 
 
 def _without_secrets(text: str) -> str:
-    """Without tokens, and without what follows a URL's path: it may hold a signature."""
+    """Remove tokens, and the query of a URL, which may contain a signature."""
     return re.sub(r"hf_\w+|Bearer \S+|\?\S+", "...", text)
 
 

@@ -1,5 +1,8 @@
-"""What a drafter's folder holds: `config.json`, which says what it is, `model.safetensors`, and maybe `training.json`. All are
-read strictly."""
+"""The files of a drafter's folder, and their checks.
+
+These are `config.json`, `model.safetensors`, and an optional `training.json`. All are read
+strictly.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,12 +21,12 @@ FORMAT_VERSION = 1
 CONFIG_FILE, WEIGHTS_FILE, TRAINING_FILE = "config.json", "model.safetensors", "training.json"
 FiniteNumber = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 MOST_PROBLEMS = 5
-"""Named in one message."""
+"""Most problems in one message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterFile:
-    """What `config.json` holds: which drafter, with which options, for which target."""
+    """Content of `config.json`: the drafter's kind and options, and its target."""
 
     format_version: int
     kind: str
@@ -32,9 +35,10 @@ class DrafterFile:
 
 
 def read_drafter_config(directory: Path) -> DrafterFile:
-    """What a drafter's directory says of itself, without touching the weights.
+    """Read a drafter's configuration, without its weights.
 
-    Raises ValueError where the directory holds no drafter of this format, or a key is missing or unknown.
+    Raises ValueError if the directory holds no drafter of this format, or if a key is missing or
+    unknown.
     """
     finish_replacing(directory)
     path = directory / CONFIG_FILE
@@ -53,8 +57,9 @@ def read_drafter_config(directory: Path) -> DrafterFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingFacts:
-    """What `training.json` holds: what a drafter's training took. It travels with the drafter, for tables; drafting needs none
-    of it.
+    """Content of `training.json`: the cost and result of a drafter's training.
+
+    It is copied with the drafter, for tables; drafting doesn't need it.
     """
 
     steps: NonNegativeInt
@@ -63,23 +68,30 @@ class TrainingFacts:
     positions_seen: NonNegativeInt
     tokens_seen: NonNegativeInt
     parameters: NonNegativeInt
-    """The drafter's own; those of the target are not counted."""
+    """Parameters of the drafter, without the target's."""
     tokens_per_step_estimate: FiniteNumber
-    """Of the last record of the training."""
+    """From the last record of the training."""
     labels: str
-    """What it learned, `distilled` or `text` (see TrainConfig)."""
+    """Kind of labels, `distilled` or `text` (see TrainConfig)."""
     hardware: str
-    """Where it ended: how many processes on which devices."""
+    """Number of processes and their devices, at the end of the training."""
 
 
 def read_training_facts(directory: Path) -> TrainingFacts | None:
-    """What is known of a drafter's training; None where its directory doesn't say. Raises ValueError for a malformed file."""
+    """Read the facts of a drafter's training; None if there is no file.
+
+    Raises ValueError for a malformed file.
+    """
     path = directory / TRAINING_FILE
     return read_dataclass(TrainingFacts, path) if path.is_file() else None
 
 
 def count_tensors(path: Path, called: str = "") -> int:
-    """Return how many tensors a file holds, by its header. Raises ValueError, naming it as it is `called`, where it is cut."""
+    """Count the tensors of a file by its header.
+
+    Raises ValueError if the file is missing or truncated. The message calls the file `called`, or
+    by its path.
+    """
     called = called or str(path)
     if not path.is_file():
         raise ValueError(f"{called} is missing; the drafter's export is incomplete: copy or export it again")
@@ -91,9 +103,10 @@ def count_tensors(path: Path, called: str = "") -> int:
 
 
 def require_counts(config: Mapping[str, Any], names: Sequence[str], num_tensors: int, path: Path) -> None:
-    """Raise ValueError where a configuration, read from `path`, counts more layers or heads than there are tensors.
+    """Raise ValueError if a configuration counts more layers or heads than there are tensors.
 
-    To make so many would take long, before any shape could be compared.
+    The configuration was read from `path`. Building so many modules would take long, before any
+    shape could be compared.
     """
     for name in names:
         if isinstance(count := config.get(name), int) and count > num_tensors:
@@ -103,7 +116,8 @@ def require_counts(config: Mapping[str, Any], names: Sequence[str], num_tensors:
 
 
 def read_weights(path: Path, expected: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file, which must have the names, shapes and kinds of number of `expected`."""
+    """Read the tensors of a file, and check names, shapes and kinds of number against
+    `expected`."""
     count_tensors(path)
     tensors = safetensors.torch.load_file(path)
     raise_problems(path, shape_problems(tensors, expected) or infinite_problems(tensors))
@@ -115,16 +129,16 @@ def shape_problems(
     expected: Mapping[str, torch.Tensor],
     optional: Mapping[str, torch.Tensor] | None = None,
 ) -> list[str]:
-    """List what of `tensors` is missing, unknown, of another shape or of another kind of number."""
+    """List tensors that are missing, unknown, or of another shape or kind of number."""
     known = {**expected, **(optional or {})}
     problems = [f"missing {name}" for name in sorted(expected.keys() - tensors.keys())]
     problems += [f"unknown {name}" for name in sorted(tensors.keys() - known.keys())]
     for name in sorted(known.keys() & tensors.keys()):
-        theirs, ours = tensors[name], known[name]
-        if theirs.shape != ours.shape:
-            problems.append(f"{name} is {tuple(theirs.shape)}, not {tuple(ours.shape)}")
-        elif _kind_of_number(theirs) != _kind_of_number(ours):
-            problems.append(f"{name} is of {theirs.dtype}, not {ours.dtype}")
+        tensor, wanted = tensors[name], known[name]
+        if tensor.shape != wanted.shape:
+            problems.append(f"{name} is {tuple(tensor.shape)}, not {tuple(wanted.shape)}")
+        elif _kind_of_number(tensor) != _kind_of_number(wanted):
+            problems.append(f"{name} is of {tensor.dtype}, not {wanted.dtype}")
     return problems
 
 
@@ -133,16 +147,16 @@ def _kind_of_number(tensor: torch.Tensor) -> tuple[bool, bool]:
 
 
 def infinite_problems(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """List the tensors that hold numbers that aren't finite."""
+    """List the tensors that contain infinite numbers or NaN."""
     return [
         f"{name} holds numbers that aren't finite"
         for name, tensor in sorted(tensors.items())
-        if tensor.is_floating_point() and not tensor.float().isfinite().all()  # 8 bits have no isfinite
+        if tensor.is_floating_point() and not tensor.float().isfinite().all()  # 8-bit types have no isfinite
     ]
 
 
 def raise_problems(path: Path, problems: list[str]) -> None:
-    """Raise ValueError with the first of the problems of a folder or its weights."""
+    """Raise ValueError with the first problems of a folder or its weights."""
     if problems:
         more = f"; and {len(problems) - MOST_PROBLEMS} more" if len(problems) > MOST_PROBLEMS else ""
         raise ValueError(

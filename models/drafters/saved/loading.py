@@ -1,4 +1,4 @@
-"""Drafter checkpoints: saving and loading the folders that `files` describes."""
+"""Saving and loading of trained drafters, in the folders that `folder` describes."""
 
 import logging
 from collections.abc import Mapping
@@ -21,7 +21,10 @@ logger = logging.getLogger(__name__)
 
 
 def save_drafter(drafter: TrainableDrafter, directory: Path, target: TargetIdentity) -> None:
-    """Write weights, then config; each file appears whole or not at all, and the config says that the weights are there."""
+    """Write weights, then the config: a config therefore means that the weights are complete.
+
+    Each file is written atomically.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()}
     atomic_write_bytes(directory / WEIGHTS_FILE, safetensors.torch.save(tensors))
@@ -30,7 +33,7 @@ def save_drafter(drafter: TrainableDrafter, directory: Path, target: TargetIdent
 
 
 def change_options(directory: Path, options: Mapping[str, Any]) -> bool:
-    """Change how a saved drafter drafts by default. False where it does so already."""
+    """Change how a saved drafter drafts by default. Returns False if nothing changes."""
     saved = read_drafter_config(directory)
     drafter = {**saved.drafter, **options}
     if drafter == saved.drafter:
@@ -43,25 +46,32 @@ def change_options(directory: Path, options: Mapping[str, Any]) -> bool:
 def load_drafter(
     directory: Path | str, target: HFTarget, *, revision: str | None = None, **runtime_options: Any
 ) -> TrainableDrafter:
-    """The drafter of a directory, or of a repository on the Hub (`user/name`, `user/name@revision`), bound to `target`, in its
-    device and dtype, ready to draft.
+    """Load a drafter for `target`, in its device and dtype, ready to draft.
 
-    `runtime_options` change how it drafts, such as a ReDrafter's `beam_width`. Raises ValueError for a target of another shape
-    or tokenizer, for options that would change the weights, and for missing, unknown or wrongly shaped tensors.
+    `directory` is a folder, or a repository on the Hub (`user/name`, `user/name@revision`).
+    `runtime_options` change how it drafts, such as a ReDrafter's `beam_width`. Raises ValueError
+    for a target of another shape or tokenizer, for options that would change the weights, and for
+    missing, unknown or wrongly shaped tensors.
     """
     directory = resolve_drafter(directory, revision)
     saved = read_drafter_config(directory)
     require_fitting_target(directory, saved.target, target.identity)
     drafter = drafter_of_weights(saved_spec(saved, runtime_options), directory, target)
-    for parameter in drafter.parameters():  # not buffers: rotary frequencies in 16 bits would lose a long text's positions
+    # Cast parameters, not buffers: rotary frequencies in 16 bits would give wrong positions in long
+    # texts.
+    for parameter in drafter.parameters():
         parameter.data = parameter.data.to(target.dtype)
     return drafter.to(device=target.device).eval().requires_grad_(False)
 
 
 def require_fitting_target(directory: Path, trained_for: TargetIdentity, target: TargetIdentity) -> None:
+    """Raise ValueError for a target of another shape or tokenizer. Tokenizers are compared where both are known."""
+    names = ["hidden_size", "vocab_size"]
+    if trained_for.tokenizer_sha256 and target.tokenizer_sha256:
+        names.append("tokenizer_sha256")
     problems = [
         f"{name}: {getattr(trained_for, name)} for the drafter, {getattr(target, name)} for this target"
-        for name in ("hidden_size", "vocab_size", "tokenizer_sha256")
+        for name in names
         if getattr(trained_for, name) != getattr(target, name)
     ]
     if problems:

@@ -1,4 +1,4 @@
-"""How a drafter is best run on a machine, for each batch size: what `outrider tune` has found, in a file beside its weights."""
+"""The best settings of a drafter on a machine by batch size, measured by `outrider tune`."""
 
 import logging
 import math
@@ -25,12 +25,12 @@ FORMAT_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """What a speed depends on: a choice is good where all of it is the same."""
+class DecodingSetup:
+    """Everything that a speed depends on. A choice is valid only for an equal setup."""
 
     device: str
     num_threads: int
-    """torch's on a CPU; 0 elsewhere."""
+    """torch's number of threads on a CPU; 0 elsewhere."""
     target: str
     """Digests of the target's weights and quantisation."""
     drafter: str
@@ -44,10 +44,12 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The best way to decode batches of one size. Speeds are decoded tokens per second, of the whole batch."""
+    """The fastest way to decode batches of one size.
+
+    Speeds are in tokens per second, of the whole batch."""
 
     setting: dict[str, Any] | None
-    """Run-time options of the drafter; None where plain decoding is faster than any."""
+    """Runtime options of the drafter; None if plain decoding is faster than all."""
     tokens_per_step: float
     tokens_per_second: float
     plain_tokens_per_second: float
@@ -59,24 +61,24 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuned:
-    """All choices for a place, by batch size."""
+    """All choices for one setup, by batch size."""
 
-    place: Place
+    place: DecodingSetup
     choices: Annotated[dict[PositiveInt, Choice], Field(min_length=1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TunedFile:
-    """What the file holds: a machine each, say."""
+    """Content of the file: one entry per setup."""
 
     format_version: int
     entries: list[Tuned]
 
 
-def describe_place(target: HFTarget, directory: Path, temperature: float = 0.0) -> Place:
-    """Where this process decodes with this target and the drafter of this directory."""
+def describe_setup(target: HFTarget, directory: Path, temperature: float = 0.0) -> DecodingSetup:
+    """Describe how this process decodes with this target and the drafter of this directory."""
     on_cpu = target.device.type == "cpu"
-    return Place(
+    return DecodingSetup(
         device=device_name(target.device),
         num_threads=torch.get_num_threads() if on_cpu else 0,
         target=" ".join([target.identity.weights_sha256[:16], target.identity.quantization]).strip(),
@@ -87,54 +89,59 @@ def describe_place(target: HFTarget, directory: Path, temperature: float = 0.0) 
     )
 
 
-def save_tuned(directory: Path, place: Place, choices: Mapping[int, Choice]) -> None:
-    """Write the choices for a place beside the drafter, in the place of earlier ones for it and these batch sizes."""
+def save_tuned(directory: Path, setup: DecodingSetup, choices: Mapping[int, Choice]) -> None:
+    """Write the choices for a setup next to the drafter; they replace those of equal batch
+    sizes."""
     entries = read_tuned(directory)
-    kept = [entry for entry in entries if entry.place != place]
-    before = {size: choice for entry in entries if entry.place == place for size, choice in entry.choices.items()}
-    entry = Tuned(place=place, choices=dict(sorted({**before, **choices}.items())))
-    write_json(directory / TUNED_FILE, asdict(TunedFile(format_version=FORMAT_VERSION, entries=[*kept, entry])))
+    others = [entry for entry in entries if entry.place != setup]
+    before = {size: choice for entry in entries if entry.place == setup for size, choice in entry.choices.items()}
+    entry = Tuned(place=setup, choices=dict(sorted({**before, **choices}.items())))
+    write_json(directory / TUNED_FILE, asdict(TunedFile(format_version=FORMAT_VERSION, entries=[*others, entry])))
 
 
 def tuned_choice(directory: Path, target: HFTarget, *, batch_size: int = 1, temperature: float = 0.0) -> Choice:
-    """What was chosen here for batches of this size, or for the measured size that is nearest by their quotient.
+    """Return the choice for this setup and batch size, or for the nearest measured batch size.
 
-    Raises ValueError, with the command to run, where nothing was tuned for this place.
+    The nearest size has the smallest ratio to `batch_size`. Raises ValueError, with the command to
+    run, if nothing was tuned for this setup.
     """
-    place = describe_place(target, directory, temperature)
+    setup = describe_setup(target, directory, temperature)
     entries = read_tuned(directory)
     for entry in entries:
-        if entry.place == place:
+        if entry.place == setup:
             size = min(entry.choices, key=lambda size: abs(math.log(size / batch_size)))
             if size != batch_size:
                 sizes = ", ".join(map(str, entry.choices))
-                logger.info("%s is tuned for batches of %s, and for %d as for %d", directory, sizes, batch_size, size)
+                logger.info(
+                    "%s is tuned for batches of %s; batches of %d use the choice for %d", directory, sizes, batch_size, size
+                )
             return entry.choices[size]
-    here = asdict(place)
+    options = asdict(setup)
     others = [
-        ", ".join(f"{key} {value}" for key, value in asdict(entry.place).items() if value != here[key]) for entry in entries
+        ", ".join(f"{key} {value}" for key, value in asdict(entry.place).items() if value != options[key]) for entry in entries
     ]
-    known = f"only for another place: {'; or '.join(others)}" if others else "for no place yet"
+    known = f"only for another setup: {'; or '.join(others)}" if others else "for no setup yet"
     raise ValueError(
-        f"{directory} isn't tuned for {', '.join(f'{key} {value}' for key, value in here.items())} (it is {known}). Run "
-        f"`outrider tune --drafter {directory} --target ... --temperature {temperature:g} --dtype {place.dtype}"
-        f"{f' --threads {place.num_threads}' if place.num_threads else ''}` here first"
+        f"{directory} isn't tuned for {', '.join(f'{key} {value}' for key, value in options.items())} (it is tuned {known}). "
+        f"Run `outrider tune --drafter {directory} --target ... --temperature {temperature:g} --dtype {setup.dtype}"
+        f"{f' --threads {setup.num_threads}' if setup.num_threads else ''}` here first"
     )
 
 
-def load_tuned(directory: Path, target: HFTarget, *, batch_size: int = 1, temperature: float = 0.0) -> Drafter[Any, Any]:
-    """The drafter of a directory in the setting that was chosen here; one that drafts nothing where that is faster.
+def load_tuned(directory: Path | str, target: HFTarget, *, batch_size: int = 1, temperature: float = 0.0) -> Drafter[Any, Any]:
+    """Load the drafter of a directory with the setting that was chosen for this setup.
 
-    Raises ValueError as `load_drafter` and `tuned_choice` do.
+    Returns a `NullDrafter` if plain decoding is faster. Raises ValueError like `load_drafter` and
+    `tuned_choice`.
     """
-    choice = tuned_choice(directory, target, batch_size=batch_size, temperature=temperature)
+    choice = tuned_choice(Path(directory), target, batch_size=batch_size, temperature=temperature)
     if choice.setting is None:
         return NullDrafter()
     return load_drafter(directory, target, **choice.setting)
 
 
 def read_tuned(directory: Path) -> list[Tuned]:
-    """All that was tuned, wherever. Raises ValueError for a damaged file, or one of another version."""
+    """Read all tuned setups. Raises ValueError for a damaged file or another format version."""
     path = directory / TUNED_FILE
     if not path.is_file():
         return []

@@ -1,4 +1,4 @@
-"""The pieces of branch attention against attention written out in full."""
+"""The parts of branch attention, against attention written out in full."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from outrider.distill.label.branch_attention import BranchCache, attention_with_
 
 
 def full_attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
-    """One query [head, dim] over keys and values [kv_head, key, dim]: [head, dim]."""
+    """Attend with a query [head, dim] to keys and values [kv_head, key, dim]."""
     groups = len(query) // len(keys)
     keys, values = keys.repeat_interleave(groups, 0), values.repeat_interleave(groups, 0)
     weights = (torch.einsum("hd,hkd->hk", query, keys) * scale).softmax(-1)
@@ -16,7 +16,7 @@ def full_attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 
 
 @pytest.mark.parametrize("value_dim", [8, 6], ids=["kernel", "plain"])
-def test_branches_see_their_text_and_their_own_tokens_only(value_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_branches_attend_to_their_text_and_their_own_tokens_only(value_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(branch_attention, "SEGMENT_QUERIES", 2)
     generator = torch.Generator().manual_seed(0)
     heads, kv_heads, dim, scale = 4, 2, 8, 0.3
@@ -24,23 +24,25 @@ def test_branches_see_their_text_and_their_own_tokens_only(value_dim: int, monke
     text_values = torch.randn(3, kv_heads, 9, value_dim, generator=generator)
     rows, positions = torch.tensor([0, 0, 0, 2, 2]), torch.tensor([0, 4, 5, 3, 8])
     branches = BranchCache([text_keys], [text_values], rows, positions)
-    own: list[tuple[torch.Tensor, torch.Tensor]] = []
+    own_entries: list[tuple[torch.Tensor, torch.Tensor]] = []
     visited = 0
     for step in range(3):
         if step == 2:
             kept = torch.tensor([0, 2, 4])
             branches.keep(kept)
             rows, positions = rows[kept], positions[kept]
-            own = [(key[kept], value[kept]) for key, value in own]
+            own_entries = [(key[kept], value[kept]) for key, value in own_entries]
         query = torch.randn(len(rows), heads, dim, generator=generator)
         key = torch.randn(len(rows), kv_heads, dim, generator=generator)
         value = torch.randn(len(rows), kv_heads, value_dim, generator=generator)
-        own.append((key, value))
+        own_entries.append((key, value))
         output = branches.attend(0, query, key, value, scale)
         assert branches.num_steps == step + 1
         for branch, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
-            keys = torch.cat([text_keys[row, :, : position + 1], torch.stack([key[branch] for key, _ in own], 1)], 1)
-            values = torch.cat([text_values[row, :, : position + 1], torch.stack([value[branch] for _, value in own], 1)], 1)
+            keys = torch.cat([text_keys[row, :, : position + 1], torch.stack([key[branch] for key, _ in own_entries], 1)], 1)
+            values = torch.cat(
+                [text_values[row, :, : position + 1], torch.stack([value[branch] for _, value in own_entries], 1)], 1
+            )
             torch.testing.assert_close(output[branch], full_attention(query[branch], keys, values, scale))
             visited += 1
     assert visited == 5 + 5 + 3
@@ -48,7 +50,7 @@ def test_branches_see_their_text_and_their_own_tokens_only(value_dim: int, monke
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_plain_and_kernel_attention_agree(dtype: torch.dtype) -> None:
-    """The kernel reads grouped heads as they are; a torch whose kernel doesn't would fail here."""
+    """PyTorch's kernel must accept grouped heads; a version without this fails here."""
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(4, 5, 8, generator=generator).to(dtype)
     key, value = torch.randn(2, 2, 7, 8, generator=generator).to(dtype)

@@ -1,6 +1,4 @@
-"""Labels against naive greedy decoding, one full forward pass per token: nothing shared with the
-code under test.
-"""
+"""Labels, against naive greedy decoding with a full forward pass per token."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -55,7 +53,7 @@ LENGTHS = (40, 23, 1, 31)
 
 @pytest.fixture
 def make_target(tiny_tokenizer: PreTrainedTokenizerFast) -> MakeTarget:
-    """A target from a name of MODELS, or from a model."""
+    """Return a function that makes a target from a name of MODELS or from a model."""
 
     def make(model: str | PreTrainedModel, stop_ids: list[int] | None = None) -> HFTarget:
         if isinstance(model, str):
@@ -81,7 +79,7 @@ def make_target(tiny_tokenizer: PreTrainedTokenizerFast) -> MakeTarget:
 
 @torch.no_grad()
 def naive(target: HFTarget, text: torch.Tensor, horizon: int) -> list[int]:
-    """The greedy continuation of `text`, UNKNOWN after a stop token."""
+    """Decode the greedy continuation of `text`, with UNKNOWN after a stop token."""
     tokens: list[int] = []
     while len(tokens) < horizon:
         token = int(target.model(torch.cat([text, text.new_tensor(tokens)])[None], use_cache=False).logits[0, -1].argmax())
@@ -92,8 +90,9 @@ def naive(target: HFTarget, text: torch.Tensor, horizon: int) -> list[int]:
 
 
 def self_written_texts(target: HFTarget) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Right-padded texts of LENGTHS that follow the target half of the time, their mask, and wanted
-    positions with gaps.
+    """Make right-padded texts, their mask, and wanted positions with gaps.
+
+    About half of the tokens are those that the target would generate.
     """
     generator = torch.Generator().manual_seed(0)
     input_ids = torch.zeros(len(LENGTHS), max(LENGTHS), dtype=torch.long)
@@ -105,7 +104,7 @@ def self_written_texts(target: HFTarget) -> tuple[torch.Tensor, torch.Tensor, to
             input_ids[row, i] = naive(target, input_ids[row, :i], 1)[0] if follow else random_token
     wanted = attention_mask & (torch.rand(attention_mask.shape, generator=generator) < 0.8)
     wanted[2, 0] = True  # the text of one token
-    wanted[1, LENGTHS[1] - 1] = True  # a last token, which has no next one to agree with
+    wanted[1, LENGTHS[1] - 1] = True  # a last token, with no next one to compare
     return input_ids, attention_mask, wanted
 
 
@@ -147,7 +146,7 @@ def test_branches_end_at_stop_tokens_that_stay_labels(make_target: MakeTarget) -
     plain = make_target("llama")
     input_ids, attention_mask, wanted = self_written_texts(plain)
     labels, _, _ = label_continuations(plain, input_ids, attention_mask, wanted, horizon=5)
-    # Two tokens that the target often says, so that branches stop at every depth.
+    # Two tokens that the target often generates, so that branches stop at every depth.
     stop_ids = labels[labels != UNKNOWN].bincount().topk(2).indices.tolist()
     target = make_target("llama", stop_ids)
     assert target.stop_ids == tuple(stop_ids)
@@ -159,8 +158,9 @@ def test_branches_end_at_stop_tokens_that_stay_labels(make_target: MakeTarget) -
 
 
 def test_a_branch_is_decoded_no_deeper_than_needed(make_target: MakeTarget) -> None:
-    """A text that the target wrote itself: only what lies behind its end is decoded, one token less
-    per step to the left.
+    """For a text that the target generated, only tokens after its end must be decoded.
+
+    Each position to the left needs one token less.
     """
     target = make_target("llama")
     start = torch.tensor([5, 9, 11])
@@ -170,16 +170,16 @@ def test_a_branch_is_decoded_no_deeper_than_needed(make_target: MakeTarget) -> N
     labels, _, stats = label_continuations(target, text, torch.ones_like(wanted), wanted, horizon=4)
     assert_labels_are_naive(target, text, wanted, labels)
     assert stats.agreement == 1
-    # Positions 5, 6, 7 lend to their left, and 8, the last one, gives its first token only: that of
-    # the prefill.
+    # Labels of earlier positions reuse the first tokens of positions 5, 6, 7. Position 8 is the
+    # last one; only its first token is needed, and the prefill gives it.
     assert stats.num_branch_tokens == 0
 
 
 def test_no_wanted_position_gives_no_label_and_no_branch(make_target: MakeTarget) -> None:
     target = make_target("qwen2")
     input_ids = torch.arange(6).view(2, 3)
-    nowhere = torch.zeros(2, 3, dtype=torch.bool)
-    labels, features, stats = label_continuations(target, input_ids, ~nowhere, nowhere, horizon=3)
+    no_positions = torch.zeros(2, 3, dtype=torch.bool)
+    labels, features, stats = label_continuations(target, input_ids, ~no_positions, no_positions, horizon=3)
     assert (labels == UNKNOWN).all()
     assert stats.num_positions == stats.num_branch_tokens == stats.agreement == 0
     torch.testing.assert_close(features.hidden_states, target.hidden_states(input_ids)[0])
@@ -217,7 +217,7 @@ def test_embedded_target_labels_equal_naive_greedy_decoding(make_target: MakeTar
     assert stats.num_agreeing > 0
 
 
-def test_the_models_own_attention_is_back_after_an_error(make_target: MakeTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_models_attention_is_restored_after_an_error(make_target: MakeTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     target = make_target("llama")
     before = target.model.config._attn_implementation
 
@@ -245,10 +245,8 @@ def test_texts_beyond_the_context_window_are_refused(make_target: MakeTarget) ->
         require_branch_attention(make_target("llama"), 130)
 
 
-def test_a_target_that_computes_more_than_its_attention_interface_says_is_refused(make_target: MakeTarget) -> None:
-    """Here a layer mixes neighbouring tokens outside of its attention, as convolutional and
-    recurrent layers do.
-    """
+def test_a_target_that_mixes_tokens_outside_of_attention_is_an_error(make_target: MakeTarget) -> None:
+    """A layer here mixes neighbouring tokens, as convolutional and recurrent layers do."""
     target = make_target("llama")
     layer = target.model.base_model.layers[1]
     layer.mlp.register_forward_hook(lambda module, inputs, output: output + output.roll(1, dims=1))
@@ -272,7 +270,7 @@ def test_a_layer_that_bypasses_the_attention_interface_is_refused(make_target: M
         require_branch_attention(target, 20)
 
 
-def test_a_target_that_swallows_keyword_arguments_is_refused(make_target: MakeTarget) -> None:
+def test_a_target_that_ignores_keyword_arguments_is_an_error(make_target: MakeTarget) -> None:
     target = make_target("llama")
     base = target.model.base_model
     forward = base.forward

@@ -1,6 +1,4 @@
-"""What is stored of the target beside the tokens: that it is the target's, how many bytes it takes,
-and what is refused.
-"""
+"""Stored states of the target: their values, their sizes in bytes, and errors."""
 
 import json
 import shutil
@@ -43,7 +41,7 @@ def target(tiny_target_dir: Path) -> HFTarget:
 
 @pytest.fixture
 def data(tmp_path: Path) -> DataConfig:
-    """Conversations of two answers each; the longer ones are cut in the middle of an answer."""
+    """Write conversations of two answers; the longer ones are cut in the middle of an answer."""
     turns = [("user", "How many?"), ("assistant", "one two three"), ("user", "And then?"), ("assistant", "four five six " * 3)]
     records = [
         {"id": f"chat-{index}", "messages": [{"role": role, "content": text * (1 + index % 3)} for role, text in turns]}
@@ -82,10 +80,10 @@ def test_stored_states_are_those_of_the_target_at_every_token(
             assert ((stored.decode().float() - states).abs() <= bound + 1e-5).all()
 
 
-def test_likeliest_tokens_are_there_wherever_training_may_ask_for_them(target: HFTarget) -> None:
-    """A label that keeps to a cut text gets behind the last position that has a label of its own."""
+def test_likeliest_tokens_are_stored_for_all_positions_that_training_reads(target: HFTarget) -> None:
+    """Labels that follow a cut text reach positions after the last labelled one."""
     prompt = torch.tensor([[5, 60, 70, 80]])
-    # the target's own words
+    # tokens that the target generates
     ids = target.model.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=-1)
     num_tokens = ids.shape[1]
     wanted = (torch.arange(num_tokens) >= prompt.shape[1] - 1) & (torch.arange(num_tokens) < num_tokens - 1)
@@ -111,7 +109,7 @@ def test_likeliest_tokens_are_there_wherever_training_may_ask_for_them(target: H
     torch.testing.assert_close(features.top_log_probs[0, known], values[known], rtol=1e-4, atol=1e-4)
 
 
-def test_likeliest_tokens_reach_the_shards(target: HFTarget, data: DataConfig, tmp_path: Path) -> None:
+def test_likeliest_tokens_are_written_to_the_shards(target: HFTarget, data: DataConfig, tmp_path: Path) -> None:
     manifest = run(ALL, data, target, tmp_path / "distill")
     assert manifest.top_logprobs == TOP
     for example in examples_in(tmp_path / "distill", manifest):
@@ -125,7 +123,7 @@ def test_likeliest_tokens_reach_the_shards(target: HFTarget, data: DataConfig, t
 
 
 @pytest.mark.parametrize("dtype", STATE_DTYPES)
-def test_bytes_per_token_are_those_of_the_files(dtype: str, target: HFTarget, data: DataConfig, tmp_path: Path) -> None:
+def test_bytes_per_token_equals_the_size_of_the_files(dtype: str, target: HFTarget, data: DataConfig, tmp_path: Path) -> None:
     config = replace(ALL, features_dtype=dtype)
     manifest = run(config, data, target, tmp_path / "distill")
     tensors = [load_file(tmp_path / "distill" / shard.file) for shard in manifest.shards]
@@ -135,7 +133,7 @@ def test_bytes_per_token_are_those_of_the_files(dtype: str, target: HFTarget, da
     assert bytes_per_token(config, target.hidden_size) > bytes_per_token(config, target.hidden_size, labelled=0.5)
 
 
-def test_bytes_per_token_by_hand(target: HFTarget) -> None:
+def test_bytes_per_token_equals_hand_computed_sizes(target: HFTarget) -> None:
     assert target.hidden_size == 32
     by_hand = {
         4 + 1 + 5 * 4: {},
@@ -148,7 +146,7 @@ def test_bytes_per_token_by_hand(target: HFTarget) -> None:
         assert bytes_per_token(DistillConfig(horizon=5, **options), target.hidden_size) == expected
 
 
-def test_labels_are_the_same_whatever_is_stored(target: HFTarget, data: DataConfig, tmp_path: Path) -> None:
+def test_labels_do_not_depend_on_what_is_stored(target: HFTarget, data: DataConfig, tmp_path: Path) -> None:
     everything = examples_in(tmp_path / "all", run(ALL, data, target, tmp_path / "all"))
     nothing = examples_in(tmp_path / "none", run(DistillConfig(horizon=HORIZON), data, target, tmp_path / "none"))
     assert len(everything) == len(nothing) == 7
@@ -157,9 +155,7 @@ def test_labels_are_the_same_whatever_is_stored(target: HFTarget, data: DataConf
         assert (theirs.hidden_states, dict(theirs.layers), theirs.top) == (None, {}, None)
 
 
-def test_a_lost_shard_with_everything_is_made_anew_to_the_same_bytes(
-    target: HFTarget, data: DataConfig, tmp_path: Path
-) -> None:
+def test_a_lost_shard_with_all_states_is_rewritten_with_equal_bytes(target: HFTarget, data: DataConfig, tmp_path: Path) -> None:
     folder, config = tmp_path / "distill", replace(ALL, features_dtype="int8")
     manifest = run(config, data, target, folder)
     before = {shard.file: (folder / shard.file).read_bytes() for shard in manifest.shards}
@@ -191,7 +187,7 @@ def test_the_order_of_layers_is_no_difference(target: HFTarget, data: DataConfig
     assert run(replace(ALL, feature_layers=[0, 1]), data, target, tmp_path / "distill") == first
 
 
-def test_what_the_target_cannot_give_is_refused_before_any_labelling(
+def test_states_that_the_target_lacks_are_an_error_before_labelling(
     target: HFTarget, data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_module, "label_continuations", lambda *args, **kwargs: pytest.fail("labelled"))
@@ -206,7 +202,7 @@ def test_what_the_target_cannot_give_is_refused_before_any_labelling(
 
 
 def capped(forward: Any) -> Any:
-    """A model that does more to its logits than its head."""
+    """Wrap a model's forward pass so that it caps its logits."""
 
     def run_capped(*args: Any, **kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
@@ -216,7 +212,7 @@ def capped(forward: Any) -> Any:
     return run_capped
 
 
-def test_a_disk_too_small_is_told_before_any_labelling(
+def test_a_too_small_disk_is_an_error_before_labelling(
     target: HFTarget, data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "distill"
@@ -227,7 +223,7 @@ def test_a_disk_too_small_is_told_before_any_labelling(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(free if path.exists() else pytest.fail("no such folder")))
     assert features_module.shutil is shutil
     run(replace(ALL, features_dtype="int8"), data, target, folder)
-    # what is there needs no more room
+    # Shards that exist need no further disk space.
     run(replace(ALL, features_dtype="int8"), data, target, folder)
     with pytest.raises(ValueError, match=rf"the shards take about .*\({num_tokens} tokens.*MB left; store less"):
         run(ALL, data, target, tmp_path / "other")
@@ -235,7 +231,7 @@ def test_a_disk_too_small_is_told_before_any_labelling(
 
 
 @pytest.mark.parametrize("damaged", ["hidden_states", "layers"])
-def test_states_that_are_no_numbers_are_told_with_their_text(damaged: str, target: HFTarget, data: DataConfig) -> None:
+def test_nan_in_hidden_states_is_an_error_that_names_the_text(damaged: str, target: HFTarget, data: DataConfig) -> None:
     example = load_examples(data, target.tokenizer)[0][3]
     num_tokens = len(example.input_ids)
     states = torch.zeros(1, num_tokens + 2, target.hidden_size)

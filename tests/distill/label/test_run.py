@@ -1,6 +1,4 @@
-"""The stage from conversations to shards: resumable, refusing to mix runs, the same bytes however
-often it is interrupted.
-"""
+"""The labelling stage: it resumes to equal bytes, and never mixes two runs."""
 
 import json
 import logging
@@ -46,7 +44,7 @@ def data(tmp_path: Path) -> DataConfig:
 
 
 def write_conversations(path: Path, count: int) -> DataConfig:
-    """`count` conversations of different lengths."""
+    """Write `count` conversations of different lengths."""
     rng = random.Random(0)
     records = []
     for index in range(count):
@@ -62,12 +60,12 @@ def run(config: DistillConfig, data: DataConfig, target: HFTarget, output_dir: P
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    """All files that must not depend on when and by whom they were made: everything but times."""
+    """Read all files that must be equal in every run: all but statistics of time."""
     paths = sorted(path for path in directory.iterdir() if "stats" not in path.name)
     return {path.name: path.read_bytes() for path in paths}
 
 
-def test_shards_hold_every_example_in_order_with_labels_where_the_assistant_speaks(
+def test_shards_hold_every_example_in_order_with_labels_for_assistant_turns(
     target: HFTarget, data: DataConfig, tmp_path: Path
 ) -> None:
     manifest = run(CONFIG, data, target, tmp_path / "distill")
@@ -97,7 +95,7 @@ def test_shards_hold_every_example_in_order_with_labels_where_the_assistant_spea
     assert statistics["positions_per_process_second"] > 0
 
 
-def test_a_complete_folder_is_left_alone(
+def test_a_complete_folder_is_not_changed(
     target: HFTarget, data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = run(CONFIG, data, target, tmp_path / "distill")
@@ -109,7 +107,7 @@ def test_a_complete_folder_is_left_alone(
     assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "distill").iterdir()} == before
 
 
-def test_a_deleted_shard_alone_is_made_anew(
+def test_only_a_deleted_shard_is_recomputed(
     target: HFTarget, data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "distill"
@@ -127,7 +125,7 @@ def test_a_deleted_shard_alone_is_made_anew(
     assert contents(folder) == before
 
 
-def test_lost_statistics_cost_no_shard(target: HFTarget, data: DataConfig, tmp_path: Path) -> None:
+def test_no_shard_is_recomputed_for_lost_statistics(target: HFTarget, data: DataConfig, tmp_path: Path) -> None:
     folder = tmp_path / "distill"
     run(CONFIG, data, target, folder)
     before = set(contents(folder))
@@ -146,7 +144,7 @@ def test_lost_statistics_cost_no_shard(target: HFTarget, data: DataConfig, tmp_p
     assert set(contents(folder)) == before
 
 
-def test_a_damaged_sidecar_is_named_with_what_to_do(target: HFTarget, data: DataConfig, tmp_path: Path) -> None:
+def test_a_damaged_sidecar_is_an_error_with_the_remedy(target: HFTarget, data: DataConfig, tmp_path: Path) -> None:
     folder = tmp_path / "distill"
     run(CONFIG, data, target, folder)
     path = folder / "shard-00001.json"
@@ -166,14 +164,14 @@ def test_damaged_shards_are_named_before_any_labelling(
     shard = folder / "shard-00002.safetensors"
     whole = shard.read_bytes()
     shard.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match="was cut or altered"):
+    with pytest.raises(ValueError, match="was truncated or altered"):
         run(CONFIG, data, target, folder)
     shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    with pytest.raises(ValueError, match="was cut or altered"):
+    with pytest.raises(ValueError, match="was truncated or altered"):
         run(CONFIG, data, target, folder)
 
 
-def test_a_folder_of_another_run_is_refused_with_every_difference(
+def test_a_folder_of_another_run_is_an_error_with_every_difference(
     target: HFTarget, data: DataConfig, tmp_path: Path, tiny_target_dir: Path
 ) -> None:
     folder = tmp_path / "distill"
@@ -218,7 +216,7 @@ def test_length_batches_visit_every_text_once_within_the_budget() -> None:
 
 
 class ThreadAccelerator(Accelerator):
-    """One of several processes, played by a thread."""
+    """Accelerator of a thread that imitates one of several processes."""
 
     def __init__(self, process_index: int, barrier: threading.Barrier) -> None:
         self._process_index, self._barrier = process_index, barrier
@@ -231,7 +229,7 @@ class ThreadAccelerator(Accelerator):
         self._barrier.wait(timeout=60)
 
 
-def test_processes_share_the_shards_and_make_the_bytes_of_one(
+def test_several_processes_write_the_same_bytes_as_one(
     data: DataConfig, target: HFTarget, tiny_target_dir: Path, tmp_path: Path
 ) -> None:
     barrier = threading.Barrier(2)
@@ -270,7 +268,7 @@ distill(config, data, target, Path(output_dir), Accelerator(cpu=True))
 
 
 @pytest.mark.slow
-def test_killed_at_random_moments_it_resumes_to_the_same_bytes(target: HFTarget, tiny_target_dir: Path, tmp_path: Path) -> None:
+def test_a_run_killed_at_random_moments_resumes_to_equal_bytes(target: HFTarget, tiny_target_dir: Path, tmp_path: Path) -> None:
     data = write_conversations(tmp_path / "chats.jsonl", 180)
     folder, num_shards = tmp_path / "killed", 60
     rng = random.Random()
@@ -309,7 +307,7 @@ def test_another_configuration_of_the_same_weights_is_another_target(
     run(CONFIG, data, load_target(load(name_or_path=str(tiny_target_dir))), folder)
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**config, "transformers_version": "0", "dtype": "bfloat16"}))
-    # says the same of the model
+    # This config describes the same model.
     run(CONFIG, data, load_target(load(name_or_path=str(copy), dtype="float32")), folder)
     with pytest.raises(ValueError, match=r"target_dtype \(was 'torch\.float32', is 'torch\.bfloat16'\)"):
         run(CONFIG, data, load_target(load(name_or_path=str(copy), dtype="bfloat16")), folder)

@@ -1,6 +1,4 @@
-"""A conversation answered anew: exact tokens, where examples end and begin, and which answers are
-no answers.
-"""
+"""Regenerated conversations: exact tokens, boundaries of examples, and dropped answers."""
 
 import copy
 from collections.abc import Sequence
@@ -9,6 +7,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from outrider.data.loops import LOOP_TOKENS
 from outrider.data.types import Conversation, Turn
 from outrider.distill.regenerate.answers import AnsweredExample
 from outrider.distill.regenerate.dialogues import (
@@ -16,18 +15,16 @@ from outrider.distill.regenerate.dialogues import (
     AFTER_DROP,
     EMPTY,
     LOOP,
-    LOOP_TOKENS,
     NO_ROOM,
     Dialogue,
     answer_seed,
-    ends_in_a_loop,
     questions,
 )
 from outrider.distill.regenerate.engine import Answer, Limits
 
 END = 3
 LIMITS = Limits(max_new_tokens=100, max_tokens=400)
-# As Qwen's: what was thought before the last question is left out of the prompt.
+# Like Qwen's template: thoughts before the last question are not in the prompt.
 THINKING_TEMPLATE = (
     "{%- for message in messages -%}"
     "{%- if message.role == 'assistant' -%}<|assistant|>{{ message.content.split('</think>')[-1] }}<|end|>"
@@ -39,7 +36,7 @@ THINKING_TEMPLATE = (
 
 
 def conversation(*texts: str, system: str | None = None) -> Conversation:
-    """Questions and answers in turn, after a system prompt where there is one."""
+    """Make a conversation of alternating questions and answers, with an optional system prompt."""
     turns = [Turn(role="user" if index % 2 == 0 else "assistant", content=text) for index, text in enumerate(texts)]
     return Conversation(id="chat", source="test", turns=(*([Turn(role="system", content=system)] if system else []), *turns))
 
@@ -55,28 +52,28 @@ def play(
     limits: Limits = LIMITS,
     cut=(),
 ) -> tuple[Dialogue, list[list[int]]]:
-    """The dialogue after its answers were given, and the prompts that it asked with.
+    """Give a dialogue its answers; return the dialogue and the prompts of its requests.
 
-    A text answers with its stop token.
+    An answer that is a text gets a stop token.
     """
     dialogue = Dialogue(talk, tokenizer, limits=limits, stop_ids=[END], seed=0)
     prompts = []
-    given = iter(answers)
+    answer_iterator = iter(answers)
     while request := dialogue.next_request():
         prompts.append(request.prompt_ids.tolist())
-        answer = next(given)
+        answer = next(answer_iterator)
         tokens = [*tokenizer(answer).input_ids, END] if isinstance(answer, str) else answer
         dialogue.take(Answer(id=request.id, tokens=torch.tensor(tokens, dtype=torch.long), cut=len(prompts) - 1 in cut))
-    assert next(given, None) is None, "all answers were asked for"
+    assert next(answer_iterator, None) is None, "all answers were asked for"
     return dialogue, prompts
 
 
 def learned(example: AnsweredExample, tokenizer: PreTrainedTokenizerFast) -> str:
-    made = example.to_example()
-    return str(tokenizer.decode(made.input_ids[made.loss_mask]))
+    example_with_mask = example.to_example()
+    return str(tokenizer.decode(example_with_mask.input_ids[example_with_mask.loss_mask]))
 
 
-def test_an_example_goes_on_while_the_prompt_begins_with_its_tokens(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_an_example_continues_while_the_prompt_starts_with_its_tokens(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     dialogue, prompts = play(TWO_TURNS, tiny_tokenizer, ["one two", "three"])
     (example,) = dialogue.examples
     assert tiny_tokenizer.decode(example.input_ids) == (
@@ -87,7 +84,7 @@ def test_an_example_goes_on_while_the_prompt_begins_with_its_tokens(tiny_tokeniz
     assert not dialogue.dropped
 
 
-def test_a_template_that_drops_earlier_thinking_begins_a_new_example_and_loses_no_thought(
+def test_a_template_that_drops_earlier_thoughts_starts_a_new_example(
     tiny_tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     tokenizer = copy.deepcopy(tiny_tokenizer)
@@ -98,8 +95,8 @@ def test_a_template_that_drops_earlier_thinking_begins_a_new_example_and_loses_n
     assert tokenizer.decode(second.input_ids) == (
         "<|user|>hello<|assistant|>yes<|end|><|user|>and then<|assistant|><think>so</think>no<|end|>"
     )
-    # The earlier answer is read without its thoughts, which the target would not have written: it
-    # is not learned.
+    # The prompt has the earlier answer without its thoughts. The target would not generate it like
+    # that, so it has no labels.
     assert learned(second, tokenizer) == "<think>so</think>no<|end|>"
     assert second.input_ids[: second.answers[0].start] == prompts[1]
     assert [first.id, second.id] == ["chat#0", "chat#1"]
@@ -120,7 +117,7 @@ def test_the_system_prompt_is_in_every_prompt(tiny_tokenizer: PreTrainedTokenize
     assert all(tokenizer.decode(prompt).startswith("[Be brief.]<|user|>hello") for prompt in prompts)
 
 
-def test_tokens_that_the_tokenizer_would_merge_otherwise_are_kept_as_written(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_generated_tokens_are_kept_even_if_the_tokenizer_would_merge_them(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     merged = tiny_tokenizer("import").input_ids
     letters = [id for letter in "import" for id in tiny_tokenizer(letter).input_ids]
     assert len(merged) < len(letters)
@@ -139,7 +136,7 @@ def test_special_tokens_inside_an_answer_stay_in_the_next_prompt(tiny_tokenizer:
     assert user in example.input_ids[example.answers[0].start : example.answers[1].start]
 
 
-def test_a_cut_answer_is_marked_and_not_built_upon(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_cut_answer_is_marked_and_ends_the_conversation(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     words = tiny_tokenizer("one two").input_ids
     dialogue, prompts = play(TWO_TURNS, tiny_tokenizer, [words], cut=[0])
     (example,) = dialogue.examples
@@ -151,7 +148,7 @@ def test_a_cut_answer_is_marked_and_not_built_upon(tiny_tokenizer: PreTrainedTok
     assert not whole.dropped
 
 
-def test_an_engine_that_overdoes_it_is_cut_to_the_room(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_answers_longer_than_the_limit_are_cut(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     words = tiny_tokenizer("abcdefgh").input_ids
     for limits in (
         Limits(max_new_tokens=5, max_tokens=400),
@@ -168,7 +165,7 @@ def test_an_engine_that_overdoes_it_is_cut_to_the_room(tiny_tokenizer: PreTraine
     [([], EMPTY), ([END], EMPTY), ("  \n ", EMPTY), ("ha" * LOOP_TOKENS, LOOP), ([40] * 9, LOOP)],
     ids=repr,
 )
-def test_degenerate_answers_are_dropped_and_what_came_before_is_kept(
+def test_degenerate_answers_are_dropped_and_earlier_turns_are_kept(
     tiny_tokenizer: PreTrainedTokenizerFast, answer: str | list[int], reason: str
 ) -> None:
     talk = conversation("hello", "?", "and then", "?", "and then", "?")
@@ -182,22 +179,7 @@ def test_degenerate_answers_are_dropped_and_what_came_before_is_kept(
     assert first.dropped == {reason: 1, AFTER_DROP: 2}
 
 
-def test_loops_are_told_from_repetition_in_a_text() -> None:
-    text = list(range(100, 200))
-    assert not ends_in_a_loop(text)
-    assert ends_in_a_loop(text + [7] * LOOP_TOKENS)
-    assert ends_in_a_loop(text + [1, 2, 3, 4, 5, 6, 7, 8] * 8)
-    assert ends_in_a_loop([5, 6] * 8)
-    assert ends_in_a_loop([5] * 8)
-    assert not ends_in_a_loop([5] * 7)  # a short answer may well be "ha ha ha"
-    assert not ends_in_a_loop([])
-    assert not ends_in_a_loop(text + [7] * (LOOP_TOKENS - 1))  # a table's rule
-    assert not ends_in_a_loop([7] * LOOP_TOKENS + text)
-    assert not ends_in_a_loop([7] * 20 + text[: LOOP_TOKENS - 20])
-    assert not ends_in_a_loop(text + [1, 2, 3, 4, 5, 6, 7, 8, 9] * 20)  # rows of a table
-
-
-def test_a_prompt_that_leaves_no_room_is_dropped_with_the_turns_after_it(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_prompt_without_room_for_an_answer_is_dropped_with_later_turns(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     num_prompt_tokens = len(tiny_tokenizer("<|user|>hello<|assistant|>").input_ids)
     full, prompts = play(TWO_TURNS, tiny_tokenizer, [], limits=Limits(max_new_tokens=9, max_tokens=num_prompt_tokens))
     assert (full.examples, prompts, full.dropped) == ([], [], {NO_ROOM: 2})
@@ -206,7 +188,7 @@ def test_a_prompt_that_leaves_no_room_is_dropped_with_the_turns_after_it(tiny_to
     assert later.dropped == {NO_ROOM: 1}
 
 
-def test_a_conversation_that_the_template_refuses_is_dropped_with_its_words(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_conversation_rejected_by_the_template_is_dropped_with_its_message(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer = copy.deepcopy(tiny_tokenizer)
     tokenizer.chat_template = (
         "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}<|user|>hi<|assistant|>"
@@ -215,7 +197,7 @@ def test_a_conversation_that_the_template_refuses_is_dropped_with_its_words(tiny
     assert dialogue.dropped == {"rejected by the chat template (no system role)": 1}
 
 
-def test_every_answer_of_the_data_is_asked_for_and_an_open_question_too() -> None:
+def test_every_answer_of_the_data_and_a_last_question_become_requests() -> None:
     def asked(*roles: str) -> list[list[str]]:
         turns = [Turn(role=role, content=str(index)) for index, role in enumerate(roles)]  # type: ignore[arg-type]
         return [[turn.content for turn in question] for question in questions(turns)]
@@ -226,7 +208,7 @@ def test_every_answer_of_the_data_is_asked_for_and_an_open_question_too() -> Non
     assert asked("user", "assistant", "system") == [["0"]]
 
 
-def test_a_request_tells_how_long_the_datas_own_answer_is(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_request_has_the_length_of_the_old_answer(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     talk = conversation("hello", "a longer answer", "and then", "?", "and an open question")
     dialogue = Dialogue(talk, tiny_tokenizer, limits=LIMITS, stop_ids=[END], seed=0)
     known = []
@@ -236,11 +218,11 @@ def test_a_request_tells_how_long_the_datas_own_answer_is(tiny_tokenizer: PreTra
     assert known == [len(tiny_tokenizer("a longer answer").input_ids), 1, None]
 
 
-def test_seeds_are_of_the_conversation_and_the_turn_alone(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_seeds_depend_on_the_conversation_and_the_turn_only(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     assert answer_seed(0, "chat", 0) == answer_seed(0, "chat", 0)
-    places = [(seed, id, turn) for seed in (0, 1) for id in ("chat", "chat2", "2/chat") for turn in (0, 1, 2)]
-    assert len({answer_seed(*place) for place in places}) == len(places)
-    assert all(0 <= answer_seed(*place) < 2**31 for place in places)
+    seeds_and_turns = [(seed, id, turn) for seed in (0, 1) for id in ("chat", "chat2", "2/chat") for turn in (0, 1, 2)]
+    assert len({answer_seed(*arguments) for arguments in seeds_and_turns}) == len(seeds_and_turns)
+    assert all(0 <= answer_seed(*arguments) < 2**31 for arguments in seeds_and_turns)
     request = Dialogue(TWO_TURNS, tiny_tokenizer, limits=LIMITS, stop_ids=[END], seed=4).next_request()
     assert request is not None
     assert request.seed == answer_seed(4, "chat", 0)

@@ -1,4 +1,4 @@
-"""The stage from conversations to the target's own words: exact, resumable, refusing to mix runs."""
+"""The regeneration stage: exact answers, resuming, and no mixing of two runs."""
 
 import json
 import logging
@@ -41,7 +41,7 @@ from ..label.test_run import ThreadAccelerator
 
 CONFIG = DistillConfig(mode="regenerate", shard_examples=3, temperature=1.0, max_new_tokens=24, decode_batch_size=2, horizon=3)
 STOPS = [3, *range(20, 30)]
-"""A random model hardly ever says its one stop token, so this one has several."""
+"""Stop tokens of the target; a random model rarely generates a single one."""
 
 
 def load(directory: Path) -> HFTarget:
@@ -57,7 +57,7 @@ def target(tiny_target_dir: Path) -> HFTarget:
 
 
 def write_conversations(path: Path, count: int) -> DataConfig:
-    """`count` conversations of one to three answers."""
+    """Write `count` conversations of one to three answers."""
     rng = random.Random(0)
     records = []
     for index in range(count):
@@ -80,7 +80,7 @@ def run(config: DistillConfig, data: DataConfig, target: HFTarget, output_dir: P
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    """All files that must not depend on when and by whom they were made: everything but times."""
+    """Read all files that must be equal in every run: all but statistics of time."""
     return {path.name: path.read_bytes() for path in sorted(directory.iterdir()) if "stats" not in path.name}
 
 
@@ -90,7 +90,7 @@ def no_engine(*args: Any) -> Iterator[Any]:
     yield
 
 
-def test_greedy_answers_are_what_transformers_generates_after_the_tokens_before_them(
+def test_greedy_answers_are_transformers_after_the_tokens_before_them(
     target: HFTarget, data: DataConfig, tmp_path: Path
 ) -> None:
     config = DistillConfig(mode="regenerate", shard_examples=3, max_new_tokens=12, decode_batch_size=3)
@@ -144,9 +144,7 @@ def test_ids_are_unique_and_name_their_conversation(target: HFTarget, data: Data
     assert any(id.endswith("#1") for id in ids)
 
 
-def test_answers_do_not_depend_on_which_conversations_are_beside_them(
-    target: HFTarget, data: DataConfig, tmp_path: Path
-) -> None:
+def test_answers_do_not_depend_on_the_other_conversations(target: HFTarget, data: DataConfig, tmp_path: Path) -> None:
     whole = {example.id: example for example in run(CONFIG, data, target, tmp_path / "whole")}
     lines = Path(str(data.path)).read_text().splitlines()[::-2]
     (tmp_path / "some.jsonl").write_text("\n".join(lines))
@@ -158,7 +156,7 @@ def test_answers_do_not_depend_on_which_conversations_are_beside_them(
     assert 4 <= visited < len(whole)
 
 
-def test_the_labelling_takes_them_in_place_of_the_datas_own(target: HFTarget, data: DataConfig, tmp_path: Path) -> None:
+def test_labelling_uses_the_regenerated_answers(target: HFTarget, data: DataConfig, tmp_path: Path) -> None:
     config = DistillConfig(mode="regenerate", shard_examples=4, max_new_tokens=12, horizon=3)
     examples = run(config, data, target, tmp_path / "answers")
     folder, accelerator = tmp_path / "distill", Accelerator(cpu=True)
@@ -172,19 +170,19 @@ def test_the_labelling_takes_them_in_place_of_the_datas_own(target: HFTarget, da
         distill(config, data, target, folder, accelerator)
 
 
-def test_answers_of_another_model_are_noticed_when_they_are_labelled(
+def test_answers_of_another_model_are_a_warning_during_labelling(
     target: HFTarget, data: DataConfig, tmp_path: Path, caplog: Any
 ) -> None:
     warm = DistillConfig(mode="regenerate", shard_examples=9, horizon=3, temperature=0.2, max_new_tokens=12)
     sampled = run(warm, data, target, tmp_path / "answers")
-    for config, is_told in ((warm, False), (DistillConfig(mode="regenerate", shard_examples=9, horizon=3), True)):
+    for config, is_warned in ((warm, False), (DistillConfig(mode="regenerate", shard_examples=9, horizon=3), True)):
         caplog.clear()
-        folder = tmp_path / f"distill-{is_told}"
+        folder = tmp_path / f"distill-{is_warned}"
         with caplog.at_level(logging.WARNING, logger="outrider"):
             distill(config, data, target, folder, Accelerator(cpu=True), examples=sampled)
         agreement = read_json(folder / "stats.json")["agreement"]
         assert SUSPICIOUS_AGREEMENT < agreement < GREEDY_AGREEMENT
-        assert ("in another precision" in caplog.text) == is_told
+        assert ("in another precision" in caplog.text) == is_warned
 
 
 def test_an_example_leaves_room_for_its_labels_in_the_context_window(target: HFTarget) -> None:
@@ -196,7 +194,7 @@ def test_an_example_leaves_room_for_its_labels_in_the_context_window(target: HFT
     assert [limits.room(count) for count in (1, 900, limits.max_tokens)] == [1021 - 1, 121, 0]
 
 
-def test_a_complete_folder_is_left_alone(
+def test_a_complete_folder_is_not_changed(
     target: HFTarget, data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "answers"
@@ -207,7 +205,7 @@ def test_a_complete_folder_is_left_alone(
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
 
 
-def test_batches_by_length_give_the_decoders_examples_and_the_same_bytes_again(
+def test_the_batch_engine_gives_the_decoders_examples_and_equal_bytes(
     target: HFTarget, data: DataConfig, tmp_path: Path
 ) -> None:
     by_length = replace(CONFIG, engine="batch", decode_batch_size=None, kv_budget_gib=2e-4)
@@ -220,7 +218,7 @@ def test_batches_by_length_give_the_decoders_examples_and_the_same_bytes_again(
     assert contents(tmp_path / "batch") == before
 
 
-def test_a_deleted_shard_alone_is_made_anew_and_lost_times_cost_nothing(
+def test_only_a_deleted_shard_of_answers_is_recomputed(
     target: HFTarget, data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "answers"
@@ -240,7 +238,7 @@ def test_a_deleted_shard_alone_is_made_anew_and_lost_times_cost_nothing(
     assert contents(folder) == before
 
 
-def test_all_damage_to_answers_is_told_at_once(
+def test_all_damage_to_answers_is_reported_at_once(
     target: HFTarget, data: DataConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "answers"
@@ -253,17 +251,17 @@ def test_all_damage_to_answers_is_told_at_once(
     (folder / "answers-00002.json").unlink()
     with pytest.raises(typer.Exit, match="1"):
         verify_command(folder)
-    told = capsys.readouterr().err
+    errors = capsys.readouterr().err
     for damage in (
         "answers-00000.jsonl is missing",
-        "answers-00001.jsonl was cut or altered",
+        "answers-00001.jsonl was truncated or altered",
         "answers-00002.json is missing",
     ):
-        assert damage in told
+        assert damage in errors
     answer_store(folder).save(replace(answer_store(folder).load(), complete=False, shards=[]))
-    with pytest.raises(typer.Exit, match="1"):  # as far as it goes
+    with pytest.raises(typer.Exit, match="1"):  # finished shards of an incomplete run are checked
         verify_command(folder)
-    assert "answers-00001.jsonl was cut or altered" in capsys.readouterr().err
+    assert "answers-00001.jsonl was truncated or altered" in capsys.readouterr().err
 
 
 def test_damaged_answers_are_named_before_any_work(
@@ -274,7 +272,7 @@ def test_damaged_answers_are_named_before_any_work(
     monkeypatch.setattr(module, "open_engine", no_engine)
     path = folder / "answers-00002.jsonl"
     path.write_bytes(path.read_bytes()[:-5])
-    with pytest.raises(ValueError, match="cut or altered"):
+    with pytest.raises(ValueError, match="truncated or altered"):
         run(CONFIG, data, target, folder)
     path = folder / "answers-00001.json"
     path.write_text(path.read_text()[:-3])
@@ -282,7 +280,7 @@ def test_damaged_answers_are_named_before_any_work(
         run(CONFIG, data, target, folder)
 
 
-def test_a_folder_of_another_run_is_refused_with_every_difference(
+def test_a_folder_of_another_run_is_an_error_with_every_difference(
     target: HFTarget, data: DataConfig, tmp_path: Path, tiny_target_dir: Path
 ) -> None:
     folder = tmp_path / "answers"
@@ -323,7 +321,7 @@ def test_a_folder_of_another_run_is_refused_with_every_difference(
         run(CONFIG, data, target, folder)
 
 
-def test_a_tokenizer_without_a_chat_template_is_told_with_the_remedy(
+def test_a_tokenizer_without_a_chat_template_is_an_error_with_the_remedy(
     target: HFTarget, data: DataConfig, tmp_path: Path
 ) -> None:
     target.tokenizer.chat_template = None
@@ -333,7 +331,7 @@ def test_a_tokenizer_without_a_chat_template_is_told_with_the_remedy(
 
 
 class Forgetful:
-    """An engine that forgets every other request."""
+    """Engine that answers only every second request."""
 
     def answer(self, requests: Sequence[Request]) -> Iterator[Answer]:
         for request in requests[::2]:
@@ -341,21 +339,21 @@ class Forgetful:
 
 
 class Mute:
-    """An engine that says nothing but the stop token."""
+    """Engine that generates only the stop token."""
 
     def answer(self, requests: Sequence[Request]) -> Iterator[Answer]:
         for request in requests:
             yield Answer(id=request.id, tokens=torch.tensor([3]), cut=False)
 
 
-def test_an_engine_that_forgets_a_request_is_an_error(target: HFTarget, data: DataConfig) -> None:
+def test_a_request_without_an_answer_is_an_error(target: HFTarget, data: DataConfig) -> None:
     conversations, _ = load_conversations(data)
     limits = Limits(max_new_tokens=9, max_tokens=99)
     with tqdm(disable=True) as progress, pytest.raises(RuntimeError, match="Forgetful left 4 requests unanswered"):
         answer_conversations(conversations, target, Forgetful(), limits=limits, seed=0, progress=progress)
 
 
-def test_a_target_that_says_nothing_is_told_with_the_reasons(
+def test_a_run_with_only_empty_answers_is_an_error_with_the_reasons(
     target: HFTarget, data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @contextmanager
@@ -363,21 +361,21 @@ def test_a_target_that_says_nothing_is_told_with_the_reasons(
         yield Mute()
 
     monkeypatch.setattr(module, "open_engine", open_mute)
-    with pytest.raises(ValueError, match="none of 8 conversations an answer.*empty answer"):
+    with pytest.raises(ValueError, match="answers to 8 conversations can be used.*empty answer"):
         run(CONFIG, data, target, tmp_path / "answers")
 
 
-def test_processes_share_the_shards_and_make_the_bytes_of_one(
+def test_several_processes_write_the_same_bytes_as_one(
     data: DataConfig, target: HFTarget, tiny_target_dir: Path, tmp_path: Path
 ) -> None:
     barrier = threading.Barrier(2)
     targets = [load(tiny_target_dir) for _ in range(2)]
-    found: dict[int, str] = {}
+    digests: dict[int, str] = {}
 
     def play(rank: int) -> None:
         accelerator = ThreadAccelerator(rank, barrier)
         examples = regenerate(CONFIG, data, targets[rank], tmp_path / "two", accelerator)
-        found[rank] = examples_sha256(examples)
+        digests[rank] = examples_sha256(examples)
 
     threads = [threading.Thread(target=play, args=(rank,)) for rank in range(2)]
     for thread in threads:
@@ -385,7 +383,7 @@ def test_processes_share_the_shards_and_make_the_bytes_of_one(
     for thread in threads:
         thread.join()
     one = examples_sha256(run(CONFIG, data, target, tmp_path / "one"))
-    assert found == {0: one, 1: one}
+    assert digests == {0: one, 1: one}
     assert contents(tmp_path / "two") == contents(tmp_path / "one")
 
 
@@ -410,7 +408,7 @@ regenerate(config, data, target, Path(output_dir), Accelerator(cpu=True))
 
 
 @pytest.mark.slow
-def test_killed_at_random_moments_it_resumes_to_the_same_bytes(target: HFTarget, tiny_target_dir: Path, tmp_path: Path) -> None:
+def test_a_run_killed_at_random_moments_resumes_to_equal_bytes(target: HFTarget, tiny_target_dir: Path, tmp_path: Path) -> None:
     data = write_conversations(tmp_path / "chats.jsonl", 54)
     folder, num_shards = tmp_path / "killed", 18
     rng = random.Random()

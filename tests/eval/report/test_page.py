@@ -78,9 +78,13 @@ def write_run(make_record: MakeRecord, tmp_path: Path) -> WriteRun:
         config: Changes | None = None,
         environment: Changes | None = None,
         labels: dict[str, str] | None = None,
+        weights: dict[str, str] | None = None,
     ) -> Path:
         methods = {DRAFTER: {"beam_width": 4, "beam_length": 3}} if methods is None else methods
-        described = {method: {"config": options, "setting": {}, "weights": "w"} for method, options in methods.items()}
+        described = {
+            method: {"config": options, "setting": {}, "weights": (weights or {}).get(method, "w")}
+            for method, options in methods.items()
+        }
         target = {"name": "tiny", "revision": None, "weights_sha256": "5e1f", "vocab_size": 300}
         target["dtype"] = "torch.bfloat16" if noise else "torch.float32"
         written: Changes = {name: getattr(EvalConfig(suites=[SuiteConfig(name="mt_bench")]), name) for name in RECORDED_OPTIONS}
@@ -196,8 +200,10 @@ def test_the_numbers_of_the_records_are_on_the_page_with_their_intervals(write_r
     plain, drafted = page.tables["mt_bench, greedy, batch size 1"][1:3]
     assert plain[:3] == ["plain decoding", "1.00 1.00 to 1.00", "1.00x"]
     # 4 tokens in two steps; 5 tokens in 0.5 s beside as many in 1 s.
-    assert drafted[:4] == ["redrafter beam_width 4, beam_length 3", "2.00 2.00 to 2.00", "2.00x 2.00 to 2.00", "10.0"]
-    assert page.tables["mt_bench, greedy, batch size 1: speedup"][1][1:] == ["2.00x", "2.00x"]
+    assert drafted[:4] == ["ReDrafter 4 beams of 3", "2.00 2.00 to 2.00", "2.00x 2.00 to 2.00", "10.0"]
+    heads, *lines = page.tables["mt_bench, greedy, batch size 1: speedup"]
+    assert heads == ["Category", "ReDrafter, 4 beams of 3"]
+    assert lines == [["writing 1 prompt", "2.00x"], ["math 1 prompt", "2.00x"]]
     assert page.tables["mt_bench, greedy, batch size 1: draft tokens a step"][1][1:] == ["12", "7 6 to 8", "7 6 to 8", "42%"]
     for section in ("speedup", "categories", "prefixes", "accepted", "time", "roofline", "environment"):
         assert f"g1-{section}" in page.ids
@@ -274,7 +280,7 @@ def test_the_same_cell_measured_twice_is_told_apart_and_never_averaged(write_run
     labels = [line[0] for line in page.tables["mt_bench, greedy, batch size 1"][1:]]
     assert labels == [
         *("plain decoding [a]", "plain decoding [b]"),
-        *("redrafter [a] beam_width 4, beam_length 3", "redrafter [b] beam_width 4, beam_length 3"),
+        *("ReDrafter [a] 4 beams of 3", "ReDrafter [b] 4 beams of 3"),
     ]
     assert "each speedup is over the plain decoding of its own" in page.text
 
@@ -295,13 +301,13 @@ def test_batch_sizes_and_widths_make_a_heat_map_with_gaps_where_nothing_was_meas
         return {f"redrafter beam_width={width} beam_length=3": {"beam_width": width, "beam_length": 3} for width in widths}
 
     page = report(tmp_path / "report", write_run("one", options(1, 4)), write_run("four", options(4), batch_size=4))
-    each = page.tables["redrafter, beam_length 3; mt_bench, greedy: tokens/s of each answer"]
+    each = page.tables["ReDrafter, beams of 3; mt_bench, greedy: tokens/s of each answer"]
     assert each == [
         ["", "plain", "width 1", "width 4"],
         ["batch size 1", "5.0", "10.0", "10.0"],
         ["batch size 4", "5.0", "-", "10.0"],  # of two prompts, which are all that there are
     ]
-    whole = page.tables["redrafter, beam_length 3; mt_bench, greedy: tokens/s x batch, of all answers"]
+    whole = page.tables["ReDrafter, beams of 3; mt_bench, greedy: tokens/s x batch, of all answers"]
     assert whole[2] == ["batch size 4", "10.0", "-", "20.0"]
     # Plain decoding makes four steps in 0.75 s, of the 20 a second that the roofline allows,
     # whether for one row or for two.
@@ -311,14 +317,13 @@ def test_batch_sizes_and_widths_make_a_heat_map_with_gaps_where_nothing_was_meas
 
 def test_both_ways_to_read_beams_are_set_side_by_side(write_run: WriteRun, tmp_path: Path) -> None:
     shared: Changes = {"beam_width": 4, "beam_length": 3, "tree_nodes": None}
-    page = report(
-        tmp_path / "report", write_run("one", {"redrafter": shared, "redrafter off": {**shared, "share_prefixes": False}})
-    )
+    two = {"redrafter": shared, "redrafter off": {**shared, "share_prefixes": False}}
+    page = report(tmp_path / "report", write_run("one", two, weights={"redrafter off": "others"}))
     assert "g1-prefixes" in page.ids
     assert not any("tree attention" in caption for caption in page.tables), "two drafters, not two settings"
     off = "redrafter share_prefixes=False"
     page = report(tmp_path / "report", write_run("two", {"redrafter": shared, off: {**shared, "share_prefixes": False}}))
-    assert page.tables["redrafter, beam_length 3; mt_bench, greedy: tokens/s with and without tree attention"] == [
+    assert page.tables["ReDrafter, beams of 3; mt_bench, greedy: tokens/s with and without tree attention"] == [
         ["", "width 4"],
         ["with batch size 1", "10.0 1.00x"],
         ["without batch size 1", "10.0"],
@@ -333,8 +338,8 @@ def test_what_drafters_learned_is_read_from_their_training(write_run: WriteRun, 
     section = page.source.split('id="g1-distillation"')[1].split("</section>")[0]
     found = re.findall(r'<th scope="row">(.*?)<small>(.*?)</small>', section)
     assert found == [
-        *(("distilled", "redrafter beam_width 1"), ("not distilled", "redrafter beam_width 1")),
-        *(("distilled", "redrafter beam_width 4"), ("not distilled", "redrafter beam_width 4")),
+        *(("distilled", "ReDrafter, 1 beam"), ("not distilled", "ReDrafter, 1 beam")),
+        *(("distilled", "ReDrafter, 4 beams"), ("not distilled", "ReDrafter, 4 beams")),
     ]
 
 

@@ -36,15 +36,17 @@ def records(make_record: MakeRecord) -> list[EvalRecord]:
 @pytest.fixture
 def rows(records: list[EvalRecord]) -> list[Row]:
     config = EvalConfig(suites=[SuiteConfig(name="mt_bench")])
-    return build_rows(
-        records, [], config=config, dtype="float32", roofline=ROOFLINE, num_skipped={("mt_bench", 0.0, 1): 2}, drafters={}
-    )
+    skipped = {("mt_bench", 0.0, 1): 2}
+    rows = build_rows(records, [], config=config, dtype="float32", roofline=ROOFLINE, num_skipped=skipped, drafters={})
+    rows[1]["name"] = NASTY
+    return rows
 
 
 def test_csv_holds_the_bare_numbers_and_names_survive_it(rows: list[Row]) -> None:
     plain, drafted = csv.DictReader(StringIO(csv_table(rows)))
     assert drafted["method"] == NASTY
-    assert plain["method"] == "baseline"
+    assert (plain["method"], plain["name"]) == ("baseline", "plain decoding")
+    assert drafted["name"] == NASTY
     assert float(drafted["speedup"]) == rows[1]["speedup"]
     assert float(drafted["tokens_per_second"]) == rows[1]["tokens_per_second"]
     interval = rows[1]["speedup_ci95"]
@@ -60,7 +62,7 @@ def test_latex_has_one_line_of_as_many_cells_per_row(rows: list[Row]) -> None:
     text = latex_table(rows)
     lines = [line for line in text.splitlines() if line.endswith(r"\\")]
     assert [len(re.findall(r"(?<!\\)&", line)) for line in lines] == [8, 8, 8]
-    assert lines[1].startswith(r"mt\_bench & 0 & 1 & baseline & 1.00 &")
+    assert lines[1].startswith(r"mt\_bench & 0 & 1 & plain decoding & 1.00 &")
     assert lines[2].startswith(r"mt\_bench & 0 & 1 & redrafter a")
     assert [text.count(rule) for rule in (r"\toprule", r"\midrule", r"\bottomrule")] == [1, 1, 1]
     after = text.split(r"\end{tabular}")[1].strip().splitlines()
@@ -93,8 +95,9 @@ def test_outliers_are_named_in_the_summary_and_told(rows: list[Row]) -> None:
     assert rows[1]["outliers"] == [
         {"prompt_ids": ["0"], "turn": 0, "repeat": 0, "seconds_per_step": 5.0, "ratio": 20.0},
     ]
-    (note,) = [note for note in footnotes(rows) if note.startswith("Outliers of redrafter")]
-    assert "prompt 0 turn 1 (20.0x). They are in every figure" in note
+    (note,) = [note for note in footnotes(rows) if note.startswith("Outliers: 1 answers")]
+    assert "prompt 0 turn 1 of redrafter a" in note
+    assert "(20.0x). They count in every figure" in note
     many: Any = {**rows[1], "outliers": rows[1]["outliers"] * 5}
     assert any("and 2 more, named in the summary" in note for note in footnotes([many]))
 

@@ -16,7 +16,7 @@ from outrider.eval.records.run_files import DrafterFacts, Roofline
 from outrider.eval.results.lossless import Mismatch
 from outrider.eval.results.plots import plot_comparison, plot_suite
 from outrider.eval.results.rows import Row, build_rows, is_broken
-from outrider.eval.results.tables import cells, footnotes, markdown, print_table
+from outrider.eval.results.tables import cells, footnotes, headline, markdown, print_table
 from outrider.models.drafters.saved.folder import TrainingFacts
 from outrider.models.phases import PhaseSeconds
 
@@ -131,9 +131,9 @@ def test_markdown_has_one_line_per_row_of_as_many_cells_as_the_head(records: lis
     assert len(lines) == 2 + 2
     assert {line.count("|") for line in lines} == {18}
     assert lines[0].startswith("| Suite | Temperature | Batch | Method | Tok/step |")
-    assert lines[2].startswith("| mt_bench | 0 | 1 | baseline |")
+    assert lines[2].startswith("| mt_bench | 0 | 1 | plain decoding |")
     assert lines[3].startswith(
-        "| mt_bench | 0 | 1 | redrafter | 2.00 | 6.0 | 2.00x [2.00, 2.00] | 1.20x | yes | 1.4M | 160 | 250.00 | 50% |"
+        "| mt_bench | 0 | 1 | ReDrafter | 2.00 | 6.0 | 2.00x [2.00, 2.00] | 1.20x | yes | 1.4M | 160 | 250.00 | 50% |"
     )
 
 
@@ -181,7 +181,7 @@ def test_each_temperature_has_rows_of_its_own_in_the_order_of_the_configuration(
     screen = StringIO()
     print_table(rows, Console(width=110, file=screen))
     shown = [line.strip() for line in screen.getvalue().splitlines()]
-    assert [shown.count(f"mt_bench, {name}") for name in ("greedy", "temperature 0.7")] == [2, 2]
+    assert [shown.count(f"mt_bench, {name}") for name in ("greedy", "temperature 0.7")] == [1, 1]
 
 
 def test_a_sampler_of_drawn_drafts_is_lossless_by_its_rule_and_not_by_comparison(
@@ -198,13 +198,44 @@ def test_a_sampler_of_drawn_drafts_is_lossless_by_its_rule_and_not_by_comparison
 
 def test_the_terminal_table_fits_eighty_columns_and_shows_brackets(records: list[EvalRecord]) -> None:
     rows = rows_of(records, [])
-    rows[1]["method"] = "redrafter beam_width=16 beam_length=5"
+    rows[1]["method"] = "redrafter beam_width=16 beam_length=5 tree_nodes=40"
     screen = StringIO()
     print_table(rows, Console(width=80, file=screen))
     text = screen.getvalue()
+    assert text.startswith("Fastest on mt_bench, greedy: ReDrafter, 16 beams of 5, 40 nodes. 2.00x of plain")
+    assert "\n ReDrafter,  " in text
+    assert "\n 16 beams of 5, 40 nodes " in text
     assert "2.00x [2.00, 2.00]" in text
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
+
+
+def test_the_headline_names_the_fastest_lossless_method_and_doubts_what_may_be_chance(records: list[EvalRecord]) -> None:
+    rows = rows_of(records, [])
+    assert headline(rows) == "Fastest on mt_bench, greedy: ReDrafter. 2.00x of plain decoding, 2.00 tokens per step."
+    rows[1]["speedup_ci95"] = (0.8, 2.5)
+    assert headline(rows).endswith("The interval [0.80, 2.50] includes 1, so this may be chance.")
+    wrong = Mismatch(record=records[5], position=1)
+    assert headline(rows_of(records, [wrong])) == "No lossless method has a speedup everywhere: the table says why."
+    second: Any = {**rows[1], "suite": "gsm8k", "speedup": 3.0}
+    assert headline([*rows, second]) == "Fastest in 2 groups: ReDrafter. 2.00x to 3.00x of plain decoding."
+
+
+def test_answers_that_run_in_circles_are_counted_and_noted(records: list[EvalRecord]) -> None:
+    assert [row["num_loops"] for row in rows_of(records, [])] == [0, 0]
+    assert not any(note.startswith("Loops") for note in footnotes(rows_of(records, [])))
+    circling = [
+        dataclasses.replace(record, token_ids=[7] * 65, accepted_histogram=[64], num_verify_tokens=64, truncated=True)
+        if record.prompt_id == "81"
+        else record
+        for record in records
+    ]
+    rows = rows_of(circling, [])
+    assert [row["num_loops"] for row in rows] == [1, 1]
+    (note,) = [note for note in footnotes(rows) if note.startswith("Loops")]
+    assert "1 of 2 answers of plain decoding on mt_bench (greedy) end in a short cycle of tokens (50%)" in note
+    old: Any = [{name: value for name, value in row.items() if name != "num_loops"} for row in rows]
+    assert not any(note.startswith("Loops") for note in footnotes(old)), "summaries of older versions lack the count"
 
 
 def test_a_roofline_of_weights_that_fit_the_cache_says_so(records: list[EvalRecord]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.cli.tune import tune_command, verdict
+from outrider.cli.tune import setting_namer, tune_command, verdict
 from outrider.eval.config import EvalConfig, SuiteConfig
 from outrider.eval.run import acceptance_rule, load_suites
 from outrider.eval.tune import run as tune_module
@@ -39,7 +39,7 @@ from outrider.models.decoding.types import TargetOutput
 from outrider.models.drafters import DRAFTERS, NullDrafter, build_drafter, load_drafter, parse_drafter, save_drafter
 from outrider.models.drafters.oracle import OracleDrafter
 from outrider.models.drafters.redrafter import Redrafter
-from outrider.models.drafters.saved.tuned import TUNED_FILE, Choice, describe_place, load_tuned, save_tuned, tuned_choice
+from outrider.models.drafters.saved.tuned import TUNED_FILE, Choice, describe_setup, load_tuned, save_tuned, tuned_choice
 from outrider.models.target.hf_target import HFTarget
 
 from ...models.recorder import ReplayingRecorder
@@ -401,7 +401,7 @@ def test_a_choice_is_kept_for_its_place_and_read_for_the_nearest_batch_size(
 ) -> None:
     for path in tiny_drafter_dir.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    place = describe_place(tiny_target, tmp_path)
+    place = describe_setup(tiny_target, tmp_path)
     facts = {"tokens_per_step": 2.0, "tokens_per_second": 30.0, "plain_tokens_per_second": 20.0}
     one, eight = Choice(setting={"beam_width": 2}, **facts), Choice(setting=None, **facts)
     with pytest.raises(ValueError, match="isn't tuned for .* Run `outrider tune --drafter"):
@@ -415,7 +415,7 @@ def test_a_choice_is_kept_for_its_place_and_read_for_the_nearest_batch_size(
     assert drafter.config.beam_width == 2
     assert isinstance(load_tuned(tmp_path, tiny_target, batch_size=8), NullDrafter)
     with pytest.raises(
-        ValueError, match=r"temperature 0.5 \(it is only for another place: .*device another.* --temperature 0.5"
+        ValueError, match=r"temperature 0.5 \(it is tuned only for another setup: .*device another.* --temperature 0.5"
     ):
         tuned_choice(tmp_path, tiny_target, temperature=0.5)
     file = json.loads((tmp_path / TUNED_FILE).read_text())
@@ -436,7 +436,7 @@ def test_an_evaluation_takes_the_tuned_settings(tiny_target: HFTarget, tiny_draf
         (tmp_path / path.name).write_bytes(path.read_bytes())
     facts = {"tokens_per_step": 2.0, "tokens_per_second": 30.0, "plain_tokens_per_second": 20.0}
     choices = {1: Choice(setting={"beam_width": 2}, **facts), 2: Choice(setting={"beam_width": 3}, **facts)}
-    save_tuned(tmp_path, describe_place(tiny_target, tmp_path), choices | {8: Choice(setting=None, **facts)})
+    save_tuned(tmp_path, describe_setup(tiny_target, tmp_path), choices | {8: Choice(setting=None, **facts)})
     suites = [SuiteConfig(name="stdlib")]
 
     config = EvalConfig(suites=suites, batch_sizes=[1, 2, 8])
@@ -478,8 +478,8 @@ def test_tuning_finds_measures_and_writes(
     written = json.loads((tmp_path / TUNING_FILE).read_text())
     assert written["choices"]["1"] == asdict(tuning.choices[1])
     assert written["place"]["dtype"] == "float32"
-    told = verdict(tuning, 2)
-    assert f"Checked: {100 * tuning.regrets[2]:.1f} % slower than the best setting" in told
+    summary = verdict(tuning, 2, setting_namer(tiny_drafter_dir))
+    assert f"Checked: {100 * tuning.regrets[2]:.1f} % slower than the best setting" in summary
 
 
 def test_a_batch_that_no_prompts_fill_is_refused(
@@ -500,7 +500,7 @@ def test_the_command_prints_a_table_and_a_verdict(
     tune_command(**arguments, setting=["{beam_width: 2}"], batch_sizes=[2])
     told = capsys.readouterr().out
     assert "plain decoding" in told.replace("\n", " ")
-    assert "beam_width=2" in told.replace("\n", " ")
+    assert "2 beams of 3" in told.replace("\n", " ")
     assert "Batches of 2: " in told
     with pytest.raises(ValueError, match="(?s)batch_sizes.*0"):
         tune_command(**arguments, batch_sizes=[0])

@@ -176,7 +176,7 @@ def test_two_interleaved_generate_calls_of_one_target_are_an_error(target, promp
 
 
 def test_a_target_as_its_own_draft_model_is_an_error(target, prompt):
-    with pytest.raises(RuntimeError, match="let a draft model be a target of its own"):
+    with pytest.raises(RuntimeError, match="load a draft model as a separate target"):
         decode(target, DraftModel(DraftModelConfig(length=2), target), prompt)
 
 

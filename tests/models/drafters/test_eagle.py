@@ -519,13 +519,13 @@ def test_the_default_features_are_an_early_a_middle_and_a_late_layers(num_layers
 @pytest.mark.parametrize(
     ("architecture", "options", "message"),
     [
-        ("Olmo2", {}, "aren't built of attention"),
-        ("Phi3", {}, "aren't built of attention"),
-        ("GPTNeoX", {"num_key_value_heads": None}, "aren't built of attention"),
+        ("Olmo2", {}, "don't consist of attention"),
+        ("Phi3", {}, "don't consist of attention"),
+        ("GPTNeoX", {"num_key_value_heads": None}, "don't consist of attention"),
         (
             "Qwen3Moe",
             {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
-            "aren't built of attention",
+            "don't consist of attention",
         ),
         ("Olmo", {}, "norms without weights"),
         ("Granite", {"residual_multiplier": 0.5}, "scale their residual stream"),

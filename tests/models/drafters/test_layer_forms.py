@@ -84,9 +84,9 @@ def test_no_cast_rounds_the_rotary_frequencies(
     [
         ({"layer": {"model_type": "gpt2"}}, "drafter.layer.model_type is 'gpt2'; it must be one of llama, qwen2, qwen3"),
         ({"layer": {"model_type": "llama", "hidden_size": 8}}, "drafter.layer: there is no option hidden_size"),
-        ({"layer": FORM}, r"has no mlp.gate_proj.weight of the shape .* set drafter.init=random"),
-        ({"layer": {"model_type": "qwen3"}}, r"has no self_attn.q_norm.weight of the shape"),
-        ({"init": "random", "layer": {"model_type": "llama", "num_attention_heads": 5}}, "transformers can't make a layer"),
+        ({"layer": FORM}, r"has no mlp.gate_proj.weight of shape .* set drafter.init=random"),
+        ({"layer": {"model_type": "qwen3"}}, r"has no self_attn.q_norm.weight of shape"),
+        ({"init": "random", "layer": {"model_type": "llama", "num_attention_heads": 5}}, "transformers can't build a layer"),
     ],
 )
 def test_impossible_layer_options_are_named(target, options, message):

@@ -338,7 +338,7 @@ def test_without_stored_top_tokens_the_label_is_the_teacher(heads):
         for objective in (top, Objective())
     ]
     assert torch.equal(*losses)
-    with pytest.raises(ValueError, match=r"the teacher top_k needs the target's likeliest tokens.*distill\.top_logprobs"):
+    with pytest.raises(ValueError, match=r"the teacher top_k needs the target's top-k tokens.*distill\.top_logprobs"):
         score(head, (rows,), labels, batch, top, vocabulary=DraftVocabulary(size=VOCAB))
 
 

@@ -228,7 +228,7 @@ def test_started_from_the_targets_head_it_first_gives_the_targets_logits(target)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "drafter.exit_width must be that too"),
+        ({}, "drafter.exit_width must be the same"),
         ({"exit_width": 32, "head_rank": 4}, "set random"),
         ({"exit_width": 32, "draft_vocab_size": 4}, "set random"),
         ({"head_init": "mine"}, "must be one of random, target"),

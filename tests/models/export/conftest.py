@@ -1,5 +1,7 @@
-"""A target with layers enough for EAGLE-3's features, and drafters whose every number matters; and
-a tiny model as users of transformers hold it, and packaged drafters for it.
+"""Fixtures of targets, drafters and packages for tests of exports.
+
+The targets have enough layers for EAGLE-3's features, and the weights of drafters are so large that
+each of them matters.
 """
 
 from collections.abc import Callable
@@ -39,7 +41,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "medusa": {"num_heads": 3},
     "eagle": {},
     "eagle3": {},
-    "draft_model": {"init": "target_layers", "num_layers": 2},  # all of the target: always right
+    # all layers of the target: always right
+    "draft_model": {"init": "target_layers", "num_layers": 2},
 }
 
 Package = Callable[..., Path]
@@ -47,7 +50,7 @@ Package = Callable[..., Path]
 
 @pytest.fixture(scope="session")
 def make_target(tiny_tokenizer: PreTrainedTokenizerFast) -> Callable[..., HFTarget]:
-    """A random target of seven layers in float32."""
+    """Return a function that makes a random target of seven layers in float32."""
 
     def make(family: str = "llama", **options: Any) -> HFTarget:
         make_config, make_model = FAMILIES[family]
@@ -93,7 +96,7 @@ def llama(make_target: Callable[..., HFTarget]) -> HFTarget:
 
 @pytest.fixture(scope="session")
 def make_drafter() -> Callable[..., Any]:
-    """A drafter of this kind, as if it were trained."""
+    """Return a function that makes a drafter with random weights, as if it were trained."""
 
     def make(kind: str, target: HFTarget, **options: Any) -> Any:
         with torch.random.fork_rng():
@@ -118,9 +121,9 @@ def model(tiny_target_dir: Path) -> PreTrainedModel:
 
 @pytest.fixture(scope="session")
 def drafter_dirs(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A drafter of each kind, untrained: some of its drafts are right, most are wrong.
+    """Save an untrained drafter of each kind: some of its drafts are right, most are wrong.
 
-    Read only.
+    Tests must not change the folders.
     """
     target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="float32", device="cpu"))
     directories = {}
@@ -135,7 +138,7 @@ def drafter_dirs(tiny_target_dir: Path, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(scope="session")
 def package_dirs(drafter_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The same as folders for the Hub. Read only."""
+    """Make packages for the Hub of these drafters; tests must not change them."""
     folders = {kind: tmp_path_factory.mktemp("packages") / kind for kind in drafter_dirs}
     for kind, folder in folders.items():
         make_package(drafter_dirs[kind], folder, f"# A {kind}\n")

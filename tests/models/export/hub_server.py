@@ -1,9 +1,8 @@
-"""A Hub for tests: the part of its HTTP API that uploading and downloading a model's files needs,
-in memory.
+"""A Hub for tests, in memory: the part of its HTTP API for uploads and downloads of models.
 
-Its rules are the Hub's: a private repository is not there for strangers, a commit on another parent
-than it names is refused with 412, files in safetensors go through the LFS protocol. Requests to
-paths in `refused` fail as told.
+Its rules are the Hub's. A request without a token gets 404 for a private repository. A commit whose
+parent is not the branch's last commit gets 412. Files in safetensors go through the LFS protocol. A
+request to a path in `refused` gets the status that is recorded there.
 """
 
 import base64
@@ -41,9 +40,9 @@ class Hub:
     objects: Files = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
     refused: dict[str, int] = field(default_factory=dict)
-    """Status by a part of the path."""
+    """Status of the response, by a part of the request's path."""
     message: str = "no"
-    """What is said to those."""
+    """Message of these responses."""
     ignored: set[str] = field(default_factory=set)
     """Files that a repository's .gitignore names."""
     url: str = ""
@@ -125,7 +124,7 @@ class _Handler(BaseHTTPRequestHandler):
         if method != "HEAD":
             self.wfile.write(content)
 
-    # --- who may do what
+    # --- permissions
 
     @property
     def token(self) -> str | None:
@@ -148,7 +147,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise RefusalError(404, "RevisionNotFound")
         return sha, repository.commits[sha]
 
-    # --- what it answers
+    # --- responses
 
     def create(self, body: bytes) -> Any:
         if self.token != WRITER:
@@ -192,8 +191,8 @@ class _Handler(BaseHTTPRequestHandler):
     def batch(self, name: str, *, body: bytes) -> Any:
         self.repository(name, writing=True)
         objects = [
-            {**each, "actions": {"upload": {"href": f"{self.hub.url}/objects/{each['oid']}"}}}
-            for each in json.loads(body)["objects"]
+            {**item, "actions": {"upload": {"href": f"{self.hub.url}/objects/{item['oid']}"}}}
+            for item in json.loads(body)["objects"]
         ]
         return {"transfer": "basic", "objects": objects}, {}
 

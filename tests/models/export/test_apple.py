@@ -1,6 +1,4 @@
-"""Apple's directory format: the same drafter on both sides, by an independent version of its
-forward, and nothing half read.
-"""
+"""Apple's directory format, against an independent version of its forward pass."""
 
 import json
 from pathlib import Path
@@ -30,14 +28,14 @@ def from_apple(directory, target, **options):
 def make(target, **options):
     torch.manual_seed(0)
     drafter = build_drafter(parse_drafter({"kind": "redrafter", "initial_state": "zero", **options}), target)
-    # the blocks start as the identity, which would hide mistakes in them
+    # The blocks start as the identity, which would hide mistakes in them.
     for parameter in drafter.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return drafter
 
 
 def their_folder(directory: Path, *, layers: int, exit_dim: int, rnn: bool = True) -> Path:
-    """A folder as Apple's release saves one, of random weights, written down from its formulas."""
+    """Write a folder as Apple's release saves one, with random weights."""
     generator = torch.Generator().manual_seed(1)
 
     def weight(*shape):
@@ -64,7 +62,7 @@ def their_folder(directory: Path, *, layers: int, exit_dim: int, rnn: bool = Tru
 
 
 def their_logits(directory: Path, embeddings: list[torch.Tensor], context: torch.Tensor) -> torch.Tensor:
-    """What Apple's drafter says after tokens of these embeddings, of the folder's files alone."""
+    """Compute Apple's logits after these embeddings, from the folder's files alone."""
     config = json.loads((directory / "config.json").read_text())
     tensors = {name: value.double() for name, value in safetensors.torch.load_file(directory / "model.safetensors").items()}
     state = torch.zeros(HIDDEN, dtype=torch.float64)
@@ -102,7 +100,7 @@ def assert_same_logits(drafter, directory: Path) -> None:
 
 
 @pytest.mark.parametrize("options", CASES)
-def test_what_we_write_says_the_same_there_and_comes_back_bit_for_bit(target, tmp_path, options):
+def test_an_apple_export_has_equal_logits_and_imports_bit_for_bit(target, tmp_path, options):
     drafter = make(target, **options)
     write_folder(FORMAT, drafter, tmp_path / "theirs", target)
     again = from_apple(tmp_path / "theirs", target, beam_width=7)
@@ -114,7 +112,7 @@ def test_what_we_write_says_the_same_there_and_comes_back_bit_for_bit(target, tm
 
 
 @pytest.mark.parametrize(("layers", "exit_dim", "rnn"), [(2, 64, True), (1, 24, True), (0, 64, True), (1, 64, False)])
-def test_what_they_wrote_says_the_same_here_and_goes_back_bit_for_bit(target, tmp_path, layers, exit_dim, rnn):
+def test_an_apple_import_has_equal_logits_and_exports_bit_for_bit(target, tmp_path, layers, exit_dim, rnn):
     theirs = their_folder(tmp_path / "theirs", layers=layers, exit_dim=exit_dim, rnn=rnn)
     drafter = from_apple(theirs, target)
     assert not any(parameter.requires_grad for parameter in drafter.parameters())
@@ -138,7 +136,7 @@ def test_what_they_wrote_says_the_same_here_and_goes_back_bit_for_bit(target, tm
         ({"draft_vocab_size": 8}, "it drafts 8 tokens only"),
     ],
 )
-def test_what_the_format_has_no_place_for_is_refused(target, tmp_path, options, message):
+def test_a_drafter_that_apples_format_cannot_hold_is_an_error(target, tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         write_folder(FORMAT, make(target, **options), tmp_path / "theirs", target)
     assert not (tmp_path / "theirs").exists()
@@ -150,7 +148,7 @@ def test_another_kind_of_drafter_is_refused(target, tmp_path):
     assert not (tmp_path / "theirs").exists()
 
 
-def test_a_folder_of_another_format_is_not_written_over_and_one_of_apples_is(target, tmp_path):
+def test_an_export_overwrites_only_folders_of_its_own_format(target, tmp_path):
     drafter = make(target)
     save_drafter(drafter, tmp_path / "ours", target.identity)
     before = {path.name: path.read_bytes() for path in (tmp_path / "ours").iterdir()}
@@ -172,7 +170,7 @@ def test_a_folder_of_another_format_is_not_written_over_and_one_of_apples_is(tar
         ({"num_blocks": 1}, "num_blocks can't be changed when a redrafter is loaded"),
     ],
 )
-def test_options_are_checked_as_for_a_drafter_of_our_own(target, tmp_path, options, message):
+def test_import_options_are_checked_as_for_saved_drafters(target, tmp_path, options, message):
     theirs = their_folder(tmp_path / "theirs", layers=1, exit_dim=64)
     with pytest.raises(ValueError, match=message):
         from_apple(theirs, target, **options)
@@ -195,7 +193,7 @@ def test_options_are_checked_as_for_a_drafter_of_our_own(target, tmp_path, optio
         (lambda config: config.update(rnn=False), "unknown rnn_u.bias"),
     ],
 )
-def test_a_configuration_that_is_not_the_weights_or_the_targets_is_refused(target, tmp_path, change, message):
+def test_a_configuration_that_contradicts_weights_or_target_is_an_error(target, tmp_path, change, message):
     theirs = their_folder(tmp_path / "theirs", layers=2, exit_dim=64)
     config = json.loads((theirs / "config.json").read_text())
     change(config)
@@ -213,7 +211,7 @@ def test_a_configuration_that_is_not_the_weights_or_the_targets_is_refused(targe
         (lambda tensors: tensors["rnn_u.bias"].fill_(float("inf")), "numbers that aren't finite"),
     ],
 )
-def test_a_stray_missing_or_wrong_tensor_is_named_as_the_file_does(target, tmp_path, change, message):
+def test_a_stray_missing_or_wrong_tensor_is_named_as_in_the_file(target, tmp_path, change, message):
     theirs = their_folder(tmp_path / "theirs", layers=1, exit_dim=64)
     tensors = safetensors.torch.load_file(theirs / "model.safetensors")
     change(tensors)
@@ -222,7 +220,7 @@ def test_a_stray_missing_or_wrong_tensor_is_named_as_the_file_does(target, tmp_p
         from_apple(theirs, target)
 
 
-def test_plain_pickled_weights_are_read_and_other_folders_refused(target, tmp_path):
+def test_plain_pickled_weights_are_read_and_other_folders_are_errors(target, tmp_path):
     theirs = their_folder(tmp_path / "theirs", layers=1, exit_dim=64)
     expected = from_apple(theirs, target).state_dict()
     torch.save(safetensors.torch.load_file(theirs / "model.safetensors"), theirs / "pytorch_model.bin")

@@ -1,4 +1,4 @@
-"""The drafters that a model keeps, and the models that can have one."""
+"""Drafters that `generate` keeps with a model, and models that cannot have a drafter."""
 
 import copy
 import gc
@@ -25,7 +25,7 @@ PROMPT = torch.tensor([[1, 70, 71, 72, 2]])
 
 @pytest.fixture
 def folder(package_dirs: dict[str, Path]) -> str:
-    # whose drafts are accepted: several tokens come at once
+    # Its drafts are accepted, so that a step yields several tokens.
     return str(package_dirs["draft_model"])
 
 
@@ -36,7 +36,7 @@ def test_a_model_in_training_mode_is_refused(model, folder):
     model.eval().get_decoder().layers[1].train()
     with pytest.raises(ValueError, match="a part of it, is in training mode"):
         generate(model, **options)
-    model.eval().lm_head.train()  # as resize_token_embeddings leaves it
+    model.eval().lm_head.train()  # resize_token_embeddings leaves the head in training mode
     generate(model, **options)
 
 
@@ -46,12 +46,12 @@ def test_autocast_is_refused(model, folder):
 
 
 def test_a_model_that_reads_more_than_tokens_is_refused(model, folder):
-    """Virtual tokens, which PEFT's prompt tuning puts before the text, would be left out silently."""
+    """PEFT's prompt tuning puts virtual tokens before the text; they would be dropped silently."""
     prepare = model.prepare_inputs_for_generation
     model.prepare_inputs_for_generation = lambda *args, **kwargs: prepare(*args, **kwargs)
     with pytest.raises(ValueError, match="something changes what the model reads"):
         generate(model, drafter=folder, input_ids=PROMPT, max_new_tokens=3)
-    model.prepare_inputs_for_generation = prepare  # as PEFT leaves it
+    model.prepare_inputs_for_generation = prepare  # PEFT leaves this attribute on the model
     generate(model, drafter=folder, input_ids=PROMPT, max_new_tokens=3)
 
 
@@ -61,7 +61,7 @@ def test_wrapped_embeddings_are_refused_by_name(model, folder):
         generate(model, drafter=folder, input_ids=PROMPT, max_new_tokens=3)
 
 
-def test_a_model_that_accelerate_has_put_on_one_device_is_decoded_and_an_offloaded_one_refused(model, folder):
+def test_a_model_dispatched_to_one_device_decodes_and_an_offloaded_one_is_an_error(model, folder):
     plain = model.generate(input_ids=PROMPT, max_new_tokens=8)
     dispatched = dispatch_model(model, {"": "cpu"}, force_hooks=True)
     assert torch.equal(generate(dispatched, drafter=folder, input_ids=PROMPT, max_new_tokens=8), plain)
@@ -70,7 +70,7 @@ def test_a_model_that_accelerate_has_put_on_one_device_is_decoded_and_an_offload
         generate(cpu_offload(model, torch.device("cpu")), drafter=folder, input_ids=PROMPT, max_new_tokens=8)
 
 
-def test_a_second_thread_is_refused_and_the_first_goes_on(model, folder):
+def test_a_call_from_a_second_thread_is_an_error_and_the_first_finishes(model, folder):
     waits, may_go_on = Event(), Event()
 
     class Waits(StoppingCriteria):
@@ -92,8 +92,8 @@ def test_a_second_thread_is_refused_and_the_first_goes_on(model, folder):
     assert torch.equal(generate(model, **options), answer.result())
 
 
-def test_a_call_within_a_pass_over_a_tree_is_refused_for_what_it_is(model, folder):
-    """Then the model's attention is not what its owner has set."""
+def test_a_nested_call_during_a_tree_pass_is_an_error(model, folder):
+    """During such a pass the model's attention implementation is ours, not the user's."""
     options, settings = {"drafter": folder, "input_ids": PROMPT, "max_new_tokens": 8}, set()
 
     def call(*_: Any) -> None:
@@ -112,44 +112,44 @@ def bound_drafter(model: PreTrainedModel, folder: Path, **options: Any) -> Any:
         return bind(model, drafters, folder, options).drafter
 
 
-def test_a_drafter_is_loaded_once_and_anew_where_its_folder_changes(model, package_dirs, tmp_path):
+def test_a_drafter_is_loaded_once_and_reloaded_when_its_folder_changes(model, package_dirs, tmp_path):
     folder = tmp_path / "copy"
     shutil.copytree(package_dirs["redrafter"], folder)
     first = bound_drafter(model, folder)
     assert bound_drafter(model, folder) is first
     (folder / "model.safetensors").touch()
     assert bound_drafter(model, folder) is not first
-    assert len(vars(model)[ATTRIBUTE].by_name) == 1  # what no call can use any more is not kept
+    assert len(vars(model)[ATTRIBUTE].by_name) == 1  # an outdated drafter is dropped
     assert bound_drafter(model, folder, beam_width=2).config.beam_width == 2
     assert bound_drafter(model, folder, beam_width=1).config.beam_width == 1
 
 
-def test_drafters_that_take_turns_are_loaded_once(model, package_dirs):
+def test_alternating_drafters_are_loaded_once(model, package_dirs):
     folders = [package_dirs[kind] for kind in ("redrafter", "medusa")]
     first = [bound_drafter(model, folder) for folder in folders]
     assert all(bound_drafter(model, folder) is drafter for folder, drafter in zip(folders, first, strict=True))
 
 
-def test_the_drafters_that_are_kept_do_not_grow_in_number(model, package_dirs):
+def test_a_model_keeps_at_most_two_drafters(model, package_dirs):
     weights = [
         weakref.ref(bound_drafter(model, package_dirs[kind])) for kind in ("medusa", "redrafter", "eagle", "draft_model")
     ]
     gc.collect()
-    assert [each() is not None for each in weights] == [False, False, True, True]
+    assert [reference() is not None for reference in weights] == [False, False, True, True]
 
 
-def test_drafters_go_with_their_model(package_dirs, tiny_target_dir):
-    """Whatever keeps them must not keep the model alive, nor be kept by anybody else."""
+def test_drafters_are_freed_with_their_model(package_dirs, tiny_target_dir):
+    """The store of drafters must not keep the model alive, and only the model refers to it."""
     model = AutoModelForCausalLM.from_pretrained(tiny_target_dir).eval()
     generate(model, drafter=str(package_dirs["eagle3"]), input_ids=PROMPT, max_new_tokens=3)
     gone = [weakref.ref(model), weakref.ref(bound_drafter(model, package_dirs["eagle3"]))]
     del model
     gc.collect()
-    assert [each() for each in gone] == [None, None]
+    assert [reference() for reference in gone] == [None, None]
 
 
 def num_hooks(model: PreTrainedModel) -> int:
-    return sum(len(each._forward_hooks) + len(each._forward_pre_hooks) for each in model.modules())
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
 
 
 class Fails(StoppingCriteria):
@@ -170,12 +170,12 @@ def test_no_hook_stays_on_the_model_even_after_an_error(model, package_dirs):
             stopping_criteria=StoppingCriteriaList([Fails()]),
         )
     assert num_hooks(model) == 0
-    # else no call would ever be answered again
+    # The lock must be free: otherwise every later call would fail.
     assert vars(model)[ATTRIBUTE].in_use.acquire(blocking=False)
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"])
-def test_a_copy_of_the_model_takes_neither_drafters_nor_hooks_along(model, package_dirs, duplicate):
+def test_a_copy_of_the_model_has_neither_drafters_nor_hooks(model, package_dirs, duplicate):
     folder = package_dirs["eagle3"]
     tokens = generate(model, drafter=str(folder), input_ids=PROMPT, max_new_tokens=8)
     twin = duplicate(model)
@@ -186,12 +186,12 @@ def test_a_copy_of_the_model_takes_neither_drafters_nor_hooks_along(model, packa
         assert bind(twin, drafters, folder, {}).target.model is twin
 
 
-def test_nothing_of_a_text_is_kept_when_generate_returns(model, package_dirs):
+def test_no_cache_or_hidden_state_is_kept_when_generate_returns(model, package_dirs):
     for kind in ("eagle3", "draft_model"):
         generate(model, drafter=str(package_dirs[kind]), input_ids=PROMPT, max_new_tokens=8)
         bound = [*vars(model)[ATTRIBUTE].by_name.values()][-1]
         assert bound.target._cache is None
-        model(PROMPT)  # somebody else's pass, in training say
+        model(PROMPT)  # a forward pass outside of generate, for example in training
         assert bound.target._captured._hidden_states is None
         assert kind != "draft_model" or bound.drafter.reader._cache is None
         model(PROMPT)
@@ -209,7 +209,7 @@ def test_a_model_of_another_width_or_vocabulary_is_refused(package_dirs, model, 
         generate(other, drafter=str(package_dirs["redrafter"]), input_ids=PROMPT, max_new_tokens=5)
 
 
-def test_another_tokenizer_is_refused_where_it_is_given(package_dirs, model, demo_target_dir):
+def test_a_given_tokenizer_other_than_the_drafters_is_an_error(package_dirs, model, demo_target_dir):
     tokenizer = AutoTokenizer.from_pretrained(demo_target_dir)
     with pytest.raises(ValueError, match="tokenizer_sha256"):
         generate(model, drafter=str(package_dirs["redrafter"]), input_ids=PROMPT, max_new_tokens=5, tokenizer=tokenizer)
@@ -233,8 +233,8 @@ def test_attention_without_masks_is_refused(package_dirs, model):
         generate(model, drafter=str(package_dirs["redrafter"]), input_ids=PROMPT, max_new_tokens=5)
 
 
-def test_a_vocabulary_that_has_grown_since_is_another(model, package_dirs):
-    """transformers keeps the embeddings' module, and changes its weight."""
+def test_a_vocabulary_resized_after_binding_is_an_error(model, package_dirs):
+    """transformers keeps the module of the embeddings and replaces its weight."""
     folder = package_dirs["redrafter"]
     bound_drafter(model, folder)
     grown = model.config.vocab_size + 8

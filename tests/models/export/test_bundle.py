@@ -1,6 +1,4 @@
-"""The code that travels with a drafter: complete, and with nothing that users of transformers don't
-have.
-"""
+"""Code in a drafter's package: it needs only packages that users of transformers have."""
 
 import ast
 import json
@@ -20,27 +18,27 @@ REPOSITORY = Path(__file__).parents[3]
 ALLOWED = {"pydantic", "pydantic_core", "torch", "transformers", "safetensors", "numpy", "huggingface_hub"}
 
 
-def test_nothing_is_imported_that_users_may_lack(tmp_path: Path) -> None:
-    """As transformers reads the files: imports within functions count too."""
+def test_bundled_code_imports_only_packages_that_users_have(tmp_path: Path) -> None:
+    """transformers checks imports inside functions too."""
     files = custom_generate_files()
     visited, foreign = 0, set()
     for name, text in files.items():
         if name.endswith(".py"):
             (tmp_path / name).write_text(text)
             foreign |= {*get_imports(tmp_path / name)} - sys.stdlib_module_names - ALLOWED
-            assert {f"{each}.py" for each in get_relative_imports(tmp_path / name)} <= files.keys(), name
+            assert {f"{module}.py" for module in get_relative_imports(tmp_path / name)} <= files.keys(), name
             visited += 1
     assert not foreign
     assert visited > 30
 
 
-def test_an_import_within_a_function_would_be_seen(tmp_path: Path) -> None:
+def test_get_imports_finds_imports_inside_functions(tmp_path: Path) -> None:
     (tmp_path / "late.py").write_text("def late():\n    from accelerate import Accelerator\n")
     assert get_imports(tmp_path / "late.py") == ["accelerate"]
 
 
-def test_files_import_each_other_one_folder_deep_only() -> None:
-    """transformers follows nothing else."""
+def test_bundled_files_import_each_other_from_one_folder() -> None:
+    """transformers follows only relative imports of one level."""
     for name, text in custom_generate_files().items():
         for node in ast.walk(ast.parse(text)) if name.endswith(".py") else ():
             if isinstance(node, ast.ImportFrom):
@@ -48,10 +46,8 @@ def test_files_import_each_other_one_folder_deep_only() -> None:
                 assert node.level == 0 or (node.module and "." not in node.module), name
 
 
-def test_transformers_reads_each_file_once(tmp_path: Path) -> None:
-    """At every call: those that the first file doesn't name it would read once for every path of
-    imports to them.
-    """
+def test_transformers_reads_each_bundled_file_once(tmp_path: Path) -> None:
+    """At every call it reads a file that generate.py doesn't import once per import path to it."""
     modules = {name: text for name, text in custom_generate_files().items() if name.endswith(".py")}
     for name, text in modules.items():
         (tmp_path / name).write_text(text)
@@ -59,7 +55,7 @@ def test_transformers_reads_each_file_once(tmp_path: Path) -> None:
     assert sorted([*read, "generate.py"]) == sorted(modules)
 
 
-def test_the_code_is_the_librarys_own_but_for_imports() -> None:
+def test_bundled_code_equals_the_library_except_for_imports() -> None:
     changed = 0
     for name, text in custom_generate_files().items():
         header, _, rest = text.partition("\n")
@@ -70,7 +66,7 @@ def test_the_code_is_the_librarys_own_but_for_imports() -> None:
     assert changed > 100
 
 
-def test_what_only_training_needs_says_so_when_called() -> None:
+def test_training_code_in_the_bundle_raises_when_called() -> None:
     module: dict[str, object] = {}
     exec(ABSENT, module)
     absent = module["__getattr__"]("load_target")  # type: ignore[operator]
@@ -82,21 +78,23 @@ def test_the_licence_travels_with_the_code() -> None:
     assert custom_generate_files()["LICENSE"] == (REPOSITORY / "LICENSE").read_text()
 
 
-def test_it_asks_for_the_versions_that_the_library_asks_for() -> None:
+def test_the_bundles_requirements_are_the_librarys() -> None:
     lines = custom_generate_files()["requirements.txt"].split()
     assert [re.split("[><=]", line)[0] for line in lines] == ["pydantic", "torch", "transformers"]
     assert set(lines) <= set(requires("outrider") or ())
 
 
 def distributions_needed_by(*names: str) -> set[str]:
-    """These and all that they need, as far as it is installed."""
+    """Return these distributions and all their installed dependencies."""
     needed, to_visit = set(), list(names)
     while to_visit:
         name = re.match(r"[\w.-]+", to_visit.pop())[0].lower().replace("_", "-")  # type: ignore[index]
         if name in needed:
             continue
         needed.add(name)
-        to_visit += [each for each in requires(name) or () if "extra ==" not in each and is_installed(each)]
+        to_visit += [
+            requirement for requirement in requires(name) or () if "extra ==" not in requirement and is_installed(requirement)
+        ]
     return needed
 
 
@@ -109,9 +107,12 @@ def is_installed(requirement: str) -> bool:
 
 
 @pytest.mark.slow
-def test_plain_transformers_decodes_with_it(package_dirs: dict[str, Path], tiny_target_dir: Path, tmp_path: Path) -> None:
-    """In an environment, made of links, that holds only pydantic, torch, transformers and what
-    these need: with the script that users check theirs with, which compares a single prompt and
+def test_plain_transformers_decodes_with_a_package(
+    package_dirs: dict[str, Path], tiny_target_dir: Path, tmp_path: Path
+) -> None:
+    """The environment has only pydantic, torch, transformers and their dependencies.
+
+    The script is the one with which users check their installation. It compares a single prompt and
     a left-padded batch with `model.generate`.
     """
     needed = distributions_needed_by("pydantic", "torch", "transformers")
@@ -139,5 +140,5 @@ def test_plain_transformers_decodes_with_it(package_dirs: dict[str, Path], tiny_
     assert environment == {"installed": []}
     assert [(row["folder"], row["batch_size"]) for row in rows] == [(kind, size) for kind in package_dirs for size in (1, 4)]
     assert all(row["equal"] for row in rows)
-    # otherwise nothing was ever accepted, and nothing tested
+    # Without accepted tokens the comparison would test nothing.
     assert max(row["tokens_per_step"] for row in rows) > 3

@@ -1,4 +1,4 @@
-"""`generate` of a packaged drafter against transformers' own: text for text."""
+"""`generate` of a packaged drafter, against transformers' own `generate`."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,22 +20,22 @@ KINDS = ("redrafter", "medusa", "eagle", "eagle3", "draft_model")
 
 @pytest.fixture
 def folder(package_dirs: dict[str, Path]) -> str:
-    # whose drafts are accepted: several tokens come at once
+    # Its drafts are accepted, so that a step yields several tokens.
     return str(package_dirs["draft_model"])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("inputs", [{"input_ids": PROMPT}, {"input_ids": BATCH, "attention_mask": MASK}], ids=["one", "padded"])
-def test_greedy_text_is_that_of_plain_generate(model, package_dirs, kind, inputs):
+def test_greedy_text_equals_that_of_plain_generate(model, package_dirs, kind, inputs):
     plain = model.generate(**inputs, do_sample=False, max_new_tokens=20)
     assert torch.equal(generate(model, drafter=str(package_dirs[kind]), **inputs, do_sample=False, max_new_tokens=20), plain)
 
 
 def test_drafts_are_accepted_in_these_tests(model, folder):
-    """Else all of them would hold for a drafter that is never asked."""
+    """Otherwise all of them would pass for a drafter that is never used."""
     calls = []
     model.register_forward_hook(lambda *_: calls.append(1))
-    # it looks whether the model can read trees
+    # The first call probes whether the model can read trees.
     generate(model, drafter=folder, input_ids=PROMPT, max_new_tokens=2)
     calls.clear()
     tokens = generate(model, drafter=folder, input_ids=PROMPT, max_new_tokens=20)
@@ -43,8 +43,8 @@ def test_drafts_are_accepted_in_these_tests(model, folder):
     assert len(calls) < 8
 
 
-def test_a_row_that_stops_is_padded_as_transformers_pads_it(model, folder):
-    """Stop tokens in the middle of an accepted path, other rows going on."""
+def test_a_finished_row_is_padded_as_in_transformers(model, folder):
+    """A stop token is in the middle of an accepted path, and other rows continue."""
     free = model.generate(input_ids=BATCH, attention_mask=MASK, max_new_tokens=20)
     stop = int(free[0, 8])  # the first row's fourth new token
     options = {"input_ids": BATCH, "attention_mask": MASK, "eos_token_id": [stop, 299], "pad_token_id": 0, "max_new_tokens": 20}
@@ -63,18 +63,18 @@ def test_a_row_that_stops_is_padded_as_transformers_pads_it(model, folder):
     ],
 )
 @pytest.mark.filterwarnings("ignore:Using the model-agnostic default")
-def test_lengths_are_those_that_were_asked_for(model, folder, options):
+def test_the_length_of_an_answer_equals_that_of_plain_generate(model, folder, options):
     plain = model.generate(input_ids=PROMPT, **options)
     assert torch.equal(generate(model, drafter=folder, input_ids=PROMPT, **options), plain)
 
 
-def test_a_dictionary_is_returned_where_it_is_asked_for(model, folder):
+def test_return_dict_in_generate_returns_a_dictionary(model, folder):
     output = generate(model, drafter=folder, input_ids=PROMPT, max_new_tokens=5, return_dict_in_generate=True)
     assert torch.equal(output.sequences, model.generate(input_ids=PROMPT, max_new_tokens=5))
 
 
 class StopsAfter(StoppingCriteria):
-    """Ends each row with its first token that is divisible by a number."""
+    """Criterion that ends each row at its first token that is divisible by a number."""
 
     def __init__(self, divisor: int) -> None:
         self.divisor = divisor
@@ -92,7 +92,7 @@ def test_stopping_criteria_end_rows_within_an_accepted_path(model, folder):
 
 
 class Witness(StoppingCriteria):
-    """Sees what it is asked about, and ends a row where `ends(row, answer's length)` says so."""
+    """Criterion that records its inputs, and ends a row where `ends(row, answer's length)`."""
 
     def __init__(self, ends: Callable[[int, int], bool] = lambda row, length: False) -> None:
         self.ends = ends
@@ -105,32 +105,30 @@ class Witness(StoppingCriteria):
         return torch.tensor([self.ends(row, length) for row in range(len(input_ids))])
 
 
-# whose rows come along evenly, and unevenly
+# The rows of the first accept equal numbers of tokens, those of the second don't.
 @pytest.mark.parametrize("kind", ["draft_model", "redrafter"])
 @pytest.mark.parametrize("eos", [{"eos_token_id": [88, 299]}, {"eos_token_id": None}], ids=["stop tokens", "none"])
 def test_stopping_criteria_see_the_whole_batch_token_by_token(model, package_dirs, kind, eos):
-    """As in transformers: ended rows padded where there are stop tokens, and going on where there
-    are none.
-    """
+    """As in transformers, ended rows continue, or are padded if there are stop tokens."""
     if eos["eos_token_id"] is None:
         model.generation_config.eos_token_id = None
     options = {"input_ids": BATCH, "attention_mask": MASK, "max_new_tokens": 14, "pad_token_id": 0, **eos}
-    plain, own = (Witness(lambda row, length: row == 1 and length == 3) for _ in range(2))
+    plain, drafting = (Witness(lambda row, length: row == 1 and length == 3) for _ in range(2))
     tokens = model.generate(**options, stopping_criteria=StoppingCriteriaList([plain]))
-    drafted = generate(model, drafter=str(package_dirs[kind]), **options, stopping_criteria=StoppingCriteriaList([own]))
+    drafted = generate(model, drafter=str(package_dirs[kind]), **options, stopping_criteria=StoppingCriteriaList([drafting]))
     assert torch.equal(drafted, tokens)
-    assert len(own.seen) > 5
-    assert own.seen == plain.seen
+    assert len(drafting.seen) > 5
+    assert drafting.seen == plain.seen
 
 
-def test_time_that_is_up_ends_all_rows_at_the_same_place(model, package_dirs):
+def test_max_time_ends_all_rows_at_the_same_position(model, package_dirs):
     options = {"input_ids": BATCH, "attention_mask": MASK, "max_new_tokens": 200, "eos_token_id": 299, "pad_token_id": 0}
     tokens = generate(model, drafter=str(package_dirs["redrafter"]), **options, max_time=1e-9)
     assert torch.equal(tokens, model.generate(**options, max_time=1e-9))
     assert tokens.shape[1] == BATCH.shape[1] + 1
 
 
-def test_a_criterion_that_answers_for_another_number_of_rows_is_refused(model, folder):
+def test_a_criterion_with_values_for_other_rows_is_an_error(model, folder):
     class Two(StoppingCriteria):
         def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
             return torch.zeros(2, dtype=torch.bool)
@@ -152,17 +150,17 @@ class Recorder(BaseStreamer):
         self.ended = True
 
 
-def test_a_streamer_gets_what_plain_generate_gives_it(model, folder):
-    plain, own = Recorder(), Recorder()
+def test_a_streamer_receives_the_values_of_plain_generate(model, folder):
+    plain, drafting = Recorder(), Recorder()
     model.generate(input_ids=PROMPT, max_new_tokens=9, streamer=plain)
-    generate(model, drafter=folder, input_ids=PROMPT, max_new_tokens=9, streamer=own)
-    assert own.values == plain.values
-    assert own.ended
+    generate(model, drafter=folder, input_ids=PROMPT, max_new_tokens=9, streamer=drafting)
+    assert drafting.values == plain.values
+    assert drafting.ended
     with pytest.raises(ValueError, match="a streamer takes one text, and there are 3 prompts"):
         generate(model, drafter=folder, input_ids=BATCH, attention_mask=MASK, max_new_tokens=9, streamer=Recorder())
 
 
-def test_a_seed_makes_a_text_that_neither_neighbours_nor_drafter_change(model, package_dirs):
+def test_a_seeds_text_does_not_depend_on_other_rows_or_the_drafter(model, package_dirs):
     def sample(kind: str, **inputs: Any) -> list[list[int]]:
         options = {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9, "max_new_tokens": 12, "seed": 5}
         return generate(model, drafter=str(package_dirs[kind]), **inputs, **options)[:, 5:].tolist()
@@ -180,7 +178,7 @@ def test_sampling_repeats_with_the_same_generator_or_global_seed(model, folder):
     with torch.random.fork_rng():
         torch.manual_seed(3)
         third = generate(model, drafter=folder, **options)
-        del vars(model)[ATTRIBUTE]  # loading the drafter draws nothing
+        del vars(model)[ATTRIBUTE]  # loading the drafter uses no random numbers
         torch.manual_seed(3)
         assert torch.equal(generate(model, drafter=folder, **options), third)
     with pytest.raises(ValueError, match="a seed and a generator"):
@@ -193,8 +191,8 @@ def test_several_samples_of_a_prompt_are_different(model, folder):
     assert len({tuple(row) for row in rows.tolist()}) == 3
 
 
-def test_a_compiled_model_is_decoded_without_compiling_it_for_every_tree(model, package_dirs):
-    """And though its code was compiled before anything read its hidden states."""
+def test_a_compiled_model_is_not_recompiled_for_every_tree(model, package_dirs):
+    """The model was compiled before hooks for hidden states were added."""
     compilations = []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -220,7 +218,7 @@ def test_options_of_the_drafter_reach_it(model, package_dirs):
     assert (drafter.config.beam_width, drafter.config.beam_length) == (5, 2)
 
 
-def test_code_that_cant_tell_where_its_drafter_lies_asks(model):
+def test_code_outside_of_a_package_needs_the_drafter_argument(model):
     with pytest.raises(ValueError, match="give drafter=FOLDER"):
         generate(model, input_ids=PROMPT, max_new_tokens=5)
 
@@ -230,19 +228,19 @@ def test_packed_weights_change_no_token_here(model, folder):
     assert torch.equal(tokens, model.generate(input_ids=PROMPT, max_new_tokens=20))
 
 
-def test_the_prompt_may_come_by_its_place_as_in_generate_itself(model, folder):
+def test_the_prompt_may_be_a_positional_argument(model, folder):
     prompt = torch.tensor([[1, 70, 71, 72, 2]])
     expected = model.generate(prompt, max_new_tokens=5, do_sample=False)
     assert torch.equal(generate(model, prompt, drafter=folder, max_new_tokens=5, do_sample=False), expected)
 
 
-def test_a_revision_is_that_of_the_code_and_not_of_another_drafter(monkeypatch):
-    asked: dict[str, object] = {}
+def test_the_codes_revision_is_not_passed_on_for_another_drafter(monkeypatch):
+    received: dict[str, object] = {}
 
     def resolve(name: str, **options: object) -> Path:
-        asked.update(options)
+        received.update(options)
         return Path(name)
 
     monkeypatch.setattr("outrider.models.export.custom_generate.resolve_drafter", resolve)
     find_folder("user/drafter", {"revision": "v2", "token": "x"})
-    assert asked == {"token": "x"}
+    assert received == {"token": "x"}

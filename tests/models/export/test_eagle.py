@@ -1,6 +1,4 @@
-"""EAGLE-1 and EAGLE-3: the tables of what the engines' loaders read, and what others have
-published.
-"""
+"""EAGLE-1 and EAGLE-3 formats, against tables of engines and published drafters."""
 
 import json
 from pathlib import Path
@@ -17,9 +15,9 @@ from outrider.models.export.registry import format_of, import_drafter
 
 H, V, DRAFT, KV, MLP = 32, 300, 40, 16, 48
 
-# What vLLM's EagleLlamaForCausalLM has parameters for (vllm/model_executor/models/llama_eagle.py as
-# of 0.33.0): `fc` has no bias, names get the prefix `model.`, one that it hasn't is an error;
-# embeddings and head are the target's.
+# Parameters of vLLM's EagleLlamaForCausalLM (vllm/model_executor/models/llama_eagle.py of 0.33.0).
+# `fc` has no bias. The loader adds the prefix `model.` to names, and an unknown name is an error.
+# Embeddings and head are the target's.
 VLLM_EAGLE1 = {
     "fc.weight": (H, 2 * H),
     "layers.0.self_attn.q_proj.weight": (H, H),
@@ -31,18 +29,18 @@ VLLM_EAGLE1 = {
     "layers.0.mlp.down_proj.weight": (H, MLP),
     "layers.0.post_attention_layernorm.weight": (H,),
 }
-# SGLang's LlamaForCausalLMEagle (python/sglang/srt/models/llama_eagle.py as of 0.5.23): the same,
-# and `fc` always has a bias.
+# SGLang's LlamaForCausalLMEagle (python/sglang/srt/models/llama_eagle.py of 0.5.23) has the same
+# parameters, and `fc` always has a bias.
 SGLANG_EAGLE1 = VLLM_EAGLE1 | {"fc.bias": (H,)}
-# And Qwen2ForCausalLMEagle (qwen2_eagle.py): q, k and v have biases, as in Qwen2.
+# In its Qwen2ForCausalLMEagle (qwen2_eagle.py), q, k and v have biases, as in Qwen2.
 SGLANG_QWEN2 = SGLANG_EAGLE1 | {
     "layers.0.self_attn.q_proj.bias": (H,),
     "layers.0.self_attn.k_proj.bias": (KV,),
     "layers.0.self_attn.v_proj.bias": (KV,),
 }
-# vLLM's Eagle3LlamaForCausalLM (llama_eagle3.py, 0.33.0: `midlayer.` becomes `layers.0.`, t2d is
-# left out, d2t is a difference) and SGLang's LlamaForCausalLMEagle3 (llama_eagle3.py, 0.5.23:
-# `midlayer`, d2t plus the position is the target's token).
+# Parameters of vLLM's Eagle3LlamaForCausalLM (llama_eagle3.py of 0.33.0), which renames `midlayer.`
+# to `layers.0.` and ignores t2d; and of SGLang's LlamaForCausalLMEagle3 (llama_eagle3.py of
+# 0.5.23). In both, d2t plus the index of an output is the target's token.
 EAGLE3 = {
     "fc.weight": (H, 3 * H),
     "midlayer.hidden_norm.weight": (H,),
@@ -60,9 +58,9 @@ EAGLE3 = {
     "d2t": (DRAFT,),
     "t2d": (V,),
 }
-# Of a Llama's configuration, what these loaders make the layer of, with their defaults where they
-# have some. Both read `rope_theta` and `rope_scaling` through transformers' LlamaConfig, of which
-# versions 4 and 5 know these names.
+# Keys of a Llama's configuration from which these loaders build the layer, with their defaults.
+# Both read `rope_theta` and `rope_scaling` through transformers' LlamaConfig; its versions 4 and 5
+# know these names.
 CONFIG = {
     "hidden_size": H,
     "intermediate_size": MLP,
@@ -110,11 +108,11 @@ def test_names_shapes_and_keys_are_those_that_the_engines_read(
     target = make_target(family)
     drafter = make_drafter(format.kind, target, **options)
     write_folder(format, drafter, tmp_path / "a", target)
-    found, tensors = written(tmp_path / "a")
-    assert found == config
-    assert {name: tuple(each.shape) for name, each in tensors.items()} == table
+    exported, tensors = written(tmp_path / "a")
+    assert exported == config
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == table
     whole = {"d2t": torch.int64, "t2d": torch.bool}
-    assert all(each.dtype == whole.get(name, torch.float32) for name, each in tensors.items())
+    assert all(tensor.dtype == whole.get(name, torch.float32) for name, tensor in tensors.items())
     if format is eagle3.FORMAT:
         tokens = torch.arange(DRAFT) + tensors["d2t"]
         assert tokens.tolist() == drafter.draft_tokens.tolist() == tensors["t2d"].nonzero()[:, 0].tolist()
@@ -123,10 +121,10 @@ def test_names_shapes_and_keys_are_those_that_the_engines_read(
         assert not tensors["fc.bias"].any()
     again = read_folder(format, tmp_path / "a", target)
     assert again.config == drafter.config
-    assert all(torch.equal(each, again.state_dict()[name]) for name, each in drafter.state_dict().items())
+    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in drafter.state_dict().items())
 
 
-def test_scaled_rotary_embeddings_are_told_as_the_engines_read_them(make_target, make_drafter, tmp_path):
+def test_scaled_rotary_embeddings_are_exported_as_the_engines_read_them(make_target, make_drafter, tmp_path):
     rope = {
         "rope_type": "llama3",
         "rope_theta": 500000.0,
@@ -137,9 +135,9 @@ def test_scaled_rotary_embeddings_are_told_as_the_engines_read_them(make_target,
     }
     target = make_target(rope_parameters=rope)
     write_folder(eagle3.FORMAT, make_drafter("eagle3", target), tmp_path / "a", target)
-    found, _ = written(tmp_path / "a")
-    assert found["rope_theta"] == 500000.0
-    assert found["rope_scaling"] == {key: value for key, value in rope.items() if key != "rope_theta"}
+    exported, _ = written(tmp_path / "a")
+    assert exported["rope_theta"] == 500000.0
+    assert exported["rope_scaling"] == {key: value for key, value in rope.items() if key != "rope_theta"}
     (tmp_path / "a" / "outrider.json").unlink()
     assert import_drafter(tmp_path / "a", target).config.layer is None, "it is the target's own kind"
 
@@ -168,7 +166,7 @@ def test_scaled_rotary_embeddings_are_told_as_the_engines_read_them(make_target,
         ("llama", eagle3.FORMAT, {"layer": {"model_type": "llama", "hidden_act": "gelu"}}, "activation is gelu"),
     ],
 )
-def test_what_the_engines_have_no_place_for_is_refused_with_the_remedy(
+def test_a_drafter_that_the_engines_cannot_load_is_an_error_with_the_remedy(
     family, format, options, message, make_target, make_drafter, tmp_path
 ):
     target = make_target(family)
@@ -178,19 +176,20 @@ def test_what_the_engines_have_no_place_for_is_refused_with_the_remedy(
     assert not (tmp_path / "a").exists()
 
 
-def test_an_untrained_vocabulary_is_not_written(llama, tmp_path):
+def test_a_drafter_without_a_chosen_vocabulary_is_not_exported(llama, tmp_path):
     with pytest.raises(ValueError, match="vocabulary hasn't been chosen yet"):
         write_folder(
             eagle3.FORMAT, build_drafter(parse_drafter({"kind": "eagle3", "draft_vocab_size": 9}), llama), tmp_path / "a", llama
         )
 
 
-# --- what others have published
+# --- drafters that others have published
 
 
 def release(path: Path, table: dict[str, tuple[int, ...]], *, seed: int = 0, **config: Any) -> dict[str, torch.Tensor]:
-    """A folder as the release of github.com/SafeAILab/EAGLE makes them: pickled tensors, the
-    configuration of its models.
+    """Write a folder as the release of github.com/SafeAILab/EAGLE does; return its tensors.
+
+    The tensors are pickled, and the configuration is that of its models.
     """
     generator = torch.Generator().manual_seed(seed)
     tensors = {name: 0.3 * torch.randn(shape, generator=generator).half() for name, shape in table.items()}
@@ -200,7 +199,7 @@ def release(path: Path, table: dict[str, tuple[int, ...]], *, seed: int = 0, **c
         tensors["t2d"] = torch.zeros(V, dtype=torch.bool).index_fill(0, tokens, True)
     path.mkdir()
     torch.save(tensors, path / "pytorch_model.bin")
-    said = {
+    stored_config = {
         "architectures": ["LlamaForCausalLM"],
         "bos_token_id": 1,
         "eos_token_id": 2,
@@ -222,13 +221,13 @@ def release(path: Path, table: dict[str, tuple[int, ...]], *, seed: int = 0, **c
         "use_cache": True,
         "vocab_size": V,
     }
-    said = {key: value for key, value in {**said, **config}.items() if value != "absent"}
-    (path / "config.json").write_text(json.dumps(said))
+    stored_config = {key: value for key, value in {**stored_config, **config}.items() if value != "absent"}
+    (path / "config.json").write_text(json.dumps(stored_config))
     return tensors
 
 
-# Which of ours each of the release's tensors is: vectors of one shape would change places unseen
-# otherwise.
+# Our name for each tensor of the release. Without the names, a swap of two vectors of one shape
+# would go unnoticed.
 OURS_EAGLE1 = {
     "fc.weight": "fc.weight",
     "layers.0.self_attn.q_proj.weight": "layer.self_attn.q_proj.weight",
@@ -254,14 +253,14 @@ def resave(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("parts", [(), ("embed_tokens",), ("embed_tokens", "lm_head", "inv_freq")])
-def test_eagle1_of_the_release_becomes_a_drafter(bias, parts, llama, tmp_path):
+def test_eagle1_of_the_release_is_imported(bias, parts, llama, tmp_path):
     tensors = release(tmp_path / "a", SGLANG_EAGLE1 if bias else VLLM_EAGLE1, bias=bias)
-    given = {
+    extras = {
         "embed_tokens": {"embed_tokens.weight": llama.embed_tokens.weight.half()},
         "lm_head": {"lm_head.weight": llama.head.weight.bfloat16()},
         "inv_freq": {"layers.0.self_attn.rotary_emb.inv_freq": 1 / 50000 ** (torch.arange(0, 8, 2) / 8)},
     }
-    resave(tmp_path / "a", tensors | {name: each for part in parts for name, each in given[part].items()})
+    resave(tmp_path / "a", tensors | {name: tensor for part in parts for name, tensor in extras[part].items()})
     assert format_of(tmp_path / "a").kind == "eagle"
     drafter = import_drafter(tmp_path / "a", llama, options={"tree": "static"})
     assert (drafter.config.bias, drafter.config.layer, drafter.config.tree) == (bias, None, "static")
@@ -272,13 +271,11 @@ def test_eagle1_of_the_release_becomes_a_drafter(bias, parts, llama, tmp_path):
     if bias:
         expected["fc.bias"] = tensors["fc.bias"].float()
     assert ours.keys() == expected.keys()
-    assert all(torch.equal(ours[name], each) for name, each in expected.items())
+    assert all(torch.equal(ours[name], tensor) for name, tensor in expected.items())
 
 
 def test_eagle3_of_the_release_keeps_its_own_rotary_base_and_tokens(llama, tmp_path):
-    """Published for a target of another base, and without one in its configuration: then
-    transformers' default is meant.
-    """
+    """Without rope_theta in the configuration, the rotary base is transformers' default."""
     tensors = release(tmp_path / "a", EAGLE3, draft_vocab_size=DRAFT, rope_theta="absent")
     assert format_of(tmp_path / "a").name == "eagle3"
     drafter = import_drafter(tmp_path / "a", llama, options={"depth": 3})
@@ -286,18 +283,18 @@ def test_eagle3_of_the_release_keeps_its_own_rotary_base_and_tokens(llama, tmp_p
     assert torch.allclose(drafter.own_rotary.inv_freq, 1 / 10000 ** (torch.arange(0, 8, 2) / 8))
     assert drafter.feature_layers == (2, 3, 4)
     assert drafter.draft_tokens.tolist() == (torch.arange(DRAFT) + tensors["d2t"]).tolist()
-    found = drafter.state_dict()
-    assert found.keys() == {*OURS_EAGLE3.values(), "draft_tokens"}
-    assert all(torch.equal(found[ours], tensors[name]) for name, ours in OURS_EAGLE3.items())
+    loaded = drafter.state_dict()
+    assert loaded.keys() == {*OURS_EAGLE3.values(), "draft_tokens"}
+    assert all(torch.equal(loaded[ours], tensors[name]) for name, ours in OURS_EAGLE3.items())
     save_drafter(drafter, tmp_path / "ours", llama.identity)
     write_folder(eagle3.FORMAT, load_drafter(tmp_path / "ours", llama), tmp_path / "again", llama)
-    found, again = written(tmp_path / "again")
-    assert (found["rope_theta"], found["draft_vocab_size"]) == (10000.0, DRAFT)
-    assert all(torch.equal(each, again[name].to(each.dtype)) for name, each in tensors.items())
+    config, again = written(tmp_path / "again")
+    assert (config["rope_theta"], config["draft_vocab_size"]) == (10000.0, DRAFT)
+    assert all(torch.equal(tensor, again[name].to(tensor.dtype)) for name, tensor in tensors.items())
 
 
-def test_a_llama_layer_for_a_qwen3_target_is_read_as_one(make_target, tmp_path):
-    """So are nearly all that are published for Qwen3."""
+def test_a_llama_layer_for_a_qwen3_target_stays_a_llama_layer(make_target, tmp_path):
+    """Nearly all published drafters for Qwen3 have a Llama layer."""
     target = make_target("qwen3")
     release(tmp_path / "a", EAGLE3, draft_vocab_size=DRAFT)
     drafter = import_drafter(tmp_path / "a", target)
@@ -355,9 +352,7 @@ def test_outputs_in_another_order_than_the_targets_tokens_are_sorted(llama, tmp_
         ({"hidden_act": "exec"}, "it has hidden_act .exec."),
     ],
 )
-def test_a_configuration_that_no_drafter_here_has_is_refused_before_weights_are_read(
-    config, message, llama, tmp_path, monkeypatch
-):
+def test_an_unsupported_configuration_is_an_error_before_weights_are_read(config, message, llama, tmp_path, monkeypatch):
     release(tmp_path / "a", EAGLE3, **{"draft_vocab_size": DRAFT, **config})
     monkeypatch.setattr("outrider.models.export.folders.Folder.load", lambda self: pytest.fail("weights were read"))
     with pytest.raises(ValueError, match=message):
@@ -365,14 +360,14 @@ def test_a_configuration_that_no_drafter_here_has_is_refused_before_weights_are_
 
 
 @pytest.mark.parametrize("layers", [[2, 3, 4], [1, 2, 3]])
-def test_the_usual_layers_are_known_in_either_engines_numbers_and_others_may_be_said(layers, llama, tmp_path):
+def test_feature_layers_follow_both_engines_numbering_or_the_option(layers, llama, tmp_path):
     release(tmp_path / "a", EAGLE3, draft_vocab_size=DRAFT, eagle_aux_hidden_state_layer_ids=layers)
     assert import_drafter(tmp_path / "a", llama).feature_layers == (2, 3, 4)
     release(tmp_path / "b", EAGLE3, draft_vocab_size=DRAFT)
     assert import_drafter(tmp_path / "b", llama, options={"feature_layers": [0, 1, 5]}).feature_layers == (0, 1, 5)
 
 
-def test_tensors_that_are_not_the_targets_or_contradict_each_other_are_refused(llama, tmp_path):
+def test_tensors_that_contradict_the_target_or_each_other_are_an_error(llama, tmp_path):
     tensors = release(tmp_path / "a", EAGLE3, draft_vocab_size=DRAFT)
     other = llama.embed_tokens.weight.flip(0).clone()
     drafted = torch.zeros(V, dtype=torch.bool)

@@ -1,6 +1,4 @@
-"""What the EAGLE formats leave out though the drafter has it comes back all the same, and nothing
-else that is missing does.
-"""
+"""Tensors that the EAGLE formats omit: an import restores these and no other tensors."""
 
 import json
 from pathlib import Path
@@ -22,9 +20,7 @@ def written(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 
 def test_a_drafter_of_the_whole_vocabulary_has_no_maps(llama, make_drafter, tmp_path):
-    """vLLM makes no place for `d2t` where the head has all tokens, and its loader ends at a tensor
-    without one.
-    """
+    """vLLM has no parameter `d2t` if the head has all tokens, and its loader fails on it."""
     drafter = make_drafter("eagle3", llama)
     write_folder(eagle3.FORMAT, drafter, tmp_path / "a", llama)
     config, tensors = written(tmp_path / "a")
@@ -32,17 +28,20 @@ def test_a_drafter_of_the_whole_vocabulary_has_no_maps(llama, make_drafter, tmp_
     assert tensors.keys().isdisjoint({"d2t", "t2d"})
     again = read_folder(eagle3.FORMAT, tmp_path / "a", llama)
     assert again.config == drafter.config
-    assert all(torch.equal(each, again.state_dict()[name]) for name, each in drafter.state_dict().items())
+    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in drafter.state_dict().items())
     whole = {
         "d2t": torch.zeros(V, dtype=torch.long),
         "t2d": torch.ones(V, dtype=torch.bool),
-    }  # as others write them all the same
+    }  # other exporters write them in this case too
     safetensors.torch.save_file(tensors | whole, tmp_path / "a" / "model.safetensors")
     assert import_drafter(tmp_path / "a", llama).config == drafter.config
 
 
-def test_a_bias_of_zeros_needs_no_place_and_comes_back(llama, make_drafter, tmp_path):
-    """A drafter may have one that training left at zero; without `outrider.json` it has none."""
+def test_a_bias_of_zeros_is_omitted_and_restored(llama, make_drafter, tmp_path):
+    """Training may leave a bias at zero.
+
+    Without `outrider.json` the imported drafter has no bias.
+    """
     drafter = make_drafter("eagle", llama, bias=True)
     drafter.fc.bias.zero_()
     write_folder(eagle1.VLLM, drafter, tmp_path / "a", llama)
@@ -51,12 +50,12 @@ def test_a_bias_of_zeros_needs_no_place_and_comes_back(llama, make_drafter, tmp_
     again = import_drafter(tmp_path / "a", llama)
     assert again.config == drafter.config
     assert again.state_dict().keys() == drafter.state_dict().keys()
-    assert all(torch.equal(each, again.state_dict()[name]) for name, each in drafter.state_dict().items())
+    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in drafter.state_dict().items())
     (tmp_path / "a" / "outrider.json").unlink()
     assert not import_drafter(tmp_path / "a", llama).config.bias
 
 
-def test_a_bias_that_is_missing_where_the_format_has_one_is_not_taken_for_zeros(llama, make_drafter, tmp_path):
+def test_a_missing_bias_that_the_format_requires_is_an_error(llama, make_drafter, tmp_path):
     write_folder(eagle1.SGLANG, make_drafter("eagle", llama, bias=True), tmp_path / "a", llama)
     _, tensors = written(tmp_path / "a")
     del tensors["fc.bias"]

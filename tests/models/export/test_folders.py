@@ -1,6 +1,4 @@
-"""Folders from elsewhere: nothing in them is run, nothing outside of them is read, and nothing of
-them is overlooked.
-"""
+"""Folders from other sources: no code in them runs, and no file outside of them is read."""
 
 import json
 import os
@@ -34,13 +32,13 @@ def with_index(path: Path, weight_map: dict[str, str]) -> Path:
 
 
 def assert_holds(path: Path) -> None:
-    found = open_folder(path)
-    assert {name: (each.shape, each.dtype) for name, each in found.shapes.items()} == {
-        name: (each.shape, each.dtype) for name, each in TENSORS.items()
+    opened = open_folder(path)
+    assert {name: (tensor.shape, tensor.dtype) for name, tensor in opened.shapes.items()} == {
+        name: (tensor.shape, tensor.dtype) for name, tensor in TENSORS.items()
     }
-    assert all(each.is_meta for each in found.shapes.values())
-    assert all(torch.equal(each, TENSORS[name]) for name, each in found.load().items())
-    assert found.config == {"x": 1}
+    assert all(tensor.is_meta for tensor in opened.shapes.values())
+    assert all(torch.equal(tensor, TENSORS[name]) for name, tensor in opened.load().items())
+    assert opened.config == {"x": 1}
 
 
 def test_names_and_shapes_are_known_before_weights_are_read(tmp_path):
@@ -51,10 +49,8 @@ def test_names_and_shapes_are_known_before_weights_are_read(tmp_path):
         assert_holds(tmp_path / name)
 
 
-def test_files_whose_storages_may_be_larger_than_they_are_themselves_are_refused(tmp_path):
-    """In the format before torch 1.6, a file of kilobytes may ask for gigabytes of memory before
-    its shapes are known.
-    """
+def test_files_in_torchs_old_format_are_an_error(tmp_path):
+    """Before torch 1.6, a small file could allocate gigabytes before shapes are known."""
     torch.save(TENSORS, folder(tmp_path) / "pytorch_model.bin", _use_new_zipfile_serialization=False)
     with pytest.raises(ValueError, match="not a plain file of tensors as torch writes them since 1.6"):
         open_folder(tmp_path)
@@ -66,7 +62,7 @@ class Hostile:
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_a_hostile_pickle_is_refused_and_not_run(tmp_path, monkeypatch, zipped):
+def test_a_hostile_pickle_is_an_error_and_not_executed(tmp_path, monkeypatch, zipped):
     monkeypatch.setenv("HOSTILE", str(tmp_path))
     path = folder(tmp_path / "a")
     torch.save({"a": Hostile()}, path / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
@@ -80,14 +76,14 @@ def test_a_hostile_pickle_is_refused_and_not_run(tmp_path, monkeypatch, zipped):
 
 
 @pytest.mark.parametrize("content", [[1, 2], {"a": {"nested": 1.0}}, torch.ones(2)])
-def test_a_file_of_something_else_than_named_tensors_is_refused(tmp_path, content):
+def test_a_file_without_named_tensors_is_an_error(tmp_path, content):
     torch.save(content, folder(tmp_path / "a") / "pytorch_model.bin")
     with pytest.raises(ValueError, match="holds something else than named tensors"):
         open_folder(tmp_path / "a")
 
 
 @pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/secret", "..", "", "sub/one.safetensors", "..\\x", "C:x"])
-def test_an_index_names_no_file_outside_of_its_folder(tmp_path, name):
+def test_an_index_that_names_a_file_outside_of_its_folder_is_an_error(tmp_path, name):
     safetensors.torch.save_file(TENSORS, tmp_path / "secret.safetensors")
     with_index(tmp_path / "a", {"a": name})
     with pytest.raises(ValueError, match="files of a folder lie in it"):
@@ -104,27 +100,27 @@ def test_an_index_names_no_file_outside_of_its_folder(tmp_path, name):
         ([], "must name a file for each tensor"),
     ],
 )
-def test_an_index_that_is_not_its_files_is_refused(tmp_path, weight_map, message):
+def test_an_index_that_contradicts_its_files_is_an_error(tmp_path, weight_map, message):
     with_index(tmp_path / "a", weight_map)
     with pytest.raises(ValueError, match=message):
         open_folder(tmp_path / "a")
 
 
-def test_a_tensor_in_two_files_is_not_taken_from_the_last(tmp_path):
+def test_a_tensor_in_two_files_is_an_error(tmp_path):
     with_index(tmp_path / "a", {"a": "one.safetensors", "b": "two.safetensors", "c": "two.safetensors"})
     safetensors.torch.save_file({name: TENSORS[name] for name in "abc"}, tmp_path / "a" / "two.safetensors")
     with pytest.raises(ValueError, match="in two files|don't agree on a"):
         open_folder(tmp_path / "a")
 
 
-def test_numbers_of_a_type_that_drafters_have_not_are_named(tmp_path):
+def test_an_unsupported_dtype_is_named(tmp_path):
     header = b'{"a":{"dtype":"U16","shape":[1],"data_offsets":[0,2]}}'
     folder(tmp_path / "a", model__safetensors=len(header).to_bytes(8, "little") + header + b"\0\0")
     shapes = open_folder(tmp_path / "a").shapes
     assert shape_problems(shapes, {"a": torch.empty(1)}) == ["a is of torch.uint16, not torch.float32"]
 
 
-def test_damaged_and_empty_folders_say_what_is_wrong(tmp_path):
+def test_damaged_and_empty_folders_are_errors_that_name_the_problem(tmp_path):
     with pytest.raises(ValueError, match="has no config.json"):
         open_folder(tmp_path)
     with pytest.raises(ValueError, match=r"has no model.safetensors or pytorch_model.bin beside its config.json, but nothing"):
@@ -141,7 +137,7 @@ def test_damaged_and_empty_folders_say_what_is_wrong(tmp_path):
         open_folder(tmp_path / "d").load()
 
 
-def test_a_compressed_file_is_refused_before_it_is_unpacked(tmp_path):
+def test_a_compressed_file_is_an_error_before_it_is_decompressed(tmp_path):
     torch.save({"a": torch.zeros(1000)}, tmp_path / "plain.bin")
     path = folder(tmp_path / "a") / "pytorch_model.bin"
     with zipfile.ZipFile(tmp_path / "plain.bin") as plain, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
@@ -151,11 +147,11 @@ def test_a_compressed_file_is_refused_before_it_is_unpacked(tmp_path):
         open_folder(tmp_path / "a")
 
 
-def test_a_file_with_a_changed_byte_is_refused_by_its_checksum(tmp_path):
+def test_a_changed_byte_is_detected_by_the_checksum(tmp_path):
     path = folder(tmp_path / "a") / "pytorch_model.bin"
     torch.save({"a": torch.full((1000,), 7.0)}, path)
     content = path.read_bytes()
-    position = content.index(b"\0\0\xe0\x40" * 8)  # the numbers, which torch itself doesn't check
+    position = content.index(b"\0\0\xe0\x40" * 8)  # the weights, whose checksum torch doesn't check
     path.write_bytes(content[:position] + b"\1" + content[position + 1 :])
     assert torch.load(path, weights_only=True)["a"][0] != 7.0
     with pytest.raises(ValueError, match="not a plain file of tensors .* is damaged"):
@@ -169,7 +165,7 @@ def test_tensors_without_plain_numbers_are_refused(tmp_path, tensor):
         open_folder(tmp_path / "a").load()
 
 
-def test_numbers_in_8_bits_are_checked_too(tmp_path):
+def test_tensors_in_8_bits_are_checked_for_nan(tmp_path):
     wrong = torch.tensor([1.0, float("nan")]).to(torch.float8_e4m3fn)
     safetensors.torch.save_file({"a": wrong}, folder(tmp_path / "a") / "model.safetensors")
     with pytest.raises(ValueError, match="a holds numbers that aren't finite"):
@@ -177,7 +173,7 @@ def test_numbers_in_8_bits_are_checked_too(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["num_draft_layers", "num_hidden_layers", "medusa_num_heads"])
-def test_more_layers_than_tensors_are_refused_before_they_are_made(tmp_path, name):
+def test_more_layers_than_tensors_are_an_error_before_they_are_built(tmp_path, name):
     safetensors.torch.save_file(TENSORS, folder(tmp_path / "a") / "model.safetensors")
     (tmp_path / "a" / "config.json").write_text(json.dumps({name: 3_000_000}))
     with pytest.raises(ValueError, match=f"has {name} 3000000, and there are {len(TENSORS)} tensors in all"):

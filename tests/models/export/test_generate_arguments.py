@@ -1,4 +1,4 @@
-"""What `generate` was asked for: honoured as transformers does, or refused by name."""
+"""Arguments of `generate`: they act as in transformers, or are errors that name them."""
 
 from pathlib import Path
 from typing import Any
@@ -32,11 +32,11 @@ MASK = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]])
 
 @pytest.fixture
 def folder(package_dirs: dict[str, Path]) -> str:
-    # whose drafts are accepted: several tokens come at once
+    # Its drafts are accepted, so that a step yields several tokens.
     return str(package_dirs["draft_model"])
 
 
-def test_a_length_that_the_prompt_has_already_leaves_one_token(model, folder):
+def test_a_maximum_length_below_the_prompts_leaves_one_token(model, folder):
     criteria = StoppingCriteriaList([MaxLengthCriteria(3)])
     plain = model.generate(input_ids=PROMPT, max_new_tokens=5, stopping_criteria=criteria)
     assert plain.shape[1] == 6
@@ -45,43 +45,43 @@ def test_a_length_that_the_prompt_has_already_leaves_one_token(model, folder):
 
 @pytest.fixture
 def stop_text(model, tiny_tokenizer) -> str:
-    """A token's text that an answer to the prompt holds, soon."""
+    """Return the text of an early token of the answer."""
     free = model.generate(input_ids=PROMPT, max_new_tokens=20)
     return next(text for token in free[0, 6:] if (text := tiny_tokenizer.decode([token])).isascii() and text.isprintable())
 
 
-@pytest.mark.parametrize("told_by", ["argument", "generation_config", "model", "model, not generation_config"])
-def test_stop_strings_end_where_transformers_ends(model, folder, tiny_tokenizer, stop_text, told_by):
+@pytest.mark.parametrize("source", ["argument", "generation_config", "model", "model, not generation_config"])
+def test_stop_strings_end_where_transformers_ends(model, folder, tiny_tokenizer, stop_text, source):
     options: dict[str, Any] = {"input_ids": PROMPT, "tokenizer": tiny_tokenizer, "max_new_tokens": 20}
-    if told_by == "argument":
+    if source == "argument":
         options["stop_strings"] = [stop_text]
-    elif told_by == "generation_config":
+    elif source == "generation_config":
         options["generation_config"] = GenerationConfig(max_new_tokens=options.pop("max_new_tokens"), stop_strings=[stop_text])
     else:
         model.generation_config.stop_strings = [stop_text]
-    if told_by == "model, not generation_config":
+    if source == "model, not generation_config":
         options["generation_config"] = GenerationConfig(max_new_tokens=options.pop("max_new_tokens"))
     plain = model.generate(**options)
     assert plain.shape[1] < 25
     assert torch.equal(generate(model, drafter=folder, **options), plain)
-    if told_by.startswith("model"):
-        assert model.generation_config.stop_strings == [stop_text]  # for whoever asks next
+    if source.startswith("model"):
+        assert model.generation_config.stop_strings == [stop_text]  # unchanged for the next call
 
 
-def test_an_argument_overrules_the_models_own_stop_strings(model, folder, tiny_tokenizer, stop_text):
+def test_an_argument_overrides_the_models_stop_strings(model, folder, tiny_tokenizer, stop_text):
     model.generation_config.stop_strings = [stop_text]
     plain = model.generate(input_ids=PROMPT, max_new_tokens=20, stop_strings=None)
     assert plain.shape[1] == 25
     assert torch.equal(generate(model, drafter=folder, input_ids=PROMPT, max_new_tokens=20, stop_strings=None), plain)
-    own = StoppingCriteriaList([StopStringCriteria(tiny_tokenizer, ["never to be said"])])
-    options = {"input_ids": PROMPT, "max_new_tokens": 20, "stopping_criteria": own, "tokenizer": tiny_tokenizer}
+    criteria = StoppingCriteriaList([StopStringCriteria(tiny_tokenizer, ["never to be said"])])
+    options = {"input_ids": PROMPT, "max_new_tokens": 20, "stopping_criteria": criteria, "tokenizer": tiny_tokenizer}
     assert torch.equal(generate(model, drafter=folder, **options), plain)
     with pytest.raises(ValueError, match=r"the model's generation config has stop_strings \[.*give generate the tokenizer"):
         generate(model, drafter=folder, input_ids=PROMPT, max_new_tokens=20)
 
 
-def test_the_distribution_that_is_sampled_is_transformers_own(model):
-    """Its processors in their order, among them the top_k of 50 that it has by default."""
+def test_the_sampled_distribution_is_that_of_transformers(model):
+    """Its processors act in its order, including its default top_k of 50."""
     seen = {}
 
     def spy(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
@@ -94,15 +94,15 @@ def test_the_distribution_that_is_sampled_is_transformers_own(model):
 
 
 def rule_for(model: PreTrainedModel, *warpers: LogitsProcessor, **options: Any) -> Any:
-    """The rule that these make, before transformers' own."""
+    """Return the acceptance rule that these warpers give, before transformers' own warpers."""
     seen = {}
 
     def spy(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
         seen["rule"] = rule_of(generation_config, logits_processor)
         return input_ids
 
-    given = {"logits_processor": LogitsProcessorList(warpers), "custom_generate": spy, "max_new_tokens": 2, **options}
-    model.generate(input_ids=PROMPT, **given)
+    arguments = {"logits_processor": LogitsProcessorList(warpers), "custom_generate": spy, "max_new_tokens": 2, **options}
+    model.generate(input_ids=PROMPT, **arguments)
     return seen["rule"]
 
 
@@ -114,16 +114,16 @@ def rule_for(model: PreTrainedModel, *warpers: LogitsProcessor, **options: Any) 
         (TopPLogitsWarper(0.5, min_tokens_to_keep=2), r"TopPLogitsWarper\(min_tokens_to_keep=2\)"),
     ],
 )
-def test_a_warper_that_does_more_than_its_number_says_is_refused(model, warper, name):
+def test_a_warper_with_further_options_is_an_error(model, warper, name):
     with pytest.raises(ValueError, match=f"can't honour {name}"):
         rule_for(model, warper, do_sample=True)
 
 
-def test_a_warper_of_the_callers_is_as_good_as_the_option(model):
-    """`min_tokens_to_keep` of top-k included, which is the greater number there."""
+def test_a_callers_warper_acts_like_the_option(model):
+    """This includes top-k's `min_tokens_to_keep`, where it is the greater number."""
     assert rule_for(model, TopKLogitsWarper(5, min_tokens_to_keep=9), do_sample=True, top_k=0).sampling.top_k == 9
     assert rule_for(model, TopPLogitsWarper(0.5), do_sample=True, top_k=0).sampling.top_p == 0.5
-    # there both would act
+    # Here the caller's warper and the default one would both act.
     with pytest.raises(ValueError, match="TopKLogitsWarper.*each once, in that order"):
         rule_for(model, TopKLogitsWarper(5), do_sample=True)
 
@@ -158,7 +158,7 @@ def test_warpers_change_no_greedy_text(model, folder):
         ({"stop_strings": ["a"]}, "give generate the tokenizer"),
     ],
 )
-def test_what_cant_be_honoured_is_refused_by_name(model, folder, options, message):
+def test_an_unsupported_argument_is_an_error_that_names_it(model, folder, options, message):
     with pytest.raises(ValueError, match=message):
         generate(model, **{"drafter": folder, "input_ids": PROMPT, "max_new_tokens": 5, "eos_token_id": 299, **options})
 
@@ -179,7 +179,7 @@ def test_what_cant_be_honoured_is_refused_by_name(model, folder, options, messag
         ({"pack_weights": "no"}, "pack_weights is 'no'; give True or False"),
     ],
 )
-def test_odd_values_of_its_own_arguments_are_refused_with_value_and_remedy(options, message):
+def test_wrong_values_of_our_arguments_are_errors_with_value_and_remedy(options, message):
     values = {"drafter": None, "drafter_options": None, "seed": None, "generator": None, "pack_weights": False}
     require_own_arguments(**values)
     with pytest.raises(ValueError, match=message):
@@ -187,7 +187,7 @@ def test_odd_values_of_its_own_arguments_are_refused_with_value_and_remedy(optio
 
 
 @pytest.mark.parametrize("options", [{"cache_implementation": "dynamic"}, {"use_cache": False}, {"logits_to_keep": 1}])
-def test_what_changes_no_answer_is_taken(model, folder, options):
+def test_arguments_that_change_no_answer_are_accepted(model, folder, options):
     plain = model.generate(input_ids=PROMPT, max_new_tokens=8)
     assert torch.equal(generate(model, drafter=folder, input_ids=PROMPT, max_new_tokens=8, **options), plain)
 
@@ -198,7 +198,7 @@ def test_a_misspelt_option_is_refused(model, folder):
 
 
 @pytest.mark.parametrize("kind", ["filled", "empty", "static"])
-def test_a_cache_of_the_callers_is_refused_and_not_left_as_it_was(model, folder, kind):
+def test_a_callers_cache_is_an_error(model, folder, kind):
     caches = {
         "filled": lambda: model(PROMPT, use_cache=True).past_key_values,
         "empty": lambda: DynamicCache(config=model.config),

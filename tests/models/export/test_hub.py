@@ -1,6 +1,4 @@
-"""Drafters to the Hub and back, through huggingface_hub's own client and a server that speaks the
-Hub's language.
-"""
+"""Push and pull of drafters, with huggingface_hub's client and a local server with its API."""
 
 import logging
 import os
@@ -29,12 +27,12 @@ from outrider.models.target.loading import load_target
 
 from .hub_server import READER, WRITER, Hub, serving
 
-# huggingface_hub's own way of uploading.
+# huggingface_hub itself uploads this way.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")
 
 REPO = "user/drafter"
-# Through a shell's own command and transformers' own entrance, in a process that knows the Hub by
-# HF_ENDPOINT alone.
+# The command `push` and transformers' `generate`, in a process that finds the Hub by HF_ENDPOINT
+# alone.
 SCRIPT = """
 import sys
 import torch
@@ -51,7 +49,7 @@ assert torch.equal(tokens, model.generate(**inputs)), tokens
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
-    """A Hub of its own for each test, with the token that may write, and an empty cache."""
+    """Start a new Hub for each test, with a token that may write and an empty cache."""
     with serving() as server:
         monkeypatch.setattr(constants, "ENDPOINT", server.url)
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}")
@@ -72,7 +70,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_what_is_pushed_is_pulled_byte_for_byte(hub: Hub, folder: Path, tmp_path: Path) -> None:
+def test_a_pushed_folder_is_pulled_byte_for_byte(hub: Hub, folder: Path, tmp_path: Path) -> None:
     pushed = push(folder, REPO)
     assert pushed.private
     assert set(pushed.added) == content(folder).keys()
@@ -86,19 +84,19 @@ def test_weights_go_through_the_protocol_for_large_files(hub: Hub, folder: Path)
     assert list(hub.objects.values()) == [(folder / "model.safetensors").read_bytes()]
 
 
-def test_a_repository_is_public_only_where_it_is_said_so(hub: Hub, folder: Path) -> None:
+def test_a_repository_is_public_only_with_the_option(hub: Hub, folder: Path) -> None:
     assert not push(folder, REPO, public=True).private
     assert not hub.repositories[REPO].private
 
 
-def test_the_same_again_commits_nothing(hub: Hub, folder: Path) -> None:
+def test_a_second_push_of_equal_files_commits_nothing(hub: Hub, folder: Path) -> None:
     first, second = push(folder, REPO), push(folder, REPO)
     assert (second.added, second.deleted, second.commit) == ([], [], first.commit)
     assert len(hub.repositories[REPO].commits) == 2  # the Hub's own and ours
 
 
 @pytest.mark.parametrize("name", ["README.md", "model.safetensors"])
-def test_a_branch_with_other_content_is_not_overwritten_unasked(hub: Hub, folder: Path, name: str) -> None:
+def test_a_branch_with_other_content_is_overwritten_only_with_the_option(hub: Hub, folder: Path, name: str) -> None:
     push(folder, REPO)
     before = dict(hub.repositories[REPO].branches)
     if name == "README.md":
@@ -113,7 +111,7 @@ def test_a_branch_with_other_content_is_not_overwritten_unasked(hub: Hub, folder
     assert push(folder, REPO, overwrite=True).added == [name]
 
 
-def test_files_of_somebody_else_are_neither_mixed_with_ours_nor_deleted_unasked(hub: Hub, folder: Path) -> None:
+def test_files_of_other_users_are_deleted_only_with_overwrite(hub: Hub, folder: Path) -> None:
     hub.make(REPO, {"pytorch_model.bin": b"theirs"})
     with pytest.raises(ValueError, match="pytorch_model.bin"):
         push(folder, REPO)
@@ -129,7 +127,7 @@ def test_a_new_branch_holds_the_folder_alone_and_main_stays(hub: Hub, folder: Pa
     assert hub.repositories[REPO].commits[pushed.commit].keys() - {".gitattributes"} == content(folder).keys()
 
 
-def test_a_push_to_a_new_branch_that_fails_leaves_no_branch_in_the_way_of_the_next(hub: Hub, folder: Path) -> None:
+def test_a_failed_push_to_a_new_branch_removes_the_branch(hub: Hub, folder: Path) -> None:
     hub.make(REPO, {"README.md": b"theirs"})
     hub.refused["/commit/"] = 403
     with pytest.raises(ValueError, match="HTTP 403"):
@@ -140,8 +138,8 @@ def test_a_push_to_a_new_branch_that_fails_leaves_no_branch_in_the_way_of_the_ne
     assert hub.repositories[REPO].branches.keys() == {"main", "v2"}
 
 
-def test_a_file_that_the_hub_leaves_out_is_told(hub: Hub, folder: Path) -> None:
-    """A repository's .gitignore does that, and huggingface_hub only logs it."""
+def test_a_file_that_the_hub_ignores_is_an_error(hub: Hub, folder: Path) -> None:
+    """A repository's .gitignore can do that, and huggingface_hub only logs it."""
     hub.make(REPO)
     hub.ignored.add("certificate.json")
     (folder / "certificate.json").write_text("{}")
@@ -149,12 +147,12 @@ def test_a_file_that_the_hub_leaves_out_is_told(hub: Hub, folder: Path) -> None:
         push(folder, REPO)
 
 
-def test_a_branch_that_a_broken_push_has_left_is_told_and_that_of_somebody_else_never_taken(
+def test_a_branch_left_by_a_broken_push_is_logged_and_never_overwritten_silently(
     hub: Hub, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The way there broke: neither could the commit be made nor the branch be removed.
+    """The connection broke: the push could neither commit nor remove the branch.
 
-    It looks like one that somebody has made of main, which holds what nobody asked to replace.
+    Such a branch looks like one that another user made from main, so it must not be overwritten.
     """
     hub.make(REPO, {"README.md": b"theirs"})
     hub.refused |= {"/commit/": 403, "DELETE": 503}
@@ -174,8 +172,8 @@ def test_a_branch_that_a_broken_push_has_left_is_told_and_that_of_somebody_else_
     assert hub.repositories[REPO].commits[pushed.commit].keys() - {".gitattributes"} == content(folder).keys()
 
 
-def test_a_commit_in_between_is_not_overwritten(hub: Hub, folder: Path) -> None:
-    """Somebody commits after the branch was looked at."""
+def test_a_concurrent_commit_is_not_overwritten(hub: Hub, folder: Path) -> None:
+    """The other commit happens after the push has read the branch."""
     repository = hub.make(REPO)
 
     class Racing(dict[str, bytes]):
@@ -184,7 +182,7 @@ def test_a_commit_in_between_is_not_overwritten(hub: Hub, folder: Path) -> None:
             repository.commit("main", {"theirs.txt": b"new"})
 
     hub.objects = Racing()
-    with pytest.raises(ValueError, match="HTTP 412: the branch has changed since it was looked at"):
+    with pytest.raises(ValueError, match="HTTP 412: the branch has changed since the command read it"):
         push(folder, REPO)
     assert repository.commits[repository.branches["main"]] == {"theirs.txt": b"new"}
 
@@ -198,7 +196,7 @@ def test_a_commit_in_between_is_not_overwritten(hub: Hub, folder: Path) -> None:
         (READER, "HTTP 403: your token may not do this"),
     ],
 )
-def test_a_token_that_wont_do_is_told_and_never_shown(hub, folder, monkeypatch, caplog, token, message):
+def test_an_invalid_token_is_an_error_that_never_shows_it(hub, folder, monkeypatch, caplog, token, message):
     monkeypatch.delenv("HF_TOKEN") if token is None else monkeypatch.setenv("HF_TOKEN", token)
     with caplog.at_level(logging.DEBUG), pytest.raises(ValueError, match=message) as error:
         push(folder, REPO)
@@ -212,12 +210,12 @@ def test_a_token_that_wont_do_is_told_and_never_shown(hub, folder, monkeypatch, 
     ("part", "status", "message"),
     [
         ("/commit/", 403, "HTTP 403: your token may not do this"),
-        ("/preupload/", 409, "HTTP 409: the repository is there already"),
+        ("/preupload/", 409, "HTTP 409: the repository exists already"),
         ("/objects/", 403, "HTTP 403"),
         ("/api/repos/create", 400, "HTTP 400: the Hub answers"),
     ],
 )
-def test_a_refusal_on_the_way_is_told_and_nothing_is_half_there(hub, folder, part, status, message):
+def test_an_http_error_during_a_push_leaves_no_partial_commit(hub, folder, part, status, message):
     hub.refused[part] = status
     with pytest.raises(ValueError, match=message):
         push(folder, REPO)
@@ -225,7 +223,7 @@ def test_a_refusal_on_the_way_is_told_and_nothing_is_half_there(hub, folder, par
     assert repository is None or set(repository.commits[repository.branches["main"]]) == {".gitattributes"}
 
 
-def test_what_the_hub_says_of_an_error_that_nobody_expects_is_told(hub, folder):
+def test_the_hubs_message_of_an_unexpected_error_is_shown_without_secrets(hub, folder):
     hub.refused["/preupload/"] = 402
     hub.message = "storage limit reached; see https://hub/settings?token=secret"
     with pytest.raises(ValueError, match="HTTP 402: the Hub answers: storage limit reached") as error:
@@ -234,16 +232,16 @@ def test_what_the_hub_says_of_an_error_that_nobody_expects_is_told(hub, folder):
 
 
 @pytest.mark.parametrize(
-    ("said", "message"),
+    ("error_text", "message"),
     [
         ("HTTP status client error (403 Forbidden), domain: https://x/y?signature=secret", "HTTP 403: your token may not do"),
         ("HTTP status server error (503 Unavailable)", "HTTP 503: the Hub answers: HTTP status server error"),
         ("no route to host cas.xet:443", "the connection to the Hub broke .ConnectionError"),
     ],
 )
-def test_a_refusal_of_what_uploads_large_files_is_told_by_its_status(hub, folder, monkeypatch, said, message):
+def test_an_error_of_the_large_file_upload_is_shown_by_its_status(hub, folder, monkeypatch, error_text, message):
     def refuse(*args: object, **kwargs: object) -> None:
-        raise ConnectionError(said)
+        raise ConnectionError(error_text)
 
     monkeypatch.setattr("huggingface_hub.HfApi.create_commit", refuse)
     with pytest.raises(ValueError, match=message) as error:
@@ -251,24 +249,24 @@ def test_a_refusal_of_what_uploads_large_files_is_told_by_its_status(hub, folder
     assert "secret" not in str(error.value)
 
 
-def test_a_hub_that_isnt_there_is_told(hub, folder, tmp_path, monkeypatch):
+def test_an_unreachable_hub_is_an_error_with_the_remedy(hub, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(ValueError, match="the connection to the Hub broke .*check the network"):
         push(folder, REPO)
     with pytest.raises(ValueError, match="can't be reached|connection to the Hub broke"):
         pull(REPO, tmp_path / "pulled")
-    with pytest.raises(ValueError, match="there is no folder user/drafter here, .* isn't in the cache"):
+    with pytest.raises(ValueError, match="there is no local folder user/drafter, .* isn't in the cache"):
         resolve_drafter(REPO)
 
 
-def test_offline_is_told(hub, folder, monkeypatch):
+def test_a_push_in_offline_mode_is_an_error(hub, folder, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match="HF_HUB_OFFLINE"):
         push(folder, REPO)
     assert not hub.requests
 
 
-def test_what_isnt_there_is_told(hub, tmp_path):
+def test_a_missing_repository_revision_or_drafter_is_an_error(hub, tmp_path):
     with pytest.raises(ValueError, match="user/nothing: HTTP 404: there is no such repository, or it is private"):
         pull("user/nothing", tmp_path / "pulled")
     hub.make(REPO)
@@ -279,7 +277,7 @@ def test_what_isnt_there_is_told(hub, tmp_path):
     assert not list(tmp_path.glob("pulled*")) + list(tmp_path.glob(".pulled*"))
 
 
-def test_a_folder_with_something_in_it_is_not_pulled_into(hub, folder):
+def test_a_pull_into_a_folder_with_files_is_an_error(hub, folder):
     with pytest.raises(ValueError, match="is there already"):
         pull(REPO, folder)
     assert not hub.requests
@@ -299,7 +297,7 @@ def test_a_drafter_is_loaded_from_the_hub_without_its_code(hub, folder, tiny_tar
     assert fetched == {"config.json", "model.safetensors"}
 
 
-def test_a_revision_of_the_hub_may_hold_another_kind_of_drafter(hub, folder, package_dirs, tiny_target_dir):
+def test_a_revision_on_the_hub_may_hold_another_kind_of_drafter(hub, folder, package_dirs, tiny_target_dir):
     push(folder, REPO)
     push(package_dirs["medusa"], REPO, revision="heads")
     target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="float32", device="cpu"))
@@ -307,7 +305,7 @@ def test_a_revision_of_the_hub_may_hold_another_kind_of_drafter(hub, folder, pac
     assert type(load_drafter(REPO, target, revision="heads")) is Medusa
 
 
-def test_a_training_starts_from_a_drafter_of_the_hub(hub, folder, tiny_target_dir):
+def test_training_starts_from_a_drafter_on_the_hub(hub, folder, tiny_target_dir):
     push(folder, REPO)
     target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="float32", device="cpu"))
     started, there = build_drafter(parse_drafter({"start_from": REPO}), target), load_drafter(folder, target)
@@ -315,7 +313,7 @@ def test_a_training_starts_from_a_drafter_of_the_hub(hub, folder, tiny_target_di
     assert starting_weights(parse_drafter({"start_from": f"{REPO}@main"})) == sha256_file(folder / "model.safetensors")
 
 
-def test_a_choice_that_would_be_written_beside_a_drafter_of_the_hub_is_refused_before_any_work(hub, tmp_path):
+def test_tuning_a_drafter_on_the_hub_is_an_error_before_any_work(hub, tmp_path):
     app = typer.Typer()
     app.command()(tune_command)
     result = CliRunner().invoke(app, ["--target", "no/target", "--drafter", REPO, "--output", str(tmp_path)])
@@ -332,13 +330,13 @@ def test_a_revision_may_follow_the_name(hub, folder):
     assert resolve_drafter(REPO).name == hub.repositories[REPO].branches["main"] != second.commit
 
 
-def test_a_folder_is_a_folder_even_where_it_looks_like_a_name(hub, tmp_path, monkeypatch):
+def test_an_existing_folder_is_preferred_to_a_name_on_the_hub(hub, tmp_path, monkeypatch):
     (tmp_path / "user" / "drafter").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert resolve_drafter("user/drafter") == Path("user/drafter")
     assert resolve_drafter("/no/such/folder") == Path("/no/such/folder")
     assert not hub.requests
-    with pytest.raises(ValueError, match="there is no folder outputs/drafter here, .* HTTP 404"):
+    with pytest.raises(ValueError, match="there is no local folder outputs/drafter, .* HTTP 404"):
         resolve_drafter("outputs/drafter")
 
 

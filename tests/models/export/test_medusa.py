@@ -1,4 +1,4 @@
-"""Medusa: the reference's own forward says the same, and what others have published is read whole."""
+"""Medusa formats, against the reference's forward pass and published configurations."""
 
 import json
 import logging
@@ -28,10 +28,10 @@ class Block(nn.Module):
 
 
 def reference(num_heads: int, num_layers: int) -> nn.ModuleList:
-    """The heads as medusa/model/medusa_model.py of the release builds them (commit 11af0aa): with
-    one block, whose names and order these are.
+    """Build the heads as medusa/model/medusa_model.py of the release does (commit 11af0aa).
 
-    It loads `medusa_lm_head.pt` into them; what is missing or strange there it passes over.
+    Names and order are the release's, for one block. The release loads `medusa_lm_head.pt` into
+    such heads, and ignores missing and unknown tensors.
     """
     return nn.ModuleList(
         nn.Sequential(*(Block() for _ in range(num_layers)), nn.Linear(H, V, bias=False)) for _ in range(num_heads)
@@ -45,7 +45,7 @@ def assert_same_logits(drafter: Any, heads: nn.ModuleList) -> None:
         assert torch.allclose(drafter.logits(hidden), expected, atol=1e-5)
 
 
-def test_the_reference_loads_the_export_and_says_the_same(llama, make_drafter, tmp_path):
+def test_the_reference_loads_the_export_with_equal_logits(llama, make_drafter, tmp_path):
     drafter = make_drafter("medusa", llama, num_heads=3)
     write_folder(REFERENCE, drafter, tmp_path / "a", llama)
     config = json.loads((tmp_path / "a" / "config.json").read_text())
@@ -62,9 +62,10 @@ def test_the_reference_loads_the_export_and_says_the_same(llama, make_drafter, t
 
 
 def test_tensorrts_conversion_finds_its_names_in_the_export(llama, make_drafter, tmp_path):
-    """It reads these of `medusa_lm_head.safetensors`, as many heads as it is told, or as its
-    configuration says (`load_medusa_hf` in tensorrt_llm/models/llama/convert.py,
-    `MedusaConfig.from_hugging_face`; versions up to 1.1).
+    """It reads these tensors of `medusa_lm_head.safetensors`.
+
+    The number of heads is an argument or in its configuration. Sources: `load_medusa_hf` in
+    tensorrt_llm/models/llama/convert.py and `MedusaConfig.from_hugging_face`, versions up to 1.1.
     """
     drafter = make_drafter("medusa", llama, num_heads=2, num_layers=2)
     write_folder(TENSORRT, drafter, tmp_path / "a", llama)
@@ -76,7 +77,7 @@ def test_tensorrts_conversion_finds_its_names_in_the_export(llama, make_drafter,
         for layer in range(2):
             expected |= {f"{head}.{layer}.linear.weight": (H, H), f"{head}.{layer}.linear.bias": (H,)}
         expected[f"{head}.2.weight"] = (V, H)
-    assert {name: tuple(each.shape) for name, each in tensors.items()} == expected
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == expected
     heads = reference(2, 2)
     heads.load_state_dict(tensors, strict=True)
     assert_same_logits(drafter, heads)
@@ -91,7 +92,7 @@ def test_tensorrts_conversion_finds_its_names_in_the_export(llama, make_drafter,
         (TENSORRT, {"share_head": True}, "share the target's output layer.*train with share_head=false"),
     ],
 )
-def test_heads_that_the_formats_have_no_place_for_are_refused(format, options, message, llama, make_drafter, tmp_path):
+def test_heads_that_the_formats_cannot_hold_are_an_error(format, options, message, llama, make_drafter, tmp_path):
     with pytest.raises(ValueError, match=message):
         write_folder(format, make_drafter("medusa", llama, **options), tmp_path / "a", llama)
     assert not (tmp_path / "a").exists()
@@ -99,15 +100,15 @@ def test_heads_that_the_formats_have_no_place_for_are_refused(format, options, m
 
 def release(path: Path, heads: nn.ModuleList, *, prefix: str = "", file: str = "medusa_lm_head.pt", **config: Any) -> None:
     path.mkdir()
-    tensors = {prefix + name: each.detach() for name, each in heads.state_dict().items()}
+    tensors = {prefix + name: tensor.detach() for name, tensor in heads.state_dict().items()}
     torch.save(tensors, path / file) if file.endswith(".pt") else safetensors.torch.save_file(tensors, path / file)
-    said = {"base_model_name_or_path": "lmsys/vicuna-7b-v1.3", "transformers_version": "4.31.0", **config}
-    (path / "config.json").write_text(json.dumps(said))
+    stored_config = {"base_model_name_or_path": "lmsys/vicuna-7b-v1.3", "transformers_version": "4.31.0", **config}
+    (path / "config.json").write_text(json.dumps(stored_config))
 
 
 @pytest.mark.parametrize("prefix", ["", "medusa_head."])
 @pytest.mark.parametrize("file", ["medusa_lm_head.pt", "medusa_lm_head.safetensors"])
-def test_medusa_of_the_release_becomes_a_drafter(prefix, file, llama, tmp_path):
+def test_medusa_of_the_release_is_imported(prefix, file, llama, tmp_path):
     heads = reference(4, 1)
     release(tmp_path / "a", heads, prefix=prefix, file=file, medusa_num_heads=4, medusa_num_layers=1)
     assert format_of(tmp_path / "a").name == "medusa"
@@ -153,13 +154,13 @@ def test_tensorrts_and_vllms_names_are_read(names, config, llama, tmp_path):
         ({"num_hidden_layers": 1}, "has 2 blocks in a head, and its config.json says num_hidden_layers 1"),
     ],
 )
-def test_what_vllms_configuration_says_is_held_against_the_heads(config, message, llama, tmp_path):
+def test_vllms_configuration_is_compared_with_the_heads(config, message, llama, tmp_path):
     release(tmp_path / "a", reference(3, 2), **{**VLLM, **config})
     with pytest.raises(ValueError, match=message):
         import_drafter(tmp_path / "a", llama)
 
 
-def test_heads_beside_weights_of_something_else_are_read(llama, tmp_path):
+def test_heads_beside_other_weights_are_read(llama, tmp_path):
     heads = reference(2, 1)
     release(tmp_path / "a", heads, medusa_num_heads=2, medusa_num_layers=1)
     safetensors.torch.save_file({"x": torch.ones(1)}, tmp_path / "a" / "model.safetensors")
@@ -167,7 +168,7 @@ def test_heads_beside_weights_of_something_else_are_read(llama, tmp_path):
     assert_same_logits(import_drafter(tmp_path / "a", llama), heads)
 
 
-def test_heads_that_a_published_configuration_miscounts_are_all_read(llama, tmp_path, caplog):
+def test_all_heads_are_read_if_the_configuration_has_a_wrong_count(llama, tmp_path, caplog):
     heads = reference(5, 1)
     release(tmp_path / "a", heads, medusa_num_heads=2, medusa_num_layers=1)
     with caplog.at_level(logging.WARNING):
@@ -176,7 +177,7 @@ def test_heads_that_a_published_configuration_miscounts_are_all_read(llama, tmp_
     assert_same_logits(drafter, heads)
 
 
-def test_the_later_layout_without_heads_shares_the_targets(llama, tmp_path):
+def test_the_later_layout_shares_the_targets_head(llama, tmp_path):
     blocks = nn.ModuleList(nn.Sequential(Block()) for _ in range(3))
     release(tmp_path / "a", blocks, medusa_num_heads=3, medusa_num_layers=1, version="2")
     drafter = import_drafter(tmp_path / "a", llama)
@@ -192,13 +193,13 @@ def test_the_later_layout_without_heads_shares_the_targets(llama, tmp_path):
         ({"version": "2"}, "unknown 0.1.weight"),
     ],
 )
-def test_a_configuration_that_is_not_the_heads_is_refused(config, message, llama, tmp_path):
+def test_a_configuration_that_contradicts_the_heads_is_an_error(config, message, llama, tmp_path):
     release(tmp_path / "a", reference(2, 1), **{"medusa_num_heads": 2, "medusa_num_layers": 1, **config})
     with pytest.raises(ValueError, match=message):
         import_drafter(tmp_path / "a", llama)
 
 
-def test_a_head_that_is_missing_is_not_random(llama, tmp_path):
+def test_a_missing_head_is_an_error(llama, tmp_path):
     heads = reference(2, 1)
     release(tmp_path / "a", heads, medusa_num_heads=2, medusa_num_layers=1)
     tensors = heads.state_dict()

@@ -1,4 +1,4 @@
-"""A drafter's folder for the Hub: whole, loadable, and with nothing in it that isn't to be shared."""
+"""Packages for the Hub: complete, loadable, and without files that must not be shared."""
 
 import json
 import shutil
@@ -19,17 +19,17 @@ def folder(package_dirs: dict[str, Path], tmp_path: Path) -> Path:
     return Path(shutil.copytree(package_dirs["redrafter"], tmp_path / "package"))
 
 
-def test_the_folder_is_still_a_drafter_of_ours(package_dirs, drafter_dirs, tiny_target_dir):
+def test_a_package_loads_as_a_drafter(package_dirs, drafter_dirs, tiny_target_dir):
     target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="float32", device="cpu"))
     visited = 0
     for kind, folder in package_dirs.items():
-        packaged, own = load_drafter(folder, target), load_drafter(drafter_dirs[kind], target)
-        assert all(torch.equal(tensor, own.state_dict()[name]) for name, tensor in packaged.state_dict().items())
+        packaged, original = load_drafter(folder, target), load_drafter(drafter_dirs[kind], target)
+        assert all(torch.equal(tensor, original.state_dict()[name]) for name, tensor in packaged.state_dict().items())
         visited += 1
     assert visited == 5
 
 
-def test_it_holds_what_it_is_said_to_hold(folder):
+def test_a_package_holds_the_documented_files(folder):
     names = set(package_files(folder))
     tops = {name for name in names if "/" not in name}
     assert tops == {"README.md", "config.json", "generation_config.json", "model.safetensors"}
@@ -37,7 +37,7 @@ def test_it_holds_what_it_is_said_to_hold(folder):
     assert GenerationConfig.from_pretrained(folder).do_sample is False
 
 
-def test_no_path_of_the_machine_is_in_it(folder, drafter_dirs):
+def test_a_package_holds_no_path_of_the_machine(folder, drafter_dirs):
     for name, path in package_files(folder).items():
         assert str(drafter_dirs["redrafter"].parent).encode() not in path.read_bytes(), name
 
@@ -58,7 +58,7 @@ def test_no_path_of_the_machine_is_in_it(folder, drafter_dirs):
         ("notes.txt", "unknown"),
     ],
 )
-def test_what_isnt_to_be_shared_is_refused_by_name(folder, name, why):
+def test_a_file_that_must_not_be_shared_is_an_error_that_names_it(folder, name, why):
     (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).write_bytes(b"secret")
     with pytest.raises(ValueError, match=f"isn't to be shared: .*{why}.*Move it out"):
@@ -66,7 +66,7 @@ def test_what_isnt_to_be_shared_is_refused_by_name(folder, name, why):
 
 
 @pytest.mark.parametrize("name", ["model2.safetensors", "custom_generate/mine.py"])
-def test_weights_and_code_that_are_no_part_of_the_drafter_are_refused(folder, name):
+def test_weights_and_code_outside_of_the_drafter_are_an_error(folder, name):
     other = folder / ("model.safetensors" if name.endswith(".safetensors") else "custom_generate/absent.py")
     shutil.copyfile(other, folder / name)
     with pytest.raises(ValueError, match=f"holds what is no part of its drafter: {name}. Move it out"):
@@ -74,13 +74,13 @@ def test_weights_and_code_that_are_no_part_of_the_drafter_are_refused(folder, na
 
 
 @pytest.mark.parametrize(("text", "why"), [("[]", "config.json"), ("{}", "format_version"), ("[" * 200_000, "not a JSON file")])
-def test_a_drafter_that_could_not_be_read_is_not_shared(folder, text, why):
+def test_an_unreadable_drafter_is_an_error(folder, text, why):
     (folder / "config.json").write_text(text)
     with pytest.raises(ValueError, match=f"holds no drafter that could be read: .*{why}"):
         package_files(folder)
 
 
-def test_links_are_refused_even_to_files_that_would_be_allowed(folder, tmp_path):
+def test_links_are_an_error_even_to_allowed_files(folder, tmp_path):
     shutil.move(folder / "README.md", tmp_path / "README.md")
     (folder / "README.md").symlink_to(tmp_path / "README.md")
     with pytest.raises(ValueError, match=r"README.md \(a link\)"):
@@ -100,7 +100,7 @@ def test_a_folder_without_a_drafter_is_refused(folder, tmp_path):
         package_files(tmp_path / "nothing")
 
 
-def test_a_failure_leaves_no_half_of_a_folder(drafter_dirs, tmp_path):
+def test_a_failure_leaves_no_partial_folder(drafter_dirs, tmp_path):
     drafter = Path(shutil.copytree(drafter_dirs["redrafter"], tmp_path / "drafter"))
     weights = (drafter / "model.safetensors").read_bytes()
     (drafter / "model.safetensors").write_bytes(weights[: len(weights) // 2])
@@ -112,6 +112,6 @@ def test_a_failure_leaves_no_half_of_a_folder(drafter_dirs, tmp_path):
     assert not list((tmp_path / "out").iterdir() if (tmp_path / "out").exists() else [])
 
 
-def test_a_folder_with_something_in_it_is_left_alone(drafter_dirs, folder):
+def test_a_package_is_not_written_into_a_folder_with_files(drafter_dirs, folder):
     with pytest.raises(ValueError, match="is there already"):
         make_package(drafter_dirs["medusa"], folder, "# Card\n")

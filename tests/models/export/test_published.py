@@ -1,5 +1,6 @@
-"""Configurations as others publish them, key for key, with the sizes of the tests' target: an
-import that stumbles over a key of theirs reads no drafter at all.
+"""Published configurations, key for key, with the sizes of the tests' target.
+
+An import that fails on one of their keys could read none of the published drafters.
 """
 
 import json
@@ -30,7 +31,7 @@ LLAMA = {
     "use_cache": True,
     "vocab_size": V,
 }
-"""What all of them say."""
+"""Keys that all of them have."""
 RELEASE = {**LLAMA, "max_position_embeddings": CONTEXT, "pad_token_id": 0, "transformers_version": "4.28.1"}
 SPECFORGE = {
     **LLAMA,
@@ -81,7 +82,7 @@ EAGLE3 = {
     "release": {**RELEASE, "num_key_value_heads": 2, "draft_vocab_size": DRAFT},
     # github.com/sgl-project/SpecForge: configs/qwen3-32b-eagle3.json
     "qwen3_32b": {**SPECFORGE, **QWEN, "head_dim": 16, "transformers_version": "4.51.0"},
-    # configs/qwen2.5-7b-eagle3.json, of a target whose window isn't used
+    # configs/qwen2.5-7b-eagle3.json; its target doesn't use the sliding window
     "qwen2_5_7b": {**SPECFORGE, **QWEN, "sliding_window": 16, "transformers_version": "4.51.0"},
     # configs/kimi-k2-eagle3.json
     "kimi_k2": {
@@ -93,7 +94,7 @@ EAGLE3 = {
     },
     # configs/phi4-mini-eagle3.json
     "phi4_mini": {**SPECFORGE, "model_type": "phi3", "pad_token_id": 2, "tie_word_embeddings": True},
-    # what SpecForge 0.2.0 makes of the like when it exports, with transformers 5.8.1
+    # the same kind of configuration as exported by SpecForge 0.2.0 with transformers 5.8.1
     "specforges_exporter": {
         **{key: value for key, value in {**SPECFORGE, **QWEN}.items() if key not in ("torch_dtype", "rope_scaling")},
         "dtype": "bfloat16",
@@ -117,7 +118,7 @@ EAGLE3 = {
 
 
 def publish(path: Path, config: dict[str, Any], *, is_eagle3: bool, prefix: str, safe: bool) -> dict[str, torch.Tensor]:
-    """A folder with this configuration and random tensors; those, by the end of their name."""
+    """Write a folder with this configuration and random tensors; return the tensors by name."""
     generator = torch.Generator().manual_seed(0)
     heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads", config["num_attention_heads"])
     head_dim = config.get("head_dim", H // heads)
@@ -134,12 +135,12 @@ def publish(path: Path, config: dict[str, Any], *, is_eagle3: bool, prefix: str,
     }
     if is_eagle3:
         shapes |= {"hidden_norm.weight": (H,), "input_layernorm.weight": (H,)}
-    own = (
+    other_shapes = (
         {"fc.weight": (H, 3 * H), "norm.weight": (H,), "lm_head.weight": (DRAFT, H)} if is_eagle3 else {"fc.weight": (H, 2 * H)}
     )
     if not is_eagle3 and config.get("bias", True):
-        own["fc.bias"] = (H,)
-    named = {f"{prefix}.{name}": shape for name, shape in shapes.items()} | own
+        other_shapes["fc.bias"] = (H,)
+    named = {f"{prefix}.{name}": shape for name, shape in shapes.items()} | other_shapes
     tensors = {name: 0.3 * torch.randn(shape, generator=generator).half() for name, shape in named.items()}
     if is_eagle3:
         drafted = torch.randperm(V, generator=generator)[:DRAFT].sort().values
@@ -166,9 +167,9 @@ def test_eagle1_with_the_keys_of_its_release_is_read(name, llama, tmp_path):
     assert layer["num_key_value_heads"] == config.get("num_key_value_heads", 4)
     assert layer["rope_parameters"]["rope_theta"] == config.get("rope_theta", 10000.0)
     assert layer["rms_norm_eps"] == 1e-05
-    ours = {key.replace("layer.", "layers.0."): each for key, each in drafter.state_dict().items()}
+    ours = {key.replace("layer.", "layers.0."): tensor for key, tensor in drafter.state_dict().items()}
     assert ours.keys() == tensors.keys()
-    assert all(torch.equal(ours[key], each) for key, each in tensors.items())
+    assert all(torch.equal(ours[key], tensor) for key, tensor in tensors.items())
 
 
 @pytest.mark.parametrize("name", EAGLE3)
@@ -183,17 +184,15 @@ def test_eagle3_with_the_keys_that_others_write_is_read(name, llama, tmp_path):
     assert (layer["model_type"], layer["num_key_value_heads"], layer["head_dim"]) == ("llama", 2, config.get("head_dim", 8))
     assert layer["rope_parameters"] == {"rope_type": "default", "rope_theta": config.get("rope_theta", 10000.0)}
     assert drafter.draft_tokens.tolist() == (torch.arange(DRAFT) + tensors["d2t"]).tolist()
-    found = drafter.state_dict()
+    loaded = drafter.state_dict()
     theirs = {f"{prefix}.hidden_norm.weight": "hidden_norm.weight"}
     named = {key: theirs.get(key, key.replace(prefix, "layer")) for key in tensors if key not in ("d2t", "t2d")}
-    assert found.keys() == {*named.values(), "draft_tokens"}
-    assert all(torch.equal(found[ours], tensors[key]) for key, ours in named.items())
+    assert loaded.keys() == {*named.values(), "draft_tokens"}
+    assert all(torch.equal(loaded[ours], tensors[key]) for key, ours in named.items())
 
 
-def test_usual_numbers_that_mean_the_layers_after_them_may_be_said_so(llama, tmp_path):
-    """SGLang adds 1 to what a configuration names, vLLM doesn't: nothing in the file tells for
-    which it was written.
-    """
+def test_feature_layers_may_be_given_where_the_configuration_is_ambiguous(llama, tmp_path):
+    """SGLang adds 1 to a configuration's layers and vLLM doesn't; the file names no engine."""
     publish(tmp_path / "a", EAGLE3["kimi_k2"], is_eagle3=True, prefix="midlayer", safe=True)
     assert import_drafter(tmp_path / "a", llama, options={"feature_layers": [3, 4, 5]}).feature_layers == (3, 4, 5)
 
@@ -211,7 +210,7 @@ def test_usual_numbers_that_mean_the_layers_after_them_may_be_said_so(llama, tmp
         ({"eagle_config": {**OPTIMIZER_NESTED, "use_mtp_layernorm": True}}, "has use_mtp_layernorm True"),
     ],
 )
-def test_keys_that_make_another_drafter_are_named(change, message, llama, tmp_path):
+def test_keys_of_another_architecture_are_named(change, message, llama, tmp_path):
     publish(tmp_path / "a", {**SPECFORGE, **change}, is_eagle3=True, prefix="midlayer", safe=True)
     with pytest.raises(ValueError, match=message):
         import_drafter(tmp_path / "a", llama)

@@ -1,4 +1,4 @@
-"""Every format: what goes out comes back, drafts the same, and nothing else gets in."""
+"""Every format: an export imports bit for bit, drafts the same, and wrong files are errors."""
 
 import json
 import re
@@ -29,8 +29,8 @@ PROMPTS = [[1, 70, 71, 72, 2], [9], [40, 41, 42, 43, 44, 45, 46, 47]]
 
 
 def trees(target: Any, drafter: Any) -> list[tuple[Any, Any]]:
-    """What the drafter drafts on the way through some answers."""
-    found = []
+    """List the draft trees of a few answers."""
+    drafted_trees = []
 
     class Watched:
         def __getattr__(self, name):
@@ -38,18 +38,18 @@ def trees(target: Any, drafter: Any) -> list[tuple[Any, Any]]:
 
         def propose(self, state, last_token, *, generator=None):
             tree, drafted = drafter.propose(state, last_token)
-            found.append((tree.tokens.tolist(), tree.parents.tolist()))
+            drafted_trees.append((tree.tokens.tolist(), tree.parents.tolist()))
             return tree, drafted
 
     rows = [torch.tensor(prompt) for prompt in PROMPTS]
     for _ in generate(target, Watched(), GreedyAcceptance(), rows, max_new_tokens=6, stop_ids=()):
         pass
-    return found
+    return drafted_trees
 
 
-def test_there_is_a_case_and_a_page_of_every_format():
+def test_every_format_has_a_case_and_a_page():
     assert CASES.keys() == FORMATS.keys()
-    pages = Path(__file__).parents[3] / "docs" / "engines"
+    pages = Path(__file__).parents[3] / "docs" / "how-to" / "engines"
     written = {name for page in pages.glob("*.md") for name in re.findall(r"--to ([\w-]+)", page.read_text())}
     assert written == FORMATS.keys()
     linked = re.findall(r"\]\((\w+\.md)\)", (pages / "README.md").read_text())
@@ -57,22 +57,24 @@ def test_there_is_a_case_and_a_page_of_every_format():
 
 
 @pytest.mark.parametrize(("name", "options"), ALL_CASES)
-def test_what_goes_out_comes_back_bit_for_bit_and_drafts_the_same(name, options, llama, make_drafter, tmp_path):
+def test_an_export_imports_bit_for_bit_and_drafts_the_same(name, options, llama, make_drafter, tmp_path):
     drafter = make_drafter(FORMATS[name].kind, llama, **options)
     save_drafter(drafter, tmp_path / "ours", llama.identity)
     export_drafter(tmp_path / "ours", llama, name, tmp_path / "theirs")
     assert format_of(tmp_path / "theirs").name == name
     save_drafter(import_drafter(tmp_path / "theirs", llama), tmp_path / "again", llama.identity)
-    before, after = ({path.name: path.read_bytes() for path in (tmp_path / each).iterdir()} for each in ("ours", "again"))
+    before, after = (
+        {path.name: path.read_bytes() for path in (tmp_path / name_of_folder).iterdir()} for name_of_folder in ("ours", "again")
+    )
     assert before == after
-    first, second = (trees(llama, load_drafter(tmp_path / each, llama)) for each in ("ours", "again"))
+    first, second = (trees(llama, load_drafter(tmp_path / name_of_folder, llama)) for name_of_folder in ("ours", "again"))
     assert len(first) > 3
     assert first == second
 
 
 @pytest.mark.parametrize(("name", "options"), ALL_CASES)
-def test_without_our_note_the_same_weights_draft_the_same(name, options, llama, make_drafter, tmp_path):
-    """As with what others publish: only how it drafts by default isn't known."""
+def test_an_import_without_outrider_json_drafts_the_same(name, options, llama, make_drafter, tmp_path):
+    """Published drafters have no outrider.json, so their default settings are unknown."""
     drafter = make_drafter(FORMATS[name].kind, llama, **options)
     save_drafter(drafter, tmp_path / "ours", llama.identity)
     export_drafter(tmp_path / "ours", llama, name, tmp_path / "theirs", torch.float32)
@@ -85,7 +87,7 @@ def test_without_our_note_the_same_weights_draft_the_same(name, options, llama, 
     save_drafter(again, tmp_path / "again", llama.identity)
     again = load_drafter(tmp_path / "again", llama)
     assert {key: getattr(again.config, key) for key in settings} == settings
-    if name != "eagle1-sglang":  # zeros for the bias that it hasn't
+    if name != "eagle1-sglang":  # this format has a bias of zeros
         assert again.state_dict().keys() >= drafter.state_dict().keys() - {"draft_tokens"}
     assert trees(llama, again) == trees(llama, load_drafter(tmp_path / "ours", llama))
 
@@ -99,15 +101,19 @@ def measured_as(accuracies: torch.Tensor) -> Any:
 @pytest.mark.parametrize("name", FORMATS)
 def test_stray_missing_and_misshapen_tensors_are_named(name, llama, make_drafter, tmp_path):
     path = exported(name, llama, make_drafter, tmp_path)
-    file = next(each for each in path.iterdir() if each.suffix in (".safetensors", ".pt"))
+    file = next(file for file in path.iterdir() if file.suffix in (".safetensors", ".pt"))
     original = safetensors.torch.load_file(file) if file.suffix == ".safetensors" else torch.load(file)
-    key = next(each for each in sorted(original) if original[each].ndim == 2 and "embed" not in each)
+    key = next(
+        tensor_name for tensor_name in sorted(original) if original[tensor_name].ndim == 2 and "embed" not in tensor_name
+    )
 
     def write(tensors):
         safetensors.torch.save_file(tensors, file) if file.suffix == ".safetensors" else torch.save(tensors, file)
 
     changes = {
-        f"missing {key}|no format is known": {each: value for each, value in original.items() if each != key},
+        f"missing {key}|no format is known": {
+            tensor_name: value for tensor_name, value in original.items() if tensor_name != key
+        },
         "unknown stray": {**original, "stray": torch.ones(1)},
         rf"{key} is \(\d+, \d+\), not \(\d+, \d+\)": {**original, key: torch.ones(3, 5)},
         f"{key} is of torch.int": {**original, key: original[key].int()},
@@ -147,7 +153,7 @@ def test_unknown_keys_are_errors(name, llama, make_drafter, tmp_path):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_note_that_is_another_drafters_or_another_targets_is_refused(name, llama, make_drafter, tmp_path):
+def test_an_outrider_json_of_another_drafter_or_target_is_an_error(name, llama, make_drafter, tmp_path):
     path = exported(name, llama, make_drafter, tmp_path)
     note = json.loads((path / "outrider.json").read_text())
     other = {**note["target"], "tokenizer_sha256": "1" * 64}
@@ -177,7 +183,7 @@ def test_a_note_that_is_another_drafters_or_another_targets_is_refused(name, lla
         ({"speed": [[1.0]]}, "has unknown measurements, speed"),
     ],
 )
-def test_measurements_that_cant_be_the_drafters_are_refused(measured, message, llama, make_drafter, tmp_path):
+def test_measurements_that_contradict_the_drafter_are_an_error(measured, message, llama, make_drafter, tmp_path):
     path = exported("medusa", llama, make_drafter, tmp_path)
     edit(path / "outrider.json", measured=measured)
     with pytest.raises(ValueError, match=message):
@@ -185,8 +191,8 @@ def test_measurements_that_cant_be_the_drafters_are_refused(measured, message, l
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_an_export_that_was_interrupted_is_no_drafter_and_can_be_made_again(again, llama, make_drafter, tmp_path, monkeypatch):
-    """Over an earlier export, one drafter's configuration must not lie beside another's weights."""
+def test_an_interrupted_export_is_no_drafter_and_can_be_repeated(again, llama, make_drafter, tmp_path, monkeypatch):
+    """The configuration of one drafter must not end up with the weights of another."""
     path = exported("eagle3", llama, make_drafter, tmp_path) if again else tmp_path / "theirs"
     save_drafter(make_drafter("eagle3", llama), tmp_path / "ours", llama.identity)
 
@@ -213,7 +219,7 @@ def test_an_export_that_was_interrupted_is_no_drafter_and_can_be_made_again(agai
         ({"verifier": {"surprise": 1}}, "an unknown key speculators_config.verifier.surprise"),
     ],
 )
-def test_what_speculators_is_told_of_proposals_is_read_strictly(changes, message, llama, make_drafter, tmp_path):
+def test_the_speculators_config_is_read_strictly(changes, message, llama, make_drafter, tmp_path):
     path = exported("speculators", llama, make_drafter, tmp_path)
     config = json.loads((path / "config.json").read_text())
     edit(path / "config.json", speculators_config={**config["speculators_config"], **changes})
@@ -221,7 +227,7 @@ def test_what_speculators_is_told_of_proposals_is_read_strictly(changes, message
         import_drafter(path, llama)
 
 
-def test_the_note_describes_the_drafter_and_without_it_the_configuration_does(llama, make_drafter, tmp_path):
+def test_outrider_json_overrides_the_configuration(llama, make_drafter, tmp_path):
     path = exported("eagle3", llama, make_drafter, tmp_path)
     edit(path / "config.json", rope_theta=123.0)
     assert import_drafter(path, llama).config.layer is None
@@ -230,23 +236,23 @@ def test_the_note_describes_the_drafter_and_without_it_the_configuration_does(ll
     assert again.config.layer["rope_parameters"]["rope_theta"] == 123.0
 
 
-def test_nothing_is_written_over_but_an_export_of_the_same_format(llama, make_drafter, tmp_path):
+def test_an_export_overwrites_only_an_export_of_the_same_format(llama, make_drafter, tmp_path):
     path = exported("eagle3", llama, make_drafter, tmp_path)
     export_drafter(tmp_path / "ours", llama, "eagle3", path)
     for folder in (path, tmp_path / "ours"):
-        before = {each.name: each.read_bytes() for each in folder.iterdir()}
+        before = {path_of_file.name: path_of_file.read_bytes() for path_of_file in folder.iterdir()}
         with pytest.raises(ValueError, match="holds something else already"):
             export_drafter(tmp_path / "ours", llama, "speculators", folder)
-        assert {each.name: each.read_bytes() for each in folder.iterdir()} == before
+        assert {path_of_file.name: path_of_file.read_bytes() for path_of_file in folder.iterdir()} == before
 
 
-def test_numbers_may_be_narrowed_and_keep_their_type_on_the_way_back(llama, make_drafter, tmp_path):
+def test_an_export_in_bfloat16_keeps_its_type_when_imported(llama, make_drafter, tmp_path):
     save_drafter(make_drafter("eagle3", llama, draft_vocab_size=40), tmp_path / "ours", llama.identity)
     export_drafter(tmp_path / "ours", llama, "eagle3", tmp_path / "theirs", torch.bfloat16)
     assert json.loads((tmp_path / "theirs" / "config.json").read_text())["torch_dtype"] == "bfloat16"
     save_drafter(import_drafter(tmp_path / "theirs", llama), tmp_path / "again", llama.identity)
     again = safetensors.torch.load_file(tmp_path / "again" / "model.safetensors")
-    assert {each.dtype for name, each in again.items() if name != "draft_tokens"} == {torch.bfloat16}
+    assert {tensor.dtype for name, tensor in again.items() if name != "draft_tokens"} == {torch.bfloat16}
     theirs = safetensors.torch.load_file(tmp_path / "theirs" / "model.safetensors")
     assert torch.equal(theirs["midlayer.mlp.up_proj.weight"], again["layer.mlp.up_proj.weight"])
     assert theirs["d2t"].dtype == torch.int64
@@ -254,9 +260,9 @@ def test_numbers_may_be_narrowed_and_keep_their_type_on_the_way_back(llama, make
     assert (tmp_path / "back" / "model.safetensors").read_bytes() == (tmp_path / "theirs" / "model.safetensors").read_bytes()
 
 
-def test_a_folder_of_no_format_and_a_format_that_there_is_not_are_named(llama, make_drafter, tmp_path):
+def test_an_unknown_format_and_a_folder_of_no_format_are_errors(llama, make_drafter, tmp_path):
     path = exported("apple", llama, make_drafter, tmp_path)
-    with pytest.raises(ValueError, match="the format is 'gguf'; there are: speculators, eagle3"):
+    with pytest.raises(ValueError, match=r"the format is 'gguf'; there are .*: speculators \(eagle3\), eagle3"):
         import_drafter(path, llama, name="gguf")
     (path / "outrider.json").unlink()
     (path / "config.json").write_text("{}")

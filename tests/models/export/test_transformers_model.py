@@ -1,4 +1,4 @@
-"""The draft model as transformers loads it, and its assisted generation: the target's own tokens."""
+"""Draft models exported for transformers and its assisted generation."""
 
 import json
 from typing import Any
@@ -21,16 +21,16 @@ def other_model(**options: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**{**sizes, **ids, "dtype": "float32", **options}))
 
 
-def test_transformers_loads_it_and_assisted_generation_gives_the_targets_own_tokens(llama, make_drafter, tmp_path):
+def test_transformers_loads_an_export_and_assisted_generation_is_lossless(llama, make_drafter, tmp_path):
     drafter = make_drafter("draft_model", llama, init="target_layers", num_layers=3, length=3)
     drafter.model.load_state_dict(
-        # so that some drafts are accepted
+        # the target's weights, so that some drafts are accepted
         {name: llama.model.state_dict()[name] for name in drafter.model.state_dict()}
     )
     write_folder(FORMAT, drafter, tmp_path / "a", llama)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
     assert model.dtype == torch.float32
-    assert all(torch.equal(each, drafter.model.state_dict()[name]) for name, each in model.state_dict().items())
+    assert all(torch.equal(tensor, drafter.model.state_dict()[name]) for name, tensor in model.state_dict().items())
     assert AutoTokenizer.from_pretrained(tmp_path / "a").get_vocab() == llama.tokenizer.get_vocab()
     generation = model.generation_config
     assert (generation.num_assistant_tokens, generation.num_assistant_tokens_schedule) == (3, "constant")
@@ -59,10 +59,10 @@ def test_any_causal_model_with_the_targets_tokenizer_is_read(tied, safe, llama, 
     drafter = load_drafter(tmp_path / "ours", llama)
     assert drafter.config.length == 2
     ours = drafter.model.state_dict()
-    assert all(torch.equal(each, ours[name]) for name, each in model.state_dict().items())
+    assert all(torch.equal(tensor, ours[name]) for name, tensor in model.state_dict().items())
 
 
-def test_models_of_other_tokens_are_refused(llama, tmp_path):
+def test_models_with_other_tokens_are_an_error(llama, tmp_path):
     other_model(vocab_size=301).save_pretrained(tmp_path / "a")
     with pytest.raises(ValueError, match="has a vocabulary of 301 tokens and org/tiny one of 300"):
         import_drafter(tmp_path / "a", llama)
@@ -75,10 +75,10 @@ def test_models_of_other_tokens_are_refused(llama, tmp_path):
         import_drafter(tmp_path / "b", llama)
 
 
-def test_a_key_that_its_kind_of_model_does_not_know_is_named(llama, tmp_path):
-    """Later code may compute with it.
+def test_a_key_that_the_models_config_class_lacks_is_named(llama, tmp_path):
+    """Later versions of transformers may compute with such a key.
 
-    Switches that are off, as Qwen2.5's `use_mrope`, and keys of older versions pass.
+    Switches that are off, such as Qwen2.5's `use_mrope`, and keys of older versions are accepted.
     """
     other_model().save_pretrained(tmp_path / "a")
     llama.tokenizer.save_pretrained(tmp_path / "a")
@@ -108,7 +108,7 @@ def test_a_key_that_its_kind_of_model_does_not_know_is_named(llama, tmp_path):
         {"model_type": "gpt2", "n_layer": 10**7},
     ],
 )
-def test_whatever_transformers_says_of_a_hostile_configuration_is_told_in_one_message(llama, tmp_path, changes):
+def test_every_error_of_transformers_for_a_hostile_configuration_names_the_folder(llama, tmp_path, changes):
     other_model().save_pretrained(tmp_path / "a")
     llama.tokenizer.save_pretrained(tmp_path / "a")
     config = json.loads((tmp_path / "a" / "config.json").read_text())
@@ -117,10 +117,10 @@ def test_whatever_transformers_says_of_a_hostile_configuration_is_told_in_one_me
         import_drafter(tmp_path / "a", llama, name="transformers")
 
 
-def test_models_that_transformers_does_not_have_are_refused(llama, tmp_path):
+def test_unknown_model_types_are_an_error(llama, tmp_path):
     other_model().save_pretrained(tmp_path / "a")
     llama.tokenizer.save_pretrained(tmp_path / "a")
     config = json.loads((tmp_path / "a" / "config.json").read_text())
     (tmp_path / "a" / "config.json").write_text(json.dumps({**config, "model_type": "nonsense"}))
-    with pytest.raises(ValueError, match="transformers can't make the draft model|no tokenizer could be loaded"):
+    with pytest.raises(ValueError, match="transformers can't build the draft model|no tokenizer could be loaded"):
         import_drafter(tmp_path / "a", llama, name="transformers")

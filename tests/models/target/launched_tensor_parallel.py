@@ -1,9 +1,10 @@
-"""What the processes of test_tensor_parallel.py do together, each with its slice of the target;
-what goes wrong ends them.
+"""Script of the processes of test_tensor_parallel.py, each with a slice of the target.
+
+An error ends the processes.
 
 python launched_tensor_parallel.py TARGET DATA OUTPUT
 
-Leaves answers/ and distill/ in OUTPUT and in OUTPUT/batch, and OUTPUT/told-RANK.json.
+It writes answers/ and distill/ in OUTPUT and in OUTPUT/batch, and OUTPUT/report-RANK.json.
 """
 
 import json
@@ -31,20 +32,20 @@ CONFIG = DistillConfig(
 )
 
 
-def own_text(rank: int) -> torch.Tensor:
-    """Another text, of another length, in each process."""
+def text_of_rank(rank: int) -> torch.Tensor:
+    """Make a text whose tokens and length depend on the rank."""
     return torch.arange(5 + rank, 40 - 3 * rank)[None] * 7 % 300
 
 
 def batch_of(text: torch.Tensor) -> DrafterBatch:
-    nowhere = torch.zeros_like(text, dtype=torch.bool)
-    return DrafterBatch(input_ids=text, attention_mask=~nowhere, positions=nowhere, continuations=text[..., None])
+    no_positions = torch.zeros_like(text, dtype=torch.bool)
+    return DrafterBatch(input_ids=text, attention_mask=~no_positions, positions=no_positions, continuations=text[..., None])
 
 
 def states(target: HFTarget, rank: int) -> dict[str, torch.Tensor]:
-    """What training reads of the target, of one process's text."""
-    last, layers = states_of_texts(target, batch_of(own_text(rank)), last=True, layers=(1,))
-    _, first = states_of_texts(target, batch_of(own_text(rank)), last=False, layers=(0, 1))
+    """Read the target's states as training does, for the text of one process."""
+    last, layers = states_of_texts(target, batch_of(text_of_rank(rank)), last=True, layers=(1,))
+    _, first = states_of_texts(target, batch_of(text_of_rank(rank)), last=False, layers=(0, 1))
     assert last is not None
     assert layers is not None
     assert first is not None
@@ -67,19 +68,19 @@ def main(target_dir: Path, data: DataConfig, output: Path) -> None:
         torch.testing.assert_close(value, states(whole, rank)[name], rtol=1e-4, atol=1e-5)
     make(shared, data, output, accelerator)
     make(shared, data, output / "batch", accelerator, engine="batch")
-    # By the clock one process would stop measuring at once: what the main one says is done.
+    # By its clock one process would stop measuring at once. The main process decides for all.
     estimate_module.MEASURED_SECONDS = -1.0 if rank else 1e9
     examples, dropped = load_examples(data, shared.tokenizer)
-    told = estimate_module.estimate(CONFIG, shared, examples, dropped, output, num_processes=1)
+    report_of_estimate = estimate_module.estimate(CONFIG, shared, examples, dropped, output, num_processes=1)
     layers = [parameter for name, parameter in shared.model.named_parameters() if "proj" in name]
     report: dict[str, Any] = {
         "slice": sum(parameter.to_local().numel() for parameter in layers),
         "whole": sum(parameter.numel() for parameter in layers),
         "texts": len(examples),
-        "tokens": told.num_tokens,
-        "sampled_tokens": told.sample.num_text_tokens,
+        "tokens": report_of_estimate.num_tokens,
+        "sampled_tokens": report_of_estimate.sample.num_text_tokens,
     }
-    (output / f"told-{rank}.json").write_text(json.dumps(report))
+    (output / f"report-{rank}.json").write_text(json.dumps(report))
     torch.distributed.destroy_process_group()
 
 

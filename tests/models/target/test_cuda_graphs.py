@@ -1,6 +1,4 @@
-"""Steps with fixed shapes: compiled, and recorded once and replayed, they give what plain steps
-give.
-"""
+"""Steps with fixed shapes, compiled or recorded and replayed, against plain steps."""
 
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -34,7 +32,7 @@ from ..recorder import ReplayingRecorder
 
 PROMPTS = [[1, 70, 71, 72, 2], [9, 8], [40, 41, 42, 43, 44, 45, 46, 47], [70, 71]]
 STEP = 8
-"""Columns by which the read part of the cache grows: it does so several times in an answer."""
+"""Number of columns by which the read part of the cache grows, several times per answer."""
 
 
 @pytest.fixture
@@ -68,7 +66,7 @@ def graphed(target, recorder, monkeypatch) -> HFTarget:
     return HFTarget(target.model, target.tokenizer, target.identity, cuda_graphs=True, recorder=recorder)
 
 
-def test_replayed_steps_decode_what_plain_steps_do(target, graphed, recorder, redrafter):
+def test_replayed_steps_decode_the_tokens_of_plain_steps(target, graphed, recorder, redrafter):
     for drafter in (NullDrafter(), redrafter):
         for rows in (PROMPTS, PROMPTS[:1], PROMPTS[1:]):
             assert answers(graphed, drafter, rows) == answers(target, drafter, rows)
@@ -87,14 +85,16 @@ def test_a_draft_model_replays_its_own_passes(target, recorder, monkeypatch, opt
     monkeypatch.setattr(tree_cache, "EXTENT_STEP", STEP)
     config = DraftModelConfig(length=3, **options)
     drafter = DraftModel(config, HFTarget(target.model, target.tokenizer, target.identity))
-    own = DraftModel(config, HFTarget(target.model, target.tokenizer, target.identity, cuda_graphs=True, recorder=recorder))
+    replaying = DraftModel(
+        config, HFTarget(target.model, target.tokenizer, target.identity, cuda_graphs=True, recorder=recorder)
+    )
     for rows in (PROMPTS, PROMPTS[:1]):
-        assert answers(target, own, rows) == answers(target, drafter, rows) == answers(target, NullDrafter(), rows)
+        assert answers(target, replaying, rows) == answers(target, drafter, rows) == answers(target, NullDrafter(), rows)
     assert recorder.num_replays > 20
-    assert not isinstance(own, RecordableDrafter), "its passes are recorded, not its drafting"
+    assert not isinstance(replaying, RecordableDrafter), "its passes are recorded, not its drafting"
 
 
-def test_cuda_graphs_without_cuda_are_refused_before_anything_is_loaded(tiny_target_dir):
+def test_cuda_graphs_without_cuda_are_an_error_before_loading(tiny_target_dir):
     with pytest.raises(ValueError, match="choose a CUDA device, or turn it off"):
         load_target(TargetConfig(name_or_path=str(tiny_target_dir), cuda_graphs=True, device="cpu"))
 
@@ -114,7 +114,7 @@ def test_a_cache_that_moves_drops_the_recordings(target, graphed):
     assert long == answers(target, NullDrafter(), max_new_tokens=30)
 
 
-def test_recordings_go_with_a_cache_that_is_given_back(target, graphed, redrafter):
+def test_recordings_are_dropped_when_the_cache_is_released(target, graphed, redrafter):
     expected = answers(target, redrafter)
     assert answers(graphed, redrafter) == expected
     assert len(graphed._graphs) > 0
@@ -128,17 +128,17 @@ def test_recordings_are_dropped_when_the_cache_grows_in_the_middle_of_an_answer(
     tokens = torch.tensor(answers(target, NullDrafter(), PROMPTS[:1], max_new_tokens=30)[0])[None]
     nothing = empty_tree(1, prompt.device)
     logits = {}
-    for each in (target, graphed):
-        logits[each] = [each.prefill(Prompts.of(prompt), max_new_tokens=2, max_nodes=0).logits[0, -1]]
-        for index in range(tokens.shape[1] - 1):  # far more than was asked for
-            logits[each].append(each.verify(tokens[:, index], nothing).logits[0, -1].clone())
-            each.commit(nothing, AcceptedPath(nodes=nothing.parents, num_accepted=Counts.of([0], prompt.device)))
-    for found, expected in zip(logits[graphed], logits[target], strict=True):
-        torch.testing.assert_close(found, expected)
+    for one_target in (target, graphed):
+        logits[one_target] = [one_target.prefill(Prompts.of(prompt), max_new_tokens=2, max_nodes=0).logits[0, -1]]
+        for index in range(tokens.shape[1] - 1):  # far more tokens than the prefill reserved
+            logits[one_target].append(one_target.verify(tokens[:, index], nothing).logits[0, -1].clone())
+            one_target.commit(nothing, AcceptedPath(nodes=nothing.parents, num_accepted=Counts.of([0], prompt.device)))
+    for actual, expected in zip(logits[graphed], logits[target], strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
-def test_what_an_earlier_prompt_left_in_the_cache_is_gone(target):
-    """Behind a mask too a number must stand there: NaN times 0 is NaN."""
+def test_nan_of_an_earlier_prompt_in_the_cache_changes_nothing(target):
+    """Masked values must be finite too: NaN times 0 is NaN."""
     expected = answers(target, NullDrafter())
     for buffer in target._cache._buffers:
         buffer.fill_(float("nan"))
@@ -153,9 +153,8 @@ def test_no_more_recordings_are_kept_than_allowed(monkeypatch):
     assert len(double) == 2
 
 
-def test_of_many_recordings_the_one_used_longest_ago_goes_first(monkeypatch):
-    """Dropped in the order of their making, recordings used in turns were all made anew at each
-    turn."""
+def test_the_least_recently_used_recording_is_dropped_first(monkeypatch):
+    """If the oldest recording were dropped, recordings used in turns would never be reused."""
     monkeypatch.setattr(graphs, "MAX_RECORDINGS", 2)
     lengths = []
     double = GraphedFunction(lambda x: lengths.append(len(x)) or 2 * x, ReplayingRecorder())
@@ -166,31 +165,31 @@ def test_of_many_recordings_the_one_used_longest_ago_goes_first(monkeypatch):
 
 @pytest.mark.parametrize("num_rows", range(1, 8))
 def test_a_batch_of_fixed_shapes_shrinks_by_halves(num_rows):
-    places = list(range(1, 1 + num_rows))
-    assert kept_places(places, 8, few_sizes=False) == places
-    kept = kept_places(places, 8, few_sizes=True)
-    assert kept[:num_rows] == places
-    assert set(kept[num_rows:]) <= {places[-1]}
+    positions = list(range(1, 1 + num_rows))
+    assert kept_places(positions, 8, few_sizes=False) == positions
+    kept = kept_places(positions, 8, few_sizes=True)
+    assert kept[:num_rows] == positions
+    assert set(kept[num_rows:]) <= {positions[-1]}
     assert len(kept) in (1, 2, 4, 8)
     assert len(kept) < 2 * num_rows
-    assert kept_places(places, num_rows, few_sizes=True) == places, "a batch never grows"
+    assert kept_places(positions, num_rows, few_sizes=True) == positions, "a batch never grows"
 
 
 @pytest.mark.parametrize("kind", ["nothing", "redrafter", "draft_model"])
-def test_rows_that_leave_a_batch_of_fixed_shapes_make_few_recordings(target, graphed, redrafter, kind):
+def test_rows_leaving_a_batch_of_fixed_shapes_make_few_recordings(target, graphed, redrafter, kind):
     small = HFTarget(target.model, target.tokenizer, target.identity)
     drafters = {"nothing": NullDrafter(), "redrafter": redrafter, "draft_model": DraftModel(DraftModelConfig(length=2), small)}
     prompts = [torch.tensor([70 + row, 9, 8]) for row in range(6)]
     texts = {}
     sizes = set()
-    for each in (target, graphed):
-        texts[each] = [[] for _ in prompts]
+    for one_target in (target, graphed):
+        texts[one_target] = [[] for _ in prompts]
         limits = [19, 4, 11, 7, 16, 5]
         seeds = {"generator": RowSeeds(range(6)), "max_new_tokens": limits}
-        for step in generate(each, drafters[kind], SpeculativeSampling(sampling=Sampling()), prompts, **seeds):
+        for step in generate(one_target, drafters[kind], SpeculativeSampling(sampling=Sampling()), prompts, **seeds):
             for row, new in zip(step.rows, step.tokens, strict=True):
-                texts[each][row] += new
-            sizes.add(each._cache.batch)
+                texts[one_target][row] += new
+            sizes.add(one_target._cache.batch)
     assert texts[graphed] == texts[target]
     assert [len(text) for text in texts[graphed]] == limits
     recorded = {shapes[1][0] for shapes in graphed._graphs._recorded}
@@ -202,11 +201,11 @@ def test_recordings_share_the_memory_of_their_logits(graphed, redrafter):
     answers(graphed, redrafter)
     logits = [output.logits for _, _, output in graphed._graphs._recorded.values()]
     assert len(logits) > 3
-    assert len({each.untyped_storage().data_ptr() for each in logits}) < len(logits) / 2
+    assert len({tensor.untyped_storage().data_ptr() for tensor in logits}) < len(logits) / 2
 
 
 @pytest.mark.slow
-def test_a_compiled_target_decodes_what_a_plain_one_does(target, redrafter, monkeypatch):
+def test_a_compiled_target_decodes_the_tokens_of_a_plain_one(target, redrafter, monkeypatch):
     monkeypatch.setattr(tree_cache, "EXTENT_STEP", STEP)
     num_traced = 0
 
@@ -239,9 +238,9 @@ def test_a_recorded_function_is_replayed_with_new_inputs():
 
 
 class FakeCuda:
-    """What a recorder asks of `torch.cuda`, in order.
+    """Replacement for the functions of `torch.cuda` that a recorder calls.
 
-    A capture runs its function, or fails on its way out.
+    A capture runs its function, or fails when it ends.
     """
 
     def __init__(self, monkeypatch) -> None:
@@ -273,12 +272,12 @@ class FakeCuda:
         before, self.stream = self.stream, "the capture's stream"
         yield
         if self.failure is not None:
-            raise self.failure  # as PyTorch does: before it leaves its stream
+            raise self.failure  # PyTorch too raises before it leaves its stream
         self.stream = before
 
 
-def test_dropped_recordings_take_their_pool_with_them(monkeypatch):
-    """PyTorch asserts against a recording into a pool that has no graph left but a tensor in use."""
+def test_dropped_recordings_drop_their_memory_pool(monkeypatch):
+    """PyTorch asserts that no recording uses a pool without graphs but with live tensors."""
     cuda = FakeCuda(monkeypatch)
     double = GraphedFunction(lambda x: 2 * x, CudaGraphRecorder())
     double(torch.ones(1)), double(torch.ones(2))
@@ -297,7 +296,7 @@ def test_dropped_recordings_take_their_pool_with_them(monkeypatch):
     ids=["reads a number", "out of memory"],
 )
 def test_a_capture_that_fails_leaves_its_stream_and_its_pool(monkeypatch, failure, raised):
-    """Otherwise all later work of the process would go to a stream that nothing waits for."""
+    """Otherwise all later work would go to a stream without synchronization."""
     cuda = FakeCuda(monkeypatch)
     recorder = CudaGraphRecorder()
     cuda.failure = failure
@@ -311,18 +310,19 @@ def test_a_capture_that_fails_leaves_its_stream_and_its_pool(monkeypatch, failur
 
 
 @pytest.mark.parametrize("randomness", ["shared generator", "row seeds", "greedy"])
-def test_copies_fill_a_batch_only_where_they_decode_what_their_row_does(target, graphed, redrafter, randomness):
-    """With random numbers of their own they would outgrow their row, and take numbers from the
-    others.
+def test_copies_fill_a_batch_only_if_they_decode_their_rows_tokens(target, graphed, redrafter, randomness):
+    """Copies with their own random numbers would become longer than their row.
+
+    They would also use up random numbers of the other rows.
     """
     prompts = [torch.tensor([70 + row, 9, 8]) for row in range(6)]
     rule = GreedyAcceptance() if randomness == "greedy" else SpeculativeSampling(sampling=Sampling())
     generators = {"shared generator": torch.Generator().manual_seed, "row seeds": lambda seed: RowSeeds(range(6))}
     texts = {}
-    for each in (target, graphed):
+    for one_target in (target, graphed):
         make = generators.get(randomness)
         options = {"max_new_tokens": [19, 4, 11, 7, 16, 5], "generator": make and make(0)}
-        texts[each] = [step.tokens for step in generate(each, redrafter, rule, prompts, **options)]
+        texts[one_target] = [step.tokens for step in generate(one_target, redrafter, rule, prompts, **options)]
     assert texts[graphed] == texts[target]
     sizes = {shapes[1][0] for shapes in graphed._graphs._recorded}
     assert (sizes == {6, 4, 2, 1}) == (randomness != "shared generator")

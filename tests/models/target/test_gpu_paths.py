@@ -1,6 +1,4 @@
-"""The code that only a GPU takes, taken on a CPU: folded heads, its kernels' layout, and extents in
-steps.
-"""
+"""Code paths for GPUs, run on a CPU: folded heads, layouts of kernels, rounded key lengths."""
 
 import pytest
 import torch
@@ -31,8 +29,9 @@ STEP = 8
 
 @pytest.fixture
 def llama(target) -> HFTarget:
-    """Four layers, since EAGLE-3 reads of several, with grouped heads and in float32: what reaches
-    CUDA's plainest kernel.
+    """Make a target of four layers, for EAGLE-3, with grouped heads and in float32.
+
+    Such a target uses CUDA's simplest attention kernel.
     """
     torch.manual_seed(0)
     options = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "initializer_range": 0.2}
@@ -43,8 +42,9 @@ def llama(target) -> HFTarget:
 
 @pytest.fixture
 def like_a_gpu(monkeypatch) -> list[int]:
-    """Take a GPU's paths; the list grows with each call of the kernel that lays out its output as
-    CUDA's does.
+    """Use a GPU's code paths, with a kernel whose output has CUDA's memory layout.
+
+    The returned list grows with each call of the kernel.
     """
     calls: list[int] = []
 
@@ -82,9 +82,8 @@ def test_every_drafter_decodes_the_same_on_a_gpus_paths(llama, request, kind, ro
 
 
 def test_plain_decoding_of_even_rows_needs_no_mask_on_a_gpu(llama, like_a_gpu):
-    """Kernels without a mask are faster there, and the baseline must be the fastest that there
-    is."""
-    answers(llama, NullDrafter(), PROMPTS[:1])  # the first prefill probes the model with trees
+    """Kernels without a mask are faster there, and the baseline must be as fast as possible."""
+    answers(llama, NullDrafter(), PROMPTS[:1])  # the first prefill probes the model with a tree
     like_a_gpu.clear()
     answers(llama, NullDrafter(), PROMPTS[:1])
     assert not like_a_gpu, "masked attention would have come here"
@@ -102,8 +101,10 @@ def test_plain_decoding_of_even_rows_needs_no_mask_on_a_gpu(llama, like_a_gpu):
     ids=["chain", "tree", "drawn"],
 )
 def test_a_recorded_draft_model_has_room_for_the_whole_answer(llama, monkeypatch, options, num_new):
-    """Its cache grew in the middle of an answer, and the next recording went into a pool without a
-    graph, whose last output was in use: PyTorch asserts against that.
+    """Its cache once grew in the middle of an answer.
+
+    The next recording then used a pool without a graph but with an output in use. PyTorch asserts
+    against that.
     """
     recorder = PoolRecorder()
     reader = HFTarget(llama.model, llama.tokenizer, llama.identity, cuda_graphs=True, recorder=recorder)
@@ -114,7 +115,7 @@ def test_a_recorded_draft_model_has_room_for_the_whole_answer(llama, monkeypatch
     assert recorder.num_pools == 1, "the cache has moved"
 
 
-def test_recordings_after_a_move_go_into_a_new_pool(llama, monkeypatch):
+def test_recordings_after_a_cache_moved_use_a_new_pool(llama, monkeypatch):
     recorder = PoolRecorder()
     graphed = HFTarget(llama.model, llama.tokenizer, llama.identity, cuda_graphs=True, recorder=recorder)
     monkeypatch.setattr(tree_reader, "extent_step", lambda device, *, is_fixed: STEP)
@@ -129,7 +130,7 @@ def test_recordings_after_a_move_go_into_a_new_pool(llama, monkeypatch):
 
 @pytest.mark.parametrize("rows", [PROMPTS, PROMPTS[:1]], ids=["batch", "alone"])
 def test_the_target_reads_no_more_padding_than_tree_padding_allows(llama, rows):
-    """On a GPU each tree was padded to its largest size, and sharing prefixes saved nothing."""
+    """On a GPU each tree was once padded to its largest size; shared prefixes saved nothing."""
     sizes: dict[str, set[int]] = {}
     texts = {}
     most = 16 * 4
@@ -151,7 +152,7 @@ def test_the_target_reads_no_more_padding_than_tree_padding_allows(llama, rows):
 @pytest.mark.parametrize(
     ("form", "padding"), [({}, "exact"), ({"compiled": True}, "bucket"), ({"cuda_graphs": True}, "bucket")]
 )
-def test_trees_come_in_buckets_where_shapes_are_recorded(llama, monkeypatch, form, padding):
+def test_trees_are_padded_to_buckets_if_shapes_are_recorded(llama, monkeypatch, form, padding):
     monkeypatch.setattr(torch, "compile", lambda model: model)
     if form.get("cuda_graphs"):
         form |= {"recorder": PoolRecorder()}
@@ -184,8 +185,8 @@ def test_an_unknown_tree_padding_is_refused():
 
 
 @pytest.mark.parametrize("kind", ["nothing", *TREES])
-def test_decoding_names_the_device_of_every_tensor_that_it_makes(llama, kind):
-    """A tensor made on the CPU by default would be an error on a GPU, or a copy in every step."""
+def test_decoding_gives_the_device_of_every_new_tensor(llama, kind):
+    """A tensor on the CPU by default would be an error on a GPU, or a copy in every step."""
     torch.manual_seed(1)
     drafter = NullDrafter()
     if kind != "nothing":
@@ -193,7 +194,7 @@ def test_decoding_names_the_device_of_every_tensor_that_it_makes(llama, kind):
     prompts = [torch.tensor(row) for row in PROMPTS]
     expected = answers(llama, NullDrafter())
     texts: list[list[int]] = [[] for _ in PROMPTS]
-    with torch.device("meta"):  # where reading a value is an error
+    with torch.device("meta"):  # on this device, reading a value is an error
         for step in generate(llama, drafter, GreedyAcceptance(), prompts, max_new_tokens=20):
             for row, new in zip(step.rows, step.tokens, strict=True):
                 texts[row] += new

@@ -1,4 +1,4 @@
-"""Loading a target, and what is refused before any long work."""
+"""Loading a target, and errors before any long work."""
 
 import json
 import shutil
@@ -39,7 +39,7 @@ def test_a_directory_without_config_or_none_at_all_is_named(copy, tmp_path):
         load_target(config(tmp_path / "nowhere"))
 
 
-def test_weights_that_lack_a_tensor_are_not_filled_with_random_numbers(copy):
+def test_a_missing_tensor_is_an_error_and_not_random(copy):
     model_config = json.loads((copy / "config.json").read_text())
     model_config["num_hidden_layers"] = 3
     (copy / "config.json").write_text(json.dumps(model_config))
@@ -47,7 +47,7 @@ def test_weights_that_lack_a_tensor_are_not_filled_with_random_numbers(copy):
         load_target(config(copy))
 
 
-def test_a_cut_weight_file_is_a_clear_error(copy):
+def test_a_truncated_weight_file_cannot_be_loaded(copy):
     path = copy / "model.safetensors"
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(ValueError, match="can't be loaded"):
@@ -62,11 +62,11 @@ def test_a_tokenizer_of_a_larger_vocabulary_is_refused(copy):
         load_target(config(copy))
 
 
-def test_a_tokenizer_without_the_models_stop_token_is_refused_and_one_with_another_end_is_told(copy, caplog):
-    for stop, told in ((299, True), (300, False)):
+def test_a_stop_token_outside_of_the_tokenizer_is_an_error_and_another_a_warning(copy, caplog):
+    for stop, is_warning in ((299, True), (300, False)):
         path = copy / "generation_config.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": stop}))
-        if told:
+        if is_warning:
             load_target(config(copy))
             assert "are these the tokenizer files of this model?" in caplog.text
         else:
@@ -110,13 +110,13 @@ def test_verify_gives_each_node_the_logits_of_its_own_path(target, prompt):
     assert torch.allclose(output.logits, expected)
 
 
-def test_a_cut_configuration_is_named_as_such(copy):
+def test_a_truncated_configuration_is_named_as_such(copy):
     (copy / "config.json").write_text('{"model_type": "lla')
     with pytest.raises(ValueError, match=r"config\.json is not a JSON file"):
         load_target(config(copy))
 
 
-def test_weights_of_another_size_are_a_clear_error(copy):
+def test_weights_of_another_size_are_an_error(copy):
     path = copy / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "hidden_size": 64}))
     with pytest.raises(ValueError, match="can't be loaded.*Do config.json and the weights belong together"):
@@ -138,7 +138,7 @@ def test_a_tokenizer_much_smaller_than_the_model_is_refused(copy):
         load_target(config(copy))
 
 
-def test_a_refused_target_stays_refused(target, prompt, monkeypatch):
+def test_a_target_that_failed_the_probe_fails_again(target, prompt, monkeypatch):
     again = HFTarget(target.model, target.tokenizer, target.identity)
     monkeypatch.setattr(again, "_difference", lambda logits, text: 1.0)
     for _ in range(2):
@@ -146,7 +146,7 @@ def test_a_refused_target_stays_refused(target, prompt, monkeypatch):
             again.prefill(Prompts.of(prompt), max_new_tokens=2, max_nodes=0)
 
 
-def test_features_are_the_inputs_of_the_layers_asked_for(target, prompt):
+def test_features_are_the_inputs_of_the_requested_layers(target, prompt):
     states = target.model(prompt, output_hidden_states=True).hidden_states
     expected = torch.cat([states[1], states[0]], dim=-1)
     hidden, features = target.hidden_states(prompt, (1, 0))
@@ -164,7 +164,7 @@ def test_features_are_the_inputs_of_the_layers_asked_for(target, prompt):
 
 @torch.inference_mode()
 @pytest.mark.parametrize("with_prompt", [True, False])
-def test_texts_that_were_taken_from_the_cache_go_on_as_if_they_had_stayed(tiny_target_dir, with_prompt):
+def test_texts_taken_from_the_cache_can_be_resumed(tiny_target_dir, with_prompt):
     target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), dtype="float64"), torch.device("cpu"))
     texts = [torch.arange(5, 12), torch.arange(40, 43), torch.arange(90, 95)]
     target.prefill(Prompts.of(texts), max_new_tokens=4, max_nodes=0)

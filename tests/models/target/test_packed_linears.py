@@ -1,4 +1,4 @@
-"""Packed linear layers: the same function, and no trace afterwards."""
+"""Packed linear layers: equal outputs, and no change of the model afterwards."""
 
 import copy
 
@@ -30,7 +30,7 @@ def test_packed_layers_compute_the_same(rows: int):
         assert torch.equal(model(x), plain), "the layers stayed packed"
 
 
-def test_a_shared_layer_is_packed_once_and_weights_stay_where_they_are():
+def test_a_shared_layer_is_packed_once_and_its_weights_stay():
     layer = nn.Linear(8, 8)
     weight = layer.weight
     with packed_linears(layer, nn.Sequential(layer)) as count:
@@ -49,14 +49,14 @@ def test_other_types_and_subclasses_are_left_alone():
         assert torch.equal(model[1](x), before(x))
 
 
-def test_an_error_inside_unpacks_too():
+def test_an_error_inside_the_context_unpacks_too():
     layer = nn.Linear(4, 4)
     with pytest.raises(RuntimeError, match="boom"), packed_linears(layer):
         raise RuntimeError("boom")
     assert "forward" not in vars(layer)
 
 
-def test_an_inner_use_leaves_the_outer_one_packed():
+def test_an_inner_context_leaves_the_outer_one_packed():
     layer = nn.Linear(4, 4)
     with packed_linears(layer):
         with packed_linears(layer) as count:

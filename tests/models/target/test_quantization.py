@@ -1,6 +1,4 @@
-"""A target that is quantised while it is loaded: for real by torchao, and refused in time where it
-can't be.
-"""
+"""Targets that torchao quantises while they are loaded, and early errors where it cannot."""
 
 import json
 import shutil
@@ -37,10 +35,10 @@ def int8(tiny_target_dir: Path) -> HFTarget:
     return load(tiny_target_dir, INT8)
 
 
-def test_the_layers_are_in_8_bits_and_say_nearly_what_they_said(plain: HFTarget, int8: HFTarget) -> None:
+def test_the_layers_are_in_8_bits_with_nearly_equal_logits(plain: HFTarget, int8: HFTarget) -> None:
     from torchao.quantization import Int8Tensor
 
-    quantized = [name for name, each in int8.model.named_parameters() if isinstance(each.data, Int8Tensor)]
+    quantized = [name for name, parameter in int8.model.named_parameters() if isinstance(parameter.data, Int8Tensor)]
     assert len(quantized) == 2 * 7, "all projections of both layers"
     assert int8.is_quantized
     assert not plain.is_quantized
@@ -58,7 +56,7 @@ def test_a_quantized_target_is_another_target(plain: HFTarget, int8: HFTarget) -
     assert int8.identity.quantization == json.dumps(INT8, sort_keys=True)
 
 
-def test_trees_are_decoded_without_changing_what_a_quantized_target_says(int8: HFTarget) -> None:
+def test_tree_decoding_gives_the_quantized_targets_tokens(int8: HFTarget) -> None:
     prompt = torch.arange(3, 20)[None]
     options: dict[str, Any] = {"max_new_tokens": 12, "stop_ids": ()}
 
@@ -75,7 +73,7 @@ def test_trees_are_decoded_without_changing_what_a_quantized_target_says(int8: H
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "draft_model"])
-def test_a_drafter_that_would_begin_with_quantized_layers_is_refused_with_what_to_set(kind: str, int8: HFTarget) -> None:
+def test_a_drafter_that_would_start_from_quantized_layers_is_an_error(kind: str, int8: HFTarget) -> None:
     start = {"init": "target_layers", "num_layers": 1} if kind == "draft_model" else {}
     with pytest.raises(ValueError, match=r"quantised.*drafter\.init=random"):
         build_drafter(parse_drafter({"kind": kind, **start}), int8)
@@ -83,7 +81,7 @@ def test_a_drafter_that_would_begin_with_quantized_layers_is_refused_with_what_t
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "draft_model"])
-def test_a_trained_drafter_that_began_with_the_targets_layers_is_loaded_for_the_quantized_one(
+def test_a_drafter_trained_from_the_targets_layers_loads_for_the_quantized_target(
     kind: str, plain: HFTarget, int8: HFTarget, tmp_path: Path
 ) -> None:
     start = {"init": "target_layers", "num_layers": 1} if kind == "draft_model" else {"init": "target"}
@@ -99,7 +97,7 @@ def test_a_trained_drafter_that_began_with_the_targets_layers_is_loaded_for_the_
     ("method", "names"),
     [("bitsandbytes", "bitsandbytes"), ("torchao", "torchao"), ("gptq", "gptqmodel optimum"), ("awq", "gptqmodel")],
 )
-def test_an_absent_package_is_told_with_its_command_before_weights_are_read(
+def test_a_missing_package_is_an_error_with_its_command_before_loading(
     method: str, names: str, tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quantization, "find_spec", lambda name: None)
@@ -124,6 +122,6 @@ def test_an_absent_package_is_told_with_its_command_before_weights_are_read(
         ({**INT8, "bits": 3}, "quantization has bits; Int8WeightOnlyConfig takes "),
     ],
 )
-def test_options_that_there_are_not_are_named(options: Any, words: str, tiny_target_dir: Path) -> None:
+def test_unknown_options_of_quantization_are_named(options: Any, words: str, tiny_target_dir: Path) -> None:
     with pytest.raises(ValueError, match=words):
         load(tiny_target_dir, options)

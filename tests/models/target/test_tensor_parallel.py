@@ -1,4 +1,4 @@
-"""A target in slices over two processes, launched as a user launches them, against the whole one."""
+"""A target in slices over two launched processes, against the whole target."""
 
 import json
 from pathlib import Path
@@ -40,7 +40,7 @@ def launched(tiny_target_dir: Path, data: DataConfig, tmp_path_factory: pytest.T
 
 
 def test_each_process_holds_its_slice_of_the_layers(launched: Path) -> None:
-    reports = [json.loads((launched / f"told-{rank}.json").read_text()) for rank in range(2)]
+    reports = [json.loads((launched / f"report-{rank}.json").read_text()) for rank in range(2)]
     assert [2 * report["slice"] for report in reports] == [report["whole"] for report in reports]
     assert reports[0]["whole"] > 10_000
 
@@ -52,12 +52,12 @@ def test_answers_and_labels_are_those_of_the_whole_target(
     make(target, data, tmp_path, Accelerator(cpu=True))
     reads = TargetReads(hidden_states=True)
     for folder in (launched, launched / "batch"):
-        ours, theirs = (answer_store(each / "answers").load() for each in (folder, tmp_path))
+        ours, theirs = (answer_store(directory / "answers").load() for directory in (folder, tmp_path))
         assert len(ours.shards) == 3
         assert ours.complete
         for mine, other in zip(ours.shards, theirs.shards, strict=True):
             assert read_answers(folder / "answers", mine) == read_answers(tmp_path / "answers", other)
-        labels, others = (label_store(each / "distill").load() for each in (folder, tmp_path))
+        labels, others = (label_store(directory / "distill").load() for directory in (folder, tmp_path))
         assert labels.complete
         assert labels.num_labels > 50
         for one, two in zip(labels.shards, others.shards, strict=True):
@@ -67,9 +67,9 @@ def test_answers_and_labels_are_those_of_the_whole_target(
                 torch.testing.assert_close(mine.hidden_states.decode(), other.hidden_states.decode(), rtol=0.02, atol=0.02)
 
 
-def test_what_is_told_beforehand_is_measured_by_the_main_process_clock(launched: Path) -> None:
+def test_the_estimate_is_measured_by_the_clock_of_the_main_process(launched: Path) -> None:
     for rank in range(2):
-        report = json.loads((launched / f"told-{rank}.json").read_text())
+        report = json.loads((launched / f"report-{rank}.json").read_text())
         assert report["texts"] > 4
         assert report["sampled_tokens"] == report["tokens"]
 
@@ -82,7 +82,7 @@ def with_processes(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ("processes", "message"),
     [(1, "there is one; launch several"), (3, "num_attention_heads of 4 and num_key_value_heads of 2 and intermediate_size")],
 )
-def test_a_launch_that_cannot_share_is_told_before_the_weights_are_read(
+def test_a_launch_that_cannot_slice_the_target_is_an_error_before_loading(
     processes: int, message: str, tiny_target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_processes(processes, monkeypatch)
@@ -98,6 +98,6 @@ def test_a_model_without_a_plan_is_refused(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("other", [{"compiled": True}, {"device": "cpu"}, {"quantization": {"method": "torchao"}}])
-def test_what_does_not_go_together_with_slices_is_refused(other: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=rf"tensor_parallel doesn't go together with {next(iter(other))}"):
+def test_options_that_conflict_with_tensor_parallel_are_an_error(other: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=rf"tensor_parallel doesn't work together with {next(iter(other))}"):
         TargetConfig(name_or_path="here", tensor_parallel=True, **other)

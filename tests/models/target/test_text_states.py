@@ -1,4 +1,4 @@
-"""What training reads of the target costs no more of the target than it must."""
+"""Reading of the target's states in training, with no more computation than needed."""
 
 from collections.abc import Iterator
 
@@ -15,9 +15,7 @@ from ...host_reads import HostReads, ScalarReads
 
 @pytest.fixture
 def calls(target: HFTarget) -> Iterator[list[str]]:
-    """The modules of the target in the order in which they are run, each with whether gradients
-    were on.
-    """
+    """Record the target's modules in the order of execution, and whether gradients were on."""
     seen: list[str] = []
     modules = {f"layer {index}": layer for index, layer in enumerate(decoder_layers(target.model))}
     modules |= {"norm": target.model.get_decoder().norm, "head": target.head}
@@ -51,7 +49,7 @@ def texts() -> DrafterBatch:
         (False, (), []),
     ],
 )
-def test_no_layer_behind_what_is_read_and_never_the_head(
+def test_layers_after_the_last_needed_one_and_the_head_are_not_run(
     last: bool, layers: tuple[int, ...], expected: list[str], target: HFTarget, texts: DrafterBatch, calls: list[str]
 ) -> None:
     with torch.enable_grad():
@@ -59,20 +57,20 @@ def test_no_layer_behind_what_is_read_and_never_the_head(
     assert calls == expected
 
 
-def test_a_pass_that_ends_early_gives_what_a_whole_one_does(target: HFTarget, texts: DrafterBatch) -> None:
+def test_a_pass_that_ends_early_gives_the_states_of_a_whole_pass(target: HFTarget, texts: DrafterBatch) -> None:
     last, features = states_of_texts(target, texts, last=True, layers=(1, 0))
     for layers in ((1, 0), (1,)):
-        none, found = states_of_texts(target, texts, last=False, layers=layers)
+        none, actual = states_of_texts(target, texts, last=False, layers=layers)
         assert none is None
-        assert torch.equal(found, features[..., : target.hidden_size * len(layers)])
-        assert found.dtype == target.dtype == torch.float64
+        assert torch.equal(actual, features[..., : target.hidden_size * len(layers)])
+        assert actual.dtype == target.dtype == torch.float64
     again, _ = states_of_texts(target, texts, last=True, layers=())
     assert torch.equal(again, last), "the pass after it is whole again"
     assert target.model(texts.input_ids, use_cache=False).logits.shape == (2, 5, target.vocab_size)
 
 
-def test_rows_of_one_text_are_read_without_a_mask_and_no_token_sees_the_padding(target: HFTarget, texts: DrafterBatch) -> None:
-    """A mask would keep attention from its fastest kernels."""
+def test_rows_are_read_without_a_mask_and_padding_changes_nothing(target: HFTarget, texts: DrafterBatch) -> None:
+    """Attention's fastest kernels accept no mask."""
     masks: list[object] = []
 
     def spy(module: object, args: object, kwargs: dict[str, object]) -> None:
@@ -86,22 +84,20 @@ def test_rows_of_one_text_are_read_without_a_mask_and_no_token_sees_the_padding(
         handle.remove()
     assert masks == [None] * 4
     real = texts.attention_mask
-    for found in (last, by_target):
-        torch.testing.assert_close(found[real], expected[real])
+    for actual in (last, by_target):
+        torch.testing.assert_close(actual[real], expected[real])
     torch.testing.assert_close(features[real], expected_features[real])
 
 
 @pytest.mark.parametrize(("last", "layers"), [(True, ()), (True, (0, 1)), (False, (1,))])
-def test_the_host_waits_for_nothing_that_the_target_computes_of_rows(
-    last: bool, layers: tuple[int, ...], target: HFTarget, texts: DrafterBatch
-) -> None:
+def test_reading_states_needs_no_host_read(last: bool, layers: tuple[int, ...], target: HFTarget, texts: DrafterBatch) -> None:
     states_of_texts(target, texts, last=last, layers=layers)
     with HostReads() as reads, ScalarReads() as scalars:
         states_of_texts(target, texts, last=last, layers=layers)
     assert (reads.names, scalars.count) == ([], 0)
 
 
-def test_an_error_within_a_pass_is_not_taken_for_its_end(target: HFTarget, texts: DrafterBatch) -> None:
+def test_an_error_inside_a_pass_is_raised(target: HFTarget, texts: DrafterBatch) -> None:
     with pytest.raises(IndexError):
         target.layer_inputs((1,), input_ids=texts.input_ids + target.vocab_size)
     states_of_texts(target, texts, last=False, layers=(1,))

@@ -1,6 +1,4 @@
-"""Attention over grouped heads, in both of its forms, against keys and values repeated for every
-head.
-"""
+"""Both forms of attention over grouped heads, against keys repeated for every head."""
 
 import math
 
@@ -14,17 +12,17 @@ from outrider.models.target.tree_attention import attend_folded, attend_grouped,
 
 @pytest.mark.parametrize("attend", [attend_grouped, attend_folded])
 @pytest.mark.parametrize(("batch", "groups", "num_queries"), [(1, 1, 1), (2, 2, 5), (3, 4, 1)])
-def test_grouped_heads_read_what_repeated_ones_do(attend, batch, groups, num_queries):
+def test_grouped_heads_equal_repeated_heads(attend, batch, groups, num_queries):
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(batch, 3 * groups, num_queries, 8, generator=generator, dtype=torch.float64)
     key, value = torch.randn(2, batch, 3, 7, 8, generator=generator, dtype=torch.float64)
     mask = torch.randn(batch, 1, num_queries, 7, generator=generator, dtype=torch.float64)
-    repeated = (each.repeat_interleave(groups, dim=1) for each in (key, value))
+    repeated = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
     expected = scaled_dot_product_attention(query, *repeated, mask, scale=0.3).transpose(1, 2)
     torch.testing.assert_close(attend(query, key, value, mask, 0.3), expected)
 
 
-def test_arguments_that_it_does_not_know_are_left_to_transformers():
+def test_attention_with_unknown_arguments_is_left_to_transformers():
     query, key = torch.randn(1, 4, 2, 8), torch.randn(1, 2, 3, 8)
     module = torch.nn.Module()
     module.num_key_value_groups = 2
@@ -33,29 +31,30 @@ def test_arguments_that_it_does_not_know_are_left_to_transformers():
 
 
 def as_cuda_lays_it_out(*args, **kwargs):
-    """The memory-efficient kernel's output on CUDA: [batch, query, head, head_dim] in memory."""
+    """Attend with the memory layout of CUDA's kernel: [batch, query, head, head_dim]."""
     output = scaled_dot_product_attention(*args, **kwargs)
     return output.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 @pytest.mark.parametrize("attend", [attend_grouped, attend_folded])
-def test_a_kernel_may_lay_out_its_output_as_it_likes(attend, monkeypatch):
-    """On a GPU in float32 the kernel's output can't be viewed as groups of heads: decoding ended
-    with an error there.
+def test_any_memory_layout_of_a_kernels_output_is_accepted(attend, monkeypatch):
+    """On a GPU in float32 the kernel's output can't be viewed as groups of heads.
+
+    Decoding once ended with an error there.
     """
     query, key = torch.randn(2, 8, 5, 16), torch.randn(2, 2, 33, 16)
     mask = torch.randn(2, 1, 5, 33)
     expected = attend(query, key, key, mask, None)
     monkeypatch.setattr(tree_attention, "scaled_dot_product_attention", as_cuda_lays_it_out)
-    found = attend(query, key, key, mask, None)
-    assert torch.equal(found, expected)
-    assert found.is_contiguous()
-    assert found.shape == (2, 5, 8, 16)
+    actual = attend(query, key, key, mask, None)
+    assert torch.equal(actual, expected)
+    assert actual.is_contiguous()
+    assert actual.shape == (2, 5, 8, 16)
 
 
 @pytest.mark.parametrize("start", range(6))
-def test_masks_of_some_queries_are_memory_of_their_own(start):
-    """A slice of a mask begins at any address, and kernels on a GPU read words of several bytes."""
+def test_masks_of_some_queries_are_contiguous_copies(start):
+    """A slice of a mask may start at an unaligned address, which GPU kernels can't read."""
     lineage, lengths = torch.tensor([[[0, -1], [1, -1], [2, 0], [3, 1], [4, 1]]]), torch.tensor([7])
     options = {"extent": 13, "dtype": torch.bfloat16}
     whole = masks_by_kind({"full_attention": None, "sliding_attention": 4}, lineage, lengths, **options)
@@ -70,9 +69,10 @@ def test_masks_of_some_queries_are_memory_of_their_own(start):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_what_is_hidden_stays_finite_in_a_kernels_units(dtype):
-    """Kernels work with powers of two: the smallest number times log2(e) is minus infinity, and a
-    block of such keys gives NaN.
+def test_the_mask_value_stays_finite_in_powers_of_two(dtype):
+    """Kernels work with powers of two: the smallest number times log2(e) is minus infinity.
+
+    A block of such keys would give NaN.
     """
     hidden = torch.tensor(hidden_score(dtype), dtype=dtype)
     assert (hidden * math.log2(math.e)).isfinite()

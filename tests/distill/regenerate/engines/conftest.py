@@ -16,7 +16,7 @@ LIMITS = Limits(max_new_tokens=24, max_tokens=60)
 
 @pytest.fixture
 def target(tiny_target_dir: Path) -> HFTarget:
-    """A random model hardly ever says its one stop token, so this one has several."""
+    """Load a target with several stop tokens: a random model rarely generates a single one."""
     target = load_target(TargetConfig(name_or_path=str(tiny_target_dir), device="cpu"))
     assert target.model.generation_config is not None
     target.model.generation_config.eos_token_id = [3, *range(20, 30)]
@@ -30,7 +30,7 @@ def limits() -> Limits:
 
 @pytest.fixture
 def requests() -> list[Request]:
-    """Eleven; the longest prompts leave less room than the others."""
+    """Make eleven requests; the longest prompts leave fewer tokens for their answers."""
     rng = random.Random(0)
     lengths = [rng.randint(2, 30) for _ in range(9)] + [45, 59]
     prompts = [torch.tensor([rng.randrange(4, 300) for _ in range(length)]) for length in lengths]

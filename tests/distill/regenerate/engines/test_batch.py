@@ -1,6 +1,4 @@
-"""Padded batches by predicted length: every answer is the one that the request would get alone,
-whatever is evicted.
-"""
+"""Padded batches by predicted length: answers equal those of requests alone."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +31,7 @@ def exact_target(tiny_target_dir: Path) -> HFTarget:
 
 @pytest.fixture
 def many(requests: list[Request]) -> list[Request]:
-    """So many that lengths are learnt on the way."""
+    """Make so many requests that the predictor learns lengths during the run."""
     return [
         replace(request, id=f"{request.id}/{copy}", seed=100 * copy + request.seed) for copy in range(8) for request in requests
     ]
@@ -50,33 +48,31 @@ def make_engine(target: HFTarget, sampling: Sampling, limits: Limits, *, tokens:
 
 
 def texts(engine: BatchEngine | DecoderEngine, requests: list[Request]) -> dict[str, tuple[list[int], bool]]:
-    found = {answer.id: (answer.tokens.tolist(), answer.cut) for answer in engine.answer(requests)}
-    assert len(found) == len(requests)
-    return found
+    answers = {answer.id: (answer.tokens.tolist(), answer.cut) for answer in engine.answer(requests)}
+    assert len(answers) == len(requests)
+    return answers
 
 
 @pytest.mark.parametrize(
     "sampling", [pytest.param(SAMPLINGS[0], marks=pytest.mark.slow), SAMPLINGS[1]], ids=["greedy", "sampled"]
 )
-def test_evicted_rows_go_on_to_the_answers_of_requests_alone(
+def test_evicted_rows_get_the_answers_of_requests_alone(
     exact_target: HFTarget, many: list[Request], limits: Limits, sampling: Sampling
 ) -> None:
     alone = DecoderEngine(exact_target, NullDrafter(), sampling=sampling, limits=limits, batch_size=1)
     engine = make_engine(exact_target, sampling, limits)
-    found = texts(engine, many)
-    assert found == texts(alone, many)
-    assert {cut for _, cut in found.values()} == {True, False}
+    actual = texts(engine, many)
+    assert actual == texts(alone, many)
+    assert {cut for _, cut in actual.values()} == {True, False}
     (statistics,) = engine.statistics
     assert statistics.num_evictions > 20
     assert statistics.num_predicted > 20
     assert statistics.num_answers == len(many)
-    assert statistics.num_tokens == sum(len(tokens) for tokens, _ in found.values())
+    assert statistics.num_tokens == sum(len(tokens) for tokens, _ in actual.values())
 
 
 @pytest.mark.slow
-def test_batches_are_the_same_in_every_call_whatever_was_asked_before(
-    target: HFTarget, many: list[Request], limits: Limits
-) -> None:
+def test_batches_do_not_depend_on_earlier_calls(target: HFTarget, many: list[Request], limits: Limits) -> None:
     first, second = make_engine(target, SAMPLINGS[1], limits), make_engine(target, SAMPLINGS[1], limits)
     expected = [(answer.id, answer.tokens.tolist()) for answer in first.answer(many)]
     list(second.answer(many[30:]))
@@ -86,7 +82,7 @@ def test_batches_are_the_same_in_every_call_whatever_was_asked_before(
     assert [replace(it, seconds=0.0) for it in first.statistics] == [replace(it, seconds=0.0) for it in second.statistics]
 
 
-def test_the_cache_never_takes_more_than_the_budget(
+def test_the_kv_cache_never_exceeds_the_budget(
     target: HFTarget, many: list[Request], limits: Limits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[int] = []
@@ -98,7 +94,7 @@ def test_the_cache_never_takes_more_than_the_budget(
         return has_moved
 
     engine = make_engine(target, SAMPLINGS[0], limits, tokens=150)
-    # the target is probed with a cache of its own before its first answer
+    # Before its first answer the target is probed with another cache.
     list(engine.answer(many[:1]))
     monkeypatch.setattr(TreeCache, "begin_pass", record)
     list(engine.answer(many))
@@ -106,7 +102,7 @@ def test_the_cache_never_takes_more_than_the_budget(
     assert 100 < max(taken) <= 150
 
 
-def test_nobody_waits_for_a_call_without_requests(target: HFTarget, limits: Limits) -> None:
+def test_a_call_without_requests_returns_no_answers(target: HFTarget, limits: Limits) -> None:
     assert list(make_engine(target, SAMPLINGS[0], limits).answer([])) == []
 
 

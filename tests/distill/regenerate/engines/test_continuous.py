@@ -1,6 +1,4 @@
-"""transformers' continuous batching as an engine: our decoder's tokens, and a target that is left
-as it was.
-"""
+"""transformers' continuous batching as an engine: it gives our decoder's tokens."""
 
 import pytest
 import torch
@@ -17,12 +15,12 @@ GREEDY, SAMPLED = Sampling(temperature=0.0), Sampling(temperature=0.8, top_k=50,
 
 
 def texts(engine: ContinuousEngine | DecoderEngine, requests: list[Request]) -> dict[str, tuple[list[int], bool]]:
-    found = {answer.id: (answer.tokens.tolist(), answer.cut) for answer in engine.answer(requests)}
-    assert len(found) == len(requests)
-    return found
+    answers = {answer.id: (answer.tokens.tolist(), answer.cut) for answer in engine.answer(requests)}
+    assert len(answers) == len(requests)
+    return answers
 
 
-def test_greedy_answers_are_the_decoders_and_it_works_as_before_afterwards(
+def test_greedy_answers_are_the_decoders_and_the_target_is_unchanged(
     target: HFTarget, requests: list[Request], limits: Limits
 ) -> None:
     decoder = DecoderEngine(target, NullDrafter(), sampling=GREEDY, limits=limits)
@@ -38,10 +36,10 @@ def test_greedy_answers_are_the_decoders_and_it_works_as_before_afterwards(
 def test_an_answer_without_room_for_a_token_is_empty_and_cut(target: HFTarget, requests: list[Request]) -> None:
     longest = max(len(request.prompt_ids) for request in requests)
     engine = ContinuousEngine(target, sampling=GREEDY, limits=Limits(max_new_tokens=2, max_tokens=longest))
-    found = texts(engine, requests)
+    actual = texts(engine, requests)
     full = [request.id for request in requests if len(request.prompt_ids) == longest]
-    assert [found[id] for id in full] == [([], True)] * len(full)
-    assert all(tokens for id, (tokens, _) in found.items() if id not in full)
+    assert [actual[id] for id in full] == [([], True)] * len(full)
+    assert all(tokens for id, (tokens, _) in actual.items() if id not in full)
 
 
 def test_the_same_call_samples_the_same_answers(target: HFTarget, requests: list[Request], limits: Limits) -> None:
@@ -53,7 +51,7 @@ def test_the_same_call_samples_the_same_answers(target: HFTarget, requests: list
     assert texts(engine, reseeded) != first
 
 
-def test_the_models_own_generation_config_has_no_say(target: HFTarget, requests: list[Request], limits: Limits) -> None:
+def test_the_models_generation_config_is_ignored(target: HFTarget, requests: list[Request], limits: Limits) -> None:
     engine = ContinuousEngine(target, sampling=GREEDY, limits=limits)
     plain = texts(engine, requests)
     assert target.model.generation_config is not None
@@ -62,24 +60,24 @@ def test_the_models_own_generation_config_has_no_say(target: HFTarget, requests:
     assert texts(engine, requests) == plain
 
 
-def test_another_scheduler_decides_who_comes_next(target: HFTarget, requests: list[Request], limits: Limits) -> None:
-    made: list[FIFOScheduler] = []
-    told: list[Request] = []
+def test_a_given_scheduler_is_used(target: HFTarget, requests: list[Request], limits: Limits) -> None:
+    schedulers: list[FIFOScheduler] = []
+    received: list[Request] = []
 
     def make(*args: object, requests: list[Request], **kwargs: object) -> FIFOScheduler:
-        told.extend(requests)
-        made.append(FIFOScheduler(*args, **kwargs))
-        return made[-1]
+        received.extend(requests)
+        schedulers.append(FIFOScheduler(*args, **kwargs))
+        return schedulers[-1]
 
     plain = ContinuousEngine(target, sampling=GREEDY, limits=limits)
     scheduled = ContinuousEngine(target, sampling=GREEDY, limits=limits, scheduler=make)
     assert texts(scheduled, requests) == texts(plain, requests)
-    assert len(made) == 1
-    assert [request.id for request in told] == [request.id for request in requests]
+    assert len(schedulers) == 1
+    assert [request.id for request in received] == [request.id for request in requests]
     assert set(SCHEDULER_MAPPING) == {"fifo", "prefill_first"}
 
 
-def test_a_failure_inside_is_raised_and_not_waited_for(
+def test_a_failure_inside_the_engine_is_raised_without_a_hang(
     target: HFTarget, requests: list[Request], limits: Limits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: object, **kwargs: object) -> None:

@@ -1,5 +1,6 @@
-"""Continuous batching that admits by predicted length: the same answers, the longest first, and
-promises that are kept.
+"""Continuous batching that admits requests by predicted length.
+
+Answers stay equal, long requests come first, and reservations are kept.
 """
 
 import pytest
@@ -19,7 +20,7 @@ GREEDY = Sampling(temperature=0.0)
 
 
 class ByFirstToken:
-    """Predicts the bucket that the prompt begins with."""
+    """Predictor that returns the prompt's first token as the bucket."""
 
     def learn(self, requests: list[Request], buckets: torch.Tensor) -> None:
         pass
@@ -29,7 +30,7 @@ class ByFirstToken:
 
 
 class FreeEntries(PagedAttentionCache):
-    """A cache of which only the number of free entries matters."""
+    """Cache of which only the number of free entries is used."""
 
     def __init__(self, free: int) -> None:
         self.free = free
@@ -46,7 +47,10 @@ BUCKETS = {"short": 0, "brief": 1, "one": 2, "next": 4, "running": 5, "middle": 
 
 
 def make_scheduler(free: int) -> LengthAwareScheduler:
-    """Buckets end at 10, 20 ... 100 tokens, and half of a bucket is promised beyond its beginning."""
+    """Make a scheduler whose buckets end at 10, 20 ... 100 tokens.
+
+    It reserves the start of the predicted bucket and half of the bucket's width.
+    """
     requests = [Request(id=name, prompt_ids=torch.full((5,), bucket), seed=0) for name, bucket in BUCKETS.items()]
     scheduler = LengthAwareScheduler(FreeEntries(free), 0.0, 8, make_predictor=ByFirstToken, requests=requests)
     scheduler._predicted = Predicted(ByFirstToken(), requests, share=0.5, unknown=30)
@@ -68,11 +72,11 @@ def test_the_longest_go_first_and_shorter_ones_that_fit_overtake() -> None:
     scheduler = make_scheduler(free=150)
     for name in ("short", "long", "middle", "brief"):
         ask(scheduler, name)
-    # about 100, 21 and 11; middle needs 61 and doesn't fit any more
+    # They need about 100, 21 and 11 entries. `middle` needs 61 and doesn't fit any more.
     assert admitted(scheduler) == ["long", "brief", "short"]
 
 
-def test_what_runs_keeps_what_it_was_promised() -> None:
+def test_a_running_request_keeps_its_reservation() -> None:
     scheduler = make_scheduler(free=100)
     running = ask(scheduler, "running")
     assert admitted(scheduler) == ["running"]
@@ -89,7 +93,7 @@ def test_what_runs_keeps_what_it_was_promised() -> None:
     assert admitted(scheduler) == ["next"]
 
 
-def test_a_promise_that_was_outgrown_is_doubled_up_to_the_limit() -> None:
+def test_an_exceeded_reservation_is_doubled_up_to_the_limit() -> None:
     scheduler = make_scheduler(free=1000)
     state = ask(scheduler, "one")
     scheduler._get_waiting_candidates()
@@ -101,15 +105,18 @@ def test_a_promise_that_was_outgrown_is_doubled_up_to_the_limit() -> None:
     assert scheduler.num_needed(state) == 10
 
 
-def test_something_runs_even_where_nothing_fits() -> None:
+def test_one_request_runs_even_if_none_fits() -> None:
     scheduler = make_scheduler(free=3)
     ask(scheduler, "short")
     ask(scheduler, "long")
     assert admitted(scheduler) == ["long"]
 
 
-def test_what_still_runs_is_known_to_be_longer_when_lengths_are_learnt() -> None:
-    """Of the first answers to end alone, all lengths would seem short."""
+def test_unfinished_answers_count_as_longer_when_lengths_are_learnt() -> None:
+    """The first answers to end are short ones.
+
+    Without the others, all lengths would seem short.
+    """
     observed: list[tuple[dict[int, int], dict[int, int]]] = []
     scheduler = make_scheduler(free=1000)
     running = {name: ask(scheduler, name) for name in ("short", "long")}

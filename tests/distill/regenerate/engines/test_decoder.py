@@ -1,6 +1,4 @@
-"""Our decoder as an engine: the text of transformers' own decoding, whoever is in the batch and
-whatever drafts.
-"""
+"""Our decoder as an engine: in any batch and with any drafter it gives transformers' text."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,17 +20,17 @@ GREEDY = Sampling(temperature=0.0)
 
 
 def answers(engine: DecoderEngine, requests: Sequence[Request]) -> dict[str, Answer]:
-    found = list(engine.answer(requests))
-    assert sorted(answer.id for answer in found) == sorted(request.id for request in requests)
-    return {answer.id: answer for answer in found}
+    all_answers = list(engine.answer(requests))
+    assert sorted(answer.id for answer in all_answers) == sorted(request.id for request in requests)
+    return {answer.id: answer for answer in all_answers}
 
 
-def texts(found: dict[str, Answer]) -> dict[str, tuple[list[int], bool]]:
-    return {id: (answer.tokens.tolist(), answer.cut) for id, answer in found.items()}
+def texts(answers_by_id: dict[str, Answer]) -> dict[str, tuple[list[int], bool]]:
+    return {id: (answer.tokens.tolist(), answer.cut) for id, answer in answers_by_id.items()}
 
 
 def reference(target: HFTarget, request: Request, room: int) -> tuple[list[int], bool]:
-    """Alone, by transformers' `generate`."""
+    """Answer one request with transformers' `generate`."""
     prompt = request.prompt_ids[None]
     stops = list(target.stop_ids)
     output = target.model.generate(
@@ -42,14 +40,14 @@ def reference(target: HFTarget, request: Request, room: int) -> tuple[list[int],
     return tokens, tokens[-1] not in stops
 
 
-def test_greedy_answers_are_those_of_transformers_alone_with_stops_and_cuts_where_they_belong(
+def test_greedy_answers_with_stops_and_cuts_are_those_of_transformers(
     target: HFTarget, requests: list[Request], limits: Limits
 ) -> None:
     engine = DecoderEngine(target, NullDrafter(), sampling=GREEDY, limits=limits, batch_size=4)
-    found = texts(answers(engine, requests))
+    actual = texts(answers(engine, requests))
     for request in requests:
-        assert found[request.id] == reference(target, request, limits.room(len(request.prompt_ids)))
-    assert {cut for _, cut in found.values()} == {True, False}
+        assert actual[request.id] == reference(target, request, limits.room(len(request.prompt_ids)))
+    assert {cut for _, cut in actual.values()} == {True, False}
 
 
 def test_a_sampled_answer_depends_on_its_seed_and_not_on_its_neighbours(
@@ -79,14 +77,14 @@ def test_a_drafter_changes_the_number_of_passes_and_no_token(
 
     plain, num_plain = decode(NullDrafter())
     ordered = sorted(requests, key=lambda request: (-len(request.prompt_ids), request.id))
-    # a row may go on beyond its room
+    # The oracle needs tokens beyond the end of an answer.
     known = [plain[request.id][0] + [0] * limits.max_new_tokens for request in ordered]
     drafted, num_drafted = decode(OracleDrafter(known, [3, 2] * len(known), target.vocab_size))
     assert drafted == plain
     assert num_drafted < 0.6 * num_plain
 
 
-def test_requests_that_may_outgrow_the_drafters_window_are_decoded_without_it(
+def test_requests_longer_than_the_drafters_context_are_decoded_without_it(
     target: HFTarget, requests: list[Request], limits: Limits
 ) -> None:
     read: list[int] = []
@@ -103,7 +101,7 @@ def test_requests_that_may_outgrow_the_drafters_window_are_decoded_without_it(
     assert 0 < len(read) < len(requests)
 
 
-def test_a_trained_drafters_folder_is_opened_and_changes_no_token(
+def test_a_trained_drafter_from_a_folder_changes_no_token(
     target: HFTarget, requests: list[Request], limits: Limits, tmp_path: Path
 ) -> None:
     drafter = build_drafter(
@@ -138,5 +136,5 @@ def test_auto_is_the_decoder_on_every_device(
 def test_a_target_without_a_stop_token_is_refused(target: HFTarget, limits: Limits) -> None:
     assert target.model.generation_config is not None
     target.model.generation_config.eos_token_id = None
-    with pytest.raises(ValueError, match="names no stop token"), open_engine(DistillConfig(mode="regenerate"), target, limits):
+    with pytest.raises(ValueError, match="has no stop token"), open_engine(DistillConfig(mode="regenerate"), target, limits):
         pass

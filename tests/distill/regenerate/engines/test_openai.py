@@ -1,6 +1,4 @@
-"""A server of the completions protocol as an engine, against one on this machine that decodes with
-the tiny target.
-"""
+"""The engine for servers with OpenAI's completions API, with a local server."""
 
 import json
 import logging
@@ -28,13 +26,13 @@ from outrider.models.drafters import NullDrafter
 from outrider.models.target.hf_target import HFTarget
 
 Reply = tuple[int, dict[str, str], bytes]
-"""Status, headers, body."""
+"""Status, headers and body of a response."""
 
 
 class Server(ThreadingHTTPServer):
-    """Answers completions by decoding for real.
+    """Server that answers completions with the tiny target.
 
-    `faults` come first: replies in place of an answer; None hangs up.
+    It first sends the replies in `faults`; None closes the connection.
     """
 
     daemon_threads = True
@@ -49,7 +47,7 @@ class Server(ThreadingHTTPServer):
         self.bodies: list[dict[str, Any]] = []
         self.keys: set[str | None] = set()
         self.delay_seconds = 0.0
-        # requests that are answered before the server hangs; None for all
+        # Number of requests that are answered before the server hangs; None for all.
         self.num_quick: int | None = None
         self.woken = threading.Event()
         self.num_inside = self.most_inside = 0
@@ -60,7 +58,7 @@ class Server(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}/v1"
 
     def handle_error(self, *args: Any) -> None:
-        # a client that hangs up is none of the server's
+        # A client may close the connection: this is no error of the server.
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(*args)
 
@@ -71,15 +69,15 @@ class Server(ThreadingHTTPServer):
         sampling = Sampling(temperature=body["temperature"], top_k=top_k, top_p=body["top_p"])
         engine = DecoderEngine(self.target, NullDrafter(), sampling=sampling, limits=limits)
         (answer,) = engine.answer([Request(id="", prompt_ids=prompt, seed=body["seed"])])
-        said = answer.tokens if answer.cut else answer.tokens[:-1]
+        generated = answer.tokens if answer.cut else answer.tokens[:-1]
         choice = {
             "index": 0,
-            "text": self.target.tokenizer.decode(said),
+            "text": self.target.tokenizer.decode(generated),
             "finish_reason": "length" if answer.cut else "stop",
             "stop_reason": None if answer.cut else int(answer.tokens[-1]),
             "token_ids": answer.tokens.tolist(),
         }
-        return {"choices": [choice], "usage": {"prompt_tokens": len(prompt), "completion_tokens": len(said)}}
+        return {"choices": [choice], "usage": {"prompt_tokens": len(prompt), "completion_tokens": len(generated)}}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -146,7 +144,7 @@ Found = dict[str, tuple[list[int], bool]]
 
 @pytest.fixture
 def ask(server: Server, target: HFTarget, limits: Limits, requests: list[Request]) -> Callable[..., Found]:
-    """All requests through the engine that a configuration opens."""
+    """Return a function that answers all requests through the engine of a configuration."""
 
     def ask(**options: Any) -> Found:
         config = DistillConfig(mode="regenerate", engine="openai", base_url=server.url, **options)
@@ -162,22 +160,22 @@ def expected(target: HFTarget, requests: list[Request], limits: Limits, sampling
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_the_servers_tokens_are_the_answers_with_the_sampling_that_was_asked_for(
+def test_answers_are_the_servers_tokens_with_the_requested_sampling(
     ask: Callable[..., Found], server: Server, target: HFTarget, requests: list[Request], limits: Limits, temperature: float
 ) -> None:
-    found = ask(temperature=temperature, top_k=40)
-    assert found == expected(target, requests, limits, Sampling(temperature=temperature, top_k=40))
-    assert {cut for _, cut in found.values()} == {True, False}
+    actual = ask(temperature=temperature, top_k=40)
+    assert actual == expected(target, requests, limits, Sampling(temperature=temperature, top_k=40))
+    assert {cut for _, cut in actual.values()} == {True, False}
     assert len(server.bodies) == len(requests)
     for body in server.bodies:
-        # A server fills in what is left out, maybe from the model's own generation config.
+        # A server fills in missing values, maybe from the model's generation config.
         assert (body["top_k"], body["top_p"], body["repetition_penalty"], body["min_p"]) == (40, 1.0, 1.0, 0.0)
         assert body["stop_token_ids"] == list(target.stop_ids)
         assert body["model"] == "tiny"
     assert server.keys == {"Bearer none"}
 
 
-def test_a_server_that_leaves_out_the_stop_token_gets_the_one_that_it_names(
+def test_a_stop_token_missing_in_a_reply_is_added_from_its_stop_reason(
     ask: Callable[..., Found], server: Server, target: HFTarget, requests: list[Request], limits: Limits
 ) -> None:
     def leave_out(reply: dict[str, Any]) -> None:
@@ -192,7 +190,7 @@ def test_a_server_that_leaves_out_the_stop_token_gets_the_one_that_it_names(
 SOON = {"Retry-After": "0.01"}
 
 
-def test_failures_on_the_way_cost_time_and_no_answer(
+def test_failed_requests_are_retried_and_no_answer_is_lost(
     ask: Callable[..., Found], server: Server, target: HFTarget, requests: list[Request], limits: Limits
 ) -> None:
     server.faults = [(503, SOON, b"loading"), None, (429, {"Retry-After": "0.6"}, b"slow down"), (500, SOON, b"oops")]
@@ -202,7 +200,7 @@ def test_failures_on_the_way_cost_time_and_no_answer(
     assert time.monotonic() - started > 0.6
 
 
-def test_a_server_that_stays_away_ends_the_run_with_what_to_do(
+def test_an_unavailable_server_is_an_error_with_the_remedy(
     ask: Callable[..., Found], server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(openai, "MAX_RETRIES", 2)
@@ -222,7 +220,7 @@ def test_a_missing_client_is_reported_with_the_extra_that_installs_it(monkeypatc
         pass
 
 
-def test_a_refusal_is_told_at_once_and_without_the_key(
+def test_an_authentication_error_is_raised_at_once_without_the_key(
     ask: Callable[..., Found], server: Server, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     monkeypatch.setenv(openai.KEY_VARIABLE, "sk-very-secret")
@@ -235,8 +233,10 @@ def test_a_refusal_is_told_at_once_and_without_the_key(
 
 
 @pytest.mark.parametrize("location", ["/v1/completions", "ftp://elsewhere/v1/completions"])
-def test_a_redirect_is_told_at_once_with_the_address_to_set(ask: Callable[..., Found], server: Server, location: str) -> None:
-    """A client that follows redirects retries a loop of them, and an unknown protocol, for minutes."""
+def test_a_redirect_is_an_error_at_once_with_the_address_to_set(
+    ask: Callable[..., Found], server: Server, location: str
+) -> None:
+    """A client that follows redirects would retry loops and unknown protocols for minutes."""
     server.faults = [(307, {"Location": location}, b"")] * 100
     with pytest.raises(ValueError, match=f"answers 307, a redirect to {location}.*set distill.base_url"):
         ask(decode_batch_size=1)
@@ -244,23 +244,23 @@ def test_a_redirect_is_told_at_once_with_the_address_to_set(ask: Callable[..., F
 
 
 @pytest.mark.parametrize("url", ["http://[::1", "ftp://x", "nonsense"])
-def test_what_is_no_address_is_refused_before_a_connection(url: str) -> None:
-    with pytest.raises(ValueError, match="distill.base_url is no address"), openai.open_server(url):
+def test_an_invalid_address_is_an_error_before_a_connection(url: str) -> None:
+    with pytest.raises(ValueError, match="distill.base_url is not an address"), openai.open_server(url):
         pass
 
 
-def test_text_without_token_ids_is_tokenized_again_and_said_so_once(
+def test_text_without_token_ids_is_tokenized_again_with_one_warning(
     ask: Callable[..., Found], server: Server, target: HFTarget, requests: list[Request], limits: Limits, caplog: Any
 ) -> None:
     server.change = lambda reply: reply["choices"][0].pop("token_ids")
     with caplog.at_level(logging.WARNING, logger="outrider"):
-        found = ask(decode_batch_size=1)
+        actual = ask(decode_batch_size=1)
     assert caplog.text.count("tokenized again") == 1
     wanted = expected(target, requests, limits, Sampling(temperature=0.0))
     visited = 0
     for id, (tokens, cut) in wanted.items():
         text = target.tokenizer.decode(tokens if cut else tokens[:-1])
-        assert found[id] == (target.tokenizer(text).input_ids + ([] if cut else tokens[-1:]), cut)
+        assert actual[id] == (target.tokenizer(text).input_ids + ([] if cut else tokens[-1:]), cut)
         visited += 1
     assert visited == len(requests)
 
@@ -288,10 +288,10 @@ def test_text_without_token_ids_is_tokenized_again_and_said_so_once(
         (lambda reply: reply["choices"][0].pop("finish_reason"), "finish_reason: Field required"),
         (lambda reply: reply.update(usage=[1]), "usage: Input should be"),
         (lambda reply: reply["usage"].update(prompt_tokens="5"), "usage.prompt_tokens: Input should be a valid integer"),
-        (lambda reply: reply["choices"][0].update(token_ids=[5] * 99), "99 tokens where max_tokens asks for .* at most"),
+        (lambda reply: reply["choices"][0].update(token_ids=[5] * 99), "99 tokens, more than max_tokens="),
     ],
 )
-def test_a_server_of_something_else_is_refused(
+def test_an_invalid_reply_is_an_error_that_names_the_field(
     ask: Callable[..., Found],
     server: Server,
     requests: list[Request],
@@ -305,7 +305,7 @@ def test_a_server_of_something_else_is_refused(
 
 
 @pytest.mark.parametrize("usage", [None, {}, {"prompt_tokens": None}])
-def test_a_server_that_does_not_count_what_it_read_is_believed(
+def test_a_reply_without_token_counts_is_accepted(
     ask: Callable[..., Found],
     server: Server,
     target: HFTarget,
@@ -317,15 +317,15 @@ def test_a_server_that_does_not_count_what_it_read_is_believed(
     assert ask() == expected(target, requests, limits, Sampling(temperature=0.0))
 
 
-@pytest.mark.parametrize("told", [True, 4.0, "</s>", ["a"]])
-def test_a_stop_reason_that_is_no_token_is_none_of_the_answers(
-    ask: Callable[..., Found], server: Server, target: HFTarget, told: Any
+@pytest.mark.parametrize("stop_reason", [True, 4.0, "</s>", ["a"]])
+def test_a_stop_reason_that_is_no_token_id_is_ignored(
+    ask: Callable[..., Found], server: Server, target: HFTarget, stop_reason: Any
 ) -> None:
     assert target.model.generation_config is not None
     target.model.generation_config.eos_token_id = [3, 1, 4]
-    server.change = lambda reply: reply["choices"][0].update(token_ids=[7], finish_reason="stop", stop_reason=told)
-    found = ask()
-    assert {tuple(tokens) for tokens, _ in found.values()} == {(7, target.tokenizer.eos_token_id)}
+    server.change = lambda reply: reply["choices"][0].update(token_ids=[7], finish_reason="stop", stop_reason=stop_reason)
+    actual = ask()
+    assert {tuple(tokens) for tokens, _ in actual.values()} == {(7, target.tokenizer.eos_token_id)}
 
 
 @pytest.mark.parametrize("nothing", [{"token_ids": None, "text": ""}, {"token_ids": []}])
@@ -336,20 +336,20 @@ def test_an_answer_cut_before_its_first_token_is_an_empty_one(
     assert ask() == {request.id: ([], True) for request in requests}
 
 
-def test_a_text_longer_than_asked_for_is_named_once(ask: Callable[..., Found], server: Server, caplog: Any) -> None:
+def test_a_text_longer_than_requested_is_one_warning(ask: Callable[..., Found], server: Server, caplog: Any) -> None:
     server.change = lambda reply: reply["choices"][0].update(token_ids=None, text="a b c d " * 30)
     with caplog.at_level(logging.WARNING, logger="outrider"):
         ask(decode_batch_size=1)
     assert caplog.text.count("such answers are cut there") == 1
 
 
-def test_a_page_that_is_no_api_is_refused(ask: Callable[..., Found], server: Server) -> None:
+def test_a_web_page_in_place_of_an_api_is_an_error(ask: Callable[..., Found], server: Server) -> None:
     server.faults = [(200, {}, b"<html>hello</html>")] * 100
     with pytest.raises(ValueError, match=r"answers <html>hello</html>.*Invalid JSON"):
         ask()
 
 
-def test_requests_are_in_flight_together_and_never_more_than_asked(ask: Callable[..., Found], server: Server) -> None:
+def test_requests_in_flight_never_exceed_decode_batch_size(ask: Callable[..., Found], server: Server) -> None:
     server.delay_seconds = 0.05
     ask(decode_batch_size=3)
     assert server.most_inside == 3
@@ -357,8 +357,9 @@ def test_requests_are_in_flight_together_and_never_more_than_asked(ask: Callable
 
 @contextmanager
 def ends_at_once() -> Iterator[None]:
-    """Whether the block, and every thread of the engine, ends soon: the interpreter waits for them
-    when it ends.
+    """Check that the block and every thread of the engine end soon.
+
+    The interpreter waits for threads when it exits.
     """
     start = time.monotonic()
     yield
@@ -370,7 +371,7 @@ def ends_at_once() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_an_error_of_the_consumers_waits_for_nothing_in_flight(
+def test_an_error_of_the_caller_does_not_wait_for_requests_in_flight(
     server: Server, target: HFTarget, limits: Limits, requests: list[Request], error: type[BaseException]
 ) -> None:
     server.num_quick = 2
@@ -383,12 +384,12 @@ def test_an_error_of_the_consumers_waits_for_nothing_in_flight(
                     until(lambda: server.num_inside == 4)
                     raise error("stop")
 
-    # The traceback holds the generator, which so is never closed.
+    # The traceback refers to the generator, so the generator is never closed.
     with ends_at_once(), pytest.raises(error, match="stop"):
         consume()
 
 
-def test_an_engine_left_early_waits_for_nothing_in_flight(
+def test_closing_the_engine_early_does_not_wait_for_requests_in_flight(
     server: Server, target: HFTarget, limits: Limits, requests: list[Request]
 ) -> None:
     server.num_quick = 1
@@ -403,7 +404,7 @@ def test_an_engine_left_early_waits_for_nothing_in_flight(
 
 
 @pytest.mark.parametrize("waits_for", ["answers", "tries"])
-def test_ctrl_c_waits_for_no_answer_and_no_next_try(
+def test_ctrl_c_waits_for_no_answer_and_no_retry(
     server: Server,
     target: HFTarget,
     limits: Limits,
@@ -425,7 +426,7 @@ def test_ctrl_c_waits_for_no_answer_and_no_next_try(
             list(engine.answer(requests))
 
     interrupter = threading.Thread(target=interrupt)
-    # a shell's background jobs ignore it
+    # Background jobs of a shell ignore SIGINT.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with ends_at_once(), pytest.raises(KeyboardInterrupt):
@@ -442,7 +443,7 @@ def until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_the_model_is_named_as_the_server_has_it(ask: Callable[..., Found], server: Server, target: HFTarget) -> None:
+def test_requests_name_the_model_that_the_server_has(ask: Callable[..., Found], server: Server, target: HFTarget) -> None:
     server.models = ["other", target.identity.name]
     ask()
     assert {body["model"] for body in server.bodies} == {target.identity.name}

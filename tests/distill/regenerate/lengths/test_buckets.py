@@ -1,6 +1,4 @@
-"""Buckets, predictors and the reservations made of them: learnable, reproducible, and blind to what
-was asked before.
-"""
+"""Buckets of lengths, predictors, and the reservations that follow from them."""
 
 import copy
 import random
@@ -33,7 +31,7 @@ from outrider.distill.regenerate.lengths.predictors import (
 from outrider.distill.regenerate.lengths.schedule import Decoded, Policy, Rectangle, shortest_text_first, supervise
 
 SHORT, LONG = 70, 200
-"""Tokens that prompts for short and for long answers begin with."""
+"""First tokens of prompts with short and with long answers."""
 
 
 def make_requests(count: int, *, known: bool = False) -> list[Request]:
@@ -62,14 +60,14 @@ def classifier_dir(tmp_path: Path, tiny_tokenizer) -> Path:
     return tmp_path / "classifier"
 
 
-def test_buckets_are_deciles_and_lengths_beyond_the_last_are_in_it():
+def test_buckets_are_deciles_and_the_last_is_open():
     buckets = Buckets.of(range(1, 101))
     assert buckets.index([1, 10, 11, 95, 100, 5000]).tolist() == [0, 0, 1, 9, 9, 9]
     counts = torch.bincount(buckets.index(list(range(1, 101))), minlength=NUM_BUCKETS)
     assert counts.tolist() == [10] * NUM_BUCKETS
 
 
-def test_quantiles_lie_where_the_distribution_puts_them():
+def test_quantiles_interpolate_within_buckets():
     buckets = Buckets(torch.arange(1, 11, dtype=torch.float64) * 10)
     probs = torch.zeros(2, NUM_BUCKETS)
     probs[0, 3] = 1.0
@@ -79,7 +77,7 @@ def test_quantiles_lie_where_the_distribution_puts_them():
     assert buckets.quantile(probs, 1.0) == [40, 100]
 
 
-def test_quantiles_survive_empty_buckets():
+def test_quantiles_are_correct_with_empty_buckets():
     buckets = Buckets.of([7] * 40)
     assert buckets.quantile(torch.full((1, NUM_BUCKETS), 1 / NUM_BUCKETS), 0.5) in ([1], [7])
     assert buckets.index([7, 8]).tolist() == [0, 9]
@@ -93,7 +91,7 @@ def test_labels_are_spread_over_neighbours_and_sum_to_one():
 
 
 @pytest.mark.parametrize("name", ["light", "classifier"])
-def test_every_predictor_learns_what_prompts_say(name, target, classifier_dir, monkeypatch):
+def test_every_predictor_learns_lengths_from_prompts(name, target, classifier_dir, monkeypatch):
     if name == "classifier":
         monkeypatch.setattr("outrider.distill.regenerate.lengths.predictors.ClassifierPredictor.learning_rate", 3e-3)
         monkeypatch.setattr("outrider.distill.regenerate.lengths.predictors.ClassifierPredictor.epochs", 12)
@@ -108,7 +106,7 @@ def test_every_predictor_learns_what_prompts_say(name, target, classifier_dir, m
 
 
 @pytest.mark.parametrize("name", ["light", "classifier"])
-def test_a_predictor_is_a_function_of_its_last_lessons(name, target, classifier_dir):
+def test_predictions_depend_only_on_the_last_training_data(name, target, classifier_dir):
     name = str(classifier_dir) if name == "classifier" else name
     first, second = make_predictor(name, target), make_predictor(name, target)
     second.learn(make_requests(32), torch.zeros(32, dtype=torch.long))
@@ -120,7 +118,7 @@ def test_a_predictor_is_a_function_of_its_last_lessons(name, target, classifier_
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_the_other_answers_length_tells_more_than_the_prompt():
+def test_the_length_of_the_old_answer_is_used_as_a_feature():
     requests = make_requests(64, known=True)
     blind = [Request(id=r.id, prompt_ids=torch.tensor([9]), seed=0, num_known_tokens=r.num_known_tokens) for r in requests]
     predictor = LightPredictor()
@@ -130,7 +128,7 @@ def test_the_other_answers_length_tells_more_than_the_prompt():
     assert min(medians[0::2]) > max(medians[1::2])
 
 
-def test_prompts_without_a_word_in_common_are_predicted_by_their_lengths():
+def test_prompts_without_common_words_are_predicted_by_their_lengths():
     lessons = [Request(id=str(k), prompt_ids=torch.arange(3 * k, 3 * k + 3 + k % 2 * 40), seed=0) for k in range(0, 4000, 100)]
     predictor = LightPredictor()
     predictor.learn(lessons, torch.tensor([9 if index % 2 else 0 for index in range(40)]))
@@ -138,8 +136,8 @@ def test_prompts_without_a_word_in_common_are_predicted_by_their_lengths():
     assert torch.allclose(probs.sum(1), torch.ones(1), atol=1e-5)
 
 
-def test_of_many_lessons_only_so_many_are_compared(monkeypatch):
-    monkeypatch.setattr("outrider.distill.regenerate.lengths.light.MOST_LESSONS", 20)
+def test_the_light_predictor_limits_its_training_data(monkeypatch):
+    monkeypatch.setattr("outrider.distill.regenerate.lengths.light.MAX_EXAMPLES", 20)
     predictor = LightPredictor()
     buckets = Buckets.of(lengths_of(96))
     predictor.learn(make_requests(96), buckets.index(lengths_of(96)))
@@ -147,7 +145,7 @@ def test_of_many_lessons_only_so_many_are_compared(monkeypatch):
     assert predictor.predict(make_requests(50)).shape == (50, NUM_BUCKETS)
 
 
-def test_a_predictor_that_is_none_is_refused_with_the_choices(target, tmp_path):
+def test_an_unknown_predictor_is_an_error_with_the_choices(target, tmp_path):
     with pytest.raises(ValueError, match="must be none, light, or a sequence-classification model"):
         make_predictor(str(tmp_path), target)
 
@@ -192,7 +190,7 @@ def tiny_t5() -> PreTrainedModel:
         (tiny_t5, 50, 50),
     ],
 )
-def test_a_long_prompt_is_read_as_far_as_the_classifier_can(make, named, read_tokens, target, tiny_tokenizer, tmp_path):
+def test_a_long_prompt_is_truncated_to_the_classifiers_context(make, named, read_tokens, target, tiny_tokenizer, tmp_path):
     make().save_pretrained(tmp_path)
     tokenizer = copy.deepcopy(tiny_tokenizer)
     end = tokenizer.eos_token
@@ -221,7 +219,7 @@ def test_pickled_weights_are_not_read(target, classifier_dir):
 
 
 class Recorder:
-    """Predicts the first bucket, and keeps its lessons."""
+    """Predictor that returns the first bucket and records its training data."""
 
     def __init__(self) -> None:
         self.lessons: list[list[tuple[str, int]]] = []
@@ -233,7 +231,7 @@ class Recorder:
         return torch.eye(NUM_BUCKETS)[:1].expand(len(requests), -1)
 
 
-def test_it_learns_first_from_a_few_and_then_whenever_the_answers_have_doubled():
+def test_the_predictor_learns_whenever_the_number_of_answers_has_doubled():
     recorder, requests = Recorder(), make_requests(200)
     predicted = Predicted(recorder, requests, share=0.5, unknown=17)
     assert predicted.reserve(range(200)) == [17] * 200
@@ -242,16 +240,16 @@ def test_it_learns_first_from_a_few_and_then_whenever_the_answers_have_doubled()
     assert [len(lessons) for lessons in recorder.lessons] == learnt_at
 
 
-def test_unfinished_answers_count_for_the_middle_of_what_is_open_to_them_and_mistakes_twice():
+def test_unfinished_answers_count_as_longer_and_mistakes_count_twice():
     recorder, requests = Recorder(), make_requests(LEARN_FIRST + 3)
     predicted = Predicted(recorder, requests, share=0.5, unknown=15)
     predicted.reserve(range(LEARN_FIRST + 3))
     lengths = {index: index + 1 for index in range(LEARN_FIRST)}
-    # only complete ones tell lengths
+    # Only complete answers have known lengths.
     assert not predicted.observe({0: 1}, dict.fromkeys(range(1, LEARN_FIRST + 3), 9))
     assert predicted.observe(lengths, {LEARN_FIRST: 1, LEARN_FIRST + 1: 31, LEARN_FIRST + 2: 32})
     last = NUM_BUCKETS - 1
-    num_mistakes = LEARN_FIRST - 2 * 15  # complete answers of more than twice what was reserved
+    num_mistakes = LEARN_FIRST - 2 * 15  # complete answers longer than twice their reservation
     assert recorder.lessons[0][0] == (requests[0].id, 0)
     assert recorder.lessons[0][LEARN_FIRST + num_mistakes :] == [
         (requests[LEARN_FIRST].id, NUM_BUCKETS // 2),
@@ -260,18 +258,19 @@ def test_unfinished_answers_count_for_the_middle_of_what_is_open_to_them_and_mis
     ]
 
 
-def test_unfinished_answers_move_the_deciles_up_and_what_none_has_reached_is_open():
+def test_unfinished_answers_increase_the_deciles():
     assert Buckets.of([1, 2, 3, 4, 5]).ends.tolist() == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
     ends = Buckets.of([1, 2, 3, 4, 5], [5] * 5).ends.tolist()
     assert ends[:4] == [1, 2, 3, 4]
-    # the fifth decile is at 5 with the rest of it open
+    # The fifth decile is at 5, and the rest is extrapolated.
     assert ends[4:] == pytest.approx([4 + 1 * k for k in range(1, 7)])
-    # Half of all are open from 2 on: of those that are longer, two complete ones tell.
+    # Half of all answers are unfinished at 2 tokens. The two longer complete ones give their
+    # distribution.
     assert Buckets.of([1, 1, 3, 4], [2, 2, 2, 2]).ends.tolist() == [1, 1, 3, 3, 3, 3, 4, 4, 4, 4]
 
 
 def test_predictions_of_a_cold_start_end_up_near_the_true_lengths():
-    """Edges were once made of what was reserved for the first unfinished answers, and kept."""
+    """Bucket edges once came from the reservations of the first unfinished answers, for good."""
     draw = random.Random(5)
     requests = make_requests(400)
     lengths = [draw.randint(20, 60) if index % 2 else draw.randint(300, 500) for index in range(400)]
@@ -285,19 +284,19 @@ def test_predictions_of_a_cold_start_end_up_near_the_true_lengths():
     list(supervise([len(request.prompt_ids) for request in requests], [1000] * 400, policy, decode, budget=8000))
     assert predictor.buckets is not None
     error = (predictor.buckets.ends - Buckets.of(lengths).ends).abs()
-    assert float(error[:8].max()) < 20  # above, lengths are still open when it learns last
+    assert float(error[:8].max()) < 20  # at the last learning, the longest answers are unfinished
     assert predictor.buckets.ends[-1] < 1000
     again = predictor.buckets.quantile(predictor.predictor.predict(requests), 0.5)
     assert max(again[1::2]) < 150 < min(again[0::2])
 
 
-def test_before_anything_is_learnt_an_answer_is_taken_to_be_as_long_as_the_datas_own():
+def test_before_learning_the_predicted_length_is_that_of_the_old_answer():
     requests = [*make_requests(2, known=True), make_requests(1)[0]]
     predicted = Predicted(Recorder(), requests, share=0.5, unknown=17, part=0.5)
     assert predicted.reserve([0, 1, 2]) == [40, 3, 17]
 
 
-def test_a_part_of_the_predicted_length_is_reserved_and_only_what_outgrows_it_twice_is_a_mistake():
+def test_a_part_is_reserved_and_a_mistake_is_twice_the_predicted_length():
     recorder, requests = Recorder(), make_requests(LEARN_FIRST)
     predicted = Predicted(recorder, requests, share=1.0, unknown=12, part=0.3)
     assert predicted.reserve(range(LEARN_FIRST)) == [12] * LEARN_FIRST
@@ -305,7 +304,7 @@ def test_a_part_of_the_predicted_length_is_reserved_and_only_what_outgrows_it_tw
     assert len(recorder.lessons[-1]) == LEARN_FIRST + 16
 
 
-def test_what_is_learnt_predicts_the_requests_that_follow_and_is_compared_with_their_lengths_alone():
+def test_predictions_are_compared_with_lengths_of_later_requests_only():
     predicted = Predicted(Recorder(), make_requests(43), share=1.0, unknown=17)
     predicted.reserve(range(43))
     lengths = [10 * (index + 1) for index in range(40)]

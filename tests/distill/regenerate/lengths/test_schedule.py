@@ -1,6 +1,4 @@
-"""The schedule: first fit as in a textbook, budgets that hold, evictions that keep what was
-written, and no chance anywhere.
-"""
+"""The schedule: first fit, budgets, evictions that keep tokens, and no randomness."""
 
 import random
 from collections.abc import Sequence
@@ -23,7 +21,7 @@ from outrider.distill.regenerate.lengths.schedule import (
 
 
 class Sum:
-    """Memory without corners."""
+    """Memory whose size is the sum of the rows, without padding."""
 
     def entries(self, batch: Sequence[Waiting]) -> int:
         return sum(row.num_read + row.num_reserved for row in batch)
@@ -33,7 +31,7 @@ class Sum:
 
 
 class Known:
-    """Fixed reservations."""
+    """Reservations that are fixed."""
 
     def __init__(self, num_tokens: Sequence[int]) -> None:
         self.num_tokens = num_tokens
@@ -63,7 +61,7 @@ def all_batches(ordered: list[Waiting], budget: int, *, may_overtake: bool) -> l
 
 
 def first_fit_decreasing(sizes: list[int], budget: int) -> list[list[int]]:
-    """As textbooks have it: each item goes into the first bin that has room."""
+    """Put every item into the first bin with enough space, the largest items first."""
     bins: list[list[int]] = []
     for size in sorted(sizes, reverse=True):
         for content in bins:
@@ -89,18 +87,18 @@ def test_without_overtaking_a_batch_ends_at_the_first_request_that_does_not_fit(
     assert all_batches(waiting, 10, may_overtake=True) == [[6, 4], [5, 4, 1]]
 
 
-def test_the_order_is_stable_so_that_equal_requests_never_change_places():
+def test_the_order_of_equal_requests_is_stable():
     waiting = rows((3, 7), (5, 7), (3, 9), (5, 1))
     assert [row.index for row in shortest_text_first(waiting[::-1])] == [3, 0, 1, 2]
 
 
-def test_a_rectangle_costs_its_corners_and_lets_short_texts_go_on_into_them():
+def test_a_rectangle_counts_padding_and_lets_short_texts_use_it():
     batch = rows((10, 5), (2, 6))
     assert Rectangle().entries(batch) == 2 * 15
     assert Rectangle().limits(batch) == [5, 13]
 
 
-def test_an_overrun_keeps_its_tokens_and_doubles_its_whole_reservation():
+def test_an_evicted_row_keeps_its_tokens_and_doubles_its_reservation():
     row = evict(Waiting(index=0, num_read=10, num_reserved=6), 6, room=100)
     assert row == Waiting(index=0, num_read=16, num_reserved=6, num_written=6)
     row = evict(row, 6, room=100)
@@ -108,13 +106,13 @@ def test_an_overrun_keeps_its_tokens_and_doubles_its_whole_reservation():
     assert evict(row, 12, room=30).num_reserved == 30 - 24  # no more than the answer may have
 
 
-def test_a_row_that_leaves_with_its_batch_keeps_what_is_left_of_its_reservation():
+def test_a_row_that_leaves_with_its_batch_keeps_the_rest_of_its_reservation():
     row = evict(Waiting(index=0, num_read=10, num_reserved=6), 2, room=100)
     assert (row.num_written, row.num_reserved) == (2, 4)
 
 
 class Script:
-    """Decodes answers of known lengths, and checks what it is asked for."""
+    """Decoder of answers with known lengths that checks its arguments."""
 
     def __init__(self, prompts: list[int], lengths: list[int], budget: int) -> None:
         self.prompts, self.lengths, self.budget = prompts, lengths, budget
@@ -139,7 +137,7 @@ class Script:
 @pytest.mark.parametrize(
     ("order", "most_held"), [(longest_answer_first, None), (shortest_text_first, None), (shortest_text_first, 200)]
 )
-def test_everything_is_answered_under_the_budget_however_wrong_the_reservations_are(order, most_held):
+def test_all_requests_are_answered_within_the_budget_with_wrong_reservations(order, most_held):
     draw = random.Random(1)
     prompts = [draw.randint(1, 20) for _ in range(60)]
     lengths = [draw.randint(1, 64) for _ in range(60)]
@@ -161,7 +159,7 @@ def test_everything_is_answered_under_the_budget_however_wrong_the_reservations_
     assert statistics.bucket_accuracy is None
 
 
-def test_padding_and_unused_memory_are_counted_as_they_are_defined():
+def test_padding_and_unused_memory_equal_their_definitions():
     script = Script([2, 4], [3, 5], budget=100)
     policy = Policy(reservation=Known([6, 6]), order=list, memory=Rectangle(), may_overtake=False)
     statistics = summarise(list(supervise([2, 4], [6, 6], policy, script, budget=100)), [1, 4], [1, 7], seconds=1.0)
@@ -170,7 +168,7 @@ def test_padding_and_unused_memory_are_counted_as_they_are_defined():
     assert (statistics.bucket_accuracy, statistics.mean_bucket_distance) == (0.5, 1.5)
 
 
-def test_the_last_rows_are_evicted_early_only_where_others_wait():
+def test_the_last_rows_are_evicted_early_only_if_others_wait():
     seen: list[tuple[int, int]] = []
 
     def decode(batch: Sequence[Waiting], limits: Sequence[int], least: int) -> list[Decoded]:
@@ -182,7 +180,7 @@ def test_the_last_rows_are_evicted_early_only_where_others_wait():
     assert seen == [(3, 3), (2, 0)]
 
 
-def test_no_request_begins_while_more_than_is_allowed_waits_on_the_host():
+def test_no_request_starts_while_too_much_is_held_on_the_host():
     prompts, lengths = [10] * 40, [32] * 40
     held: list[int] = []
 
@@ -203,13 +201,13 @@ def test_no_request_begins_while_more_than_is_allowed_waits_on_the_host():
     assert run(150) <= 150 < run(None)
 
 
-def test_a_request_that_might_outgrow_the_budget_is_refused_before_any_work():
+def test_a_request_that_may_exceed_the_budget_is_an_error_before_any_work():
     policy = Policy(reservation=Known([2, 2]), order=list, memory=Rectangle(), may_overtake=False)
     with pytest.raises(ValueError, match="holds 20 tokens, and a request may take 25.*kv_budget_gib"):
         next(supervise([3, 9], [16, 16], policy, Script([], [], 0), budget=20))
 
 
-def test_bytes_per_token_are_those_of_the_configuration(target):
+def test_kv_bytes_per_token_follow_from_the_configuration(target):
     config = target.model.config
     expected = (
         config.num_hidden_layers * 2 * config.num_key_value_heads * (config.hidden_size // config.num_attention_heads) * 4

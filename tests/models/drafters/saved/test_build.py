@@ -1,4 +1,4 @@
-"""Training from the weights of another drafter, of any kind, for a target that may have changed."""
+"""Training from a saved drafter's weights, for a target that may have changed."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -64,14 +64,14 @@ def test_options_of_the_form_may_be_repeated_and_options_of_drafting_changed(tar
     spec = parse_drafter(options)
     assert (spec.kind, spec.start_from) == ("redrafter", tmp_path)
     assert spec.config == RedrafterConfig(**OPTIONS["redrafter"], beam_width=7)
-    with pytest.raises(ValueError, match=r"exit_width is 8 and there 16.*or drop drafter.start_from"):
+    with pytest.raises(ValueError, match=r"exit_width is 8, and 16 in that drafter.*leave drafter.start_from out"):
         parse_drafter({**options, "exit_width": 8})
 
 
 @pytest.mark.parametrize("name", ["hidden_size", "vocab_size"])
 def test_a_target_of_another_shape_is_refused_with_the_remedy(target: HFTarget, tmp_path: Path, name: str) -> None:
     save("redrafter", target, tmp_path)
-    with pytest.raises(ValueError, match=rf"{name} \d+ there, 12345 here.*drop drafter.start_from to train from fresh ones"):
+    with pytest.raises(ValueError, match=rf"{name} \d+ in the drafter, 12345 in the target.*leave drafter.start_from out"):
         build_drafter(parse_drafter({"start_from": str(tmp_path)}), changed(target, **{name: 12345}))
 
 

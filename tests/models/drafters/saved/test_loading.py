@@ -134,7 +134,7 @@ def edit_config(folder: Path, **changes) -> None:
 @pytest.mark.parametrize("width", [10**5, 10**12])
 def test_absurd_sizes_are_errors_before_any_memory_is_allocated(target, saved, width):
     edit_config(saved, exit_width=width)
-    with pytest.raises(ValueError, match=r"is \(\d+, \d+\), not|can't be made"):
+    with pytest.raises(ValueError, match=r"is \(\d+, \d+\), not|can't be built"):
         load_drafter(saved, target)
 
 
@@ -164,9 +164,9 @@ def edit_tensors(folder: Path, change) -> None:
         ),
         (lambda tensors: tensors.update({"input.bias": tensors["input.bias"].int()}), "input.bias is of torch.int32"),
         (lambda tensors: tensors.update(draft_tokens=tensors["draft_tokens"].float()), "draft_tokens is of torch.float32"),
-        (lambda tensors: tensors["draft_tokens"].fill_(5), "must be different tokens"),
-        (lambda tensors: tensors["draft_tokens"].add_(10**6), "must be different tokens"),
-        (lambda tensors: tensors["draft_tokens"].sub_(300), "must be different tokens"),
+        (lambda tensors: tensors["draft_tokens"].fill_(5), "must be distinct tokens"),
+        (lambda tensors: tensors["draft_tokens"].add_(10**6), "must be distinct tokens"),
+        (lambda tensors: tensors["draft_tokens"].sub_(300), "must be distinct tokens"),
         (lambda tensors: tensors.update({f"extra.{i}": torch.ones(1) for i in range(90)}), "and 85 more"),
     ],
 )

@@ -1,0 +1,5 @@
+"""The command `outrider` as a module: python -m outrider.cli"""
+
+from .main import main
+
+main()

@@ -1,0 +1,109 @@
+"""The command line of `outrider run` and train.py: its help, and what its arguments mean."""
+
+import re
+from dataclasses import dataclass, field
+from textwrap import fill
+
+from .describe import choices
+from .recipe_file import SUFFIXES
+
+HELP = """Usage: outrider run RECIPE [OPTION=VALUE]... [--plan|--cfg job] [--launch NAME]
+
+Run a recipe: distil a target's answers, train a drafter on them, evaluate it,
+and export it. A finished stage is skipped, an interrupted one is resumed.
+
+  RECIPE          A recipe's name (outrider recipes lists them) or your own YAML
+                  file. conf=RECIPE is the same; conf=[A,B] puts B on top of A.
+  OPTION=VALUE    Changes an option: train.steps=20 data.path=chats.jsonl
+                  (outrider options SECTION lists them with their meanings).
+  GROUP=NAME      Chooses a file of settings: drafter=eagle3 eval=chat
+  --plan          Only print what the run would take: time, memory, disk.
+  --cfg job       Only print the whole configuration; --resolve fills in ${...}.
+  --launch NAME   Run on several processes: the name of a packaged launch file
+                  (LAUNCH_FILES)
+                  or the path of a file. Options of `accelerate launch` may
+                  follow: --launch one_node --num_processes 4
+  --hydra-help    Help of Hydra, which composes the recipe.
+
+Examples:
+  outrider run demo
+  outrider run demo drafter=medusa_demo train.steps=100
+  outrider run my.yaml --plan
+  outrider run eagle3_llama3_8b target.name_or_path=DIR data.path=FILE \\
+      --launch one_node
+
+`outrider init my.yaml --target DIR_OR_ID --data FILE` writes a recipe for your
+own model and data. With accelerate or torchrun instead of --launch:
+`accelerate launch -m outrider.train conf=RECIPE OPTION=VALUE...`
+"""
+VALUE_OPTIONS = (
+    *("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"),
+    *("--experimental-rerun", "--package", "-p"),
+)
+"""Options of Hydra that are followed by a value."""
+
+
+@dataclass
+class Request:
+    """What a command line asks for."""
+
+    overrides: list[str] = field(default_factory=list)
+    """Overrides in Hydra's form, those of the recipe included."""
+    show: bool = False
+    """Only print the configuration."""
+    resolve: bool = False
+    launch: str | None = None
+    """Name or path of a launch file."""
+    launch_options: list[str] = field(default_factory=list)
+    """Options for `accelerate launch`."""
+    hydra_options: list[str] = field(default_factory=list)
+    """Options that are Hydra's own: Hydra then does all the work."""
+
+
+def run_help() -> str:
+    """Return the help of `outrider run`."""
+    indent = " " * 18
+    names = fill(f"({', '.join(choices('launch'))})", 80, initial_indent=indent, subsequent_indent=indent)
+    return HELP.replace("                  (LAUNCH_FILES)", names)
+
+
+def parse_arguments(arguments: list[str]) -> Request:
+    """Sort the arguments of a command line: overrides, recipes, and options."""
+    request = Request()
+    rest = iter(arguments)
+    is_launched = any(argument.partition("=")[0] == "--launch" for argument in arguments)
+    for argument in rest:
+        name, separator, value = argument.partition("=")
+        if argument == "--plan":
+            request.overrides.append("plan=true")
+        elif argument == "--resolve":
+            request.resolve = True
+        elif name in ("--cfg", "-c") and (choice := value if separator else next(rest, "job")) == "job":
+            request.show = True
+        elif name in ("--cfg", "-c"):
+            request.hydra_options += ["--cfg", choice]
+        elif name == "--launch":
+            request.launch = value if separator else next(rest, None)
+            if not request.launch:
+                raise ValueError(f"--launch needs a launch file: one of {', '.join(choices('launch'))}, or a path")
+        elif argument.startswith("-") and argument != "-":
+            options = request.launch_options if is_launched else request.hydra_options
+            options.append(argument)
+            if not separator and (is_launched or argument in VALUE_OPTIONS):
+                options += [next(rest) for _ in _values_after(argument, arguments)]
+        elif argument.startswith("~") or (separator and re.fullmatch(r"\+{0,2}[\w./@:-]+", name)):
+            request.overrides.append(argument)
+        else:
+            request.overrides.append(f"conf={argument}")
+    return request
+
+
+def _values_after(option: str, arguments: list[str]) -> list[str]:
+    """The value that follows an option, where there is one: no other option, override, recipe or file of one."""
+    following = arguments[arguments.index(option) + 1 :][:1]
+    return [
+        text
+        for text in following
+        if not text.startswith("-")
+        and (option in VALUE_OPTIONS or not ("=" in text or text.endswith(SUFFIXES) or text in choices("conf")))
+    ]

@@ -1,0 +1,123 @@
+"""`outrider init`: a commented recipe for a target and data of the user's own, which runs as it is."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from .init_facts import DataFacts, TargetFacts
+    from .init_kinds import KindDefaults
+
+SUITE = "held_out"
+"""Name of the suite of prompts that are held out of the data."""
+
+
+def init_command(
+    recipe: Annotated[Path, typer.Argument(help="The file to write: my.yaml")],
+    target: Annotated[str, typer.Option(help="The target: a directory or a Hub id.")],
+    data: Annotated[Path, typer.Option(help="Conversations (.json, .jsonl, .parquet), or a file or folder of text.")],
+    drafter: Annotated[str, typer.Option(help="eagle3, redrafter, medusa, eagle or draft_model.")] = "eagle3",
+    chat_template: Annotated[
+        str | None, typer.Option(help="A .jinja file, or a template that ships with outrider, if the tokenizer has none.")
+    ] = None,
+) -> None:
+    """Write a commented recipe for your target and data; it runs as it is: outrider run my.yaml"""
+    from .init_facts import read_data_facts, read_target_facts  # they read the target's files, which may be on the Hub
+    from .init_kinds import KIND_DEFAULTS
+
+    # 1. Check the arguments before anything is read.
+    recipe = recipe if recipe.suffix in (".yaml", ".yml") else recipe.with_name(f"{recipe.name}.yaml")
+    prompts = recipe.with_name(f"{recipe.stem}.prompts.jsonl")
+    if existing := [str(path) for path in (recipe, prompts) if path.exists()]:
+        raise ValueError(f"{' and '.join(existing)} exists already, and init overwrites nothing; name another file")
+    if drafter not in KIND_DEFAULTS:
+        raise ValueError(f"--drafter is {drafter!r}; it must be one of {', '.join(KIND_DEFAULTS)}")
+
+    # 2. Read what the recipe depends on.
+    target_facts = read_target_facts(target, chat_template)
+    data_facts = read_data_facts(data, max_chars=target_facts.max_length)
+
+    # 3. Write the recipe, and the prompts beside it.
+    text = recipe_text(recipe, drafter, KIND_DEFAULTS[drafter], target_facts, data_facts, prompts.resolve())
+    recipe.parent.mkdir(parents=True, exist_ok=True)
+    if data_facts.prompts:
+        lines = [json.dumps({"id": f"held_out_{index}", "turns": turns}) for index, turns in enumerate(data_facts.prompts)]
+        prompts.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        typer.echo(f"{prompts}: {len(data_facts.prompts)} prompts of the data to evaluate on; training leaves them out")
+    recipe.write_text(text, encoding="utf-8")
+    typer.echo(f"{recipe}: {drafter} for {target}, on {data_facts.num_records} records ({data_facts.source})")
+    typer.echo(f"\nNext:\n  outrider run {recipe} --plan    # time, memory and disk\n  outrider run {recipe}")
+
+
+def recipe_text(
+    recipe: Path, drafter: str, kind: "KindDefaults", target: "TargetFacts", data: "DataFacts", prompts: Path
+) -> str:
+    """Return the recipe: a YAML file with the reason for each value beside it."""
+    batch = kind.global_batch_size if data.num_records >= 10 * kind.global_batch_size else 8
+    steps = max(100, -(-kind.epochs * data.num_records // batch))
+    lines = [
+        "# @package _global_",
+        f"# {kind.title} for {target.name_or_path}. Written by `outrider init`; change what you like.",
+        f"#   outrider run {recipe.name} --plan     prints time, memory and disk that it takes",
+        f"#   outrider run {recipe.name}            runs it; train.steps=20 for a first try",
+        "# Each option with its meaning: outrider options SECTION. Paths are relative to the working directory.",
+        "defaults:",
+        f"  - override /drafter: {drafter} # its other options: outrider options {drafter}",
+        "",
+        f"name: {recipe.stem} # the results lie in outputs/{recipe.stem}",
+        *(["mixed_precision: bf16"] if target.has_accelerator else []),
+        "",
+        f"target: # {target.description}",
+        f"  name_or_path: {_quoted(target.name_or_path)}",
+        *target.dtype_lines,
+        "",
+        "data:",
+        f"  source: {data.source} # the form of the records",
+        f"  path: {_quoted(str(data.path))} # {data.num_records} records",
+        f"  max_length: {target.max_length} # tokens of an example; longer ones are cut",
+        f"  chat_template: {_quoted(target.chat_template)} # {target.template_reason}",
+        "",
+        "distill:",
+        f"  horizon: {kind.horizon} # {kind.horizon_reason}",
+        "  features: none # training recomputes the target's states; storing them takes disk and saves time",
+        "",
+        *_section("drafter", kind.drafter_lines(target)),
+        "train:",
+        f"  steps: {steps} # {kind.epochs} epochs or 100 steps, whichever is more",
+        f"  batch_size: {min(kind.batch_size, batch)} # texts at a time on each GPU: lower it where memory runs out",
+        f"  global_batch_size: {batch} # texts per step, over all GPUs",
+        "  max_positions: 2048 # positions trained on at a time: lower it where memory runs out",
+        *(f"  {line}" for line in kind.train),
+        f"  warmup_steps: {min(15, steps // 20)}",
+        "",
+        "eval:",
+        *_suite_lines(data, prompts),
+        f"  max_new_tokens: {min(256, target.positions // 4)}",
+        "  settings: # run-time options of the drafter; each is a row of the table",
+        *(f"    - {setting}" for setting in kind.settings),
+        "",
+        "# Formats of serving engines that are written at the end (outrider export --help lists them):",
+        f"# export: {{formats: [{', '.join(kind.formats)}]}}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _section(name: str, lines: list[str]) -> list[str]:
+    return [f"{name}:", *(f"  {line}" for line in lines), ""] if lines else []
+
+
+def _suite_lines(data: "DataFacts", prompts: Path) -> list[str]:
+    """The suites to evaluate on: held-out prompts, or Python's library where the data has none to spare."""
+    mt_bench = "    # MT-Bench, of a local file or without `path` of the Hub: - {name: mt_bench, path: FILE}"
+    if data.prompts:
+        suite = f"    - {{name: {SUITE}, path: {_quoted(str(prompts))}}} # of your data, left out of training"
+    else:
+        suite = "    - {name: stdlib, limit: 30} # Python code; better: {name: mine, path: FILE.jsonl} of your own prompts"
+    return ["  suites:", suite, mt_bench]
+
+
+def _quoted(value: str | None) -> str:
+    """A value as YAML reads it back."""
+    return json.dumps(value, ensure_ascii=False)

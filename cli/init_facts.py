@@ -1,0 +1,203 @@
+"""What `outrider init` reads of a target and of data. Imports no torch."""
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from ..data.hub import use_hub, why_offline
+from ..data.paths import built_in_templates, looks_like_path
+from ..data.raw_records import SUFFIXES, read_records
+from ..data.roles import ROLES, TURN_KEYS
+
+NUM_PROMPTS = 32
+"""Prompts that are held out of the data, at most; at most a tenth of the records."""
+MAX_LENGTH = 2048
+"""Tokens of an example, at most, as in the published recipes."""
+LENGTH_MARGIN = 16
+"""Positions that are left for the labels behind a text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetFacts:
+    """What a recipe needs to know of the target."""
+
+    name_or_path: str
+    description: str
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    positions: int
+    chat_template: str | None
+    """Value of data.chat_template."""
+    template_reason: str
+    has_accelerator: bool
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of an example that the target can read."""
+        return min(MAX_LENGTH, max(2, self.positions - LENGTH_MARGIN))
+
+    @property
+    def dtype_lines(self) -> list[str]:
+        """The option target.dtype, where there is no accelerator."""
+        return [] if self.has_accelerator else ["  dtype: float32 # no GPU here, and a CPU emulates bfloat16; on a GPU: auto"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataFacts:
+    """What a recipe needs to know of the data."""
+
+    source: str
+    path: Path
+    num_records: int
+    prompts: list[list[str]]
+    """What users say in the conversations that are held out; empty where none can be."""
+
+
+def read_target_facts(target: str, chat_template: str | None) -> TargetFacts:
+    """Read the target's sizes and its chat template. Raises ValueError where it isn't there, or has none."""
+    if looks_like_path(target) and not Path(target).is_dir():
+        raise ValueError(f"--target is {target!r}, and there is no such directory; give one with config.json, or a Hub id")
+    text = _read(target, "config.json")
+    if text is None:
+        raise ValueError(f"--target is {target!r}, which has no config.json; give a model's directory or its Hub id")
+    config: dict[str, Any] = json.loads(text)
+    config = {**config, **config.get("text_config", {})}
+    sizes = ("hidden_size", "num_hidden_layers", "vocab_size")
+    if missing := [name for name in sizes if not isinstance(config.get(name), int)]:
+        raise ValueError(f"the config.json of {target} has no {', '.join(missing)}; it must be that of a causal language model")
+    positions = config.get("max_position_embeddings", 2 * MAX_LENGTH)
+    template, reason = _chat_template(target, chat_template)
+    return TargetFacts(
+        name_or_path=str(Path(target).resolve()) if Path(target).is_dir() else target,
+        description=f"{config.get('model_type', 'model')}: {config['num_hidden_layers']} layers of width "
+        f"{config['hidden_size']}, a vocabulary of {config['vocab_size']}, up to {positions} positions",
+        hidden_size=config["hidden_size"],
+        num_layers=config["num_hidden_layers"],
+        vocab_size=config["vocab_size"],
+        positions=positions,
+        chat_template=template,
+        template_reason=reason,
+        has_accelerator=_has_accelerator(),
+    )
+
+
+def _chat_template(target: str, chat_template: str | None) -> tuple[str | None, str]:
+    """The value of data.chat_template, and the reason for it. Raises ValueError where the tokenizer needs one."""
+    if chat_template is not None:
+        if chat_template in built_in_templates():
+            return chat_template, "a template that ships with outrider"
+        if not Path(chat_template).is_file():
+            names = ", ".join(built_in_templates())
+            raise ValueError(f"--chat-template is {chat_template!r}; give a .jinja file, or one of {names}")
+        return str(Path(chat_template).resolve()), "in place of the tokenizer's own"
+    own = _read(target, "chat_template.jinja")
+    if own is None:
+        tokenizer = json.loads(_read(target, "tokenizer_config.json") or "{}")
+        own = json.dumps(tokenizer["chat_template"]) if tokenizer.get("chat_template") else None
+    if own is None and "vicuna" in target.lower():
+        return "vicuna_v1.1", "the tokenizer has none"
+    if own is None:
+        raise ValueError(
+            f"the tokenizer of {target} has no chat template; give --chat-template FILE.jinja, or one that ships with "
+            f"outrider: {', '.join(built_in_templates())}"
+        )
+    if "enable_thinking" in own:
+        return "qwen3_no_thinking", "thinking is off; null is the tokenizer's own template"
+    return None, "the tokenizer's own"
+
+
+def _read(target: str, name: str) -> str | None:
+    """A file of the target, from its directory, the Hub's cache or the Hub; None where it has no such file."""
+    if Path(target).is_dir():
+        path = Path(target) / name
+        return path.read_text(encoding="utf-8") if path.is_file() else None
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
+
+    is_online = use_hub()
+    try:
+        return Path(hf_hub_download(target, name, local_files_only=not is_online)).read_text(encoding="utf-8")
+    except EntryNotFoundError as error:
+        if is_online or name != "config.json":
+            return None
+        raise ValueError(f"--target is {target!r}: it is no directory and not in the cache, and {why_offline()}") from error
+    except (OSError, HfHubHTTPError, HFValidationError) as error:
+        raise ValueError(f"--target is {target!r}, which is neither a directory nor to be had from the Hub: {error}") from error
+
+
+def _has_accelerator() -> bool:
+    """Whether there is a GPU: told by its driver, since torch takes seconds to import."""
+    return bool(shutil.which("nvidia-smi")) or Path("/dev/kfd").exists() or sys.platform == "darwin"
+
+
+def read_data_facts(path: Path, max_chars: int) -> DataFacts:
+    """Read the form of the records, count them, and choose prompts to hold out: not longer than `max_chars`.
+
+    Raises ValueError where the file isn't there, or its records have no known form.
+    """
+    if not path.exists():
+        raise ValueError(
+            f"--data is {path}, and there is no such file; give a local file; of a data "
+            "set of the Hub: `hf download ID --repo-type dataset`"
+        )
+    if path.is_dir() or path.suffix not in SUFFIXES:
+        files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
+        return DataFacts(source="text", path=path.resolve(), num_records=len(files), prompts=[])
+    source, num_records, distinct = "", 0, set[int]()
+    chosen: list[list[str]] = []
+    random, num_eligible = Random(0), 0
+    for record in read_records(path):
+        source = source or _form_of(record, path)
+        num_records += 1
+        turns = list(_user_turns(record, source))[:2]
+        if not turns or not all(turn.strip() for turn in turns) or sum(map(len, turns)) > max_chars:
+            continue
+        # Reservoir sampling: each of the eligible records is as likely to be chosen, in one pass.
+        distinct.add(hash(turns[0]))
+        num_eligible += 1
+        if len(chosen) < NUM_PROMPTS:
+            chosen.append(turns)
+        elif (slot := random.randrange(num_eligible)) < NUM_PROMPTS:
+            chosen[slot] = turns
+    random.shuffle(chosen)
+    held_out = {tuple(turns): turns for turns in chosen[: max(1, num_records // 10)]}
+    # Training leaves out each conversation that begins with one of these prompts: some others must remain.
+    is_enough = len(distinct) > len({turns[0] for turns in held_out})
+    return DataFacts(
+        source=source, path=path.resolve(), num_records=num_records, prompts=[*held_out.values()] if is_enough else []
+    )
+
+
+def _form_of(record: Any, path: Path) -> str:
+    """The value of data.source for records like this one."""
+    keys = record.keys() if isinstance(record, dict) else {}
+    forms = {"sharegpt": {"conversations"}, "messages": {"messages"}, "alpaca": {"instruction", "output"}}
+    for source, wanted in {**forms, "text": {"text"}}.items():
+        if wanted <= set(keys):
+            return source
+    found = f"the keys {', '.join(map(str, keys))}" if keys else f"no keys: {record!r:.60}"
+    raise ValueError(
+        f"--data is {path}, whose first record has {found}. The known forms are: conversations (ShareGPT), messages, "
+        "instruction and output (Alpaca), text. Rename the keys"
+    )
+
+
+def _user_turns(record: Any, source: str) -> Iterator[str]:
+    """What the user says in a record, turn by turn; nothing where that can't be read."""
+    if not isinstance(record, dict) or source == "text":
+        return
+    if source == "alpaca":
+        parts = [record.get("instruction"), record.get("input")]
+        yield "\n\n".join(part for part in parts if isinstance(part, str) and part.strip())
+        return
+    key = {"sharegpt": "conversations"}.get(source, source)
+    role_key, text_key = TURN_KEYS[key]
+    for turn in record.get(key) or []:
+        if isinstance(turn, dict) and ROLES.get(str(turn.get(role_key))) == "user" and isinstance(turn.get(text_key), str):
+            yield turn[text_key]

@@ -1,0 +1,120 @@
+"""What `outrider init` writes for each kind of drafter."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .init_facts import TargetFacts
+
+LARGE_VOCABULARY = 64_000
+"""From here on the head is made smaller: it is most of what a drafter reads for each token."""
+REDUCED_VOCABULARY = 32_000
+"""Size of a reduced vocabulary, as in EAGLE-3's release."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KindDefaults:
+    """Values for one kind of drafter: those of its published recipe, where there is one."""
+
+    title: str
+    horizon: int
+    horizon_reason: str
+    epochs: int
+    batch_size: int
+    global_batch_size: int
+    train: tuple[str, ...]
+    """Further lines of the section train."""
+    settings: tuple[str, ...]
+    formats: tuple[str, ...]
+    drafter_lines: Callable[[TargetFacts], list[str]] = lambda target: []
+    """Lines of the section drafter."""
+
+
+def feature_layers(num_layers: int) -> list[int]:
+    """Return the layers that an EAGLE-3 drafter reads: an early, a middle and a late one, as its release."""
+    return sorted({min(2, num_layers - 1), num_layers // 2, max(0, num_layers - 3)})
+
+
+def _eagle3(target: TargetFacts) -> list[str]:
+    lines = [f"feature_layers: {feature_layers(target.num_layers)} # an early, a middle and a late layer, as in the paper"]
+    if target.vocab_size >= LARGE_VOCABULARY:
+        lines.append(f"draft_vocab_size: {REDUCED_VOCABULARY} # the commonest of the {target.vocab_size} tokens")
+    return lines
+
+
+def _redrafter(target: TargetFacts) -> list[str]:
+    if target.vocab_size < LARGE_VOCABULARY:
+        return []
+    return [f"exit_width: {target.hidden_size // 2} # a quarter of the paper's, since the vocabulary is large"]
+
+
+def _medusa(target: TargetFacts) -> list[str]:
+    if target.vocab_size < LARGE_VOCABULARY:
+        return []
+    return ["share_head: true # the vocabulary is large: all heads end in the target's own output layer"]
+
+
+KIND_DEFAULTS = {
+    "eagle3": KindDefaults(
+        title="An EAGLE-3 drafter",
+        horizon=8,
+        horizon_reason="seven depths are trained, behind the token that the target has chosen itself",
+        epochs=4,
+        batch_size=2,
+        global_batch_size=16,
+        train=("loss: kl", "learning_rate: 1e-4", "schedule: linear", "max_grad_norm: 0.5"),
+        settings=("{depth: 4, top_k: 2, tree_nodes: 8}", "{depth: 8, top_k: 10, tree_nodes: 59}"),
+        formats=("eagle3",),
+        drafter_lines=_eagle3,
+    ),
+    "redrafter": KindDefaults(
+        title="A ReDrafter",
+        horizon=5,
+        horizon_reason="four depths are trained, behind the token that the target has chosen itself",
+        epochs=2,
+        batch_size=4,
+        global_batch_size=128,
+        train=("learning_rate: 1e-3",),
+        settings=("{beam_width: 4, beam_length: 4}", "{beam_width: 16, beam_length: 4, tree_nodes: 40}"),
+        formats=("apple",),
+        drafter_lines=_redrafter,
+    ),
+    "medusa": KindDefaults(
+        title="A Medusa drafter",
+        horizon=5,
+        horizon_reason="four heads, behind the token that the target has chosen itself",
+        epochs=2,
+        batch_size=4,
+        global_batch_size=128,
+        train=("learning_rate: 1e-3",),
+        settings=("{tree_nodes: 8}", "{tree_nodes: 63}"),
+        formats=("medusa",),
+        drafter_lines=_medusa,
+    ),
+    "eagle": KindDefaults(
+        title="An EAGLE drafter",
+        horizon=5,
+        horizon_reason="the first draft token is trained; the others show how long accepted drafts would be",
+        epochs=4,
+        batch_size=2,
+        global_batch_size=16,
+        train=("loss: kl", "learning_rate: 3e-5", "schedule: linear", "max_grad_norm: 0.5"),
+        settings=("{depth: 4, top_k: 2, tree_nodes: 8}", "{depth: 6, top_k: 10, tree_nodes: 59}"),
+        formats=("eagle1-vllm",),
+    ),
+    "draft_model": KindDefaults(
+        title="An independent draft model",
+        horizon=5,
+        horizon_reason="tokens of the target's own continuation that are learned after each position",
+        epochs=2,
+        batch_size=2,
+        global_batch_size=16,
+        train=("learning_rate: 3e-4",),
+        settings=("{length: 4, top_k: 1}", "{length: 5, top_k: 8, tree_nodes: 40}"),
+        formats=(),
+        drafter_lines=lambda target: [
+            "init: target_layers # the target's own first layers; or path: DIR of a smaller model of the same tokenizer",
+            f"num_layers: {max(1, min(4, target.num_layers // 4))}",
+        ],
+    ),
+}
+"""The kinds that `outrider init --drafter` knows."""

@@ -1,0 +1,185 @@
+"""A recipe of the user's own: a YAML file anywhere, as Hydra reads it beside the packaged recipes."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+
+from .describe import GROUPS, choices
+from .describe import recipes as packaged_recipes
+from .keys import closest, unknown_keys
+
+SUFFIXES = (".yaml", ".yml")
+PATH_OPTIONS = ("path", "name_or_path", "chat_template", "start_from", "certificate")
+"""Last parts of the options that may name a local file."""
+COMPLETE_WITH = {"target": "name_or_path", "data": "source", "drafter": "kind", "eval": "suites"}
+"""A section with this key is complete: nothing of the demo's choice of that group is below it."""
+
+
+@dataclass(kw_only=True)
+class RecipeFile:
+    """What a recipe's file says, and where."""
+
+    path: Path
+    values: dict[str, Any]
+    defaults: list[Any]
+    """Hydra's defaults list: other recipes first, then the choices of groups."""
+    lines: dict[str, int]
+    """The line of each key, by its full name."""
+
+    def where(self, name: str) -> str:
+        """Return the file, and the line of a key where it has one."""
+        return f"{self.path}, line {self.lines[name]}" if name in self.lines else str(self.path)
+
+    def drop(self, name: str) -> Any:
+        """Remove a wrong value, so that what is wrong besides can be found. Returns it."""
+        container: Any = self.values
+        *parents, last = (int(part) if part.isdigit() else part for part in re.findall(r"[^.\[\]]+", name))
+        for part in parents:
+            container = container[part]
+        value = container.pop(last)
+        if isinstance(container, dict) and not container and parents:
+            self.drop(".".join(map(str, parents)))
+        return value
+
+    def register(self, name: str) -> str:
+        """Make the recipe known to Hydra as conf=NAME."""
+        node = OmegaConf.create({"defaults": self.defaults, **self.values})
+        ConfigStore.instance().store(group="conf", name=name, node=node, package="_global_")
+        return name
+
+
+def find_recipe_file(name: str) -> Path | None:
+    """Return the file that conf=NAME means, with or without its ending; None where NAME is no file."""
+    path = Path(name).expanduser()
+    candidates = [path] if path.suffix in SUFFIXES else [path.with_name(path.name + suffix) for suffix in SUFFIXES]
+    return next((candidate for candidate in candidates if candidate.is_file()), None)
+
+
+def read_recipe_file(path: Path, below: Sequence[str] = ()) -> tuple[RecipeFile, list[str]]:
+    """Read a recipe's file. Returns what of it can be composed, and a line for each problem in it.
+
+    `below` has the names of the recipes that it is applied on top of. Raises ValueError where it is
+    no YAML file, or not a mapping.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        lines = dict(_lines(yaml.compose(text, Loader=yaml.SafeLoader)))
+        values: Any = OmegaConf.to_container(OmegaConf.create(text)) if lines else None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a text file ({error})") from error
+    except yaml.YAMLError as error:
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
+        where = f"{path}, line {mark.line + 1}" if mark else str(path)
+        raise ValueError(f"{where}: this is not YAML: {problem}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} is not a recipe: it must be a mapping of options, such as `train: {{steps: 20}}`")
+    defaults = values.pop("defaults", None) or []
+    recipe = RecipeFile(path=path, values=values, defaults=[], lines=lines)
+    problems = _take_defaults(recipe, defaults if isinstance(defaults, list) else [defaults], below)
+    for name, message in unknown_keys({key: value for key, value in values.items() if key != "hydra"}).items():
+        problems.append(f"{recipe.where(name)}: {message}")
+        if not name.endswith(".kind"):
+            recipe.drop(name)
+    problems += _misplaced_paths(recipe)
+    values.setdefault("name", path.stem)
+    return recipe, problems
+
+
+def _take_defaults(recipe: RecipeFile, entries: list[Any], below: Sequence[str]) -> list[str]:
+    """Fill in the recipe's defaults list, in the order that Hydra demands. Returns a line for each
+    wrong entry."""
+    others: list[Any] = []
+    overrides: dict[str, Any] = {}
+    problems = []
+    for entry in entries:
+        pairs = entry.items() if isinstance(entry, dict) else [("conf", entry)]
+        for key, value in pairs:
+            group = str(key).removeprefix("override ").lstrip("/")
+            if group == "conf" and value == "_self_":
+                others.append(value)
+            elif group not in GROUPS:
+                problems.append(f"{recipe.where('defaults')}: there is no group {group!r}; the groups are {', '.join(GROUPS)}")
+            elif value is not None and (problem := unknown_choice(group, value)):
+                problems.append(f"{recipe.where('defaults')}: {problem}")
+            elif group == "conf":
+                others.append(value)
+            else:
+                overrides[f"override /{group}"] = value
+    below = [*below, *(name for name in others if name != "_self_")]
+    for group in _complete_sections(recipe.values, below):
+        overrides.setdefault(f"override /{group}", None)
+    if "_self_" not in others:
+        others.append("_self_")
+    recipe.defaults = [*others, *({key: value} for key, value in overrides.items())]
+    return problems
+
+
+def _complete_sections(values: Mapping[str, Any], below: Sequence[str]) -> Iterator[str]:
+    """The groups of which no choice is read, since a section of the recipe takes its place.
+
+    On top of another recipe a section changes that one's, unless it describes another kind of drafter.
+    """
+    known = packaged_recipes()
+    kinds = [known[name].drafter.removesuffix("_demo") for name in below if name in known]
+    for group, key in COMPLETE_WITH.items():
+        section = values.get(group)
+        name = section.get(key) if isinstance(section, dict) else None
+        if name is not None and (not below or (group == "drafter" and name not in kinds)):
+            yield group
+
+
+def unknown_choice(group: str, name: Any) -> str | None:
+    """Return what is wrong with the choice GROUP=NAME; None where there is such a file."""
+    known = list(choices(group))
+    if name in known:
+        return None
+    there_are = f"there are: {', '.join(known)}"
+    if group == "conf" and str(name).endswith(SUFFIXES):
+        path = Path(str(name)).expanduser().absolute()
+        return f"{group}={name}: there is no file {path}. The recipes are: {', '.join(known)}"
+    meant = closest(str(name), known)
+    what = "recipe" if group == "conf" else "choice"
+    return f"{group}={name}: there is no such {what}; {f'did you mean {group}={meant}? T' if meant else 't'}{there_are[1:]}"
+
+
+def _lines(node: yaml.Node | None, prefix: str = "") -> Iterator[tuple[str, int]]:
+    """The full name and the line of each key below a node of YAML."""
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            name = f"{prefix}{key.value}"
+            yield name, key.start_mark.line + 1
+            yield from _lines(value, f"{name}.")
+    elif isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            yield f"{prefix.removesuffix('.')}[{index}]", value.start_mark.line + 1
+            yield from _lines(value, f"{prefix.removesuffix('.')}[{index}].")
+
+
+def _misplaced_paths(recipe: RecipeFile) -> list[str]:
+    """A line for each path that is beside the file, where a run looks in the working directory."""
+    problems = []
+    for name, value in _leaves(recipe.values):
+        if not isinstance(value, str) or name.rpartition(".")[2] not in PATH_OPTIONS or "${" in value:
+            continue
+        if not Path(value).exists() and (beside := recipe.path.parent / value).exists():
+            problems.append(
+                f"{recipe.where(name)}: {name}={value} is not in the working directory, from which relative paths are read, "
+                f"but beside the recipe: write {beside.resolve()}"
+            )
+    return problems
+
+
+def _leaves(values: Mapping[str, Any] | list[Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    pairs = values.items() if isinstance(values, Mapping) else ((f"[{index}]", value) for index, value in enumerate(values))
+    for key, value in pairs:
+        name = f"{prefix.removesuffix('.')}{key}" if isinstance(values, list) else f"{prefix}{key}"
+        if isinstance(value, Mapping | list):
+            yield from _leaves(value, f"{name}.")
+        else:
+            yield name, value

@@ -1,0 +1,55 @@
+"""A Sphinx extension that makes the reference pages from the code.
+
+A line `<!-- from code: NAME -->` of a page is replaced by the Markdown of the function that is registered under this name,
+before the page is parsed. Docstrings of the API have code in single backticks, which reStructuredText writes with two.
+"""
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import reference
+
+MARKER = re.compile(r"^<!-- from code: (\S+)(?: (.*))? -->$", re.MULTILINE)
+GENERATORS: dict[str, Callable[..., str]] = {
+    "benchmarks": reference.benchmarks,
+    "commands": reference.commands,
+    "recipes": reference.recipes,
+    "drafter-options": reference.drafter_options,
+    "groups": reference.groups,
+    "options": reference.options,
+    "launch-files": reference.launch_files,
+    "record": reference.record,
+}
+
+
+def fill_markers(text: str) -> str:
+    """Return a page's source with the reference in place of its markers.
+
+    Raises KeyError for an unknown name.
+    """
+    return MARKER.sub(lambda match: GENERATORS[match[1]](*filter(None, [match[2]])), text)
+
+
+def _on_source_read(app: Any, page: str, source: list[str]) -> None:
+    source[0] = fill_markers(source[0])
+
+
+def _on_docstring(app: Any, kind: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
+    lines[:] = [re.sub(r"(?<!`)`([^`]+)`(?!`)", r"``\1``", line).replace("*", r"\*") for line in lines]
+
+
+def _on_signature(
+    app: Any, kind: str, name: str, value: Any, options: Any, signature: str | None, returned: str | None
+) -> tuple[str, str | None] | None:
+    """Leave out the rules in the types of options: the options page has them in words."""
+    return ("(**options)", None) if signature and "Annotated[" in signature and inspect.isclass(value) else None
+
+
+def setup(app: Any) -> dict[str, bool]:
+    """Connect the extension to Sphinx."""
+    app.connect("source-read", _on_source_read)
+    app.connect("autodoc-process-docstring", _on_docstring)
+    app.connect("autodoc-process-signature", _on_signature)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

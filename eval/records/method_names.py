@@ -1,0 +1,253 @@
+"""Names of methods as readers see them: the kind of drafter and its setting.
+
+Records keep their own keys, such as `redrafter beam_width=4 beam_length=3 tree_nodes=5`. Tables,
+plots and reports show `ReDrafter, 4 beams of 3, 5 nodes`. Two drafters of one kind are told apart
+by the options in which they differ, else by their training, else by their folders.
+"""
+
+import json
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .names import BASELINE
+
+TITLES = {
+    "draft_model": "Draft model",
+    "eagle": "EAGLE",
+    "eagle3": "EAGLE-3",
+    "medusa": "Medusa",
+    "redrafter": "ReDrafter",
+}
+PLAIN_DECODING = "plain decoding"
+SHAPE_OPTIONS = ("beam_width", "beam_length", "depth", "length", "top_k", "tree_nodes", "tree_paths", "share_prefixes")
+"""Options of the draft tree. They are a part of the setting, and never tell two drafters apart."""
+MAX_VALUE_CHARS = 24
+"""Longest value of an option that a name quotes. An option with a longer value is left out."""
+TRAINING_WORDS = {"labels": {"distilled": "distilled", "text": "not distilled"}}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MethodFacts:
+    """What is known of a method: its key in the records, and how its run describes it."""
+
+    key: str
+    described: Mapping[str, Any] | None = None
+    """Its entry in `run.json`: `config`, `setting` and `weights`. None for plain decoding."""
+    training: Mapping[str, Any] | None = None
+    """The drafter's TrainingFacts."""
+    run: str = ""
+    """Name of the evaluation's folder, where methods of several are named together."""
+
+    @property
+    def kind(self) -> str:
+        return self.key.split(" ")[0]
+
+    @property
+    def folder(self) -> str:
+        """The words of the key between kind and setting: what its directory is called."""
+        words = _words_before_setting(self.key)[1:]
+        words = words[:-1] if words[-1:] == ["off"] and self.setting is None else words
+        words = words[:-1] if words[-1:] == ["tuned"] and self.is_tuned else words
+        return " ".join(words).removesuffix("/drafter")
+
+    @property
+    def is_tuned(self) -> bool:
+        """Whether `outrider tune` chose its setting."""
+        return "tuned" in _words_before_setting(self.key)[1:] if self.described is None else "places" in self.described
+
+    @property
+    def setting(self) -> Mapping[str, Any] | None:
+        """The run-time options. None where tuning turned the drafter off."""
+        return setting_of_key(self.key) if self.described is None else self.described["setting"]
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """All options of the drafter, as far as they are known."""
+        return {**(self.described["config"] if self.described else {}), **(self.setting or {})}
+
+    @property
+    def drafter(self) -> tuple[str, str, str]:
+        """What makes it the same drafter as another method's."""
+        weights = self.described["weights"] if self.described else ""
+        return self.kind, weights, "" if weights else self.folder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MethodName:
+    """A method's name in two parts."""
+
+    drafter: str
+    """`ReDrafter`, or `ReDrafter (rnn false)` beside another ReDrafter."""
+    setting: str
+    """`4 beams of 3, 5 nodes`."""
+
+    def __str__(self) -> str:
+        return ", ".join(filter(None, (self.drafter, self.setting)))
+
+
+def method_names(methods: Sequence[MethodFacts]) -> list[MethodName]:
+    """Name methods that are shown together, each differently."""
+    # 1. The drafters, by the difference between those of one kind.
+    drafters = {method.drafter: method for method in methods if method.key != BASELINE}
+    labels = _drafter_labels(drafters)
+    # 2. The settings.
+    names = [
+        MethodName(drafter=PLAIN_DECODING, setting="")
+        if method.key == BASELINE
+        else MethodName(drafter=labels[method.drafter], setting=_setting_of(method))
+        for method in methods
+    ]
+    # 3. What is still alike: a copy in another folder, or a setting that repeats what the drafter has anyway.
+    keys: dict[tuple[str, MethodName], set[str]] = defaultdict(set)
+    for method, name in zip(methods, names, strict=True):
+        keys[method.run, name].add(method.key)
+    return [
+        name if len(keys[method.run, name]) == 1 else _longer_name(method, name, keys[method.run, name])
+        for method, name in zip(methods, names, strict=True)
+    ]
+
+
+def _longer_name(method: MethodFacts, name: MethodName, keys: Iterable[str]) -> MethodName:
+    folders = Counter(MethodFacts(key=key).folder for key in keys)
+    if len(folders) > 1 and folders[method.folder] == 1:
+        return MethodName(drafter=f"{name.drafter} ({method.folder or 'drafter'})", setting=name.setting)
+    words = method.key.split(" ")[len(_words_before_setting(method.key)) :]
+    return MethodName(drafter=name.drafter, setting=f"{name.setting} ({' '.join(words) or 'as saved'})")
+
+
+def name_of_key(key: str) -> str:
+    """Return the name of a method of which only the key is known."""
+    return str(method_names([MethodFacts(key=key)])[0])
+
+
+def setting_words(kind: str, options: Mapping[str, Any], setting: Mapping[str, Any] | None) -> str:
+    """Put a setting into words: `4 beams of 3, 5 nodes`.
+
+    `options` are all options of the drafter in this setting, `setting` those that were set for it.
+    """
+    if setting is None:
+        return "turned off by tuning"
+    words = [*_shape_words(kind, options)]
+    if "tree_nodes" in setting and setting["tree_nodes"] is None:
+        words.append("all nodes")
+    if "share_prefixes" in setting or options.get("share_prefixes") is False:
+        words.append(f"{'with' if options['share_prefixes'] else 'without'} tree attention")
+    others = {name: value for name, value in setting.items() if name not in SHAPE_OPTIONS}
+    return ", ".join([*words, *(_option_words(name, value) for name, value in others.items())])
+
+
+def _shape_words(kind: str, options: Mapping[str, Any]) -> Iterable[str]:
+    """The shape of the draft tree, in the words of its kind."""
+    width, length = options.get("beam_width"), options.get("beam_length")
+    if width is not None:
+        yield _counted(width, "beam") + (f" of {length}" if length is not None else "")
+    elif length is not None:
+        yield f"beams of {length}"
+    for name, word in (("depth", "depth"), ("length", "length"), ("top_k", "top-k")):
+        if options.get(name) is not None:
+            yield f"{word} {options[name]}"
+    if isinstance(paths := options.get("tree_paths"), list | tuple):
+        yield _counted(len(paths), "node")
+    elif options.get("tree_nodes") is not None:
+        yield _counted(options["tree_nodes"], "node")
+
+
+def setting_of_key(key: str) -> dict[str, Any] | None:
+    """Read the setting that a key ends with. None where tuning turned the drafter off."""
+    words = _words_before_setting(key)
+    if words[-1] == "off":
+        return None
+    rest = key.split(" ")[len(words) :]
+    pairs = (text.split("=", 1) for text in re.split(r" (?=\w+=)", " ".join(rest)) if text)
+    return {name: _value(text) for name, text in pairs}
+
+
+def _value(text: str) -> Any:
+    """A value as Python writes it in a key."""
+    literals = {"None": None, "True": True, "False": False}
+    if text in literals:
+        return literals[text]
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _words_before_setting(key: str) -> list[str]:
+    words = key.split(" ")
+    return words[: next((index for index, word in enumerate(words) if "=" in word), len(words))]
+
+
+def _setting_of(method: MethodFacts) -> str:
+    text = setting_words(method.kind, method.options, method.setting)
+    return ", ".join(filter(None, (text, "tuned" if method.is_tuned and method.setting is not None else "")))
+
+
+def _drafter_labels(drafters: Mapping[tuple[str, str, str], MethodFacts]) -> dict[tuple[str, str, str], str]:
+    """The title of each drafter's kind, and in brackets what tells it from others of that kind."""
+    labels = {}
+    for kind in dict.fromkeys(method.kind for method in drafters.values()):
+        title = TITLES.get(kind, kind)
+        of_kind = {identity: method for identity, method in drafters.items() if method.kind == kind}
+        for identity, words in _differences(of_kind).items():
+            labels[identity] = f"{title} ({', '.join(words)})" if words else title
+    return labels
+
+
+def _differences(drafters: Mapping[tuple[str, str, str], MethodFacts]) -> dict[tuple[str, str, str], list[str]]:
+    """What tells each drafter from the others: options, then training, then folder, until all differ."""
+    words: dict[tuple[str, str, str], list[str]] = {identity: [] for identity in drafters}
+    for words_of in (_differing_options, _differing_training, _folders):
+        alike: dict[tuple[str, ...], list[tuple[str, str, str]]] = defaultdict(list)
+        for identity in drafters:
+            alike[tuple(words[identity])].append(identity)
+        for group in alike.values():
+            if len(group) > 1:
+                for identity, added in zip(group, words_of([drafters[identity] for identity in group]), strict=True):
+                    words[identity] += added
+    return words
+
+
+def _differing_options(methods: Sequence[MethodFacts]) -> list[list[str]]:
+    configs = [method.described["config"] if method.described else {} for method in methods]
+    names = [name for name in dict.fromkeys(name for config in configs for name in config) if name not in SHAPE_OPTIONS]
+    differing = [name for name in names if len({_text(config.get(name)) for config in configs}) > 1]
+    quoted = [name for name in differing if all(len(_text(config.get(name))) <= MAX_VALUE_CHARS for config in configs)]
+    return [[_option_words(name, config.get(name)) for name in quoted] for config in configs]
+
+
+def _differing_training(methods: Sequence[MethodFacts]) -> list[list[str]]:
+    """The labels and the steps of their trainings, where these are known and differ."""
+    facts = [method.training for method in methods]
+    if not all(facts):
+        return [[] for _ in methods]
+    words: list[list[str]] = [[] for _ in methods]
+    for name in ("labels", "steps"):
+        values = [training[name] for training in facts if training]
+        if len(set(values)) > 1:
+            for each, value in zip(words, values, strict=True):
+                each.append(TRAINING_WORDS[name].get(value, value) if name in TRAINING_WORDS else f"{value:,} steps")
+    return words
+
+
+def _folders(methods: Sequence[MethodFacts]) -> list[list[str]]:
+    folders = [method.folder for method in methods]
+    if len(set(folders)) == len(folders):
+        return [[folder or method.run or "drafter"] for folder, method in zip(folders, methods, strict=True)]
+    return [["/".join(filter(None, (method.run, method.folder)))] for method in methods]
+
+
+def _option_words(name: str, value: Any) -> str:
+    return f"{name} {_text(value)}"
+
+
+def _text(value: Any) -> str:
+    """A value as YAML has it: `true`, `null`, `[1, 2]`."""
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,1 @@
+"""The tables of benchmarks/README.md, each made from a record."""

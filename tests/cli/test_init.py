@@ -1,0 +1,189 @@
+"""`outrider init`: what it reads, what it writes, and that what it writes runs."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from outrider.cli.arguments import parse_arguments
+from outrider.cli.compose import compose
+from outrider.cli.config import RunConfig, to_run_config
+from outrider.cli.init import init_command
+from outrider.cli.init_facts import NUM_PROMPTS, read_data_facts, read_target_facts
+from outrider.cli.init_kinds import KIND_DEFAULTS, feature_layers
+from outrider.cli.run import run
+from outrider.models.drafters import DRAFTERS
+from outrider.models.drafters.eagle3 import default_feature_layers
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def qwen3(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen3 of six layers with a chat template."""
+    folder = tmp_path_factory.mktemp("qwen3")
+    tiny_tokenizer.save_pretrained(folder)
+    (folder / "chat_template.jinja").write_text(CHATML)
+    config = Qwen3Config(
+        vocab_size=len(tiny_tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tiny_tokenizer.eos_token_id,
+        pad_token_id=tiny_tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def write_chats(path: Path, number: int = 30) -> Path:
+    records = [
+        {"messages": [{"role": "user", "content": f"Count to {i}."}, {"role": "assistant", "content": "1 2 3 4 5 6"}]}
+        for i in range(number)
+    ]
+    path.write_text("\n".join(map(json.dumps, records)) + "\n")
+    return path
+
+
+def config_of(recipe: Path, *overrides: str) -> RunConfig:
+    return to_run_config(compose(parse_arguments([str(recipe), *overrides])))
+
+
+@pytest.mark.parametrize("drafter", sorted(KIND_DEFAULTS))
+def test_a_written_recipe_composes_from_any_folder(
+    drafter: str, qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chats = write_chats(tmp_path / "chats.jsonl")
+    init_command(tmp_path / "my.yaml", str(qwen3), chats, drafter=drafter)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    config = config_of(tmp_path / "my.yaml", "train.steps=20")
+    assert (config.name, config.drafter["kind"], config.target.name_or_path) == ("my", drafter, str(qwen3))
+    assert (config.data.source, config.data.path, config.data.split) == ("messages", str(chats), "train")
+    assert config.data.max_length < 256
+    (suite,) = config.eval.suites
+    assert (suite.name, Path(suite.path or "").name) == ("held_out", "my.prompts.jsonl")
+    assert config_of(tmp_path / "my").train.steps == 100
+
+
+def test_every_kind_can_be_written() -> None:
+    assert set(KIND_DEFAULTS) == set(DRAFTERS)
+
+
+def test_a_written_recipe_runs_to_the_end(qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    init_command(Path("my"), str(qwen3), write_chats(tmp_path / "chats.jsonl"))
+    few = ["train.steps=6", "eval.max_new_tokens=8", "eval.profile_prompts=0", "eval.memory_bandwidth_gbs=10.0"]
+    run(config_of(Path("my.yaml"), *few, "num_threads=1"))
+    rows = json.loads((tmp_path / "outputs/my/eval/summary.json").read_text())
+    assert len(rows) == 3
+    manifest = json.loads((tmp_path / "outputs/my/distill/manifest.json").read_text())
+    assert sum(len(shard["ids"]) for shard in manifest["shards"]) == 30 - 3, "three are held out"
+
+
+def test_nothing_is_overwritten(qwen3: Path, tmp_path: Path) -> None:
+    chats = write_chats(tmp_path / "chats.jsonl")
+    (tmp_path / "my.yaml").write_text("mine")
+    with pytest.raises(ValueError, match=r"my\.yaml exists"):
+        init_command(tmp_path / "my.yaml", str(qwen3), chats)
+    assert (tmp_path / "my.yaml").read_text() == "mine"
+
+
+@pytest.mark.parametrize("layers", [1, 2, 4, 8, 32, 36])
+def test_feature_layers_are_the_drafters_default(layers: int) -> None:
+    assert feature_layers(layers) == default_feature_layers(layers)
+
+
+def test_a_large_vocabulary_makes_a_smaller_head(qwen3: Path, tmp_path: Path) -> None:
+    large = tmp_path / "large"
+    large.mkdir()
+    config = json.loads((qwen3 / "config.json").read_text()) | {"vocab_size": 151_936, "max_position_embeddings": 40_960}
+    (large / "config.json").write_text(json.dumps({"text_config": config}))
+    (large / "chat_template.jinja").write_text("{{ enable_thinking }}")
+    init_command(tmp_path / "large.yaml", str(large), write_chats(tmp_path / "chats.jsonl", 400))
+    config = config_of(tmp_path / "large.yaml")
+    assert config.drafter["draft_vocab_size"] == 32_000
+    assert config.drafter["feature_layers"] == [2, 3]
+    assert (config.data.max_length, config.data.chat_template) == (2048, "qwen3_no_thinking")
+    assert (config.train.steps, config.train.global_batch_size) == (100, 16)
+
+
+@pytest.mark.parametrize(
+    ("target", "drafter", "message"),
+    [
+        ("./nowhere", "eagle3", "no such directory"),
+        ("{empty}", "eagle3", "no config.json"),
+        ("{bare}", "eagle3", "no chat template.*vicuna_v1.1"),
+        ("{qwen3}", "eagel3", "must be one of eagle3"),
+    ],
+)
+def test_what_cannot_be_written_is_an_error(target: str, drafter: str, message: str, qwen3: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare/config.json").write_text((qwen3 / "config.json").read_text())
+    folder = target.format(empty=tmp_path / "empty", bare=tmp_path / "bare", qwen3=qwen3)
+    with pytest.raises(ValueError, match=message):
+        init_command(tmp_path / "my.yaml", folder, write_chats(tmp_path / "chats.jsonl"), drafter=drafter)
+    assert not (tmp_path / "my.yaml").exists()
+
+
+def test_a_template_is_taken_where_the_tokenizer_has_none(qwen3: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((qwen3 / "config.json").read_text())
+    assert read_target_facts(str(tmp_path), "vicuna_v1.1").chat_template == "vicuna_v1.1"
+    (tmp_path / "mine.jinja").write_text(CHATML)
+    assert read_target_facts(str(tmp_path), str(tmp_path / "mine.jinja")).chat_template == str(tmp_path / "mine.jinja")
+    with pytest.raises(ValueError, match="--chat-template"):
+        read_target_facts(str(tmp_path), "no_such_template")
+
+
+SHAREGPT = {"conversations": [{"from": "human", "value": "Hi {i}"}, {"from": "gpt", "value": "Hello"}]}
+ALPACA = {"instruction": "Say {i}", "input": "", "output": "it"}
+
+
+@pytest.mark.parametrize(
+    ("record", "source", "first"),
+    [(SHAREGPT, "sharegpt", "Hi "), (ALPACA, "alpaca", "Say "), ({"text": "word"}, "text", None)],
+)
+def test_the_form_of_the_records_is_found(record: dict[str, object], source: str, first: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "data.json"
+    path.write_text(json.dumps([json.loads(json.dumps(record).replace("{i}", str(i))) for i in range(400)]))
+    facts = read_data_facts(path, max_chars=100)
+    assert (facts.source, facts.num_records) == (source, 400)
+    assert len(facts.prompts) == (NUM_PROMPTS if first else 0)
+    assert all(turns[0].startswith(first or "") for turns in facts.prompts)
+
+
+def test_text_and_data_without_prompts_to_spare_have_no_held_out_prompts(tmp_path: Path) -> None:
+    (tmp_path / "words.txt").write_text("words")
+    assert read_data_facts(tmp_path / "words.txt", 100).source == "text"
+    same = tmp_path / "same.jsonl"
+    same.write_text((json.dumps(ALPACA) + "\n") * 20)
+    assert read_data_facts(same, 100).prompts == []
+    (tmp_path / "odd.jsonl").write_text('{"question": 1}\n')
+    with pytest.raises(ValueError, match="first record has the keys question"):
+        read_data_facts(tmp_path / "odd.jsonl", 100)
+
+
+def test_a_recipe_is_written_without_torch(qwen3: Path, tmp_path: Path) -> None:
+    write_chats(tmp_path / "chats.jsonl")
+    script = "import sys\nfrom outrider.cli.main import main\ntry: main()\nfinally: assert 'torch' not in sys.modules"
+    command = [sys.executable, "-c", script, "init", "my.yaml", "--target", str(qwen3), "--data", "chats.jsonl"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "outrider run my.yaml --plan" in result.stdout

@@ -1,0 +1,46 @@
+"""Files that the commands of the documentation read."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+from outrider.cli.config import DEMO_TARGET
+from outrider.data.files import write_json
+from outrider.data.manifest import TargetIdentity
+from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
+from outrider.models.drafters.redrafter import RedrafterConfig
+from outrider.models.drafters.saved.folder import DrafterFile
+from outrider.models.drafters.saved.tuned import Choice, describe_setup, save_tuned
+from outrider.models.target.config import TargetConfig
+from outrider.models.target.loading import load_target
+
+TARGET = TargetIdentity(
+    name="t",
+    revision=None,
+    weights_sha256="1",
+    config_sha256="",
+    quantization="",
+    tokenizer_sha256="2",
+    hidden_size=8,
+    vocab_size=16,
+)
+
+
+def write_recipe(path: Path) -> None:
+    """Write a recipe of one's own: the demo under another name."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"# @package _global_\ndefaults:\n  - demo\n  - _self_\n\nname: {path.stem}\n")
+
+
+def write_drafter_config(folder: Path) -> None:
+    """Write what composing a recipe reads of a trained ReDrafter."""
+    saved = DrafterFile(format_version=1, kind="redrafter", drafter=asdict(RedrafterConfig()), target=TARGET)
+    write_json(folder / "config.json", asdict(saved))
+
+
+def write_demo_drafter(folder: Path) -> None:
+    """Write a drafter for the demo's target with random weights, and a tuned setting for it."""
+    target = load_target(TargetConfig(name_or_path=str(DEMO_TARGET), dtype="float32"))
+    drafter = build_drafter(parse_drafter({"kind": "redrafter", "exit_width": 16, "num_blocks": 1}), target)
+    save_drafter(drafter, folder, target.identity)
+    choice = Choice(setting={"beam_width": 2}, tokens_per_step=1.5, tokens_per_second=2.0, plain_tokens_per_second=1.0)
+    save_tuned(folder, describe_setup(target, folder), {1: choice, 4: choice})

@@ -1,0 +1,98 @@
+"""Readers see kinds and settings; records keep their keys."""
+
+from typing import Any
+
+import pytest
+
+from outrider.eval.records.method_names import MethodFacts, method_names, name_of_key, setting_words
+
+CONFIG = {"beam_width": 4, "beam_length": 5, "tree_nodes": None, "share_prefixes": True, "head_rank": None, "rnn": True}
+
+
+def method(key: str, setting: dict[str, Any] | None = None, *, weights: str = "w", **facts: Any) -> MethodFacts:
+    training = facts.pop("training", None)
+    run = facts.pop("run", "")
+    described = {"config": {**CONFIG, **facts}, "setting": setting or {}, "weights": weights}
+    return MethodFacts(key=key, described=described, training=training, run=run)
+
+
+def shown(*methods: MethodFacts) -> list[str]:
+    return [str(name) for name in method_names(methods)]
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("baseline", "plain decoding"),
+        ("redrafter beam_width=4 beam_length=3 tree_nodes=5", "ReDrafter, 4 beams of 3, 5 nodes"),
+        ("redrafter beam_width=1 tree_nodes=None", "ReDrafter, 1 beam, all nodes"),
+        ("eagle3 depth=5 top_k=8 tree_nodes=60", "EAGLE-3, depth 5, top-k 8, 60 nodes"),
+        ("medusa tree_nodes=1", "Medusa, 1 node"),
+        ("medusa tree_paths=[[0], [1], [0, 0]]", "Medusa, 3 nodes"),
+        ("draft_model length=4 top_k=2", "Draft model, length 4, top-k 2"),
+        ("redrafter share_prefixes=False", "ReDrafter, without tree attention"),
+        ("redrafter tree_padding=8", "ReDrafter, tree_padding 8"),
+        ("redrafter off", "ReDrafter, turned off by tuning"),
+        ("redrafter tuned beam_width=2", "ReDrafter, 2 beams, tuned"),
+    ],
+)
+def test_a_key_alone_is_put_into_words(key: str, name: str) -> None:
+    assert name_of_key(key) == name
+
+
+def test_settings_show_the_shape_of_the_tree_that_the_drafter_has_anyway() -> None:
+    assert shown(method("redrafter"), method("redrafter beam_length=3", {"beam_length": 3})) == [
+        "ReDrafter, 4 beams of 5",
+        "ReDrafter, 4 beams of 3",
+    ]
+    assert setting_words("redrafter", CONFIG, None) == "turned off by tuning"
+
+
+def test_two_drafters_of_a_kind_are_named_by_the_options_that_differ() -> None:
+    names = shown(method("redrafter a", weights="1"), method("redrafter b", weights="2", rnn=False), method("medusa c"))
+    assert names == ["ReDrafter (rnn true), 4 beams of 5", "ReDrafter (rnn false), 4 beams of 5", "Medusa, 4 beams of 5"]
+
+
+def test_alike_drafters_are_named_by_their_training_and_then_by_their_folders() -> None:
+    trainings = [{"labels": labels, "steps": 500} for labels in ("distilled", "text")]
+    pair = [method(f"redrafter {index}", weights=str(index), training=each) for index, each in enumerate(trainings)]
+    assert shown(*pair) == ["ReDrafter (distilled), 4 beams of 5", "ReDrafter (not distilled), 4 beams of 5"]
+    steps = [{"labels": "distilled", "steps": number} for number in (500, 2000)]
+    pair = [method(f"redrafter {index}", weights=str(index), training=each) for index, each in enumerate(steps)]
+    assert shown(*pair) == ["ReDrafter (500 steps), 4 beams of 5", "ReDrafter (2,000 steps), 4 beams of 5"]
+    twins = [method(f"redrafter {name}/drafter", weights=name, training=steps[0]) for name in ("one", "two")]
+    assert shown(*twins) == ["ReDrafter (one), 4 beams of 5", "ReDrafter (two), 4 beams of 5"]
+    runs = [method("redrafter", weights=name, run=name) for name in ("one", "two")]
+    assert shown(*runs) == ["ReDrafter (one), 4 beams of 5", "ReDrafter (two), 4 beams of 5"]
+
+
+def test_only_drafters_that_are_still_alike_get_further_words() -> None:
+    training = {"labels": "distilled", "steps": 1}
+    text = {**training, "labels": "text"}
+    names = shown(
+        method("redrafter a", weights="1", training=training),
+        method("redrafter b", weights="2", training=text),
+        method("redrafter c", weights="3", training=training, head_rank=64),
+    )
+    assert [name.removesuffix(", 4 beams of 5") for name in names] == [
+        "ReDrafter (head_rank null, distilled)",
+        "ReDrafter (head_rank null, not distilled)",
+        "ReDrafter (head_rank 64)",
+    ]
+
+
+def test_no_two_methods_have_one_name() -> None:
+    same = {"beam_width": 4, "beam_length": 5}
+    repeated = shown(method("redrafter"), method("redrafter beam_width=4 beam_length=5", same))
+    assert repeated == ["ReDrafter, 4 beams of 5 (as saved)", "ReDrafter, 4 beams of 5 (beam_width=4 beam_length=5)"]
+    copies = shown(method("redrafter a/drafter"), method("redrafter b/drafter"))
+    assert copies == ["ReDrafter (a), 4 beams of 5", "ReDrafter (b), 4 beams of 5"]
+
+
+def test_the_same_drafter_of_two_runs_has_one_name() -> None:
+    assert shown(method("redrafter", run="a"), method("redrafter", run="b")) == ["ReDrafter, 4 beams of 5"] * 2
+
+
+def test_a_long_option_is_not_quoted() -> None:
+    pair = [method(f"draft_model {name}", weights=name, architecture={"name": name * 40}) for name in ("a", "b")]
+    assert shown(*pair) == ["Draft model (a), 4 beams of 5", "Draft model (b), 4 beams of 5"]

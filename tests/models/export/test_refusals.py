@@ -1,0 +1,54 @@
+"""Which formats will hold a drafter, before it is trained."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from outrider.cli.export_stage import describe_unexportable
+from outrider.models.drafters import build_drafter, parse_drafter
+from outrider.models.export.registry import refusals_after_training
+from outrider.models.target.hf_target import HFTarget
+
+from ...conftest import REPOSITORY
+
+
+def shipped(kind: str, **changes: Any) -> dict[str, Any]:
+    """The options of `drafter=KIND`, with changes."""
+    options: Any = OmegaConf.to_container(OmegaConf.load(REPOSITORY / "conf" / "drafter" / f"{kind}.yaml"))
+    return {**options, **changes}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["eagle3", "redrafter", "medusa", "draft_model"])
+def test_a_kinds_defaults_fit_every_one_of_its_formats(family: str, kind: str, make_target: Callable[..., HFTarget]) -> None:
+    target = make_target(family)
+    before = target.head.weight.clone()
+    refusals = refusals_after_training(build_drafter(parse_drafter(shipped(kind)), target), target)
+    assert refusals
+    assert set(refusals.values()) == {None}
+    assert describe_unexportable(refusals) is None
+    assert torch.equal(target.head.weight, before), "the target's own weights stay"
+
+
+@pytest.mark.parametrize(
+    ("options", "rule", "remedy"),
+    [
+        (shipped("eagle3", layer=None), "its layer is qwen3's", "drafter.layer={model_type: llama}"),
+        (shipped("redrafter", initial_state="embedding"), "initial_state is embedding", "initial_state=zero"),
+        (shipped("redrafter", draft_vocab_size=64), "it drafts 64 tokens only", "draft_vocab_size=null"),
+        (shipped("medusa", heads="ffn"), "heads are of the kind ffn", "heads=residual"),
+    ],
+)
+def test_a_drafter_that_no_format_can_hold_is_described_with_the_remedy(
+    options: dict[str, Any], rule: str, remedy: str, make_target: Callable[..., HFTarget]
+) -> None:
+    target = make_target("qwen3")
+    refusals = refusals_after_training(build_drafter(parse_drafter(options), target), target)
+    warning = describe_unexportable(refusals)
+    assert warning is not None
+    for part in (rule, remedy, "export.allow_no_format=true"):
+        assert part in warning
+    assert describe_unexportable({**refusals, "one that can": None}) is None

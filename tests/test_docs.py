@@ -1,0 +1,125 @@
+"""The commands and the code of README and docs/ are composed, parsed or run, so that no page shows what doesn't work."""
+
+import re
+from collections import Counter
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from outrider.cli.config import RunConfig
+from outrider.cli.main import app
+
+from . import doc_commands
+from .doc_blocks import REPOSITORY, Block, all_blocks, blocks, commands, pages
+from .doc_files import write_demo_drafter
+
+LANGUAGES = {"sh", "bash", "python", "yaml", "text", "json"}
+"""What a block may be; a directive of MyST has braces."""
+BLOCKS = all_blocks()
+LEAST = {"sh": 50, "bash": 2, "python": 10}
+"""So many blocks of each language are visited at least."""
+
+
+@pytest.fixture(autouse=True)
+def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that looks like a clone, in which commands may find and write files."""
+    for name in (".ci", "conf", "models", "scripts", "train.py"):
+        (tmp_path / name).symlink_to(REPOSITORY / name)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def of_language(*languages: str) -> list[Block]:
+    return [block for block in BLOCKS if block.language in languages]
+
+
+def test_blocks_of_each_language_are_visited() -> None:
+    counts = Counter(block.language for block in BLOCKS)
+    assert {language for language in counts if not language.startswith("{")} <= LANGUAGES
+    assert {language: counts[language] >= least for language, least in LEAST.items()} == dict.fromkeys(LEAST, True)
+    assert {block.page for block in BLOCKS} <= {path.relative_to(REPOSITORY).as_posix() for path in pages()}
+
+
+@pytest.mark.parametrize("block", of_language("sh", "bash"), ids=lambda block: block.name)
+def test_shell_commands_would_start(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
+    visited = 0
+    if "outrider init" in block.text and "init" not in {command.name for command in app.registered_commands}:
+        pytest.skip("outrider init is not a command yet")
+    for command in commands(block.text):
+        doc_commands.check(command, monkeypatch)
+        visited += 1
+    assert visited > 0
+
+
+@pytest.mark.parametrize("block", of_language("python"), ids=lambda block: block.name)
+def test_python_compiles(block: Block) -> None:
+    compile(block.text, block.name, "exec")
+
+
+@pytest.mark.parametrize("page", sorted({block.page for block in of_language("python") if block.is_run}))
+def test_python_that_is_marked_runs_on_the_demos_target(page: str, clone: Path) -> None:
+    write_demo_drafter(clone / "outputs" / "demo" / "drafter")
+    names: dict[str, Any] = {}
+    for block in of_language("python"):
+        if block.page == page and block.is_run:
+            exec(compile(block.text, block.name, "exec"), names)
+            assert list(names["steps"]) is not None
+
+
+def test_file_formats_name_classes_that_exist() -> None:
+    text = (REPOSITORY / "docs" / "reference" / "file-formats.md").read_text()
+    names = re.findall(r"^<!-- from code: record (\S+):(\S+) -->$", text, re.MULTILINE)
+    assert len(names) > 10
+    for module, name in names:
+        assert hasattr(import_module(f"outrider.{module}"), name), f"{module} has no {name}"
+
+
+def test_the_api_page_names_what_exists() -> None:
+    text = (REPOSITORY / "docs" / "reference" / "api.md").read_text()
+    names = re.findall(r"^\.\. auto\w+:: (outrider\S+)\.(\w+)$", text, re.MULTILINE)
+    assert len(names) > 30
+    for module, name in names:
+        assert hasattr(import_module(module), name), f"{module} has no {name}"
+
+
+@pytest.mark.parametrize("block", of_language("yaml"), ids=lambda block: block.name)
+def test_yaml_is_read_and_recipes_compose(block: Block, clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = yaml.safe_load(block.text)
+    if not isinstance(content, dict) or not content.keys() <= {"defaults", *RunConfig.__dataclass_fields__}:
+        return
+    (clone / "page.yaml").write_text(block.text)
+    assert doc_commands.run_config(["page.yaml"], monkeypatch) is not None
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "outrider run conf=demo trian.steps=20",
+        "outrider run conf=demo train.steps=many",
+        "outrider run conf=none",
+        "accelerate launch --config_file conf/launch/none.yaml train.py conf=demo",
+        "accelerate launch --no_such_option train.py conf=demo",
+        "outrider eval --target DIR --drafter DIR --suite stdlib --limits 3",
+        "outrider eval --target DIR --drafter DIR --suite stdlib --limit three",
+        "outrider evaluate --target DIR",
+        "python scripts/bench_decoding.py --no-such-option",
+        "python scripts/none.py",
+        "make none",
+        "make demo NONE=1",
+        "somebody-elses-program",
+    ],
+)
+def test_a_page_with_a_wrong_command_is_caught(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (block,) = blocks(f"# Page\n\n```sh\nmake demo   # the target's own tokens\n{command}\n```\n", "page.md")
+    right, wrong = commands(block.text)
+    doc_commands.check(right, monkeypatch)
+    with pytest.raises((AssertionError, Exception, SystemExit)):
+        doc_commands.check(wrong, monkeypatch)
+
+
+def test_a_shell_block_is_split_as_a_shell_would() -> None:
+    text = "A=1 b 'c # d' \\\n  e   # the target's f\n# g\nh && i > j | k \"l\n m\"\n"
+    assert list(commands(text)) == [["b", "c # d", "e"], ["h"], ["i"], ["k", "l\n m"]]

@@ -1,0 +1,5 @@
+"""The entry for launchers, with or without a clone: accelerate launch -m outrider.train conf=demo"""
+
+from ..cli.compose import main
+
+main()
