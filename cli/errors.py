@@ -1,9 +1,10 @@
 """Print a user's mistake as one message, without a traceback."""
 
 import os
+import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,12 +12,20 @@ from .quiet import silence_libraries
 
 USER_ERROR = 2
 """Exit status after a user's mistake."""
+COMMAND_OPTIONS = {
+    "data.chat_template": "--chat-template",
+    "target.name_or_path": "--target",
+    "target.revision": "--revision",
+    "target.dtype": "--dtype",
+    "target.cuda_graphs": "--cuda-graphs",
+}
+"""Options of a configuration, and what they are called in the commands beside `outrider run`."""
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it: 128 + SIGINT."""
 
 
 @contextmanager
-def user_errors() -> Iterator[None]:
+def user_errors(words: Callable[[str], str] = str) -> Iterator[None]:
     """Print a ValueError or OSError as one message and exit with USER_ERROR; with OUTRIDER_DEBUG=1 let it through.
 
     Ctrl-C ends with INTERRUPTED, and a message that says what is kept and how to resume. Noise of other libraries is silenced.
@@ -33,8 +42,15 @@ def user_errors() -> Iterator[None]:
     except (ValueError, OSError) as error:
         if os.environ.get("OUTRIDER_DEBUG") == "1":
             raise
-        sys.stderr.write(f"outrider: error: {error_message(error)}\n(OUTRIDER_DEBUG=1 shows where it was raised)\n")
+        sys.stderr.write(f"outrider: error: {words(error_message(error))}\n(OUTRIDER_DEBUG=1 shows where it was raised)\n")
         raise SystemExit(USER_ERROR) from None
+
+
+def in_command_words(text: str) -> str:
+    """Replace options of a configuration in a message by those of the commands, such as `--chat-template`."""
+    for option, name in COMMAND_OPTIONS.items():
+        text = text.replace(f"{option}=", f"{name} ").replace(option, name)
+    return re.sub(r"eval\.suites=\[.*\]", "--suite-path (`outrider eval`: --suite-path SUITE=FILE)", text)
 
 
 def command_line() -> str:

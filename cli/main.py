@@ -9,7 +9,7 @@ from typer.core import TyperGroup
 
 from .certify import certify_command
 from .data import app as data_app
-from .errors import user_errors
+from .errors import in_command_words, user_errors
 from .eval import eval_command
 from .export import export_command, import_command
 from .hub import package_command, pull_command, push_command
@@ -24,7 +24,7 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the chosen command."""
-        with user_errors():
+        with user_errors(in_command_words):
             return super().invoke(ctx)
 
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from outrider.cli import main
-from outrider.cli.errors import INTERRUPTED, user_errors
+from outrider.cli.errors import INTERRUPTED, in_command_words, user_errors
 from outrider.cli.quiet import NOISY_LOGGERS, silence_libraries
 
 
@@ -55,3 +55,10 @@ def test_ctrl_c_in_a_command_ends_like_one_in_a_run(
     printed = capsys.readouterr().err
     assert printed.count("stopped by Ctrl-C") == 1
     assert "outrider tune --target x" in printed
+
+
+def test_a_commands_error_names_the_commands_options() -> None:
+    text = "set data.chat_template=a.jinja. Give local files: eval.suites=[{name: mt_bench, path: FILE}]"
+    words = in_command_words(text)
+    assert words.startswith("set --chat-template a.jinja. Give local files: --suite-path")
+    assert "eval.suites" not in words
