@@ -1,24 +1,65 @@
 """Print a user's mistake as one message, without a traceback."""
 
 import os
+import re
+import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+
+from .quiet import silence_libraries
 
 USER_ERROR = 2
 """Exit status after a user's mistake."""
+COMMAND_OPTIONS = {
+    "data.chat_template": "--chat-template",
+    "target.name_or_path": "--target",
+    "target.revision": "--revision",
+    "target.dtype": "--dtype",
+    "target.cuda_graphs": "--cuda-graphs",
+}
+"""Options of a configuration, and what they are called in the commands beside `outrider run`."""
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it: 128 + SIGINT."""
 
 
 @contextmanager
-def user_errors() -> Iterator[None]:
-    """Print a ValueError or OSError as one message and exit with USER_ERROR; with OUTRIDER_DEBUG=1 let it through."""
+def user_errors(words: Callable[[str], str] = str) -> Iterator[None]:
+    """Print a ValueError or OSError as one message and exit with USER_ERROR; with OUTRIDER_DEBUG=1 let it through.
+
+    Ctrl-C ends with INTERRUPTED, and a message that says what is kept and how to resume. Noise of other libraries is silenced.
+    """
+    silence_libraries()
     try:
         yield
+    except KeyboardInterrupt as interrupt:
+        # Processes beside the first one would print the same.
+        if os.environ.get("RANK", "0") == "0":
+            kept = f"{interrupt.args[0]} " if interrupt.args else "Finished files are kept. "
+            sys.stderr.write(f"\noutrider: stopped by Ctrl-C. {kept}To resume, run the same command: {command_line()}\n")
+        raise SystemExit(INTERRUPTED) from None
     except (ValueError, OSError) as error:
         if os.environ.get("OUTRIDER_DEBUG") == "1":
             raise
-        sys.stderr.write(f"outrider: error: {error_message(error)}\n(OUTRIDER_DEBUG=1 shows where it was raised)\n")
+        sys.stderr.write(f"outrider: error: {words(error_message(error))}\n(OUTRIDER_DEBUG=1 shows where it was raised)\n")
         raise SystemExit(USER_ERROR) from None
+
+
+def in_command_words(text: str) -> str:
+    """Replace options of a configuration in a message by those of the commands, such as `--chat-template`."""
+    for option, name in COMMAND_OPTIONS.items():
+        text = text.replace(f"{option}=", f"{name} ").replace(option, name)
+    return re.sub(r"eval\.suites=\[.*\]", "--suite-path (`outrider eval`: --suite-path SUITE=FILE)", text)
+
+
+def command_line() -> str:
+    """Return the command that the user ran, ready to be run again. Of a launch, only what it launches is known."""
+    script = sys.argv[0] if sys.argv[0].endswith(".py") else Path(sys.argv[0]).name  # `outrider run` stays two words
+    prefix = "python " if script.endswith(".py") else ""
+    if "LOCAL_RANK" in os.environ:
+        prefix = "accelerate launch ... "
+    return f"{prefix}{script} {shlex.join(sys.argv[1:])}".strip()
 
 
 def error_message(error: Exception) -> str:

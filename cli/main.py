@@ -2,13 +2,14 @@
 
 import sys
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from .certify import certify_command
 from .data import app as data_app
-from .errors import user_errors
+from .errors import in_command_words, user_errors
 from .eval import eval_command
 from .export import export_command, import_command
 from .hub import package_command, pull_command, push_command
@@ -17,7 +18,18 @@ from .reference import options_command, recipes_command
 from .report import report_command
 from .tune import tune_command
 
+
+class Commands(TyperGroup):
+    """The commands, with a message of ours after Ctrl-C: click would print "Aborted" alone."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the chosen command."""
+        with user_errors(in_command_words):
+            return super().invoke(ctx)
+
+
 app = typer.Typer(
+    cls=Commands,
     help="Train drafters for speculative decoding, and measure them. To start: outrider run demo, or "
     "outrider init my.yaml --target DIR_OR_ID --data FILE",
     no_args_is_help=True,

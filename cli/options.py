@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 import yaml
 
+from .quiet import silence_bars
+
 if TYPE_CHECKING:
     from ..eval.config import SuiteConfig
     from ..models.target.hf_target import HFTarget
@@ -69,6 +71,7 @@ def load_chosen_target(options: Mapping[str, Any], *, needs_tokenizer: bool = Tr
     from ..models.target.config import TargetConfig
     from ..models.target.loading import default_device, load_target
 
+    silence_bars()
     device = options["device"] or str(default_device())
     # A CPU emulates bfloat16, and only float32 can be held to the very same tokens.
     dtype = options["dtype"] or ("float32" if device == "cpu" else "auto")

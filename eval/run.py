@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..data.differences import differences
+from ..data.differences import differences, name_digests
 from ..data.files import atomic_write_text, write_json
 from ..data.suites import PromptSet, load_suite
 from ..models.decoding.acceptance import GreedyAcceptance, SpeculativeSampling, TypicalAcceptance
@@ -52,6 +52,14 @@ logger = logging.getLogger(__name__)
 
 CSV_FILE, LATEX_FILE = "table.csv", "table.tex"
 ANSWERS_DIR = "answers"
+DIGESTS = {
+    "suites.": "the prompts of {name} (its file, its limit in eval.suites, or eval.seed, which draws them)",
+    "chat_template": "the chat template (data.chat_template, or the one of the target's tokenizer)",
+    "target.weights_sha256": "the target's weights (target.name_or_path)",
+    "target.config_sha256": "the target's config.json",
+    "target.tokenizer_sha256": "the target's tokenizer",
+}
+"""What a change of a digest means, in place of two long numbers."""
 
 
 def evaluate(
@@ -216,8 +224,9 @@ def open_run(
     if path.exists():
         info = read_info(path)
         if differing := differences(info.config, info.within(recorded)):
+            texts = "; ".join(name_digests(differing, DIGESTS))
             raise ValueError(
-                f"{output_dir} holds another evaluation's records; it differs in {'; '.join(differing.values())}. Suites, "
+                f"{output_dir} holds another evaluation's records; it differs in {texts}. Suites, "
                 "temperatures and batch sizes may be added to those of a folder; all else, and taking any away, needs another "
                 "output directory (or delete this one to measure anew)"
             )

@@ -74,8 +74,8 @@ def test_a_suite_that_cant_be_read_leaves_the_other_stages_planned(
     with caplog.at_level("WARNING", "outrider"):
         run_here("conf=demo", *overrides, "plan=true", "eval.suites=[{name: gsm8k}]")
     assert titles(capsys.readouterr().out) == ["labels", "train", "export"]
-    lines = [record.getMessage() for record in caplog.records if record.name == "outrider.cli.run"]
-    (line,) = [line for line in lines if "planned without the evaluation" in line]
+    messages = [record.getMessage() for record in caplog.records if record.name == "outrider.cli.run"]
+    (line,) = [message for message in messages if "planned without the evaluation" in message]
     assert "eval.suites=[{name: gsm8k, path: FILE}]" in line
 
 
