@@ -42,8 +42,8 @@ COMMANDS = {
 }
 OTHERS = [
     "tests/conformance/test_certificate.py::test_every_mutant_of_the_sampler_is_caught",
-    "tests/train/test_resume.py::test_a_run_killed_at_any_moment_ends_with_the_bits_of_an_unbroken_one",
-    "tests/train/test_processes.py::test_two_processes_learn_what_one_does_of_the_same_texts_per_step",
+    "tests/train/test_resume.py::test_a_run_killed_at_any_moment_resumes_to_equal_bits",
+    "tests/train/test_processes.py::test_two_processes_train_like_one_on_the_same_texts_per_step",
 ]
 """Quick tests of mutants, of a kill with a resume, and of a launch of two processes."""
 
@@ -101,4 +101,4 @@ def test_mutants_kills_and_launches_have_quick_cases(collected: list[pytest.Item
 
 
 def test_a_slow_test_does_not_count(collected: list[pytest.Item]) -> None:
-    assert not quick_cases(collected, "tests/train/test_resume.py::test_kills_at_random_moments_leave_no_trace")
+    assert not quick_cases(collected, "tests/train/test_resume.py::test_runs_killed_at_random_moments_resume_to_equal_bits")
