@@ -1,4 +1,4 @@
-"""What ends a command: one message, the right exit status, and the command that resumes."""
+"""Ends of a command: one message, the exit status, and the command that resumes."""
 
 import logging
 import sys
@@ -41,9 +41,7 @@ def test_other_libraries_are_silent_unless_debugging(monkeypatch: pytest.MonkeyP
     assert levels == ({logging.ERROR} if debug == "0" else {logging.NOTSET})
 
 
-def test_ctrl_c_in_a_command_ends_like_one_in_a_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_in_a_command_ends_it_as_in_a_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupt(*arguments: object) -> None:
         raise KeyboardInterrupt
 
