@@ -52,7 +52,7 @@ def test_an_extended_config_is_the_same_evaluation(info: RunInfo, changes: dict[
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"suites": {"b": "2"}}, "suites.a (was '1', is None)"),
         ({"suites": {"a": "2"}}, "suites.a (was '1', is '2')"),
