@@ -182,7 +182,7 @@ def test_the_second_turn_holds_the_baselines_answer_for_every_method(
     assert {record.context_from for record in by_turn.values() if record.turn == 0} == {None}
 
 
-def test_a_run_killed_at_any_point_measures_only_what_is_missing(
+def test_a_run_killed_at_any_point_measures_only_the_missing_answers(
     run_tiny: Evaluate, generated: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     rows = run_tiny(tmp_path)
@@ -241,7 +241,7 @@ def test_each_tuned_setting_is_evaluated_at_its_temperature_and_batch_size(
     tuned: dict[Place, Any] = {(0.0, 1): {"beam_width": 1}, (0.0, 2): None}
 
     def evaluate_tuned(config: EvalConfig) -> list[Row]:
-        choices = {tiny_drafter_dir: {place: tuned[place] for place in product(config.temperatures, config.batch_sizes)}}
+        choices = {tiny_drafter_dir: {key: tuned[key] for key in product(config.temperatures, config.batch_sizes)}}
         return evaluate(config, tiny_target, tiny_target.tokenizer, [tiny_drafter_dir], tmp_path / "eval", tuned=choices)
 
     evaluate_tuned(replace(config, batch_sizes=[1]))
@@ -763,7 +763,7 @@ def test_an_audit_that_runs_out_of_memory_is_tried_once_more(
 
 
 @pytest.mark.slow
-def test_an_answer_whose_audit_runs_out_of_memory_twice_is_unproven(
+def test_an_answer_is_unproven_if_its_audit_runs_out_of_memory_twice(
     run_tiny: Evaluate, differing: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run_out_in_audits(monkeypatch, 2)

@@ -1,4 +1,4 @@
-"""The command `outrider certify`: correct decoders pass, wrong ones fail, and a file records it."""
+"""The command `outrider certify`: correct decoders pass, and wrong ones fail."""
 
 import json
 from functools import partial

@@ -1,4 +1,4 @@
-"""Batches of prompts: their seconds, their interruption, and decoders that are wrong in batches."""
+"""Batches of prompts: seconds, interrupted runs, and decoders with bugs in batches."""
 
 import json
 from collections import defaultdict
@@ -251,7 +251,7 @@ def test_wrong_plain_decoding_leaves_every_method_without_a_speedup(
     rows = run_tiny(tmp_path / "eval", profile_prompts=0)
     assert [is_broken(row) for row in rows] == [False, False, True, True]
     assert rows[3]["lossless_label"].startswith("NO: plain decoding is wrong")
-    assert all(each["speedup"] is None for each in rows[3]["by_category"].values())
+    assert all(values["speedup"] is None for values in rows[3]["by_category"].values())
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The warm-up visits every shape that an answer needs, so no graph is recorded in a timed answer."""
+"""The warm-up: it visits every shape, so no graph is recorded in a timed answer."""
 
 import json
 from collections import Counter

@@ -224,7 +224,7 @@ def test_the_card_names_the_initial_weights_of_the_training(tiny_drafter_dir, tm
 
 
 def test_a_path_that_looks_like_a_hub_name_is_left_out_of_the_card(tiny_drafter_dir, tmp_path, monkeypatch):
-    """A run's paths are relative to its working directory, which is seldom the one of packaging."""
+    """A run's paths are relative to its working directory, and not to that of packaging."""
     run = tmp_path / "outputs" / "demo"
     shutil.copytree(tiny_drafter_dir, run / "drafter")
     (tmp_path / "private" / "old").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The report: one page of figures from the records, without mixing runs that can't be compared."""
+"""The report: one page of figures from the records, with comparable runs together."""
 
 import json
 import re
@@ -224,9 +224,9 @@ def test_the_evaluations_of_this_repository_make_a_report(name: str, tmp_path: P
     """Their figures are those of the records beside them."""
     directory = REPOSITORY / "benchmarks" / "demo" / name
     assert "g1-prefixes" in report(tmp_path / "report", directory).ids
-    found = read_dataclass(Facts, directory / "facts.json")
+    run_facts = read_dataclass(Facts, directory / "facts.json")
     records = read_records(directory / "records.jsonl").values()
-    rows = rows_of(records, read_info(directory / "run.json"), found)
+    rows = rows_of(records, read_info(directory / "run.json"), run_facts)
     for row, written in zip(rows, read_rows(directory), strict=True):
         assert row["method"] == written["method"]
         for name in ("speedup", "speedup_ci95", "tokens_per_step", "tokens_per_step_ci95", "tokens_per_second"):
@@ -300,8 +300,8 @@ def test_batch_sizes_and_widths_make_a_heat_map_with_gaps_where_nothing_was_meas
         return {f"redrafter beam_width={width} beam_length=3": {"beam_width": width, "beam_length": 3} for width in widths}
 
     page = report(tmp_path / "report", write_run("one", options(1, 4)), write_run("four", options(4), batch_size=4))
-    each = page.tables["ReDrafter, beams of 3; mt_bench, greedy: tokens/s of each answer"]
-    assert each == [
+    cells = page.tables["ReDrafter, beams of 3; mt_bench, greedy: tokens/s of each answer"]
+    assert cells == [
         ["", "plain", "width 1", "width 4"],
         ["batch size 1", "5.0", "10.0", "10.0"],
         ["batch size 4", "5.0", "-", "10.0"],  # only two prompts exist
@@ -335,8 +335,8 @@ def test_the_training_of_drafters_is_read_from_their_facts(write_run: WriteRun, 
     labels = {name: "distilled" if folders[0] in name else "text" for name in methods}
     page = report(tmp_path / "report", write_run("one", methods, labels=labels))
     section = page.source.split('id="g1-distillation"')[1].split("</section>")[0]
-    found = re.findall(r'<th scope="row">(.*?)<small>(.*?)</small>', section)
-    assert found == [
+    rows = re.findall(r'<th scope="row">(.*?)<small>(.*?)</small>', section)
+    assert rows == [
         *(("distilled", "ReDrafter, 1 beam"), ("not distilled", "ReDrafter, 1 beam")),
         *(("distilled", "ReDrafter, 4 beams"), ("not distilled", "ReDrafter, 4 beams")),
     ]
