@@ -180,7 +180,7 @@ def test_mistakes_show_before_the_target_is_loaded(command: list[str], tmp_path:
         "max_new_tokens=0: must be above 0": ["--max-new-tokens", "0"],
         'too_long="cut": must be one of skip, error': ["--too-long", "cut"],
         "empty": ["--suite-path", f"mt_bench={tmp_path / 'empty.jsonl'}"],
-        "does not exist": ["--suite-path", f"mt_bench={tmp_path / 'nowhere.jsonl'}"],
+        "doesn't exist": ["--suite-path", f"mt_bench={tmp_path / 'nowhere.jsonl'}"],
         "beam_width=0: must be above 0": ["--beam-width", "0"],
         "temperatures[0]=-1.0: must be at least 0": ["--temperature", "-1"],
         "batch_sizes[0]=0: must be above 0": ["--batch-size", "0"],
