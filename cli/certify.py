@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from . import options as shared
-from .options import chosen_suite, config_from, load_chosen_target
+from .options import chosen_suite, config_from, load_chosen_target, take_paths
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +37,8 @@ def certify_command(
     The acceptance rules are enumerated exactly, and a target with drafters decodes real prompts.
     Exits with 1 where anything fails.
     """
-    options = {**locals()}
+    options = take_paths({**locals()})
+    suite, suite_path, drafter, output = (options[name] for name in ("suite", "suite_path", "drafter", "output"))
     if not rules and target is None:
         raise ValueError("nothing to certify: give --target and --drafter, or leave --no-rules out")
     if (target is None) != (not drafter):

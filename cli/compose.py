@@ -47,11 +47,12 @@ def main() -> None:
                 f"which recipe? Name one (outrider run demo) or a YAML file. There are: {', '.join(choices('conf'))}. "
                 "`outrider init my.yaml --target DIR_OR_ID --data FILE` writes one for your own model and data"
             )
+        config = to_run_config(composed)  # what can be checked without torch is checked before it is imported
         if request.launch is not None:
             launch(request.launch, request.launch_options, request.overrides)
         from .run import run  # imports torch, transformers and all stages
 
-        run(to_run_config(composed))
+        run(config)
 
 
 def compose(request: Request) -> DictConfig:
@@ -172,6 +173,7 @@ def _forced(override: str) -> str:
 @hydra.main(version_base="1.3", config_path="pkg://outrider.conf", config_name="config")
 def _compose_and_run(composed: DictConfig) -> None:
     with user_errors():
+        config = to_run_config(composed)
         from .run import run  # imports torch, transformers and all stages
 
-        run(to_run_config(composed))
+        run(config)

@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError
 
 from ..data.config import DataConfig
 from ..data.fields import OPTIONS, Distinct, PositiveInt, Seed, one_of, problems_of, raise_problems, under
-from ..data.paths import require_paths
+from ..data.paths import expand_home, require_paths
 from ..distill.config import DistillConfig
 from ..eval.config import EvalConfig
 from ..models.export.config import ExportConfig
@@ -221,8 +221,7 @@ def to_run_config(composed: DictConfig) -> RunConfig:
     try:
         problems = list(missing_values(composed).values())
         if not problems:
-            values: Any = OmegaConf.to_container(composed, resolve=True, enum_to_str=True)
-            require_paths(named_paths(values))
+            values = checked_values(composed)
             return TypeAdapter(RunConfig).validate_json(json.dumps(values))
     except ValidationError as error:
         # pydantic skips RunConfig's own checks where a field failed: those of the drafters can do without it.
@@ -232,6 +231,17 @@ def to_run_config(composed: DictConfig) -> RunConfig:
     # Sections interpolate the run's seed: its fault is named once.
     problems = [line for line in dict.fromkeys(problems) if line.partition(".")[2] not in problems]
     raise ValueError(problem_report(problems))
+
+
+def checked_values(composed: DictConfig) -> dict[str, Any]:
+    """Return the values of a composed config, with `~` expanded. Imports no torch.
+
+    Raises ValueError with all local paths that don't exist, and OmegaConfBaseException for an
+    interpolation without a value.
+    """
+    values: Any = expand_home(OmegaConf.to_container(composed, resolve=True, enum_to_str=True))
+    require_paths(named_paths(values))
+    return dict(values)
 
 
 def missing_values(composed: DictConfig) -> dict[str, str]:

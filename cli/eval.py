@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from . import options as shared
-from .options import chosen_suite, config_from, load_chosen_target, parse_setting
+from .options import chosen_suite, config_from, load_chosen_target, parse_setting, take_paths
 
 if TYPE_CHECKING:
     from ..eval.config import EvalConfig, SuiteConfig
@@ -63,7 +63,9 @@ def eval_command(
     Interrupted, the same command resumes where it stopped. Exits with 1 where a drafter's answers
     are not the target's own.
     """
-    options = {**locals()}
+    options = take_paths({**locals()})
+    suite, drafter, output = options["suite"], options["drafter"], options["output"]
+    suite_path = options["suite_path"]
     from ..eval.config import EvalConfig
     from ..models.drafters.saved.download import resolve_drafter
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .options import Revision, TrainedTarget, load_chosen_target, parse_setting
+from .options import Revision, TrainedTarget, load_chosen_target, parse_setting, take_paths
 
 if TYPE_CHECKING:
     from ..models.target.hf_target import HFTarget
@@ -37,6 +37,8 @@ def export_command(
     A drafter with anything that the format can't hold is an error; nothing is dropped. docs/how-to/engines
     shows how to serve each.
     """
+    options = take_paths({**locals()}, drafter="DRAFTER")
+    drafter, target, output = options["drafter"], options["target"], options["output"]
     import torch  # it, and all that uses it, loads too slowly for --help
 
     from ..models.drafters.saved.download import resolve_drafter
@@ -73,6 +75,8 @@ def import_command(
     Only plain tensors are read, never code, and only where they fit the target. The target needs a
     tokenizer for a draft model alone: the other kinds read its weights and sizes.
     """
+    paths = take_paths({**locals()})
+    folder, target, output = paths["folder"], paths["target"], paths["output"]
     from ..models.drafters import save_drafter
     from ..models.drafters.registry import kind_of
     from ..models.drafters.saved.download import resolve_folder

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from .options import parse_quantization
+from .options import parse_quantization, take_paths
 
 
 def package_command(
@@ -31,6 +31,10 @@ def package_command(
     The drafter, a model card, and the code with which plain transformers decodes with it. Nothing
     leaves this machine: `outrider push` uploads it.
     """
+    paths = take_paths({**locals()}, drafter="DRAFTER")
+    drafter, output, records, run, certificate = (
+        paths[name] for name in ("drafter", "output", "records", "run", "certificate")
+    )
     # They load torch.
     from ..eval.report.card import CardOptions, model_card
     from ..models.export.package import make_package, package_files

@@ -88,3 +88,17 @@ def test_the_evaluation_counts_all_answers(overrides: list[str], capsys: pytest.
     run_here("conf=demo", *overrides, "plan=true", "stages=[eval]", *changes)
     answers = 3 * 2 * 2 * 2 * 2 * 2  # prompts, turns, methods, temperatures, sizes, repeats
     assert f"{answers}: 3 prompts x 2 methods" in capsys.readouterr().out
+
+
+def test_a_busy_machine_is_named(
+    overrides: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = ["plan=true", "stages=[train]", "train.validation_texts=2", "train.validation_tokens=8"]
+    monkeypatch.setattr("os.getloadavg", lambda: (100.0, 0.0, 0.0))
+    run_here("conf=demo", *overrides, *changes)
+    printed = capsys.readouterr().out
+    assert "load 100.0" in printed
+    assert "validation " in printed
+    monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
+    run_here("conf=demo", *overrides, *changes)
+    assert "load" not in capsys.readouterr().out

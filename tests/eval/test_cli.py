@@ -125,7 +125,7 @@ def test_another_chat_template_changes_the_prompts_and_is_another_evaluation(com
         prompts.append(json.loads((tmp_path / name / "records.jsonl").read_text().splitlines()[0])["prompt_sha256"])
     assert prompts[0] != prompts[1]
     result = CliRunner().invoke(app, [*command, "--output", str(tmp_path / "other")])
-    assert "differs in chat_template" in str(result.exception)
+    assert "the chat template" in str(result.exception)
 
 
 def test_records_name_the_quantization_of_the_target(command: list[str], tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_mistakes_are_errors_before_the_target_is_loaded(
         "max_new_tokens=0: must be above 0": ["--max-new-tokens", "0"],
         'too_long="cut": must be one of skip, error': ["--too-long", "cut"],
         "empty": ["--suite-path", f"mt_bench={tmp_path / 'empty.jsonl'}"],
-        "does not exist": ["--suite-path", f"mt_bench={tmp_path / 'nowhere.jsonl'}"],
+        "doesn't exist": ["--suite-path", f"mt_bench={tmp_path / 'nowhere.jsonl'}"],
         "beam_width=0: must be above 0": ["--beam-width", "0"],
         "temperatures[0]=-1.0: must be at least 0": ["--temperature", "-1"],
         "batch_sizes[0]=0: must be above 0": ["--batch-size", "0"],
