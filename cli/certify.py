@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from . import options as shared
+from .errors import starts_again
 from .options import chosen_suite, config_from, load_chosen_target, take_paths
 
 if TYPE_CHECKING:
@@ -56,11 +57,12 @@ def certify_command(
     place = torch.device(device or "cpu")  # the rules alone are certified on a CPU
     lines: list[CertificateLine] = []
     subject: dict[str, Any] = {}
-    if drafter:
-        config = config_from(EvalConfig, options, suites=[chosen_suite(suite, suite_path, limit=limit)])
-        lines, subject, place = _certify_decoding(config, drafter, options)
-    if rules:
-        lines += certify_rules()
+    with starts_again("certificate"):
+        if drafter:
+            config = config_from(EvalConfig, options, suites=[chosen_suite(suite, suite_path, limit=limit)])
+            lines, subject, place = _certify_decoding(config, drafter, options)
+        if rules:
+            lines += certify_rules()
     subject["environment"] = asdict(describe_environment(place))
     write_certificate(lines, subject, output)
     console = Console()

@@ -24,6 +24,19 @@ INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it: 128 + SIGINT."""
 
 
+class StartsAgain(KeyboardInterrupt):
+    """Ctrl-C in a command that keeps nothing, so that the same command starts again."""
+
+
+@contextmanager
+def starts_again(what: str) -> Iterator[None]:
+    """Report after Ctrl-C in the block that nothing of this work is kept."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise StartsAgain(f"Nothing of the {what} is kept: it can't resume.") from None
+
+
 @contextmanager
 def user_errors(words: Callable[[str], str] = str) -> Iterator[None]:
     """Print a ValueError or OSError as one message and exit with USER_ERROR; with OUTRIDER_DEBUG=1 let it through.
@@ -37,7 +50,8 @@ def user_errors(words: Callable[[str], str] = str) -> Iterator[None]:
         # Processes beside the first one would print the same.
         if os.environ.get("RANK", "0") == "0":
             kept = f"{interrupt.args[0]} " if interrupt.args else "Finished files are kept. "
-            sys.stderr.write(f"\noutrider: stopped by Ctrl-C. {kept}To resume, run the same command: {command_line()}\n")
+            purpose = "start again" if isinstance(interrupt, StartsAgain) else "resume"
+            sys.stderr.write(f"\noutrider: stopped by Ctrl-C. {kept}To {purpose}, run the same command: {command_line()}\n")
         raise SystemExit(INTERRUPTED) from None
     except (ValueError, OSError) as error:
         if os.environ.get("OUTRIDER_DEBUG") == "1":

@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from . import options as shared
+from .errors import starts_again
 from .options import chosen_suite, config_from, load_chosen_target, parse_setting, take_paths
 
 if TYPE_CHECKING:
@@ -79,7 +80,8 @@ def tune_command(
     directory = resolve_drafter(drafter)
     check_inputs(config, [directory])
     loaded = load_chosen_target(options)
-    tuning = tune(config, loaded, directory, output, settings=settings or None, batch_sizes=sizes, check=check, write=write)
+    with starts_again("tuning"):
+        tuning = tune(config, loaded, directory, output, settings=settings or None, batch_sizes=sizes, check=check, write=write)
     _print_tuning(tuning, setting_namer(directory), directory if write else None, output)
 
 

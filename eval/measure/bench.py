@@ -71,7 +71,10 @@ class Bench:
     """Warnings that are given once in a run, and have been."""
 
     def measure(self, suites: Sequence[PromptSet]) -> None:
-        """Measure whatever the records lack, but for what doesn't fit into memory."""
+        """Measure whatever the records lack, but for what doesn't fit into memory.
+
+        A KeyboardInterrupt passes on with the number of answers that are kept.
+        """
         passes = self._passes(suites)
         num_answers = sum(
             len(prompt.turns) * len(self.methods[temperature, size])
@@ -79,6 +82,13 @@ class Bench:
             for prompt in prompts
             for temperature in self.rules
         )
+        try:
+            self._measure(suites, passes, num_answers)
+        except KeyboardInterrupt:
+            kept = f"{len(self.file.records)} of {num_answers} answers are kept in {self.file.path}."
+            raise KeyboardInterrupt(kept) from None
+
+    def _measure(self, suites: Sequence[PromptSet], passes: Sequence[Pass], num_answers: int) -> None:
         warm_length = 0  # of the longest texts that everything is warm for
         with tqdm(total=num_answers, desc="eval", unit="answer") as progress:
             for batch, method, repeat, profiled in self._plan(passes):

@@ -12,6 +12,7 @@ from outrider.cli.errors import error_message
 from outrider.cli.eval import eval_command
 from outrider.cli.options import parse_quantization
 from outrider.eval import run
+from outrider.eval.records.records import RecordFile
 
 from .test_run import AcceptsAnything
 
@@ -205,3 +206,25 @@ def test_a_half_exported_drafter_is_refused_before_the_target_is_loaded(
     (half / "config.json").write_bytes((tiny_drafter_dir / "config.json").read_bytes())
     result = CliRunner().invoke(app, [*command, "--drafter", str(half)])
     assert "model.safetensors is missing" in str(result.exception)
+
+
+def test_ctrl_c_counts_the_answers_that_are_kept(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    append, seen = RecordFile.append, []
+
+    def interrupt(self: RecordFile, *records: Any) -> None:
+        append(self, *records)
+        seen.extend(records)
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(RecordFile, "append", interrupt)
+    evaluation = typer.Typer()
+    evaluation.command()(eval_command)
+    with pytest.raises(KeyboardInterrupt, match="2 of [0-9]+ answers are kept in .*records.jsonl"):
+        typer.main.get_command(evaluation).callback(**_parsed(evaluation, command))
+    assert len((tmp_path / "out" / "records.jsonl").read_text().splitlines()) == 2
+
+
+def _parsed(evaluation: typer.Typer, arguments: list[str]) -> dict[str, Any]:
+    """The parameters of a command: typer's runner turns Ctrl-C into "Aborted"."""
+    return dict(typer.main.get_command(evaluation).make_context("eval", list(arguments)).params)
