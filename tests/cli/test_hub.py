@@ -1,4 +1,4 @@
-"""Commands `outrider package`, `push` and `pull`: their output and their use of the network."""
+"""The commands `outrider package`, `push` and `pull`: output and use of the network."""
 
 import shutil
 import subprocess

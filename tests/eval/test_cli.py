@@ -1,6 +1,4 @@
-"""`outrider eval`: its options reach the stage, its exit status tells, and mistakes show before a
-target is loaded.
-"""
+"""The command `outrider eval`: its options, its exit status, and its errors for mistakes."""
 
 import json
 from pathlib import Path
@@ -105,7 +103,7 @@ def test_settings_are_given_as_in_a_configuration(command: list[str], tmp_path: 
         (["--setting", "{beam_width: 1}", "--beam-length", "2"], "leave out --beam-width"),
     ],
 )
-def test_a_setting_that_is_none_is_told(command: list[str], options: list[str], words: str) -> None:
+def test_an_invalid_setting_is_an_error(command: list[str], options: list[str], words: str) -> None:
     result = CliRunner().invoke(app, [*command, *options])
     assert words in str(result.exception)
 
@@ -119,7 +117,7 @@ def test_temperatures_reach_the_stage(command: list[str], tmp_path: Path) -> Non
     ]
 
 
-def test_another_chat_template_reaches_the_prompts_and_is_not_mixed_with_the_first(command: list[str], tmp_path: Path) -> None:
+def test_another_chat_template_changes_the_prompts_and_is_another_evaluation(command: list[str], tmp_path: Path) -> None:
     prompts = []
     for name, options in {"own": [], "other": ["--chat-template", "vicuna_v1.1"]}.items():
         result = CliRunner().invoke(app, [*command, *options, "--output", str(tmp_path / name)])
@@ -130,7 +128,7 @@ def test_another_chat_template_reaches_the_prompts_and_is_not_mixed_with_the_fir
     assert "differs in chat_template" in str(result.exception)
 
 
-def test_a_quantised_target_is_evaluated_and_its_records_say_so(command: list[str], tmp_path: Path) -> None:
+def test_records_name_the_quantization_of_the_target(command: list[str], tmp_path: Path) -> None:
     pytest.importorskip("torchao")
     result = CliRunner().invoke(app, [*command, "--quantization", "torchao"])
     assert result.exit_code == 0, result.output
@@ -162,7 +160,9 @@ def test_a_drafter_that_is_not_lossless_fails_the_command(
     assert [row["speedup"] for row in rows] == [1.0, None]
 
 
-def test_mistakes_show_before_the_target_is_loaded(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_are_errors_before_the_target_is_loaded(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def too_late(*args: Any, **kwargs: Any) -> None:
         pytest.fail("the target was loaded before the mistake was found")
 
