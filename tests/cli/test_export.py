@@ -127,7 +127,7 @@ def test_mistakes_are_errors_before_anything_is_loaded(drafter, tiny_target_dir,
         call("import", drafter, "--target", tiny_target_dir, "--output", drafter)
     with pytest.raises(ValueError, match="there is no local folder nobody/nothing, and as a name on the Hub"):
         call("import", "nobody/nothing", *target)
-    with pytest.raises(ValueError, match="no/such/folder is neither a folder here nor a name on the Hub"):
+    with pytest.raises(ValueError, match="no/such/folder is neither a local folder nor a name on the Hub"):
         call("import", "no/such/folder", *target)
     with pytest.raises(ValueError, match="no format is known"):
         call("import", drafter, *target)

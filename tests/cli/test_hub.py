@@ -64,7 +64,7 @@ def test_a_dry_run_lists_every_file_and_touches_no_network(drafter: Path, tmp_pa
     for path in paths:
         assert f"{path.stat().st_size:>13,}  {path.relative_to(folder).as_posix()}\n" in result.output
     assert f"bytes in {len(paths)} files" in result.output
-    assert "nothing was uploaded to me/drafter (private if it is made, branch main)" in result.output
+    assert "nothing was uploaded to me/drafter (private if it is created, branch main)" in result.output
 
 
 @pytest.mark.usefixtures("no_network")
@@ -104,7 +104,7 @@ def test_a_package_prints_the_options_for_names_missing_from_the_card(drafter: P
 def test_an_invalid_repository_name_is_refused_before_anything_is_done(drafter: Path, repo: str) -> None:
     result = CliRunner().invoke(app, ["push", str(drafter), repo])
     assert isinstance(result.exception, ValueError)
-    assert "no name of a repository; give user/name" in str(result.exception)
+    assert "not the name of a repository; give user/name" in str(result.exception)
 
 
 @pytest.mark.usefixtures("no_network")
