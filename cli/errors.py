@@ -1,28 +1,88 @@
 """Print a user's mistake as one message, without a traceback."""
 
 import os
+import re
+import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+
+from .quiet import silence_libraries
 
 USER_ERROR = 2
 """Exit status after a user's mistake."""
+COMMAND_OPTIONS = {
+    "data.chat_template": "--chat-template",
+    "target.name_or_path": "--target",
+    "target.revision": "--revision",
+    "target.dtype": "--dtype",
+    "target.cuda_graphs": "--cuda-graphs",
+}
+"""Options of a configuration, and their names in the commands other than `outrider run`."""
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as in shells: 128 + SIGINT."""
+
+
+class StartsAgain(KeyboardInterrupt):
+    """Ctrl-C in a command that keeps nothing, so that the same command starts again."""
 
 
 @contextmanager
-def user_errors() -> Iterator[None]:
-    """Print a ValueError or OSError as one message and exit with USER_ERROR; with OUTRIDER_DEBUG=1 let it through."""
+def starts_again(what: str) -> Iterator[None]:
+    """Report after Ctrl-C in the block that nothing of this work is kept."""
     try:
         yield
+    except KeyboardInterrupt:
+        raise StartsAgain(f"Nothing of the {what} is kept: it can't resume.") from None
+
+
+@contextmanager
+def user_errors(words: Callable[[str], str] = str) -> Iterator[None]:
+    """Print a ValueError or OSError as one message and exit with USER_ERROR.
+
+    With OUTRIDER_DEBUG=1 the error is raised with its traceback. Ctrl-C exits with INTERRUPTED, and
+    the message names the finished work and the command that resumes. Other libraries' warnings are
+    silenced.
+    """
+    silence_libraries()
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        # Only the first process prints: the others would print the same message.
+        if os.environ.get("RANK", "0") == "0":
+            kept = f"{interrupt.args[0]} " if interrupt.args else "Finished files are kept. "
+            purpose = "start again" if isinstance(interrupt, StartsAgain) else "resume"
+            sys.stderr.write(f"\noutrider: stopped by Ctrl-C. {kept}To {purpose}, run the same command: {command_line()}\n")
+        raise SystemExit(INTERRUPTED) from None
     except (ValueError, OSError) as error:
         if os.environ.get("OUTRIDER_DEBUG") == "1":
             raise
-        sys.stderr.write(f"outrider: error: {error_message(error)}\n(OUTRIDER_DEBUG=1 shows where it was raised)\n")
+        sys.stderr.write(f"outrider: error: {words(error_message(error))}\n(OUTRIDER_DEBUG=1 shows where it was raised)\n")
         raise SystemExit(USER_ERROR) from None
 
 
+def in_command_words(text: str) -> str:
+    """Replace a configuration's options in a message by command options (`--chat-template`)."""
+    for option, name in COMMAND_OPTIONS.items():
+        text = text.replace(f"{option}=", f"{name} ").replace(option, name)
+    return re.sub(r"eval\.suites=\[.*\]", "--suite-path (`outrider eval`: --suite-path SUITE=FILE)", text)
+
+
+def command_line() -> str:
+    """Return the command that the user ran, so that it can be run again.
+
+    For `accelerate launch`, only the launched script and its arguments are known.
+    """
+    script = sys.argv[0] if sys.argv[0].endswith(".py") else Path(sys.argv[0]).name  # `outrider run` stays two words
+    prefix = "python " if script.endswith(".py") else ""
+    if "LOCAL_RANK" in os.environ:
+        prefix = "accelerate launch ... "
+    return f"{prefix}{script} {shlex.join(sys.argv[1:])}".strip()
+
+
 def error_message(error: Exception) -> str:
-    """The error's text; of a wrong configuration, our words for what is wrong."""
+    """Return the error's text. For a wrong configuration, return our own messages."""
     from pydantic import ValidationError
 
     from ..data.fields import problems_of

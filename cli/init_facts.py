@@ -28,6 +28,7 @@ class TargetFacts:
 
     name_or_path: str
     description: str
+    model_type: str
     hidden_size: int
     num_layers: int
     vocab_size: int
@@ -71,12 +72,14 @@ def read_target_facts(target: str, chat_template: str | None) -> TargetFacts:
     sizes = ("hidden_size", "num_hidden_layers", "vocab_size")
     if missing := [name for name in sizes if not isinstance(config.get(name), int)]:
         raise ValueError(f"the config.json of {target} has no {', '.join(missing)}; it must be that of a causal language model")
+    model_type = str(config.get("model_type", "model"))
     positions = config.get("max_position_embeddings", 2 * MAX_LENGTH)
     template, reason = _chat_template(target, chat_template)
     return TargetFacts(
         name_or_path=str(Path(target).resolve()) if Path(target).is_dir() else target,
-        description=f"{config.get('model_type', 'model')}: {config['num_hidden_layers']} layers of width "
+        description=f"{model_type}: {config['num_hidden_layers']} layers of width "
         f"{config['hidden_size']}, a vocabulary of {config['vocab_size']}, up to {positions} positions",
+        model_type=model_type,
         hidden_size=config["hidden_size"],
         num_layers=config["num_hidden_layers"],
         vocab_size=config["vocab_size"],

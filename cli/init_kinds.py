@@ -41,6 +41,12 @@ def _eagle3(target: TargetFacts) -> list[str]:
     return lines
 
 
+def _eagle(target: TargetFacts) -> list[str]:
+    if target.model_type in ("llama", "mistral"):
+        return []
+    return ["layer: {model_type: llama, hidden_act: silu} # serving engines load no other kind of layer"]
+
+
 def _redrafter(target: TargetFacts) -> list[str]:
     if target.vocab_size < LARGE_VOCABULARY:
         return []
@@ -100,6 +106,7 @@ KIND_DEFAULTS = {
         train=("loss: kl", "learning_rate: 3e-5", "schedule: linear", "max_grad_norm: 0.5"),
         settings=("{depth: 4, top_k: 2, tree_nodes: 8}", "{depth: 6, top_k: 10, tree_nodes: 59}"),
         formats=("eagle1-vllm",),
+        drafter_lines=_eagle,
     ),
     "draft_model": KindDefaults(
         title="An independent draft model",

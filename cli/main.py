@@ -2,13 +2,14 @@
 
 import sys
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from .certify import certify_command
 from .data import app as data_app
-from .errors import user_errors
+from .errors import in_command_words, user_errors
 from .eval import eval_command
 from .export import export_command, import_command
 from .hub import package_command, pull_command, push_command
@@ -17,34 +18,55 @@ from .reference import options_command, recipes_command
 from .report import report_command
 from .tune import tune_command
 
+
+class Commands(TyperGroup):
+    """Command group with our message after Ctrl-C. click would only print "Aborted"."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the chosen command."""
+        with user_errors(in_command_words):
+            return super().invoke(ctx)
+
+
 app = typer.Typer(
-    help="Train drafters for speculative decoding, and measure them.",
+    cls=Commands,
+    help="Train drafters for speculative decoding, and measure them. To start: outrider run demo, or "
+    "outrider init my.yaml --target DIR_OR_ID --data FILE",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("init")(init_command)
-app.command("recipes")(recipes_command)
-app.command("options")(options_command)
-app.command("eval")(eval_command)
-app.command("certify")(certify_command)
-app.command("tune")(tune_command)
-app.command("report")(report_command)
-app.command("export")(export_command)
-app.command("import")(import_command)
-app.command("package")(package_command)
-app.command("push")(push_command)
-app.command("pull")(pull_command)
-app.add_typer(data_app, name="data")
+START, DISTIL = "Start", "Distil and train (a recipe runs all four stages)"
+EVALUATE, EXPORT = "Evaluate", "Export"
+app.command("init", rich_help_panel=START)(init_command)
+app.command("recipes", rich_help_panel=START)(recipes_command)
+app.command("options", rich_help_panel=START)(options_command)
 
 
-@app.command("run", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
+@app.command(
+    "run",
+    rich_help_panel=DISTIL,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    add_help_option=False,
+)
 def run_command(context: typer.Context) -> None:
-    """Run a recipe: outrider run conf=demo train.steps=20, or a file of your own: outrider run my.yaml."""
-    from .compose import main as run_recipe  # loads torch and transformers
+    """Run a recipe (outrider run demo train.steps=20) or your own file (outrider run my.yaml)."""
+    from .compose import main as run_recipe  # loads Hydra and the schema
 
     sys.argv = ["outrider run", *context.args]
     run_recipe()
+
+
+app.add_typer(data_app, name="data", rich_help_panel=DISTIL)
+app.command("eval", rich_help_panel=EVALUATE)(eval_command)
+app.command("certify", rich_help_panel=EVALUATE)(certify_command)
+app.command("tune", rich_help_panel=EVALUATE)(tune_command)
+app.command("report", rich_help_panel=EVALUATE)(report_command)
+app.command("export", rich_help_panel=EXPORT)(export_command)
+app.command("import", rich_help_panel=EXPORT)(import_command)
+app.command("package", rich_help_panel=EXPORT)(package_command)
+app.command("push", rich_help_panel=EXPORT)(push_command)
+app.command("pull", rich_help_panel=EXPORT)(pull_command)
 
 
 def _print_version(wanted: bool) -> None:
@@ -59,10 +81,10 @@ def options(
         bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
-    """What holds for every command; the docstring that users see is the application's."""
+    """Declare the options before the command. Users see the application's help, not this text."""
 
 
 def main() -> None:
-    """Run a command; a user's mistake is told in one message."""
+    """Run a command. A user's mistake is printed as one message."""
     with user_errors():
         app()

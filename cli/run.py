@@ -14,6 +14,7 @@ from yaml import YAMLError
 from ..data.chat import use_chat_template
 from ..data.decontamination import PromptOverlap
 from ..data.files import atomic_write_text, locked
+from ..data.manifest import MANIFEST_FILE
 from ..data.shards import label_store
 from ..data.sources import require_data
 from ..data.suites import PromptSet
@@ -36,7 +37,9 @@ from ..train.run import train
 from ..train.tracking import require_tracker
 from .config import RunConfig
 from .export_stage import describe_unexportable, export, require_exportable, require_fitting_certificate
+from .kept import describe_kept
 from .plan import print_plan
+from .quiet import silence_bars
 
 log = logging.getLogger(__name__)
 
@@ -64,13 +67,17 @@ def run(config: RunConfig) -> None:
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     _configure_logging(accelerator.is_main_process)
+    silence_bars()
     _check_inputs(config)
     folder = Path(config.output_dir)
     as_run = {} if config.plan else _as_run(config, folder / CONFIG_FILE)
     with ExitStack() as stack:
         if accelerator.is_main_process and not config.plan:
             stack.enter_context(locked(folder))
-        _run_stages(config, folder, as_run, accelerator)
+        try:
+            _run_stages(config, folder, as_run, accelerator)
+        except KeyboardInterrupt as interrupt:
+            raise KeyboardInterrupt(" ".join([describe_kept(config), *map(str, interrupt.args)])) from None
 
 
 def _run_stages(config: RunConfig, folder: Path, as_run: dict[str, Any], accelerator: Accelerator) -> None:
@@ -116,8 +123,9 @@ def require_trainable(config: RunConfig, target: HFTarget) -> list[str]:
     than the labels train. Raises ValueError for sizes that don't fit the target.
     """
     warnings: list[str | None] = []
-    is_distilled = "distill" not in config.stages
-    horizon = label_store(Path(config.output_dir) / "distill").load().horizon if is_distilled else config.distill.horizon
+    shards = Path(config.output_dir) / "distill"
+    is_distilled = "distill" not in config.stages and not (config.plan and not (shards / MANIFEST_FILE).exists())
+    horizon = label_store(shards).load().horizon if is_distilled else config.distill.horizon
     for drafter in config.drafter_runs():
         fresh = build_drafter(drafter.drafter, target)
         if drafter.train.loss.needs_teacher:

@@ -12,7 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from . import options as shared
-from .options import chosen_suite, config_from, load_chosen_target, parse_setting
+from .errors import starts_again
+from .options import chosen_suite, config_from, load_chosen_target, parse_setting, take_paths
 
 if TYPE_CHECKING:
     from ..eval.tune.run import Tuning
@@ -51,12 +52,14 @@ def tune_command(
     tokenizer_options: shared.TokenizerOptions = None,
     seed: shared.Seed = 0,
 ) -> None:
-    """Find the setting in which a drafter decodes fastest here, for each batch size, and whether it pays at all.
+    """Find the setting in which a drafter decodes fastest here, for each batch size.
 
-    The target answers some prompts once; every setting drafts for those answers, and the target's step is timed by the size of
-    batch and tree. The few settings that come out fastest then decode for real. Takes minutes, not the hours of measuring all.
+    The target answers some prompts once; every setting drafts for those answers, and the target's
+    step is timed by the size of batch and tree. The few settings that come out fastest then decode
+    for real. Takes minutes, not the hours of measuring all.
     """
-    options = {**locals()}
+    options = take_paths({**locals()})
+    suite, suite_path, drafter, output = (options[name] for name in ("suite", "suite_path", "drafter", "output"))
     from ..eval.config import EvalConfig
     from ..eval.run import check_inputs
     from ..eval.tune.run import tune
@@ -77,7 +80,8 @@ def tune_command(
     directory = resolve_drafter(drafter)
     check_inputs(config, [directory])
     loaded = load_chosen_target(options)
-    tuning = tune(config, loaded, directory, output, settings=settings or None, batch_sizes=sizes, check=check, write=write)
+    with starts_again("tuning"):
+        tuning = tune(config, loaded, directory, output, settings=settings or None, batch_sizes=sizes, check=check, write=write)
     _print_tuning(tuning, setting_namer(directory), directory if write else None, output)
 
 
@@ -109,7 +113,10 @@ def _print_tuning(tuning: "Tuning", name_of: NameOf, written_to: Path | None, ou
 
 
 def tuning_table(tuning: "Tuning", batch_size: int, name_of: NameOf) -> Table:
-    """The settings that are fastest for a batch size, and plain decoding: as predicted, and as measured where they were."""
+    """Return the settings that are fastest for a batch size, and plain decoding.
+
+    As predicted, and as measured where they were.
+    """
     table = Table(title=f"Batches of {batch_size}: decoded tokens/s; own ms is a step's time beside the target's")
     table.add_column("setting", overflow="fold", min_width=15)
     for column in ("tok/step", "nodes", "own ms", "predicted", "measured", "speedup"):
@@ -134,7 +141,7 @@ def tuning_table(tuning: "Tuning", batch_size: int, name_of: NameOf) -> Table:
 
 
 def verdict(tuning: "Tuning", batch_size: int, name_of: NameOf) -> str:
-    """The choice for a batch size in a sentence, and what a check says of it in another."""
+    """Return the choice for a batch size in a sentence, and what a check says of it in another."""
     choice = tuning.choices[batch_size]
     if choice.setting is None:
         tried = [each for each in tuning.finals if each.batch_size == batch_size and each.setting is not None]

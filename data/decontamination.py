@@ -27,7 +27,10 @@ class PromptOverlap:
     def __init__(self, suites: Iterable[PromptSet], num_words: int) -> None:
         self.num_words = num_words
         self._suites: dict[Words, str] = {}
+        self.suites: dict[str, str] = {}
+        """Digest of the prompts, by suite."""
         for suite in suites:
+            self.suites[suite.name] = suite.revision
             for prompt in suite.prompts:
                 for turn in prompt.turns:
                     for words in self._pieces(turn):

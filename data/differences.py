@@ -4,6 +4,15 @@ from collections.abc import Mapping
 from typing import Any
 
 
+def name_digests(changes: dict[str, str], words: Mapping[str, str]) -> list[str]:
+    """Texts about the changes, with those of digests replaced by words. A name of `words` may end in `.`: a prefix."""
+    texts = []
+    for name, text in changes.items():
+        found = [replacement for key, replacement in words.items() if name == key or (key[-1] == "." and name.startswith(key))]
+        texts.append(found[0].format(name=name.rpartition(".")[2]) if found else text)
+    return list(dict.fromkeys(texts))
+
+
 def differences(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Describe the values that differ, by their dotted names.
 

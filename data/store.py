@@ -7,15 +7,16 @@ and counts of the shard's production; it is separate because these differ from r
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from tqdm import tqdm
 
+from .data_facts import FACTS_FILE, describe_change, describe_target_change, describe_template_change
 from .differences import differences
-from .files import atomic_write_bytes, read_dataclass, sha256_file, write_json
+from .files import atomic_write_bytes, read_dataclass, read_json, sha256_file, write_json
 from .manifest import MANIFEST_FILE, BaseEntry, BaseManifest
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,11 @@ class ShardStore(Generic[Entry, M]):
         for path in self.directory.glob(".*.tmp"):
             path.unlink()
         write_json(self.directory / MANIFEST_FILE, asdict(manifest))
+
+    def save_data_facts(self, facts: Mapping[str, Any]) -> None:
+        """Write what the data are by option, unless the folder has it."""
+        if not (self.directory / FACTS_FILE).exists():
+            write_json(self.directory / FACTS_FILE, facts)
 
     def write(self, index: int, data: bytes, **facts: Any) -> Entry:
         """Write a shard, then its sidecar, atomically; `facts` are the entry's other fields."""
@@ -122,8 +128,11 @@ class ShardStore(Generic[Entry, M]):
             return False
         return self.entries(num_shards) == manifest.shards
 
-    def require_same(self, manifest: M) -> None:
-        """Raise ValueError, with every difference, if the folder holds another run's shards."""
+    def require_same(self, manifest: M, data_facts: Mapping[str, Any] | None = None) -> None:
+        """Raise ValueError, with every difference, where the folder holds the shards of another run than `manifest`'s.
+
+        With `data_facts` (see `describe_data`), other data are named by the options that changed.
+        """
         if not (self.directory / MANIFEST_FILE).exists():
             if any(self.directory.glob(f"{self.stem}-*")):
                 raise ValueError(f"{self.directory} holds shards but no {MANIFEST_FILE}, so their run is unknown. {REMEDY}")
@@ -132,6 +141,16 @@ class ShardStore(Generic[Entry, M]):
         changes = differences(earlier.facts(), manifest.facts())
         if "plan_sha256" in changes and "data_sha256" not in changes:
             changes["plan_sha256"] += ", which is the same data in shards of another size: restore distill.shard_examples"
+        changes = describe_target_change(changes, earlier.target, manifest.target)
+        path = self.directory / FACTS_FILE
+        facts = read_json(path) if path.exists() else None
+        if "chat_template_sha256" in changes:  # of answers
+            changes["chat_template_sha256"] = describe_template_change(facts, data_facts or {})
+        if "data_sha256" in changes and data_facts is not None:
+            changes["data_sha256"] = describe_change(facts, data_facts)
+            changes.pop("plan_sha256", None)  # it follows the data
+            for name in [name for name in changes if f"data.{name} " in changes["data_sha256"]]:
+                del changes[name]
         if changes:
             raise ValueError(f"{self.directory} holds the shards of another run: {'; '.join(changes.values())}. {REMEDY}")
 

@@ -57,6 +57,7 @@ def run_shards(
     make: Callable[[Mapping[int, Sequence[Item]], tqdm], None],
     finish: Callable[[list[Entry]], None],
     unit: str,
+    data_facts: Mapping[str, Any],
 ) -> M:
     """Compute the missing shards, divided among processes, and return the complete manifest.
 
@@ -67,17 +68,19 @@ def run_shards(
     """
     # 1. Each process checks a part of the existing shards. All processes list the missing shards
     # before any process writes.
-    store.require_same(manifest)
+    store.require_same(manifest, data_facts)
     for index in range(accelerator.process_index, len(plan), accelerator.num_processes):
         if entry := store.read_entry(index):
             store.verify(entry)
     accelerator.wait_for_everyone()
     pending = [index for index in range(len(plan)) if not store.is_written(index)]
     accelerator.wait_for_everyone()
-    # 2. A manifest without shards marks the folder as this run's. A complete folder stays
-    # unchanged.
-    if accelerator.is_main_process and not store.is_complete(len(plan)):
-        store.save(manifest)
+    # 2. A manifest without shards marks the folder as this run's. A complete folder keeps its
+    # manifest.
+    if accelerator.is_main_process:
+        store.save_data_facts(data_facts)
+        if not store.is_complete(len(plan)):
+            store.save(manifest)
     accelerator.wait_for_everyone()
     # 3. Deal the missing shards like cards: of 3 4 7 9 11 the first of two workers gets 3 7 11, the
     # other one 4 9.

@@ -1,4 +1,4 @@
-"""Measures drafters: the same loop with and without them, recorded turn by turn, told as tables and plots."""
+"""Evaluation: decode with and without drafters, record each turn, and report tables and plots."""
 
 from ..data.entry import require_entry
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..data.differences import differences
+from ..data.differences import differences, name_digests
 from ..data.files import atomic_write_text, write_json
 from ..data.suites import PromptSet, load_suite
 from ..models.decoding.acceptance import GreedyAcceptance, SpeculativeSampling, TypicalAcceptance
@@ -52,6 +52,14 @@ logger = logging.getLogger(__name__)
 
 CSV_FILE, LATEX_FILE = "table.csv", "table.tex"
 ANSWERS_DIR = "answers"
+DIGESTS = {
+    "suites.": "the prompts of {name} (its file, its limit in eval.suites, or eval.seed, which draws them)",
+    "chat_template": "the chat template (data.chat_template, or the one of the target's tokenizer)",
+    "target.weights_sha256": "the target's weights (target.name_or_path)",
+    "target.config_sha256": "the target's config.json",
+    "target.tokenizer_sha256": "the target's tokenizer",
+}
+"""What a change of a digest means, in place of two long numbers."""
 
 
 def evaluate(
@@ -63,10 +71,11 @@ def evaluate(
     settings: Settings | None = None,
     tuned: TunedSettings | None = None,
 ) -> list[Row]:
-    """Measure plain decoding and every drafter in every setting on every suite, and write records, summary, table and plots.
+    """Measure plain decoding and every drafter in every setting, and write all results.
 
-    What `output_dir` already holds of the same evaluation is not measured again. Raises ValueError for unusable input, and for
-    an `output_dir` with records of another evaluation.
+    Results are records, summary, tables, plots and answers. What `output_dir` already holds of the
+    same evaluation is not measured again. Raises ValueError for unusable input, and for an
+    `output_dir` with records of another evaluation.
     """
     suites = load_suites(config)
     specs = method_specs(config, drafter_dirs, settings, tuned)
@@ -113,14 +122,17 @@ def evaluate(
 
 
 def check_inputs(config: EvalConfig, drafter_dirs: Sequence[Path], settings: Settings | None = None) -> None:
-    """Raise ValueError for all that is wrong without looking at a target: the suites, the drafters and their options."""
+    """Raise ValueError for all that is wrong without looking at a target.
+
+    The suites, the drafters and their options.
+    """
     load_suites(config)
     for spec in method_specs(config, drafter_dirs, settings).values():
         read_training_facts(spec.path)
 
 
 def drafter_facts(drafter: TrainableDrafter, directory: Path) -> DrafterFacts:
-    """What the tables say of a drafter as such."""
+    """Return what the tables say of a drafter as such."""
     parameters = sum(parameter.numel() for parameter in drafter.parameters())
     training = read_training_facts(directory)
     return DrafterFacts(parameters=parameters, training=None if training is None else dataclasses.asdict(training))
@@ -133,7 +145,7 @@ def context_length(target: HFTarget, drafters: Iterable[TrainableDrafter]) -> in
 
 
 def acceptance_rule(acceptance: str, temperature: float) -> AcceptanceRule:
-    """How drafts are accepted at a temperature (see `EvalConfig.acceptance`)."""
+    """Return how drafts are accepted at a temperature (see `EvalConfig.acceptance`)."""
     if temperature == 0:
         return GreedyAcceptance()
     sampling = Sampling(temperature=temperature)
@@ -141,7 +153,11 @@ def acceptance_rule(acceptance: str, temperature: float) -> AcceptanceRule:
 
 
 def load_suites(config: EvalConfig) -> list[PromptSet]:
-    """The suites' prompts. Raises ValueError for unknown, unreadable or empty suites, with all that can't be read at once."""
+    """Return the suites' prompts.
+
+    Raises one ValueError that lists all suites that are unknown or can't be read, and one for an
+    empty suite.
+    """
     suites, unreadable = [], {}
     for chosen in config.suites:
         try:
@@ -183,7 +199,10 @@ def recorded_config(
     tokenizer: PreTrainedTokenizerBase,
     specs: Mapping[str, MethodSpec],
 ) -> dict[str, Any]:
-    """Everything that a record depends on, apart from the environment; no paths, so that a folder may be moved."""
+    """Everything that a record depends on, apart from the environment.
+
+    No paths, so that a folder may be moved.
+    """
     return {
         "suites": {suite.name: suite.revision for suite in suites},
         "target": {**dataclasses.asdict(target.identity), "dtype": str(target.dtype), "form": target.form},
@@ -196,14 +215,18 @@ def recorded_config(
 def open_run(
     output_dir: Path, recorded: dict[str, Any], environment: Environment, target: HFTarget, config: EvalConfig
 ) -> RunInfo:
-    """Start a run's folder, or take up the one that is there, which may be asked for further suites, temperatures and batch
-    sizes. Raises ValueError where it belongs to another evaluation."""
+    """Start a run's folder, or resume the one that is there.
+
+    A resumed run may have further suites, temperatures and batch sizes. Raises ValueError where it
+    belongs to another evaluation.
+    """
     path = output_dir / RUN_FILE
     if path.exists():
         info = read_info(path)
         if differing := differences(info.config, info.within(recorded)):
+            texts = "; ".join(name_digests(differing, DIGESTS))
             raise ValueError(
-                f"{output_dir} holds another evaluation's records; it differs in {'; '.join(differing.values())}. Suites, "
+                f"{output_dir} holds another evaluation's records; it differs in {texts}. Suites, "
                 "temperatures and batch sizes may be added to those of a folder; all else, and taking any away, needs another "
                 "output directory (or delete this one to measure anew)"
             )
@@ -220,7 +243,7 @@ def open_run(
 
 
 def require_own_records(file: RecordFile, info: RunInfo) -> None:
-    """Raise ValueError for a record that was made with another configuration, or in another environment."""
+    """Raise ValueError for a record of another configuration or environment."""
     expected = {"config_digest": info.config_digest, "environment_digest": info.environment.digest}
     for record in file.records.values():
         for name, digest in expected.items():
@@ -232,8 +255,10 @@ def require_own_records(file: RecordFile, info: RunInfo) -> None:
 
 
 def check_measured(bench: Bench, records: Sequence[EvalRecord], suites: Sequence[PromptSet]) -> None:
-    """Warn of a suite that has no room for any of its prompts. Raises ValueError where none has, and where nothing fits into
-    memory."""
+    """Warn of a suite that has no room for any of its prompts.
+
+    Raises ValueError where none has, and where nothing fits into memory.
+    """
     measured = {record.suite for record in records} | {missing.suite for missing in bench.out_of_memory}
     if bench.out_of_memory and not records:
         raise ValueError(
@@ -254,8 +279,11 @@ def check_measured(bench: Bench, records: Sequence[EvalRecord], suites: Sequence
 def audit_answers(
     bench: Bench, records: Sequence[EvalRecord], suites: Sequence[PromptSet]
 ) -> tuple[dict[str, Audit], list[str]]:
-    """Audit those answers that need it (see `to_audit`). Return the audits by `EvalRecord.answer_digest`, and the digests of
-    the answers in whose audit memory ran out twice: before the second attempt all caches are given back."""
+    """Audit those answers that need it (see `to_audit`).
+
+    Return the audits by `EvalRecord.answer_digest`, and the digests of the answers in whose audit
+    memory ran out twice: before the second attempt all caches are given back.
+    """
     prompts = {(suite.name, prompt.id): (suite, prompt) for suite in suites for prompt in suite.prompts}
     audits: dict[str, Audit] = {}
     unaudited: list[str] = []
@@ -285,7 +313,10 @@ def audit_answers(
 
 
 def write_results(rows: Sequence[Row], output_dir: Path) -> None:
-    """Summary, tables, and per suite and batch size a plot of each temperature and a comparison of its drafters."""
+    """Write summary, tables and plots.
+
+    Each suite and batch size has a plot for each temperature, and one that compares the drafters.
+    """
     write_json(output_dir / SUMMARY_FILE, rows)
     atomic_write_text(output_dir / TABLE_FILE, markdown(rows))
     atomic_write_text(output_dir / CSV_FILE, csv_table(rows))

@@ -1,19 +1,19 @@
-"""What is a trained drafter worth after its target has been fine-tuned?
+"""Study of how fast a drafter recovers after its target has been fine-tuned.
 
-Steps to get back, from a warm and from a cold start.
+It compares training from a warm and from a cold start.
 
-    python scripts/adapt_study.py --output benchmarks/adapt_study.json --plot benchmarks/adapt_study.png
+    python scripts/adapt_study.py --output benchmarks/adapt_study.json \\
+        --plot benchmarks/adapt_study.png
 
-The demo's target, which writes Python, is fine-tuned on C++: the headers that come with PyTorch,
-which lie wherever this runs. A ReDrafter of the original target is then adapted to the fine-tuned
-one as `conf=adapt_demo` says, and others are trained for it from fresh weights: for many steps,
-whose end is the level to reach, and for as few as the adapted one has. One more is adapted at the
-peak learning rate of those, to see whether the recipe's lower one is the better. For each seed all
-of them learn from the same labels in the same order, and decode the same held-out prompts every few
-steps: what counts is the tokens per step that decoding really has. The unadapted drafter is
-measured on those prompts too.
+The demo's target writes Python. It is fine-tuned on C++, the headers that come with PyTorch. A
+ReDrafter of the original target is then adapted to the fine-tuned target with `conf=adapt_demo`.
+Two more drafters are trained from fresh weights: one for many steps, whose result is the level to
+reach, and one for as few steps as the adapted one. Another is adapted at the peak learning rate of
+those, to check the recipe's lower rate. For each seed all drafters have the same labels in the same
+order, and decode the same held-out prompts every few steps. The figure is tokens per step in
+decoding. The unadapted drafter is measured on the same prompts.
 
-Killed and started again it goes on: what is finished is skipped.
+After a kill, the same command resumes and skips finished parts.
 """
 
 import argparse
@@ -52,12 +52,12 @@ from outrider.train.validation import Validator, hold_out
 
 TRAIN = Path(__file__).parents[1] / "train.py"
 HEADERS = ("c10", "torch/csrc", "ATen/core", "ATen/native")
-"""Folders of torch/include that people wrote; much of the rest is generated."""
+"""Folders of torch/include with hand-written code; much of the rest is generated."""
 HEADER_BYTES = (1_000, 60_000)
 FINE_TUNING_SHARE = 0.5
 SETTING = {"beam_width": 8, "beam_length": 4, "tree_nodes": 16}
 SHARES = (0.9, 0.95, 1.0)
-"""Of the level of a full training, whose steps are told."""
+"""Shares of a full training's level for which the steps are reported."""
 UNADAPTED = "unadapted"
 
 
@@ -71,8 +71,8 @@ def main() -> None:
     arms = recipes(args, drafter)
     train_all(run, args.folder / "target", texts["drafting"], arms, args)
     figures = [figures_of(run, seed, list(arms)) for seed in args.seeds]
-    for each in figures:
-        each[UNADAPTED] = unadapted(run, drafter, args.folder / "target", each["seed"], args)
+    for figures_of_seed in figures:
+        figures_of_seed[UNADAPTED] = unadapted(run, drafter, args.folder / "target", figures_of_seed["seed"], args)
     record = {
         "options": {key: value for key, value in vars(args).items() if key not in ("folder", "output", "plot", "drafter")},
         "arms": arms_for_the_record(arms),
@@ -94,26 +94,26 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--drafter", type=Path, default=None, help="a ReDrafter of the demo's target, in place of a new one")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--texts", type=int, default=200, help="texts that a drafter learns from, of either kind")
-    parser.add_argument("--steps", type=int, default=200, help="of a full training")
-    parser.add_argument("--positions", type=int, default=512, help="labelled positions of a step, at most")
+    parser.add_argument("--steps", type=int, default=200, help="steps of a full training")
+    parser.add_argument("--positions", type=int, default=512, help="maximum number of labelled positions in a step")
     parser.add_argument("--fine-tuning-steps", type=int, default=80)
     parser.add_argument("--fine-tuning-rate", type=float, default=5e-4)
     parser.add_argument("--validation-texts", type=int, default=24)
     parser.add_argument("--validation-tokens", type=int, default=48)
-    parser.add_argument("--validate-every", type=int, default=20, help="steps, in the full training")
+    parser.add_argument("--validate-every", type=int, default=20, help="steps between measurements in the full training")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--output", type=Path, default=None, help="write a record of the figures")
     parser.add_argument("--plot", type=Path, default=None, help="write the curves as an image")
     return parser.parse_args()
 
 
-# --- the other text, and the target that has learned it
+# --- the texts and the fine-tuned target
 
 
 def split_headers(folder: Path) -> dict[str, Path]:
-    """C++ headers in two folders: what the target learns, and what the drafters do.
+    """Copy C++ headers to two folders: one for the target, one for the drafters.
 
-    A file's name decides which.
+    The hash of a file's name decides its folder.
     """
     folders = {name: folder / name for name in ("fine_tuning", "drafting")}
     root = Path(torch.__file__).parent / "include"
@@ -127,7 +127,7 @@ def split_headers(folder: Path) -> dict[str, Path]:
             if not copy.exists():
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, copy)
-    if not all(each.is_dir() for each in folders.values()):
+    if not all(folder_of_part.is_dir() for folder_of_part in folders.values()):
         raise ValueError(
             f"there are no C++ headers below {root}, so there is no text to fine-tune on; install torch's own wheel"
         )
@@ -135,8 +135,9 @@ def split_headers(folder: Path) -> dict[str, Path]:
 
 
 def fine_tune(directory: Path, texts: Path, others: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Go on training the demo's target on other texts, and tell its loss on `others` before and
-    after, in nats per token.
+    """Fine-tune the demo's target on `texts`; return its losses and the seconds.
+
+    The record has the loss on `others` before and after, in nats per token.
     """
     report = directory / "fine_tuning.json"
     if report.exists():
@@ -161,7 +162,7 @@ def fine_tune(directory: Path, texts: Path, others: Path, args: argparse.Namespa
     after = token_loss(model.eval(), held_out)
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    model.to(torch.bfloat16).save_pretrained(partial)  # as the original lies on disk
+    model.to(torch.bfloat16).save_pretrained(partial)  # the original is saved in bfloat16 too
     tokenizer.save_pretrained(partial)
     steps = {"steps": args.fine_tuning_steps, "tokens": args.fine_tuning_steps * 8 * rows.shape[1], "seconds": seconds}
     write_json(partial / report.name, {**steps, "loss_before": before, "loss_after": after})
@@ -171,7 +172,7 @@ def fine_tune(directory: Path, texts: Path, others: Path, args: argparse.Namespa
 
 
 def token_rows(tokenizer: Any, path: Path, args: argparse.Namespace) -> torch.Tensor:
-    """Texts as the drafters' data has them, packed end to end: [row, 256]."""
+    """Tokenize texts as for the drafters' data, packed end to end into rows [row, 256]."""
     data = DataConfig(source="text", path=str(path), max_length=4096, prompt_chars_min=60, prompt_chars_max=300)
     conversations, _ = load_conversations(data)
     examples, _ = encode_conversations(conversations, tokenizer, data.max_length)
@@ -187,22 +188,22 @@ def token_loss(model: Any, rows: torch.Tensor) -> float:
     return torch.stack(losses).mean().item()
 
 
-# --- the trainings
+# --- training
 
 
 def train_original(folder: Path, args: argparse.Namespace) -> Path:
-    """The drafter of the original target, on the texts of the demo."""
+    """Train a drafter of the original target on the demo's texts; return its folder."""
     train_py(folder, args, "data.seed=0", "train.seed=0", f"train.validation_texts={args.validation_texts}")
     return folder / "drafter"
 
 
 def original_level(folder: Path) -> float:
-    """Its tokens per step on held-out prompts of its own target."""
+    """Read the original drafter's tokens per step on held-out prompts of its target."""
     return float(read_json(folder / "train" / "summary.json")["validation"]["validation_tokens_per_step"])
 
 
 def recipes(args: argparse.Namespace, drafter: Path) -> dict[str, dict[str, Any]]:
-    """What each way of training changes in the demo's."""
+    """Return the changes of each arm to the demo's recipe."""
     register()
     with initialize_config_module("outrider.conf", version_base="1.3"):
         recipe = compose("config", overrides=["conf=adapt_demo"]).train
@@ -222,7 +223,7 @@ def arms_for_the_record(arms: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def train_all(run: Path, target: Path, texts: Path, arms: dict[str, dict[str, Any]], args: argparse.Namespace) -> None:
-    """One distillation of the fine-tuned target, and all drafters on it."""
+    """Distil the fine-tuned target once, and train all drafters on its labels."""
     variants = {
         folder_name(name, seed): {**arm, "train": {**arm["train"], "seed": seed}}
         for seed in args.seeds
@@ -249,7 +250,7 @@ def train_py(folder: Path, args: argparse.Namespace, *overrides: str) -> None:
         f"train.steps={args.steps}",
         f"train.max_positions={args.positions}",
         f"train.validation_tokens={args.validation_tokens}",
-        "train.log_every=1",  # so that beside each measurement stands what has been read
+        "train.log_every=1",  # each measurement needs the number of tokens read so far
         "train.checkpoint_every=50",
         *(f"drafter.{name}={value}" for name, value in SETTING.items()),
     ]
@@ -261,9 +262,9 @@ def folder_name(arm: str, seed: int) -> str:
 
 
 def as_override(value: Any) -> str:
-    """A dictionary, a path or a plain value as Hydra's command line has it."""
+    """Format a dictionary, a path or a plain value for Hydra's command line."""
     if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{as_override(each)}" for key, each in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{as_override(inner)}" for key, inner in value.items()) + "}"
     if isinstance(value, Path):
         return "'" + str(value.resolve()).replace("'", r"\'") + "'"
     return str(value)
@@ -273,9 +274,7 @@ def as_override(value: Any) -> str:
 
 
 def figures_of(run: Path, seed: int, arms: Sequence[str]) -> dict[str, Any]:
-    """The curve of each way, and the steps and tokens that it took to the level of the full
-    training.
-    """
+    """Return the curve of each arm, and the points where it reached shares of the full level."""
     curves = {arm: curve(run / "variants" / folder_name(arm, seed) / "train" / METRICS_FILE) for arm in arms}
     level = curves["cold"][-1]["tokens_per_step"]
     reached = {
@@ -289,9 +288,7 @@ def figures_of(run: Path, seed: int, arms: Sequence[str]) -> dict[str, Any]:
 
 
 def curve(path: Path) -> list[dict[str, Any]]:
-    """Tokens per step of decoding at each measurement, and how many tokens of text had been read
-    and positions trained on.
-    """
+    """Read tokens per step at each measurement, and the tokens and positions trained by then."""
     records = read_records(path)
     seen = {record["step"]: record for record in records if "tokens_seen" in record}
     return [
@@ -307,8 +304,9 @@ def curve(path: Path) -> list[dict[str, Any]]:
 
 
 def unadapted(run: Path, drafter: Path, target_dir: Path, seed: int, args: argparse.Namespace) -> float:
-    """Tokens per step of the original drafter with the fine-tuned target, on the prompts of the
-    trainings with this seed.
+    """Measure tokens per step of the original drafter with the fine-tuned target.
+
+    The prompts are those of the training runs with this seed.
     """
     target = load_target(TargetConfig(name_or_path=str(target_dir), dtype="float32"), torch.device("cpu"))
     manifest = label_store(run / "distill").load()
@@ -329,22 +327,20 @@ def unadapted(run: Path, drafter: Path, target_dir: Path, seed: int, args: argpa
 
 
 def table(figures: Sequence[dict[str, Any]]) -> str:
-    """Steps, and tokens of text read in them, to reach shares of the full training's level, in
-    Markdown.
-    """
+    """Make a Markdown table of the steps (and tokens of text) to reach shares of the level."""
     lines = [
         "| start | seed | at once | steps (tokens) to 90 % | to 95 % | to 100 % | at the end, tokens per step |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
-    for each in figures:
-        for arm, points in each["reached"].items():
+    for figures_of_seed in figures:
+        for arm, points in figures_of_seed["reached"].items():
             steps = [
                 f"{point['step']} ({point['text_tokens'] / 1000:.0f}k)" if point else "not reached" for point in points.values()
             ]
-            at_once = f"{each[UNADAPTED]:.2f}" if arm.startswith("warm") else "-"
-            last = each["curves"][arm][-1]
+            at_once = f"{figures_of_seed[UNADAPTED]:.2f}" if arm.startswith("warm") else "-"
+            last = figures_of_seed["curves"][arm][-1]
             end = f"{last['tokens_per_step']:.2f} after {last['step']}"
-            lines.append(f"| {arm} | {each['seed']} | {at_once} | {' | '.join(steps)} | {end} |")
+            lines.append(f"| {arm} | {figures_of_seed['seed']} | {at_once} | {' | '.join(steps)} | {end} |")
     return "\n".join(lines)
 
 
@@ -358,8 +354,9 @@ LABELS = {
 
 
 def plot(record: dict[str, Any], path: Path) -> None:
-    """Tokens per step over steps: a thin line for each seed, a thick one for their mean; the levels
-    as lines across.
+    """Plot tokens per step over training steps.
+
+    Each seed has a thin line, their mean a thick one, and levels are horizontal lines.
     """
     import matplotlib as mpl
 
@@ -368,17 +365,20 @@ def plot(record: dict[str, Any], path: Path) -> None:
 
     figures = record["figures"]
     figure, axes = plt.subplots(figsize=(8, 4.8), layout="constrained")
-    start = mean(each[UNADAPTED] for each in figures)
+    start = mean(figures_of_seed[UNADAPTED] for figures_of_seed in figures)
     for arm, color in COLORS.items():
-        curves = [each["curves"][arm] for each in figures]
+        curves = [figures_of_seed["curves"][arm] for figures_of_seed in figures]
         steps = [point["step"] for point in curves[0]]
         values = [[point["tokens_per_step"] for point in curve] for curve in curves]
-        if arm.startswith("warm"):  # it begins where the unadapted one stands
-            steps, values = [0, *steps], [[each[UNADAPTED], *line] for each, line in zip(figures, values, strict=True)]
+        if arm.startswith("warm"):  # its first point is the unadapted drafter
+            steps, values = (
+                [0, *steps],
+                [[figures_of_seed[UNADAPTED], *line] for figures_of_seed, line in zip(figures, values, strict=True)],
+            )
         for line in values:
             axes.plot(steps, line, color=color, linewidth=0.7, alpha=0.5)
         axes.plot(steps, [mean(column) for column in zip(*values, strict=True)], color=color, linewidth=2.2, label=LABELS[arm])
-    level = mean(each["level"] for each in figures)
+    level = mean(figures_of_seed["level"] for figures_of_seed in figures)
     for value, text in ((level, "full training from fresh weights"), (start, "the unadapted drafter")):
         axes.axhline(value, color="0.4", linewidth=0.9, linestyle="--")
         axes.annotate(

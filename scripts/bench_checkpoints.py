@@ -1,16 +1,16 @@
-"""How long does a checkpoint hold up training?
+"""Benchmark of the time for which a checkpoint blocks training.
 
-A model of 100 million parameters with AdamW's state, by default.
+By default the model has 100 million parameters, with AdamW's state.
 
     python scripts/bench_checkpoints.py --output benchmarks/checkpoints.json
 
-Three ways take turns, over and over: `save_state` is accelerate's own call, which returns when all
-is written; `at_once` and `background` are `outrider.train.checkpoint` without and with its thread.
-A cycle is some training steps with one checkpoint after the first of them. Recorded are the seconds
-for which the checkpoint holds up training (until `save` returns, and at the end of the cycle until
-it is complete, as the next one would wait), and, as a thread that writes takes time from the steps
-beside it, how much longer the whole cycle takes than one without a checkpoint (`none`). All are the
-clock's; medians over the cycles.
+Three methods take turns. `save_state` is accelerate's own call, which returns when everything is
+written. `at_once` and `background` are `outrider.train.checkpoint` without and with its thread. A
+cycle has several training steps, with one checkpoint after the first step. The record has the
+seconds for which the checkpoint blocks training: until `save` returns, and at the end of the cycle
+until the checkpoint is complete, as the next checkpoint would wait. A writing thread also slows the
+steps beside it, so the record has the additional time of the whole cycle too, compared with a cycle
+without a checkpoint (`none`). All are wall-clock times, and medians over the cycles.
 """
 
 import argparse
@@ -53,19 +53,21 @@ def main() -> None:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--width", type=int, default=2048, help="of the model's square layers")
+    parser.add_argument("--width", type=int, default=2048, help="width of the model's square layers")
     parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--rows", type=int, default=16, help="of a step's batch: more of them make slower steps")
-    parser.add_argument("--steps", type=int, default=20, help="of a cycle")
-    parser.add_argument("--cycles", type=int, default=5, help="of each way")
-    parser.add_argument("--threads", type=int, default=None, help="of torch; the default is its own choice")
-    parser.add_argument("--folder", type=Path, default=None, help="to write to; the default is that of temporary files")
+    parser.add_argument("--rows", type=int, default=16, help="rows of a step's batch; more rows make slower steps")
+    parser.add_argument("--steps", type=int, default=20, help="steps of a cycle")
+    parser.add_argument("--cycles", type=int, default=5, help="cycles of each method")
+    parser.add_argument("--threads", type=int, default=None, help="threads of torch; by default torch chooses")
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="folder for the checkpoints; by default that of temporary files"
+    )
     parser.add_argument("--output", type=Path, default=None, help="write a record of the figures")
     return parser.parse_args()
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """The medians of each way, and what they are of."""
+    """Measure all methods; return the medians and the settings."""
     accelerator = Accelerator()
     layers = [nn.Linear(args.width, args.width) for _ in range(args.layers)]
     model = nn.Sequential(*layers)
@@ -79,7 +81,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         if accelerator.device.type == "cuda":
             torch.cuda.synchronize()
 
-    step()  # makes the optimizer's state
+    step()  # creates the optimizer's state
     figures: dict[str, list[dict[str, float]]] = {method: [] for method in METHODS}
     with ExitStack() as stack:
         savers: dict[str, Checkpoints | None] = {"none": None, "save_state": None}
@@ -90,8 +92,8 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             for method in METHODS:
                 figures[method].append(cycle(args.steps, step, saver_of(method, savers[method], accelerator, folder, number)))
     medians = {
-        # the first one warms up
-        method: {figure: median(each[figure] for each in cycles[1:]) for figure in FIGURES}
+        # the first cycle is a warm-up
+        method: {figure: median(one_cycle[figure] for one_cycle in cycles[1:]) for figure in FIGURES}
         for method, cycles in figures.items()
     }
     plain = medians["none"]["cycle_seconds"]
@@ -110,7 +112,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def saver_of(
     method: str, checkpoints: Checkpoints | None, accelerator: Accelerator, folder: Path, number: int
 ) -> tuple[Callable[[], None], Callable[[], None]]:
-    """What takes a checkpoint, and what waits until it is complete."""
+    """Return a function that takes a checkpoint, and one that waits until it is complete."""
     if method == "none":
         return (lambda: None), (lambda: None)
     if checkpoints is not None:
@@ -124,7 +126,7 @@ def saver_of(
 
 
 def cycle(num_steps: int, step: Callable[[], None], saver: tuple[Callable[[], None], Callable[[], None]]) -> dict[str, float]:
-    """One step, the checkpoint, and the other steps beside it."""
+    """Time one step, the checkpoint, and the other steps while it is written."""
     save, finish = saver
     started = time.perf_counter()
     step()
@@ -140,14 +142,14 @@ def cycle(num_steps: int, step: Callable[[], None], saver: tuple[Callable[[], No
 
 
 def table(report: dict[str, Any]) -> Table:
-    made = Table(
+    result = Table(
         title=f"{report['parameters'] / 1e6:.0f}M parameters, {report['step_seconds']:.2f} s a step, on {report['device']}"
     )
     for column in ("checkpoint", "holds up training, s", "cycle longer by, s"):
-        made.add_column(column, justify="left" if column == "checkpoint" else "right")
+        result.add_column(column, justify="left" if column == "checkpoint" else "right")
     for method, figures in report["methods"].items():
-        made.add_row(method, f"{figures['held_up_seconds']:.2f}", f"{figures['extra_seconds']:.2f}")
-    return made
+        result.add_row(method, f"{figures['held_up_seconds']:.2f}", f"{figures['extra_seconds']:.2f}")
+    return result
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""What the decode loop costs beside the target's own passes, and its speed beside transformers'
-assisted generation.
+"""Benchmark of the decode loop: its overhead, and its speed against transformers.
 
     python scripts/bench_decoding.py --target models/demo_target --threads 2
 
-1. A step with a 16-node tree, of which the longest path (5 tokens) is accepted, against the bare forward pass over the same
-   tokens, mask and cache, in turns.
-2. Plain decoding and a chain of drafts, in batches, against transformers' `generate` and assisted generation with the same
-   draft model, in turns. The draft model is the target's own first layers, so that no second download is needed. Assisted
-   generation refuses batches. Greedy, stop tokens switched off; ends with an error where our own answers differ.
+1. A step with a 16-node tree takes turns with the bare forward pass over the same tokens, mask and
+   cache. The longest path of the tree (5 tokens) is accepted.
+2. Plain decoding and a chain of drafts, in batches, take turns with transformers' `generate` and
+   its assisted generation with the same draft model. The draft model is the first layers of the
+   target, so that no second download is needed. Assisted generation rejects batches. Decoding is
+   greedy, without stop tokens. The script ends with an error if our answers differ.
 
-Medians, written as JSON.
+The medians are written as JSON.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from outrider.models.target.tree_attention import grouped_heads, masks_by_kind
 TREE = (-1, -1, -1, -1, 0, 0, 0, 1, 1, 2, 4, 4, 5, 7, 10, 14)
 """Parents of 16 nodes, five deep."""
 PATH = (0, 4, 10, 14, 15)
-"""Its longest path."""
+"""The longest path of the tree."""
 OVERHEAD_WARMUP = 20
 
 
@@ -88,7 +88,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def first_layers(args: argparse.Namespace, target: HFTarget) -> HFTarget:
-    """The target's first layers with its embeddings, norm and head."""
+    """Return the target's first layers with its embeddings, norm and head."""
     small = load_target(TargetConfig(name_or_path=args.target, dtype=args.dtype))
     small.model.base_model.layers = small.model.base_model.layers[: args.draft_layers]
     small.model.config.num_hidden_layers = args.draft_layers
@@ -97,14 +97,14 @@ def first_layers(args: argparse.Namespace, target: HFTarget) -> HFTarget:
 
 @torch.inference_mode()
 def measure_overhead(target: HFTarget, prompt: torch.Tensor, num_steps: int) -> dict[str, float]:
-    """Seconds of a whole step with a tree of 16 nodes, and of the bare forward pass that is in it."""
+    """Measure a whole step with a tree of 16 nodes, and the forward pass inside it."""
     rule = GreedyAcceptance()
     generator = torch.Generator(target.device).manual_seed(0)
     output = target.prefill(Prompts.of(prompt[None]), max_new_tokens=num_steps, max_nodes=len(TREE))
     last_token = output.logits[:, -1].argmax(-1)
     parents = torch.tensor([TREE], device=target.device)
     steps = generate(target, NullDrafter(), rule, prompt[None], max_new_tokens=2 + len(PATH))
-    answer = [token for each in steps for token in each.tokens[0]]
+    answer = [token for one_step in steps for token in one_step.tokens[0]]
     target.prefill(Prompts.of(prompt[None]), max_new_tokens=num_steps, max_nodes=len(TREE))
 
     def step(tokens: torch.Tensor) -> float:
@@ -116,7 +116,7 @@ def measure_overhead(target: HFTarget, prompt: torch.Tensor, num_steps: int) -> 
         assert accepted.num_accepted.host == (len(PATH),)
         target.commit(tree, accepted)
         seconds = clock(target) - start
-        # The next step has the same cache again.
+        # Remove the tokens, so that the next step has the same cache.
         target.rewind(accepted.num_accepted + 1)
         return seconds
 
@@ -138,7 +138,7 @@ def measure_overhead(target: HFTarget, prompt: torch.Tensor, num_steps: int) -> 
     for number in range(num_steps + OVERHEAD_WARMUP):
         tokens = torch.randint(target.vocab_size, parents.shape, device=target.device, generator=generator)
         tokens[0, list(PATH)] = torch.tensor(answer[1 : 1 + len(PATH)], device=target.device)
-        # Who goes first changes: the second finds the weights in the cache.
+        # Alternate the order: the second one finds the weights in the processor's cache.
         first, second = (step, forward) if number % 2 else (forward, step)
         times = {first: first(tokens), second: second(tokens)}
         if number >= OVERHEAD_WARMUP:
@@ -158,7 +158,7 @@ Way = Callable[[], list[list[int]]]
 def measure_decoding(
     target: HFTarget, draft: HFTarget, prompts: list[torch.Tensor], batch: int, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Tokens per second of each way to decode a batch, the ways in turns."""
+    """Measure tokens per second of each method to decode a batch, in turns."""
     rows, num_tokens = prompts[:batch], args.new_tokens
     drafter = DraftModel(DraftModelConfig(length=args.draft_length), draft)
     draft.model.generation_config.num_assistant_tokens = args.draft_length
@@ -198,7 +198,7 @@ def decode_ours(target: HFTarget, drafter: Any, rows: list[torch.Tensor], num_to
 
 
 def decode_theirs(target: HFTarget, rows: list[torch.Tensor], num_tokens: int, **options: Any) -> list[list[int]]:
-    """Answers by transformers, which pads on the left."""
+    """Decode with transformers, with padding on the left."""
     longest = max(map(len, rows))
     padded = torch.stack([torch.nn.functional.pad(row, (longest - len(row), 0)) for row in rows])
     mask = torch.stack([torch.arange(longest, device=row.device) >= longest - len(row) for row in rows]).long()
@@ -210,9 +210,9 @@ def decode_theirs(target: HFTarget, rows: list[torch.Tensor], num_tokens: int, *
 
 
 def take_turns(target: HFTarget, ways: dict[str, Way], num_rounds: int) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Seconds of each way by round, and how many of its answers differ from plain decoding's.
+    """Measure the seconds of each method by round.
 
-    The first round warms up.
+    Also counts the answers that differ from those of plain decoding. The first round is a warm-up.
     """
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     differing: dict[str, int] = {}

@@ -1,16 +1,18 @@
-"""Measure distillation: against decoding the same labels with transformers' `generate`, and in
-units of plain prefills.
+"""Benchmark of distillation, against transformers' `generate` and in units of prefills.
 
     python scripts/bench_distill.py --target models/demo_target
 
 Three methods take turns on the same texts, and medians over the rounds are reported:
-  prefill   one plain forward pass of all texts, with the arg-max of the head at every labelled position, in the same batches
-  label     `label_continuations` at every position
-  generate  transformers' batched greedy `generate` of the same labels at a random sample of the positions, each from its own
-            left-padded prefix; prefixes of like length share a batch so that padding costs little. Its seconds per position
-            stand for all positions, since decoding every one would take long.
-The labels of both methods are compared at the sampled positions. A mismatch is printed with the distance that plain logits put
-between the two tokens: one that is not a rounding error is a bug.
+
+- `prefill`: one plain forward pass of all texts in the same batches, with the arg-max of the head
+  at every labelled position.
+- `label`: `label_continuations` at every position.
+- `generate`: transformers' batched greedy `generate` of the same labels, at a random sample of the
+  positions, since all positions would take long. Each has its own left-padded prefix. Prefixes of
+  similar length share a batch, so that there is little padding.
+
+The labels of both methods are compared at the sampled positions. A mismatch is printed with the
+difference of the two tokens in plain logits: a difference above rounding errors is a bug.
 """
 
 import argparse
@@ -88,9 +90,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def read_texts(target: HFTarget, args: argparse.Namespace) -> torch.Tensor:
-    """Conversations of the standard library's split for distillation, packed end to end into rows
-    [text, seq].
-    """
+    """Pack conversations of the standard library's distillation split into rows [text, seq]."""
     ids: list[int] = []
     for conversation in code_conversations("distill", Cuts(seed=args.seed)):
         messages = [{"role": turn.role, "content": turn.content} for turn in conversation.turns]
@@ -102,7 +102,7 @@ def read_texts(target: HFTarget, args: argparse.Namespace) -> torch.Tensor:
 
 
 def timed(target: HFTarget, work: Callable[[], Any]) -> tuple[Any, float]:
-    """What `work` gives, and its seconds, those of an accelerator's queue included."""
+    """Run `work`; return its result and its seconds, including queued work of an accelerator."""
     if target.device.type == "cuda":
         torch.cuda.synchronize(target.device)
     started = time.perf_counter()
@@ -114,7 +114,7 @@ def timed(target: HFTarget, work: Callable[[], Any]) -> tuple[Any, float]:
 
 @torch.inference_mode()
 def prefill(target: HFTarget, batches: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-    """The first greedy token after every position but the last of each text."""
+    """Compute the first greedy token after every position but the last of each text."""
     head = target.model.get_output_embeddings()
     tokens = []
     for batch in batches:
@@ -124,8 +124,9 @@ def prefill(target: HFTarget, batches: tuple[torch.Tensor, ...]) -> list[torch.T
 
 
 def label(target: HFTarget, batches: tuple[torch.Tensor, ...], horizon: int) -> tuple[torch.Tensor, float]:
-    """The labels [text, seq, horizon] of every position but the last of each text, and the
-    agreement rate.
+    """Label every position but the last of each text: [text, seq, horizon].
+
+    Also returns the agreement rate.
     """
     labels, num_agreeing, num_positions = [], 0, 0
     for batch in batches:
@@ -140,7 +141,7 @@ def label(target: HFTarget, batches: tuple[torch.Tensor, ...], horizon: int) -> 
 
 
 def sample_positions(labels: torch.Tensor, count: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows and positions of `count` labels drawn at random, shortest prefix first."""
+    """Sample rows and positions of `count` labels, the shortest prefix first."""
     candidates = (labels[:, :, 0] != UNKNOWN).nonzero().cpu()
     chosen = candidates[torch.randperm(len(candidates), generator=generator)[:count]]
     chosen = chosen[chosen[:, 1].argsort()].to(labels.device)
@@ -149,8 +150,9 @@ def sample_positions(labels: torch.Tensor, count: int, generator: torch.Generato
 
 @torch.inference_mode()
 def decode(target: HFTarget, prefixes: list[torch.Tensor], args: argparse.Namespace) -> torch.Tensor:
-    """The greedy continuations [position, horizon] of `prefixes` by transformers' generate; UNKNOWN
-    after a stop token.
+    """Decode greedy continuations [position, horizon] with transformers' generate.
+
+    Tokens after a stop token are UNKNOWN.
     """
     continuations = torch.full((len(prefixes), args.horizon), UNKNOWN, device=target.device)
     stop_ids = torch.tensor(target.stop_ids, dtype=torch.long, device=target.device)
@@ -176,9 +178,7 @@ def decode(target: HFTarget, prefixes: list[torch.Tensor], args: argparse.Namesp
 def compare(
     target: HFTarget, prefixes: list[torch.Tensor], labels: torch.Tensor, decoded: torch.Tensor
 ) -> list[dict[str, Any]]:
-    """Where the two disagree: the first differing tokens, and how far apart the plain logits put
-    them.
-    """
+    """List the first differing tokens of each mismatch, and their difference in plain logits."""
     mismatches = []
     for index in (labels != decoded).any(1).nonzero()[:, 0].tolist():
         depth = int((labels[index] != decoded[index]).nonzero()[0])

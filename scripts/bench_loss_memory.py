@@ -1,19 +1,19 @@
-"""Does the memory of the training loss grow with labels x vocabulary?
+"""Benchmark of the peak memory of the training loss, forward and backward.
 
-Peak of `objective.score`, forward and backward.
+It shows whether the memory of `objective.score` grows with labels x vocabulary.
 
     python scripts/bench_loss_memory.py
 
-Beside it the same loss of all logits at once, as it is mostly written: `whole`. A trainable head
-reads the drafter's states, and for `kl` a frozen one the target's. Counted is what the loss takes
-on top of weights, states and their gradients, which are there before; the new gradient of a head
-that is added to the old one counts. On CUDA that is the allocator's own peak. Elsewhere it is the
-resident memory of a process of its own for every case, in which ballast is laid in first until the
-counter of its highest point begins to rise: what it rises from there on is the loss. Seconds are
-the processor's on a CPU.
+The same loss computed from all logits at once, the usual way, is measured for comparison (`whole`).
+A trainable head reads the drafter's states, and for `kl` a frozen head reads the target's. The
+figure is the memory of the loss in addition to weights, states and their gradients, which exist
+before. It includes the new gradient of the head, before it is added to the old one. On CUDA the
+figure is the allocator's peak. On other devices it is the resident memory of a new process for each
+case. That process first allocates ballast until the counter of its peak memory rises; the increase
+from there on is the loss. On a CPU, seconds are processor time.
 
-Last come whole steps of an EAGLE drafter at four depths (`step`): with the loss in chunks or of all
-logits at once, and with the activations of its layer kept or computed anew
+The last cases are whole steps of an EAGLE drafter at four depths (`step`). Their loss is in chunks
+or of all logits at once, and the activations of the layer are kept or recomputed
 (train.activation_checkpointing).
 """
 
@@ -53,7 +53,7 @@ RUSAGE_UNIT = 1 if sys.platform == "darwin" else 1024
 LOSSES = ("cross_entropy", "kl")
 METHODS = ("chunks", "whole")
 LOGITS_HELD = {"cross_entropy": 4, "kl": 6, "step": 3}
-"""Tensors of labels x vocabulary that the whole loss is expected to hold at its peak, from which it is skipped."""
+"""Expected tensors of labels x vocabulary at the peak of the whole loss, to skip large cases."""
 
 
 def main() -> None:
@@ -61,7 +61,7 @@ def main() -> None:
     if args.case is not None:
         print(json.dumps(measure(json.loads(args.case), torch.device(args.device))))
         return
-    torch.set_num_threads(1)  # as every case does: the record names it
+    torch.set_num_threads(1)  # every case does the same; the record has this number
     cases = [
         {"loss": loss, "vocab": vocab, "labels": labels, "method": method, "hidden": args.hidden, "max_chunk": args.max_chunk}
         for loss in args.losses
@@ -94,20 +94,18 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--losses", nargs="*", choices=LOSSES, default=list(LOSSES))
     parser.add_argument("--hidden", type=int, default=256, help="width of the heads")
     parser.add_argument("--max-chunk", type=int, default=objective_module.MAX_CHUNK, help="logits that score holds at a time")
-    parser.add_argument("--steps", nargs="*", choices=METHODS, default=list(METHODS), help="whole steps to measure besides")
+    parser.add_argument("--steps", nargs="*", choices=METHODS, default=list(METHODS), help="methods of the loss in whole steps")
     parser.add_argument("--step-labels", type=int, default=8192, help="labels of a step, a quarter of them positions")
-    parser.add_argument("--step-hidden", type=int, default=1024, help="width of the drafter that makes a step")
-    parser.add_argument(
-        "--memory-limit-gib", type=float, default=8.0, help="the whole loss is skipped where it would take more"
-    )
+    parser.add_argument("--step-hidden", type=int, default=1024, help="width of the drafter in whole steps")
+    parser.add_argument("--memory-limit-gib", type=float, default=8.0, help="skip cases of the whole loss that would need more")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/loss_memory.json"))
-    parser.add_argument("--case", help=argparse.SUPPRESS)  # one case, in a process of its own
+    parser.add_argument("--case", help=argparse.SUPPRESS)  # one case, in a new process
     return parser.parse_args()
 
 
 def run_case(case: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """Peak and seconds of one case, or why it was skipped."""
+    """Measure peak and seconds of one case, or return the reason why it is skipped."""
     expected_gib = LOGITS_HELD[case["loss"]] * case["labels"] * case["vocab"] * 4 / 2**30
     if case["method"] == "whole" and expected_gib > args.memory_limit_gib:
         return {"skipped": f"would take about {expected_gib:.0f} GiB, more than --memory-limit-gib {args.memory_limit_gib:g}"}
@@ -126,9 +124,10 @@ def measure(case: dict[str, Any], device: torch.device) -> dict[str, Any]:
     torch.manual_seed(0)
     objective_module.MAX_CHUNK = case["max_chunk"] if case["method"] == "chunks" else sys.maxsize
     run = make_step(case, device) if case["loss"] == "step" else make_loss(case, device)
-    run(8)  # takes what libraries keep for good
+    run(8)  # libraries allocate their permanent buffers here
     ballast = start_counting(device)
-    # One thread: on a CPU its own time tells more than the clock's where others work too.
+    # On a CPU, measure the processor time of one thread: other processes disturb it less than
+    # wall-clock time.
     clock = time.perf_counter if device.type == "cuda" else time.process_time
     before, started = peak_bytes(device), clock()
     run(case["labels"])
@@ -139,9 +138,9 @@ def measure(case: dict[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def make_loss(case: dict[str, Any], device: torch.device) -> Callable[[int], None]:
-    """Forward and backward of a loss of so many labels.
+    """Return a function that runs the loss of a number of labels, forward and backward.
 
-    All is made before that they read, for as many as the case has.
+    All inputs are allocated here, for as many labels as the case has.
     """
     vocab, hidden, method = case["vocab"], case["hidden"], one_step if case["method"] == "chunks" else whole_step
     head = nn.Linear(hidden, vocab, bias=False, device=device)
@@ -151,14 +150,15 @@ def make_loss(case: dict[str, Any], device: torch.device) -> Callable[[int], Non
         states = torch.randn(labels, hidden, device=device, requires_grad=True)
         inputs[labels] = states, make_batch(labels, vocab, hidden, device)
         for tensor in (head.weight, states):
-            # not zeros: those take no memory before they are written
+            # Zeros would take no memory before they are written.
             tensor.grad = torch.ones_like(tensor)
     return lambda labels: method(head, target_head, *inputs[labels], case["loss"])
 
 
 def make_step(case: dict[str, Any], device: torch.device) -> Callable[[int], None]:
-    """Forward and backward of an EAGLE drafter with so many labels, at STEP_DEPTHS depths, for a
-    target without layers to speak of.
+    """Return a function that runs a step of an EAGLE drafter, forward and backward.
+
+    The drafter has STEP_DEPTHS depths, and its target has a single layer.
     """
     vocab, hidden = case["vocab"], case["hidden"]
     sizes = {"hidden_size": hidden, "intermediate_size": 11 * hidden // 4, "num_attention_heads": hidden // 64}
@@ -186,7 +186,7 @@ def make_step(case: dict[str, Any], device: torch.device) -> Callable[[int], Non
 
 
 def make_batch(num_labels: int, vocab: int, hidden: int, device: torch.device) -> DrafterBatch:
-    """A text whose continuations are itself, with a label at each of its first `num_labels` tokens."""
+    """Make a text with a label at its first `num_labels` tokens; continuations repeat the text."""
     text = torch.randint(vocab, (1, num_labels + 2), device=device)
     positions = torch.ones_like(text, dtype=torch.bool)
     positions[:, num_labels:] = False
@@ -200,14 +200,14 @@ def make_batch(num_labels: int, vocab: int, hidden: int, device: torch.device) -
 
 
 def one_step(head: nn.Linear, target_head: nn.Linear, states: torch.Tensor, batch: DrafterBatch, loss: str) -> None:
-    """The training loss, as drafters take it."""
+    """Run the training loss as drafters compute it."""
     vocabulary = DraftVocabulary(size=head.out_features)
     labels, objective = Labels.of(batch), Objective(loss=LossKind(loss), head=target_head)
     score(head, (states,), labels, batch, objective, vocabulary=vocabulary).sums.sum().backward()
 
 
 def whole_step(head: nn.Linear, target_head: nn.Linear, states: torch.Tensor, batch: DrafterBatch, loss: str) -> None:
-    """The same loss of all logits at once."""
+    """Run the same loss from all logits at once."""
     labels = Labels.of(batch)
     logits = head(states)
     if loss == "cross_entropy":
@@ -220,8 +220,9 @@ def whole_step(head: nn.Linear, target_head: nn.Linear, states: torch.Tensor, ba
 
 
 def start_counting(device: torch.device) -> list[bytes]:
-    """Begin with a counter that stands at what is in use now; the ballast that it takes to be kept
-    meanwhile.
+    """Set the counter of peak memory to the current use; return the necessary ballast.
+
+    The caller must keep the ballast during the measurement.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -245,7 +246,12 @@ def print_table(records: list[dict[str, Any]], args: argparse.Namespace) -> None
     for column in ("loss", "vocabulary", "labels", "in chunks", "whole"):
         table.add_column(column, justify="left" if column == "loss" else "right")
     for chunks, whole in zip(records[::2], records[1::2], strict=True):
-        shown = [f"{each['peak_mib']:,.0f} ({each['seconds']:.1f})" if "peak_mib" in each else "-" for each in (chunks, whole)]
+        shown = [
+            f"{record_of_method['peak_mib']:,.0f} ({record_of_method['seconds']:.1f})"
+            if "peak_mib" in record_of_method
+            else "-"
+            for record_of_method in (chunks, whole)
+        ]
         table.add_row(chunks["loss"], f"{chunks['vocab']:,}", f"{chunks['labels']:,}", *shown)
     console = Console()
     console.print(table)
@@ -262,7 +268,10 @@ def print_steps(records: Sequence[dict[str, Any]], args: argparse.Namespace) -> 
     for column in ("vocabulary", "loss", "activations kept", "computed anew"):
         table.add_column(column, justify="right")
     for kept, anew in zip(records[::2], records[1::2], strict=True):
-        shown = [f"{each['peak_mib']:,.0f} ({each['seconds']:.1f})" if "peak_mib" in each else "-" for each in (kept, anew)]
+        shown = [
+            f"{record_of_step['peak_mib']:,.0f} ({record_of_step['seconds']:.1f})" if "peak_mib" in record_of_step else "-"
+            for record_of_step in (kept, anew)
+        ]
         table.add_row(f"{kept['vocab']:,}", kept["method"], *shown)
     console = Console()
     console.print(table)

@@ -1,12 +1,10 @@
-"""Is our baseline an honest one?
-
-Plain decoding by our loop against transformers' `generate` with its KV cache.
+"""Benchmark of our baseline: plain decoding against transformers' `generate`.
 
     python scripts/bench_plain_decoding.py --target models/demo_target --threads 2
 
-Same target, prompts and number of new tokens, greedy, one prompt at a time, in turns (ours, theirs,
-ours, theirs, ...); stop tokens are switched off on both sides. Ends with an error where the tokens
-differ. Writes medians and their ratio as JSON.
+Both decode greedily with a KV cache, one prompt at a time, and take turns (ours, theirs, ours,
+...). Target, prompts and number of new tokens are equal, and there are no stop tokens. The script
+ends with an error if the tokens differ. It writes medians and their ratio as JSON.
 """
 
 import argparse
@@ -35,7 +33,8 @@ def main() -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     target = load_target(TargetConfig(name_or_path=args.target, dtype=args.dtype))
-    # min_new_tokens would do too, but at the price of a logits processor on their side only.
+    # min_new_tokens would have the same effect, but it would add a logits processor to transformers
+    # only.
     target.model.generation_config.eos_token_id = None
     prompts = [
         encode_prompt([Turn(role="user", content=prompt.turns[0])], target.tokenizer).to(target.device)
@@ -56,7 +55,7 @@ def main() -> None:
         "median_of_paired_ratios": statistics.median(b / a for a, b in zip(ours, theirs, strict=True)),
         "ours_tokens_per_second": args.new_tokens * len(ours) / sum(ours),
         "transformers_tokens_per_second": args.new_tokens * len(theirs) / sum(theirs),
-        "tokens_equal": True,  # anything else has ended the run
+        "tokens_equal": True,  # a difference ends the run before
         "environment": dataclasses.asdict(describe_environment(target.device)),
     }
     write_json(args.output, report)
@@ -82,9 +81,9 @@ def parse_args() -> argparse.Namespace:
 
 
 def measure(target: HFTarget, prompts: list[torch.Tensor], new_tokens: int, repeats: int) -> tuple[list[float], list[float]]:
-    """Seconds of every generation, ours and theirs, in the same order.
+    """Measure the seconds of every generation, ours and theirs, in the same order.
 
-    The first round warms up and isn't counted.
+    The first round is a warm-up and isn't counted.
     """
     ours: list[float] = []
     theirs: list[float] = []
@@ -103,7 +102,7 @@ def measure(target: HFTarget, prompts: list[torch.Tensor], new_tokens: int, repe
 def timed(
     decode: Callable[[HFTarget, torch.Tensor, int], list[int]], target: HFTarget, prompt: torch.Tensor, new_tokens: int
 ) -> tuple[float, list[int]]:
-    """Both ways end by reading the tokens, so an accelerator has finished by then."""
+    """Time one generation; both methods read the tokens at the end, which synchronizes."""
     start = time.perf_counter()
     tokens = decode(target, prompt, new_tokens)
     return time.perf_counter() - start, tokens

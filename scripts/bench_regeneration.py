@@ -1,12 +1,12 @@
-"""Measure regeneration: how many tokens a second each engine writes, and that they write the same.
+"""Benchmark of regeneration: tokens per second of each engine, and equal answers.
 
     python scripts/bench_regeneration.py --drafter outputs/demo/drafter
 
-All engines answer the same prompts of the standard library, taking turns (A B C A B C ...) after a
-warm-up on a few of them. Medians over the rounds are reported, and for each engine the median of
-its ratio to the plain decoder in the same round, by the clock and by the processor's time, which
-other work on the machine touches less. Opening an engine is not counted. Answers that differ from
-the plain decoder's are counted: greedily, rounding alone makes any.
+All engines answer the same prompts of the standard library. They take turns (A B C A B C ...) after
+a warm-up on a few prompts. The report has medians over the rounds, and for each engine the median
+of its ratio to the plain decoder in the same round. Both are by wall-clock time and by processor
+time, which other processes disturb less. Opening an engine is not timed. Answers that differ from
+the plain decoder's are counted; in greedy decoding only rounding errors cause them.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from outrider.models.target.hf_target import HFTarget
 from outrider.models.target.loading import load_target
 
 Seconds = tuple[float, float]
-"""By the clock, and of the processor."""
+"""Wall-clock seconds and processor seconds."""
 
 PLAIN = "decoder"
 WARM_UP = 4
@@ -69,7 +69,7 @@ def main() -> None:
             runs[name].append(seconds)
     rows = [summarise(name, runs, texts) for name in engines]
     report = {
-        # Not where drafters and records lie: that is nobody else's business.
+        # Paths of drafters and records are private.
         "options": {key: value for key, value in vars(args).items() if key not in ("output", "drafter")},
         "num_requests": len(requests),
         "mean_prompt_tokens": statistics.mean(len(request.prompt_ids) for request in requests),
@@ -86,8 +86,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--drafter", action="append", default=[], help="directory of a trained drafter; may be repeated")
     parser.add_argument("--setting", type=yaml.safe_load, default={}, help="run-time options of the drafters")
-    parser.add_argument("--engine", action="append", default=[PLAIN], help="beside the decoder; may be repeated")
-    parser.add_argument("--limit", type=int, default=100, help="prompts")
+    parser.add_argument(
+        "--engine", action="append", default=[PLAIN], help="engine to compare with the decoder; may be repeated"
+    )
+    parser.add_argument("--limit", type=int, default=100, help="number of prompts")
     parser.add_argument("--max-length", type=int, default=512)
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--batch-size", type=int, default=8)
@@ -99,25 +101,26 @@ def parse_args() -> argparse.Namespace:
 
 
 def configurations(args: argparse.Namespace) -> dict[str, DistillConfig]:
-    """The engines by name, the plain decoder first."""
+    """Return the configurations of the engines by name, the plain decoder first."""
     common: dict[str, Any] = {
         "mode": "regenerate",
         "max_new_tokens": args.max_new_tokens,
         "decode_batch_size": args.batch_size,
         "temperature": args.temperature,
     }
-    by_memory = {**common, "decode_batch_size": None}  # the engine batch has a budget in its place
-    found = {name: DistillConfig(engine=name, **(by_memory if name == "batch" else common)) for name in args.engine}
+    # the engine batch has a memory budget instead
+    by_memory = {**common, "decode_batch_size": None}
+    configs = {name: DistillConfig(engine=name, **(by_memory if name == "batch" else common)) for name in args.engine}
     for folder in args.drafter:
         name = f"decoder with {read_drafter_config(Path(folder)).kind}"
-        if name in found:
+        if name in configs:
             raise SystemExit(f"there are two drafters of one kind, and {name} would stand for both; give one of them")
-        found[name] = DistillConfig(drafter=folder, drafter_settings=args.setting, **common)
-    return found
+        configs[name] = DistillConfig(drafter=folder, drafter_settings=args.setting, **common)
+    return configs
 
 
 def first_requests(target: HFTarget, data: DataConfig) -> list[Request]:
-    """The first question of every conversation."""
+    """Make a request from the first question of every conversation."""
     conversations, _ = load_conversations(data)
     return [
         Request(
@@ -132,7 +135,7 @@ def first_requests(target: HFTarget, data: DataConfig) -> list[Request]:
 def answer(
     config: DistillConfig, data: DataConfig, target: HFTarget, requests: list[Request]
 ) -> tuple[dict[str, list[int]], Seconds]:
-    """All answers by request, and the seconds that they took."""
+    """Answer all requests; return the answers by request and the seconds."""
     with open_engine(config, target, answer_limits(config, data, target)) as engine:
         started = time.perf_counter(), time.process_time()
         texts = {answer.id: answer.tokens.tolist() for answer in engine.answer(requests)}
@@ -140,7 +143,7 @@ def answer(
 
 
 def summarise(name: str, runs: dict[str, list[Seconds]], texts: dict[str, dict[str, list[int]]]) -> dict[str, Any]:
-    """An engine's row of the table."""
+    """Make an engine's row of the table."""
     num_tokens, plain_tokens = (sum(map(len, texts[engine].values())) for engine in (name, PLAIN))
     row: dict[str, Any] = {
         "engine": name,

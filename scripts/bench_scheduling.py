@@ -1,22 +1,21 @@
-"""Measure length-aware scheduling in the padded engine, after S3 (arXiv 2306.06000), on a real
-distribution of lengths.
+"""Benchmark of length-aware scheduling in the padded engine, after S3 (arXiv 2306.06000).
 
     python scripts/bench_scheduling.py --data ../shared/data/chat/alpaca_eval_outputs.jsonl.gz
 
-The requests are real prompts, and each answer is as long as the one that a chat model really gave,
-in the target's tokens: the target decodes real steps, and a row ends where the recorded answer
-does. All lengths, prompts' too, are divided by --scale so that a run takes minutes on a CPU;
-predictors read the whole prompt. Like the engine's own they begin with nothing seen (--seen gives
-them answers to begin with, to prompts whose number is below HELD_OUT).
+The requests are real prompts, and each answer has the length of a chat model's recorded answer, in
+the target's tokens. The target decodes real steps, and a row ends at the recorded length. All
+lengths, also those of prompts, are divided by --scale, so that a run takes minutes on a CPU.
+Predictors read the whole prompt. As in the engine they start without training data; --seen gives
+them answers to prompts whose number is below HELD_OUT.
 
-Two kinds of batches: in `classic` ones, S3's, a row that has ended idles until its batch ends; in
-`leaving` ones, the engine's own, it leaves. How the engine makes batches is compared with first
-come, first served, with S3's decreasing first fit and with an oracle. Policies take turns in every
-round; medians over the rounds are reported, and ratios are of rounds. Seconds are the processor's,
-learning and predicting included, so that other work on the machine counts less; the clock's are in
-the record too. Then steps and batches are counted, without decoding, for several budgets and maxima
-at the full lengths, and predictors are compared by what they say of held-out prompts after some
-lessons.
+There are two kinds of batches. In `classic` batches (S3's) a finished row idles until its batch
+ends. In `leaving` batches (the engine's) it leaves. The engine's policy is compared with first
+come, first served, with S3's decreasing first fit, and with an oracle. Policies take turns in every
+round. The report has medians over the rounds, and ratios within a round. Seconds are processor
+time, including learning and prediction, so that other processes disturb them less. The record has
+wall-clock times too. Then steps and batches are counted without decoding, at full lengths, for
+several budgets and maxima. Last, predictors are compared on held-out prompts after different
+amounts of training data.
 """
 
 import argparse
@@ -88,13 +87,13 @@ SHOWN = (
 )
 
 
-# its seconds are the processor's; beside it, the clock's
+# statistics with processor seconds, and wall-clock seconds
 Measured = tuple[ScheduleStatistics, float]
 Rounds = dict[tuple[str, int, str], list[Measured]]  # by mode, maximum before scaling, and policy
 
 
 class LeavingDecoder(BatchDecoder):
-    """Ends answers at the recorded lengths."""
+    """Decoder that ends answers at the recorded lengths."""
 
     def __init__(self, target: HFTarget, work: Workload) -> None:
         requests = [replace(request, prompt_ids=ids) for request, ids in zip(work.requests, work.prompts, strict=True)]
@@ -107,8 +106,9 @@ class LeavingDecoder(BatchDecoder):
 
 
 class ClassicDecoder(LeavingDecoder):
-    """A row that has ended idles in its place until the batch ends: it is computed, and nothing of
-    it is kept.
+    """Decoder in which a finished row idles until its batch ends.
+
+    The row is computed, but its tokens are discarded.
     """
 
     def _select(self, rows: list[int], unfinished: list[int]) -> list[int]:
@@ -172,16 +172,20 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="alpaca_eval_outputs.jsonl.gz")
     parser.add_argument("--target", default="models/demo_target", help="directory or Hub id")
-    parser.add_argument("--model", default="vicuna-7b-v1.3", help="whose answers' lengths are the target's")
-    parser.add_argument("--known-model", default="OpenHermes-2.5-Mistral-7B", help="whose answers the data is said to have")
-    parser.add_argument("--requests", type=int, default=160, help="measured by the clock, all held-out ones among them")
-    parser.add_argument("--seen", type=int, default=0, help="answers that predictors start from, which the engine does without")
-    parser.add_argument("--draws", type=int, default=6, help="of the lessons, where predictors alone are compared")
-    parser.add_argument("--scale", type=int, default=8, help="all lengths are divided by it where time is measured")
-    parser.add_argument("--max-new-tokens", type=int, default=1024, help="before scaling")
-    parser.add_argument("--maximum-factors", type=int, nargs="*", default=[2], help="greater maxima to measure (a) under")
+    parser.add_argument("--model", default="vicuna-7b-v1.3", help="model whose answers give the lengths")
+    parser.add_argument(
+        "--known-model", default="OpenHermes-2.5-Mistral-7B", help="model whose answers stand for the data's old ones"
+    )
+    parser.add_argument("--requests", type=int, default=160, help="timed requests, including all held-out ones")
+    parser.add_argument("--seen", type=int, default=0, help="answers that predictors start from; the engine has none")
+    parser.add_argument("--draws", type=int, default=6, help="samples of training data in the comparison of predictors")
+    parser.add_argument("--scale", type=int, default=8, help="divisor of all lengths in timed runs")
+    parser.add_argument("--max-new-tokens", type=int, default=1024, help="maximum number of new tokens, before scaling")
+    parser.add_argument("--maximum-factors", type=int, nargs="*", default=[2], help="factors of larger maxima, for policy (a)")
     parser.add_argument("--budget-tokens", type=int, default=16384, help="KV-memory budget in tokens, before scaling")
-    parser.add_argument("--rounds", type=int, default=3, help="0 counts only, and keeps what the record has measured")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="timed rounds; 0 only counts, and keeps the timings of the record"
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/scheduling.json"))
@@ -189,9 +193,9 @@ def parse_args() -> argparse.Namespace:
 
 
 def run(target: HFTarget, work: Workload, policy: Policy, decode: Decode, budget: int) -> Measured:
-    """Answer all requests under a budget in tokens.
+    """Answer all requests within a budget in tokens.
 
-    The seconds are those of learning and predicting lengths too.
+    The seconds include learning and predicting lengths.
     """
     target.release_cache()
     return measure(work, policy, decode, budget)
@@ -208,14 +212,14 @@ def measure(work: Workload, policy: Policy, decode: Decode, budget: int) -> Meas
 
 
 def describe(mode: str, maximum: int, name: str, rounds: Rounds) -> dict[str, Any]:
-    """The medians of one policy, and its speed in units of others', round by round."""
+    """Return the medians of one policy, and its speed relative to others, by round."""
     results = rounds[mode, maximum, name]
 
     def times(other: str) -> dict[str, Any] | None:
         if (mode, maximum, other) not in rounds:
             return None
         pairs = zip(results, rounds[mode, maximum, other], strict=True)
-        ratios = [theirs.seconds / own.seconds for (own, _), (theirs, _) in pairs]
+        ratios = [theirs.seconds / ours.seconds for (ours, _), (theirs, _) in pairs]
         return {"median": statistics.median(ratios), "rounds": ratios}
 
     return {
@@ -234,8 +238,9 @@ def describe(mode: str, maximum: int, name: str, rounds: Rounds) -> dict[str, An
 
 
 def study(records: dict[int, Record], args: argparse.Namespace, target: HFTarget) -> list[dict[str, Any]]:
-    """How well held-out prompts' buckets are told, by what is learnt from and how much: means over
-    draws of the lessons.
+    """Measure how well predictors find the buckets of held-out prompts.
+
+    Figures are means over samples of the training data, for several amounts of it.
     """
     held_out = [number for number in records if number >= HELD_OUT]
     early = [number for number in records if number < HELD_OUT]
@@ -273,9 +278,10 @@ def study(records: dict[int, Record], args: argparse.Namespace, target: HFTarget
 def count(
     predictors: dict[str, tuple[LengthPredictor, bool]], records: dict[int, Record], args: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Batches and their steps at full lengths, nothing decoded: where steps cost the same for few
-    rows as for many, as on an accelerator whose time is the reading of weights, that is the
-    time.
+    """Count batches and their steps at full lengths, without decoding.
+
+    On an accelerator that is limited by reading weights, a step takes the same time for few and
+    many rows. There, the number of steps is the time.
     """
     rows = []
     for maximum in (
@@ -300,11 +306,11 @@ def count(
 
 
 def counting(lengths: Sequence[int]) -> Callable[[Sequence[Waiting], Sequence[int], int], list[Decoded]]:
-    """A `Decode` that only counts tokens."""
+    """Return a `Decode` that only counts tokens."""
 
     def decode(batch: Sequence[Waiting], limits: Sequence[int], least: int) -> list[Decoded]:
         new = [min(lengths[row.index] - row.num_written, limit) for row, limit in zip(batch, limits, strict=True)]
-        # The batch ends with the token after which fewer than `least` rows go on.
+        # The batch ends with the token after which fewer than `least` rows continue.
         end = sorted(new, reverse=True)[max(0, least - 1)]
         new = [min(num_new, end) for num_new in new]
         return [
@@ -319,8 +325,8 @@ def print_tables(report: dict[str, Any]) -> None:
     ratios = ("speed_over_maximum", "speed_over_first_come", "speed_over_oracle")
     measured = [row | {name: row[name] and row[name]["median"] for name in ratios} for row in report.get("measured", [])]
     print_table("measured", ("mode", "max_new_tokens", "policy", "sequences_per_second", *ratios, *SHOWN), measured)
-    told = ("bucket_accuracy", "mean_bucket_distance", "median_bucket_distance", "nats", "seconds")
-    print_table("told of held-out prompts", ("predictor", "num_lessons", *told), report["predictors"])
+    scores = ("bucket_accuracy", "mean_bucket_distance", "median_bucket_distance", "nats", "seconds")
+    print_table("predictors on held-out prompts", ("predictor", "num_lessons", *scores), report["predictors"])
     ratios = ("maximum_steps_over_own", "first_come_steps_over_own", "oracle_steps_over_own")
     print_table("counted", ("budget_tokens", "max_new_tokens", "policy", *ratios, *SHOWN), report["counted"])
 

@@ -1,16 +1,16 @@
-"""Training against a straightforward loop at equal loss, step by step on the same texts, labels and
-positions.
+"""Benchmark of training against a straightforward loop, at equal loss in every step.
 
     python scripts/bench_training.py                                  # on the demo's own texts
-    python scripts/bench_training.py --data CHAT.jsonl.gz --output benchmarks/training_chat.json    # on chats of mixed lengths
+    # on chats of mixed lengths
+    python scripts/bench_training.py --data CHAT.jsonl.gz --output benchmarks/training_chat.json
 
-The straightforward loop is what is mostly written: texts padded to the maximum length, the target
-run in every step with its logits and with gradients on, the drafter's logits at all positions, and
-a mask over the loss at the end. Beside it ours, with the target's states as the shards hold them
-(`stored`), made anew in every step (`made anew`), and made anew on packed rows (`packed`). All of
-them begin with the same weights and take turns on every step; their losses are compared. Labels are
-made once, in --folder. A step is forward, backward, clipping and AdamW. It is measured twice: by
-the clock, and in seconds of the processor, which other work on the machine disturbs less.
+The straightforward loop is the usual code. It pads texts to the maximum length, runs the target in
+every step with logits and gradients, computes the drafter's logits at all positions, and masks the
+loss at the end. Ours has three arms. The target's states come from the shards (`stored`), are
+recomputed in every step (`made anew`), or are recomputed on packed rows (`packed`). All arms have
+the same texts, labels, positions and initial weights. They take turns on every step, and their
+losses are compared. Labels are computed once, in --folder. A step is forward, backward, clipping
+and AdamW. The record has wall-clock time, and processor time, which other processes disturb less.
 """
 
 import argparse
@@ -50,7 +50,7 @@ KINDS = ("redrafter", "medusa", "eagle", "eagle3")
 ARMS = ("straightforward", "stored", "made anew", "packed")
 LAYERS = [2, 4, 7]
 TOLERANCE = 1e-3
-"""Relative difference of losses: float32, summed in another order, over some steps of the optimizer."""
+"""Relative difference of float32 losses that rounding explains after some optimizer steps."""
 
 Logits = list[Float[torch.Tensor, "batch seq vocab"]]
 
@@ -59,32 +59,36 @@ Logits = list[Float[torch.Tensor, "batch seq vocab"]]
 
 
 def plain_loss(drafter: Any, kind: str, model: Any, batch: DrafterBatch) -> torch.Tensor:
-    """The sum over the trained depths, of logits at all positions of the padded batch."""
+    """Compute the loss over all depths, from logits at all positions of the padded batch."""
     output = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask.long(), output_hidden_states=True)
-    states = [each.detach() for each in output.hidden_states]
-    given = batch.continuations[..., :-1].clamp(min=0)
+    states = [state.detach() for state in output.hidden_states]
+    tokens_read = batch.continuations[..., :-1].clamp(min=0)
     labels = torch.where(batch.positions[..., None], batch.continuations, UNKNOWN)
     labels = labels.masked_fill((labels == UNKNOWN).cummax(-1).values, UNKNOWN)[..., 1:]
     if kind == "eagle3":
         features = torch.cat([states[layer] for layer in LAYERS], dim=-1)
-        outputs = plain_unroll(drafter, features, batch, given, labels.shape[-1])
-        return plain_sum([drafter.logits(each) for each in outputs], labels, drafter.config.loss_decay)
+        outputs = plain_unroll(drafter, features, batch, tokens_read, labels.shape[-1])
+        return plain_sum([drafter.logits(output_of_depth) for output_of_depth in outputs], labels, drafter.config.loss_decay)
     hidden = states[-1]
     if kind == "eagle":
-        (outputs,) = plain_unroll(drafter, hidden, batch, given, 1)
+        (outputs,) = plain_unroll(drafter, hidden, batch, tokens_read, 1)
         tokens = plain_cross_entropy(drafter.logits(outputs), labels[..., 0])
         on_text = (
-            (labels[..., 0] != UNKNOWN) & (given[..., 0] == batch.input_ids.roll(-1, 1)) & batch.attention_mask.roll(-1, 1)
+            (labels[..., 0] != UNKNOWN)
+            & (tokens_read[..., 0] == batch.input_ids.roll(-1, 1))
+            & batch.attention_mask.roll(-1, 1)
         )
         distance = F.smooth_l1_loss(outputs, hidden.roll(-1, 1), reduction="none").mean(-1)
         config = drafter.config
         return config.classification_weight * tokens + config.regression_weight * (distance * on_text).sum()
-    logits = plain_redrafter(drafter, hidden, given) if kind == "redrafter" else plain_medusa(drafter, hidden)
+    logits = plain_redrafter(drafter, hidden, tokens_read) if kind == "redrafter" else plain_medusa(drafter, hidden)
     return plain_sum(logits, labels, 1.0 if kind == "redrafter" else drafter.config.head_decay)
 
 
 def plain_sum(logits: Logits, labels: Int[torch.Tensor, "batch seq depth"], decay: float) -> torch.Tensor:
-    losses = [decay**depth * plain_cross_entropy(each, labels[..., depth]) for depth, each in enumerate(logits)]
+    losses = [
+        decay**depth * plain_cross_entropy(logits_of_depth, labels[..., depth]) for depth, logits_of_depth in enumerate(logits)
+    ]
     return torch.stack(losses).sum()
 
 
@@ -92,11 +96,11 @@ def plain_cross_entropy(logits: Float[torch.Tensor, "batch seq vocab"], labels: 
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=UNKNOWN, reduction="sum")
 
 
-def plain_redrafter(drafter: Any, hidden: torch.Tensor, given: torch.Tensor) -> Logits:
-    embeddings = drafter.embed(given)
+def plain_redrafter(drafter: Any, hidden: torch.Tensor, tokens_read: torch.Tensor) -> Logits:
+    embeddings = drafter.embed(tokens_read)
     state = drafter.first_state(embeddings[:, :, 0])
     logits = [drafter.logits(hidden, state)]
-    for depth in range(1, given.shape[-1]):
+    for depth in range(1, tokens_read.shape[-1]):
         state = drafter.next_state(state, embeddings[:, :, depth])
         logits.append(drafter.logits(hidden, state))
     return logits
@@ -108,13 +112,14 @@ def plain_medusa(drafter: Any, hidden: torch.Tensor) -> Logits:
 
 
 def plain_unroll(
-    drafter: Any, features: torch.Tensor, batch: DrafterBatch, given: torch.Tensor, num_depths: int
+    drafter: Any, features: torch.Tensor, batch: DrafterBatch, tokens_read: torch.Tensor, num_depths: int
 ) -> list[Float[torch.Tensor, "batch seq hidden"]]:
-    """EAGLE's layer at all positions and depths, its attention written out: the text before a
-    position, and its own branch.
+    """Run EAGLE's layer at all positions and depths, with attention written out.
+
+    A position attends to the text before it and to its own branch.
     """
     attention = drafter.layer.self_attn
-    hidden, seq = drafter.fuse(features), given.shape[1]
+    hidden, seq = drafter.fuse(features), tokens_read.shape[1]
     columns = torch.arange(seq)
     before = columns < columns[:, None]
 
@@ -129,17 +134,17 @@ def plain_unroll(
         return residual, query, repeat_kv(key, groups), repeat_kv(value, groups)
 
     _, _, text_key, text_value = project(batch.input_ids.roll(-1, 1), hidden, columns)
-    own: list[tuple[torch.Tensor, torch.Tensor]] = []
+    branch_entries: list[tuple[torch.Tensor, torch.Tensor]] = []
     outputs = []
     for depth in range(num_depths):
-        residual, query, key, value = project(given[..., depth], hidden, columns + depth)
-        own.append((key, value))
+        residual, query, key, value = project(tokens_read[..., depth], hidden, columns + depth)
+        branch_entries.append((key, value))
         scores = (query @ text_key.transpose(2, 3) * attention.scaling).masked_fill(~before, -torch.inf)
-        scores_of_own = [(query * each).sum(-1, keepdim=True) * attention.scaling for each, _ in own]
-        weights = torch.cat([scores, *scores_of_own], dim=-1).softmax(-1)
+        branch_scores = [(query * entry_key).sum(-1, keepdim=True) * attention.scaling for entry_key, _ in branch_entries]
+        weights = torch.cat([scores, *branch_scores], dim=-1).softmax(-1)
         seen = weights[..., :seq] @ text_value
-        for index, (_, each) in enumerate(own):
-            seen = seen + weights[..., seq + index, None] * each
+        for index, (_, entry_value) in enumerate(branch_entries):
+            seen = seen + weights[..., seq + index, None] * entry_value
         hidden = residual + attention.o_proj(seen.transpose(1, 2).flatten(2))
         hidden = hidden + drafter.layer.mlp(drafter.layer.post_attention_layernorm(hidden))
         outputs.append(hidden)
@@ -147,7 +152,7 @@ def plain_unroll(
 
 
 def pad_to(batch: DrafterBatch, length: int) -> DrafterBatch:
-    """The same batch with more padding."""
+    """Return the same batch with more padding."""
     fill = {"input_ids": 0, "attention_mask": False, "positions": False, "continuations": UNKNOWN}
     values = {}
     for name, padding in fill.items():
@@ -163,14 +168,14 @@ def pad_to(batch: DrafterBatch, length: int) -> DrafterBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """One way to train: the loss of a step, as a sum over labels, and all that it trains."""
+    """One method of training: the summed loss of a step, the drafter and its optimizer."""
 
     loss: Callable[[int], torch.Tensor]
     drafter: Any
     optimizer: torch.optim.Optimizer
 
     def step(self, index: int, num_labels: int) -> tuple[float, float, float]:
-        """The mean loss, and how long the step took: by the clock, and of the processor."""
+        """Run a step; return the mean loss, wall-clock seconds and processor seconds."""
         clock, processor = time.perf_counter(), time.process_time()
         loss = self.loss(index) / num_labels
         loss.backward()
@@ -184,7 +189,8 @@ def make_arms(args: argparse.Namespace, kind: str, config: RunConfig, manifest: 
     torch.manual_seed(0)
     first = build_drafter(parse_drafter(config.drafter), target).train()
     objective, reads = Objective(), target_reads(first, Objective())
-    unfrozen = copy.deepcopy(target.model).requires_grad_(True)  # as `from_pretrained` leaves it
+    # the default after `from_pretrained`
+    unfrozen = copy.deepcopy(target.model).requires_grad_(True)
 
     def stream(stored: bool, packing: bool) -> BatchStream:
         options = replace(config.train, packing=packing)
@@ -215,7 +221,10 @@ def make_arms(args: argparse.Namespace, kind: str, config: RunConfig, manifest: 
 def run_case(
     args: argparse.Namespace, kind: str, positions: int | None, manifest: Manifest, target: HFTarget
 ) -> dict[str, Any]:
-    """Median rates of every arm, in turns; raises RuntimeError where their losses differ."""
+    """Measure median rates of every arm, in turns.
+
+    Raises RuntimeError if their losses differ.
+    """
     config = recipe(args, kind, positions)
     arms = make_arms(args, kind, config, manifest, target)
     stream = BatchStream(folder(args), manifest, config.train, rank=0, num_processes=1)
@@ -231,16 +240,16 @@ def run_case(
             losses[name].append(loss)
             seconds[name].append((clock, processor))
     expected, *others = losses.values()
-    differences = [abs(found - loss) / loss for other in others for found, loss in zip(other, expected, strict=True)]
+    differences = [abs(actual - loss) / loss for other in others for actual, loss in zip(other, expected, strict=True)]
     if max(differences, default=0) > TOLERANCE:
         raise RuntimeError(f"{kind}: the losses differ by up to {max(differences):.2g} of them: {losses}")
-    # the first step warms up
-    rates = {name: rates_of(sizes[1:], each[1:]) for name, each in seconds.items()}
+    # The first step is a warm-up.
+    rates = {name: rates_of(sizes[1:], arm_seconds[1:]) for name, arm_seconds in seconds.items()}
     return {"kind": kind, "max_positions": positions, "losses": losses, "rates": rates}
 
 
 def rates_of(sizes: Sequence[tuple[int, int]], seconds: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """Medians over steps."""
+    """Return medians of the rates over steps."""
     rates = {}
     for what, index in (("tokens", 0), ("positions", 1)):
         for by, which in (("second", 0), ("processor_second", 1)):
@@ -257,8 +266,9 @@ def folder(args: argparse.Namespace) -> Path:
 
 
 def recipe(args: argparse.Namespace, kind: str, positions: int | None, *, own_length: bool = False) -> RunConfig:
-    """The demo's, with this kind of drafter, and texts of --max-length or of the `own_length` of
-    their recipe.
+    """Return the demo's configuration with this kind of drafter.
+
+    Texts have at most --max-length tokens, or the recipe's maximum if `own_length`.
     """
     overrides = [
         f"drafter={kind}_demo",
@@ -268,7 +278,8 @@ def recipe(args: argparse.Namespace, kind: str, positions: int | None, *, own_le
         f"distill={{features: last_hidden, feature_layers: {LAYERS}, horizon: 5, shard_examples: {args.texts}}}",
     ]
     if kind == "eagle":
-        overrides.append("drafter.feature_noise=0.0")  # chance would tell the arms apart
+        # random noise would make the arms' losses differ
+        overrides.append("drafter.feature_noise=0.0")
     if args.data is not None:
         overrides += ["data=sharegpt", f"data.path={args.data}", "data.file=null", "data.chat_template=vicuna_v1.1"]
     overrides += [f"data.limit={args.texts}"] + [f"data.max_length={args.max_length}"] * (not own_length)
@@ -277,9 +288,7 @@ def recipe(args: argparse.Namespace, kind: str, positions: int | None, *, own_le
 
 
 def padding_shares(args: argparse.Namespace, target: HFTarget) -> dict[str, dict[str, float]]:
-    """Share of a batch's tokens that is padding, of --padding-texts texts of the recipe's own
-    maximum length, by batch size.
-    """
+    """Compute the share of padding in a batch by batch size, for --padding-texts texts."""
     config = recipe(args, KINDS[0], None, own_length=True)
     examples, _ = load_examples(replace(config.data, limit=args.padding_texts), target.tokenizer)
     lengths = [len(example.input_ids) for example in examples]
@@ -321,16 +330,20 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--data", default=None, help="a file of conversations in ShareGPT form; else the demo's own texts")
     parser.add_argument("--texts", type=int, default=48)
     parser.add_argument("--max-length", type=int, default=512, help="tokens that the straightforward loop pads to")
-    parser.add_argument("--padding-texts", type=int, default=400, help="texts that the shares of padding are of")
+    parser.add_argument("--padding-texts", type=int, default=400, help="texts for the shares of padding")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument(
-        "--arms", nargs="+", choices=ARMS, default=list(ARMS), help="the losses are compared with the first one's"
+        "--arms", nargs="+", choices=ARMS, default=list(ARMS), help="methods; losses are compared with the first one's"
     )
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument(
-        "--positions", type=positions_of, nargs="+", default=[256, None], help="trained per step; `all` is every labelled one"
+        "--positions",
+        type=positions_of,
+        nargs="+",
+        default=[256, None],
+        help="positions trained per step; `all` is every labelled one",
     )
-    parser.add_argument("--steps", type=int, default=6, help="measured, after one that isn't")
+    parser.add_argument("--steps", type=int, default=6, help="measured steps, after one step of warm-up")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=Path("outputs/bench_training"), help="the labels go there")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/training.json"))
@@ -349,7 +362,7 @@ def print_tables(cases: Sequence[dict[str, Any]], shares: dict[str, dict[str, fl
         table.add_column(column, justify="left" if column == "drafter" else "right")
     for case in cases:
         base = case["rates"][args.arms[0]][rate]
-        cells = [f"{each[rate]:,.0f} ({each[rate] / base:.2f}x)" for each in case["rates"].values()]
+        cells = [f"{rates[rate]:,.0f} ({rates[rate] / base:.2f}x)" for rates in case["rates"].values()]
         table.add_row(case["kind"], str(case["max_positions"] or "all"), *cells)
     console.print(table)
     table = Table(title="Share of padding in a batch")

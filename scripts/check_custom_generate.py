@@ -1,15 +1,15 @@
-"""Does a packaged drafter decode in plain transformers, with the same tokens as `model.generate`,
-and how fast?
+"""Check of packaged drafters in plain transformers: equal tokens and speed.
 
-Needs torch and transformers, and nothing of outrider. An environment with no more than that:
+It compares `generate` of a package with `model.generate`. It needs only torch and transformers, and
+no outrider. Such an environment:
 
     python -m venv plain && plain/bin/pip install torch transformers
     plain/bin/python scripts/check_custom_generate.py --target models/demo_target FOLDER...
 
-Prints a JSON line for each folder and batch size; exits with 1 where a token differs. Of all passes
-of the target, the first reads the prompts; the others are the steps that `tokens_per_step` counts
-(of rows that go on). `one_token_seconds` are those of a call for one new token, in which there is
-nothing to draft: what a call costs beside its decoding.
+The script prints a JSON line for each folder and batch size, and exits with 1 if a token differs.
+The first pass of the target reads the prompts. The other passes are the steps in `tokens_per_step`
+(of unfinished rows). `one_token_seconds` is the time of a call for one new token, without any
+draft: the overhead of a call.
 """
 
 import argparse
@@ -36,14 +36,14 @@ NOT_NEEDED = ("outrider", "jaxtyping", "accelerate", "omegaconf")
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folders", nargs="+", help="what `outrider package` made, or its name on the Hub")
+    parser.add_argument("folders", nargs="+", help="folder from `outrider package`, or its name on the Hub")
     parser.add_argument("--target", required=True)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--max-new-tokens", type=int, default=100)
-    parser.add_argument("--repeats", type=int, default=3, help="timed runs of each, in turns; the median is told")
+    parser.add_argument("--repeats", type=int, default=3, help="timed runs of each method, in turns; the median is printed")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--pack-weights", action="store_true", help="of the drafter's runs (on a CPU)")
-    parser.add_argument("--options", type=json.loads, default={}, help="of the drafter: '{\"beam_width\": 8}'")
+    parser.add_argument("--pack-weights", action="store_true", help="pack the weights in the drafter's runs (on a CPU)")
+    parser.add_argument("--options", type=json.loads, default={}, help="options of the drafter: '{\"beam_width\": 8}'")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     model = AutoModelForCausalLM.from_pretrained(options.target, dtype=getattr(torch, options.dtype)).eval()
@@ -64,15 +64,15 @@ def main() -> int:
 
 
 def compare(model: Any, inputs: Any, folder: str, options: argparse.Namespace, calls: list[int]) -> dict[str, Any]:
-    """Tokens and seconds of plain decoding and of the drafter's, after a warm-up."""
+    """Measure tokens and seconds of plain decoding and of the drafter, after a warm-up."""
     common = {**inputs, "max_new_tokens": options.max_new_tokens, "do_sample": False}
-    own = {"drafter_options": options.options, "pack_weights": options.pack_weights}
-    by_name = {**common, **own, "custom_generate": folder, "trust_remote_code": True}
-    # As who makes many short calls may do: the code is looked up once.
+    drafter_arguments = {"drafter_options": options.options, "pack_weights": options.pack_weights}
+    by_name = {**common, **drafter_arguments, "custom_generate": folder, "trust_remote_code": True}
+    # A user with many short calls may load the code once, like this.
     loaded = partial(model.load_custom_generate(folder, trust_remote_code=True), model, drafter=folder)
     ways = {"plain": partial(model.generate, **common), "drafter": partial(model.generate, **by_name)}
     tokens, passes, seconds = take_turns(ways, options.repeats, calls)
-    short = {**ways, "drafter, loaded once": partial(loaded, **common, **own)}
+    short = {**ways, "drafter, loaded once": partial(loaded, **common, **drafter_arguments)}
     one_token = take_turns({name: partial(way, max_new_tokens=1) for name, way in short.items()}, options.repeats, calls)[2]
     plain, drafter = seconds["plain"], seconds["drafter"]
     return {
@@ -87,8 +87,9 @@ def compare(model: Any, inputs: Any, folder: str, options: argparse.Namespace, c
 
 
 def take_turns(ways: dict[str, Callable[[], torch.Tensor]], repeats: int, calls: list[int]) -> tuple[dict[str, Any], ...]:
-    """Of each way its tokens, the model's passes, and the median of its seconds, None where no
-    repeat is timed.
+    """Return the tokens, the model's passes and the median seconds of each method.
+
+    The seconds are None without timed repeats.
     """
     tokens, passes = {}, {}
     seconds: dict[str, list[float]] = {name: [] for name in ways}

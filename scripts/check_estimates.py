@@ -1,12 +1,10 @@
-"""Does decoding accept what training measured?
-
-The drafters of a run on prompts that neither saw.
+"""Check of training's estimate of tokens per step, by decoding other prompts.
 
     python scripts/check_estimates.py outputs/compare_demo --output benchmarks/compare_demo/estimates.json
 
-The prompts are of the run's own data: conversations that its `data.limit` left out. Training
-measured its figure on the texts that `train.validation_texts` held out, so the two differ by the
-draw of the prompts alone, for which the interval stands.
+The prompts come from the run's data: conversations that `data.limit` excluded. Training measured
+its figure on the texts that `train.validation_texts` held out. The two figures differ only by the
+sampled prompts, and the interval accounts for these.
 """
 
 import argparse
@@ -39,7 +37,7 @@ BATCH_SIZE = 16
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="a finished run with train.validation_texts, and variants or not")
+    parser.add_argument("folder", type=Path, help="finished run with train.validation_texts, with or without variants")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--output", type=Path, default=None, help="write a record of the figures")
     args = parser.parse_args()
@@ -67,9 +65,9 @@ def main() -> None:
 
 
 def unused_prompts(data: DataConfig, target: HFTarget, shards_dir: Path, count: int) -> list[torch.Tensor]:
-    """Prompts of conversations that were not distilled.
+    """Load prompts of conversations that were not distilled.
 
-    Raises ValueError where there are too few.
+    Raises ValueError if there are too few.
     """
     used = {id for entry in label_store(shards_dir).load().shards for id in entry.ids}
     examples, _ = load_examples(replace(data, limit=None), target.tokenizer)
@@ -82,7 +80,7 @@ def unused_prompts(data: DataConfig, target: HFTarget, shards_dir: Path, count: 
 
 
 def decode(target: HFTarget, drafter: Drafter[Any, Any], prompts: list[torch.Tensor], max_new_tokens: int) -> np.ndarray:
-    """Tokens and verify steps of each prompt, [prompt, 2]; the prefill's token is no step's."""
+    """Count tokens and verify steps of each prompt: [prompt, 2], without the prefill."""
     counts = np.zeros((len(prompts), 2), dtype=np.int64)
     for start in range(0, len(prompts), BATCH_SIZE):
         rows = range(start, min(start + BATCH_SIZE, len(prompts)))

@@ -1,12 +1,12 @@
-"""What storing the target's states costs and saves: bytes, errors, tokens per step, and the time of
-a step.
+"""Study of stored states of the target: bytes, errors, tokens per step, and step time.
 
     python scripts/features_study.py --folder outputs/features_study --output benchmarks/features_study.json
 
-Labels once, stores the states of the same texts in every type, and trains the demo's ReDrafter and
-EAGLE-3 on each of them, and on none, for the same steps; likewise a ReDrafter by KL, on the
-target's whole distribution and on its likeliest tokens. How many tokens decoding then accepts is
-measured on held-out prompts. About twenty minutes of one core; what is there isn't made again.
+The script labels texts once and stores their states in every dtype. It trains the demo's ReDrafter
+and EAGLE-3 on each of these and without stored states, for the same steps. It also trains a
+ReDrafter with KL, on the target's whole distribution and on its likeliest tokens. Accepted tokens
+are measured by decoding held-out prompts. This takes about twenty minutes of one core; finished
+parts are skipped.
 """
 
 import argparse
@@ -48,13 +48,13 @@ STORED = {
     **{dtype: DistillConfig(features="last_hidden", feature_layers=LAYERS, features_dtype=dtype) for dtype in STATE_DTYPES},
     **{f"top_{k}": DistillConfig(features="last_hidden", top_logprobs=k) for k in TOPS},
 }
-"""Name of a folder of shards, and what they hold."""
+"""Contents of shards, by the name of their folder."""
 TIMED_STEPS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One training: which shards it reads, and with what."""
+    """One training run: its drafter, shards, loss and teacher."""
 
     drafter: str
     shards: str
@@ -104,7 +104,7 @@ def main() -> None:
 
 
 def recipe(args: argparse.Namespace, trial: Trial, seed: int = 0) -> RunConfig:
-    """The demo's, with this trial's drafter."""
+    """Return the demo's configuration with this trial's drafter."""
     overrides = [
         "num_threads=1",
         f"seed={seed}",
@@ -113,7 +113,7 @@ def recipe(args: argparse.Namespace, trial: Trial, seed: int = 0) -> RunConfig:
         f"train={{steps: {args.steps}, batch_size: 2, max_positions: {args.positions}, warmup_steps: {args.steps // 10}}}",
         f"train={{loss: {trial.loss}, teacher: {trial.teacher}, num_threads: 1, checkpoint_every: 1000}}",
         "train={validation_texts: 64, validation_tokens: 48}",
-        # so that every teacher passes as possible
+        # labels with which every teacher is valid
         f"distill={{features: none, horizon: {HORIZON}, top_logprobs: {TOPS[0]}}}",
     ]
     if trial.drafter == "redrafter":
@@ -123,7 +123,7 @@ def recipe(args: argparse.Namespace, trial: Trial, seed: int = 0) -> RunConfig:
 
 
 def store(args: argparse.Namespace, target: HFTarget) -> dict[str, dict[str, float]]:
-    """Label the texts, unless it was done, and write the same shards with every choice of states.
+    """Label the texts if necessary, and write shards with every choice of states.
 
     Returns the states' mean relative errors by type and kind, over the first shard.
     """
@@ -142,8 +142,8 @@ def store(args: argparse.Namespace, target: HFTarget) -> dict[str, dict[str, flo
         for name in pending:
             make = partial(stored_example, STORED[name])
             stored = [
-                make(example.example, example.continuations, with_top(each, STORED[name].top_logprobs), 0)
-                for example, each in zip(examples, features, strict=True)
+                make(example.example, example.continuations, with_top(states, STORED[name].top_logprobs), 0)
+                for example, states in zip(examples, features, strict=True)
             ]
             entries[name].append(write_shard(args.folder / name, entry.index, stored))
     for name in pending:
@@ -163,12 +163,12 @@ def described(manifest: Manifest, config: DistillConfig, entries: list[Any]) -> 
 
 
 def read_states(target: HFTarget, example: DistilledExample) -> TextFeatures:
-    """All that any of the shards hold of one text."""
+    """Compute all states of one text that any of the shards has."""
     text = example.example.input_ids[None]
     everywhere = torch.ones_like(text, dtype=torch.bool)
-    # and what follows it, where a label may get to
+    # Positions after the answer are included, since labels may reach them.
     answer = example.example.wanted[None].cummax(1).values
-    # A horizon of 1 branches nowhere: one pass.
+    # With a horizon of 1 there are no branches: one pass.
     _, features, _ = label_continuations(
         target, text, everywhere, answer, horizon=1, feature_layers=tuple(LAYERS), top_k=max(TOPS)
     )
@@ -182,40 +182,41 @@ def with_top(features: TextFeatures, k: int | None) -> TextFeatures:
 
 
 def state_errors(features: Sequence[TextFeatures]) -> dict[str, dict[str, float]]:
-    """Mean over tokens of |stored - state| / |state|, by type."""
-    states = {"last_hidden": torch.cat([each.hidden_states[0] for each in features])}
-    states |= {f"layer {layer}": torch.cat([each.layers[layer][0] for each in features]) for layer in LAYERS}
+    """Compute the mean over tokens of |stored - state| / |state|, by dtype."""
+    states = {"last_hidden": torch.cat([of_text.hidden_states[0] for of_text in features])}
+    states |= {f"layer {layer}": torch.cat([of_text.layers[layer][0] for of_text in features]) for layer in LAYERS}
     return {
         dtype: {
-            name: float(((encode_states(each, dtype).decode().float() - each).norm(dim=1) / each.norm(dim=1)).mean())
-            for name, each in states.items()
+            name: float(((encode_states(state, dtype).decode().float() - state).norm(dim=1) / state.norm(dim=1)).mean())
+            for name, state in states.items()
         }
         for dtype in STATE_DTYPES
     }
 
 
 def run_trial(args: argparse.Namespace, target: HFTarget, trial: Trial, seed: int) -> dict[str, Any]:
-    """Train, unless it was done, and read what decoding accepts."""
+    """Train if necessary, and read the validation's tokens per step."""
     config = recipe(args, trial, seed)
     folder = args.folder / "trials" / f"{trial.drafter}-{trial.loss}-{trial.teacher}-{trial.shards}-{seed}"
     shards = args.folder / trial.shards
     accelerator = Accelerator(cpu=True)
     train(config.train, config.drafter, target, shards, folder / "train", folder / "drafter", accelerator)
     summary = read_json(folder / "train" / "summary.json")
-    found = {
+    result = {
         **asdict(trial),
         "seed": seed,
         "tokens_per_step": summary["validation"]["validation_tokens_per_step"],
         "validation_loss": summary["validation"]["validation_loss"],
         "seconds": summary["seconds"],
     }
-    print(found, flush=True)
-    return found
+    print(result, flush=True)
+    return result
 
 
 def time_steps(args: argparse.Namespace, target: HFTarget) -> dict[str, float]:
-    """Median seconds of an EAGLE-3 step on stored states and on recomputed ones, in turns on the
-    same texts.
+    """Measure median seconds of an EAGLE-3 step on stored and on recomputed states.
+
+    They take turns on the same texts.
     """
     config = recipe(args, Trial(drafter="eagle3", shards="none"))
     torch.manual_seed(0)
@@ -225,7 +226,7 @@ def time_steps(args: argparse.Namespace, target: HFTarget) -> dict[str, float]:
     for name in ("none", *STATE_DTYPES):
         folder = args.folder / name
         streams[name] = BatchStream(folder, label_store(folder).load(), config.train, rank=0, num_processes=1, reads=reads)
-        streams[name].batches(0)  # the shards are in memory then
+        streams[name].batches(0)  # loads the shards into memory
     seconds: dict[str, list[float]] = {name: [] for name in streams}
     for step in range(TIMED_STEPS):
         for name, stream in streams.items():
@@ -238,8 +239,9 @@ def time_steps(args: argparse.Namespace, target: HFTarget) -> dict[str, float]:
 
 
 def bytes_table() -> str:
-    """Markdown: bytes per token of text for each choice, with labels of HORIZON tokens, at two
-    widths and in 16 and 8 bits.
+    """Make a Markdown table of bytes per token of text for each choice.
+
+    Labels have HORIZON tokens. There are two widths, and 16 and 8 bits.
     """
     widths = {"256 wide (the demo's)": 256, "4,096 wide": 4096}
     dtypes = {"bfloat16": "bfloat16", "8 bits": "int8"}
@@ -265,7 +267,7 @@ def bytes_table() -> str:
 
 
 def results_table(results: Sequence[dict[str, Any]]) -> str:
-    """Markdown: tokens per step of every trial, seed by seed."""
+    """Make a Markdown table of tokens per step of every trial, by seed."""
     cells: dict[tuple[str, str, str], list[str]] = {}
     for result in results:
         key = result["drafter"], result["loss"], result["shards"]

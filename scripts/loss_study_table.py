@@ -1,5 +1,4 @@
-"""Tokens per step by loss, over the seeds: what `accelerate launch train.py conf=loss_study_demo`
-is made for.
+"""Table of tokens per step by loss, from a run of `conf=loss_study_demo`.
 
     python scripts/loss_study_table.py outputs/loss_study_demo --output benchmarks/loss_study.json
 
@@ -34,9 +33,9 @@ def main() -> None:
 
 
 def read_figures(folder: Path) -> list[dict[str, Any]]:
-    """Loss, weights, seed and tokens per step of each finished variant.
+    """Read loss, weights, seed and tokens per step of each finished variant.
 
-    Raises ValueError where there is none.
+    Raises ValueError if there is none.
     """
     figures = []
     for path in sorted(folder.glob("variants/*/train/summary.json")):
@@ -58,9 +57,9 @@ def read_figures(folder: Path) -> list[dict[str, Any]]:
 
 
 def table(figures: Iterable[dict[str, Any]]) -> str:
-    """A Markdown table, the best mean first.
+    """Make a Markdown table, the best mean first.
 
-    Differences are seed by seed: a seed's prompts are the same for all.
+    Differences are computed per seed, since all losses of a seed have the same prompts.
     """
     by_loss: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
     for figure in figures:

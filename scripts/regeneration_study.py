@@ -1,13 +1,11 @@
-"""Does a drafter draft better when it has learned from the target's own answers?
-
-The demo's ReDrafter, at equal labels.
+"""Study of training on the target's own answers, at equal numbers of labels.
 
     python scripts/regeneration_study.py --output benchmarks/regeneration_study.json
 
-The target answers many short prompts, greedily and sampled. The same drafter is trained for the
-same steps on those answers and on as many labelled positions of the data's own texts (whole texts,
-so that the number is met within one), then both are decoded on the same prompts of modules that
-none has seen. All runs go on where they were killed.
+The target answers many short prompts, greedily and by sampling. The demo's ReDrafter is trained for
+the same steps on those answers, and on as many labelled positions of the data's own texts. (These
+are whole texts, so the number is equal up to one text.) Then both are decoded on the same prompts,
+from modules that neither has seen. Killed runs resume.
 """
 
 import argparse
@@ -31,7 +29,7 @@ from outrider.models.target.loading import load_tokenizer
 
 TRAIN = Path(__file__).parents[1] / "train.py"
 CLOSE = 0.95
-"""Numbers of labels that are equal enough."""
+"""Ratio above which two numbers of labels count as equal."""
 SETTING = {"beam_width": 16, "beam_length": 5, "tree_nodes": 40}
 
 
@@ -52,8 +50,8 @@ def main() -> None:
             "distill.mode=regenerate",
             f"distill.temperature={temperature}",
             f"distill.max_new_tokens={args.max_new_tokens}",
-            "distill.shard_examples=1000",  # answers of like length are found among many
-            "data.answer_chars=150",  # prompts are cut from the texts every so often
+            "distill.shard_examples=1000",  # answers of similar length share a batch
+            "data.answer_chars=150",  # distance between prompts that are cut from a text
             f"data.limit={args.prompts}",
         ]
         for temperature in args.temperatures
@@ -64,10 +62,10 @@ def main() -> None:
         for name, options in regenerated.items():
             folder = args.folder / f"{name.replace(', ', '_').replace(' ', '_')}_{seed}"
             distilled[name] = run(folder, args, seed, options, "stages=[distill]")
-        num_labels = min(each["num_positions"] for each in distilled.values())
+        num_labels = min(statistics_of_run["num_positions"] for statistics_of_run in distilled.values())
         limit = round(num_labels / labels_per_text(seed))
         arms = {"the data's own texts": [f"data.limit={limit}"]}
-        for name, options in regenerated.items():  # of longer answers, fewer
+        for name, options in regenerated.items():  # fewer texts if answers are longer
             share = num_labels / distilled[name]["num_positions"]
             arms[name] = options if share > CLOSE else [*options, f"data.limit={round(share * args.prompts)}"]
         for name, options in arms.items():
@@ -85,7 +83,7 @@ def main() -> None:
 
 
 def run(folder: Path, args: argparse.Namespace, seed: int, options: list[str], stages: str) -> dict[str, Any]:
-    """Run stages of the demo, and tell what its distillation came to."""
+    """Run stages of the demo, and return statistics of its distillation."""
     settings = ",".join(f"{key}: {value}" for key, value in SETTING.items())
     common = [
         f"output_dir={folder}",
@@ -104,7 +102,7 @@ def run(folder: Path, args: argparse.Namespace, seed: int, options: list[str], s
 
 
 def labels_per_text(seed: int) -> float:
-    """Labelled positions of a text of the demo's data, on average."""
+    """Compute the mean number of labelled positions per text of the demo's data."""
     register()
     with initialize_config_module("outrider.conf", version_base="1.3"):
         config = to_run_config(compose("config", overrides=["conf=demo", f"seed={seed}"]))
@@ -113,15 +111,16 @@ def labels_per_text(seed: int) -> float:
 
 
 def measured(folder: Path) -> dict[str, Any]:
-    """Tokens per step on the evaluation's prompts, and what training saw last."""
-    _, row = read_json(folder / "eval" / "summary.json")  # the first is plain decoding
+    """Read tokens per step on the evaluation's prompts, and the last training loss."""
+    _, row = read_json(folder / "eval" / "summary.json")  # the first row is plain decoding
     loss = read_json(folder / "train" / "summary.json")["metrics"]["loss"]
     return {"tokens_per_step": row["tokens_per_step"], "num_prompts": row["num_prompts"], "training_loss": loss}
 
 
 def paired_ratio(reference: Path, folder: Path) -> dict[str, Any]:
-    """Tokens per step over those of the reference, with a bootstrap interval over the prompts,
-    which are the same.
+    """Compute the ratio of tokens per step to the reference, with a bootstrap interval.
+
+    Both have the same prompts, and the interval is over these.
     """
     theirs, ours = steps_by_prompt(reference), steps_by_prompt(folder)
     assert theirs.keys() == ours.keys()
@@ -131,15 +130,15 @@ def paired_ratio(reference: Path, folder: Path) -> dict[str, Any]:
 
 
 def steps_by_prompt(folder: Path) -> dict[str, tuple[int, int]]:
-    """Tokens and verify steps of the drafter's answers."""
-    found = {}
+    """Read tokens and verify steps of the drafter's answers, by prompt."""
+    by_prompt = {}
     for line in (folder / "eval" / "records.jsonl").read_text().splitlines():
         record = json.loads(line)
         if record["method"] != "baseline":
             histogram = record["accepted_histogram"]
             steps = sum(histogram)
-            found[record["prompt_id"]] = (steps + sum(index * count for index, count in enumerate(histogram)), steps)
-    return found
+            by_prompt[record["prompt_id"]] = (steps + sum(index * count for index, count in enumerate(histogram)), steps)
+    return by_prompt
 
 
 def table(figures: list[dict[str, Any]]) -> str:

@@ -1,4 +1,4 @@
-"""The requests of `bench_scheduling.py`, and the policies that it compares on them."""
+"""Requests and policies that `bench_scheduling.py` compares."""
 
 import argparse
 import gzip
@@ -22,7 +22,7 @@ from outrider.distill.regenerate.lengths.schedule import (
 from outrider.models.target.hf_target import HFTarget
 
 HELD_OUT = 700
-"""Prompts of this number and above are never learnt from."""
+"""First number of the held-out prompts, which are never training data."""
 
 ORACLE = "(d) oracle: known lengths, longest first"
 BASELINE = "(b) first come, actual need reserved"
@@ -32,13 +32,13 @@ S3 = "S3: light, decreasing first fit"
 NOTHING = "by length, nothing predicted"
 KNOWN = "by length, light and known length"
 
-# a prompt's tokens, the lengths of the model's and of the known model's answer
+# a prompt's tokens, and the lengths of the model's and the known model's answers
 Record = tuple[torch.Tensor, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """An answer that was given before: what a predictor may start from."""
+    """Answer from before the run, as training data of a predictor."""
 
     request: Request
     num_tokens: int
@@ -46,35 +46,35 @@ class Seen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Requests and how long their answers are, in the tokens that are decoded."""
+    """Requests and the lengths of their answers, in decoded tokens."""
 
     requests: list[Request]
-    """With the whole prompts: what predictors read."""
+    """Requests with the whole prompts, for predictors."""
     prompts: list[torch.Tensor]
-    """What is decoded of them."""
+    """The parts of the prompts that the target reads."""
     lengths: list[int]
     seen: list[Seen]
     max_new_tokens: int
 
 
 def read_records(args: argparse.Namespace, target: HFTarget) -> dict[int, Record]:
-    """By number of the prompt."""
-    found: dict[str, dict[int, tuple[str, str]]] = {args.model: {}, args.known_model: {}}
+    """Read the records by number of the prompt."""
+    texts: dict[str, dict[int, tuple[str, str]]] = {args.model: {}, args.known_model: {}}
     with gzip.open(args.data, "rt") as lines:
         for line in lines:
             record = json.loads(line)
-            if record["model"] in found:
+            if record["model"] in texts:
                 prompt, answer = (turn["value"] for turn in record["conversations"])
-                found[record["model"]][record["prompt_id"]] = prompt, answer
+                texts[record["model"]][record["prompt_id"]] = prompt, answer
     encode = target.tokenizer
     return {
         number: (
             torch.tensor(encode(prompt).input_ids),
             len(encode(answer).input_ids) + 1,
-            len(encode(found[args.known_model][number][1]).input_ids) + 1,
+            len(encode(texts[args.known_model][number][1]).input_ids) + 1,
         )
-        for number, (prompt, answer) in sorted(found[args.model].items())
-        if number in found[args.known_model] and prompt
+        for number, (prompt, answer) in sorted(texts[args.model].items())
+        if number in texts[args.known_model] and prompt
     }
 
 
@@ -86,8 +86,9 @@ def make_workload(
     count: int | None,
     max_new_tokens: int,
 ) -> Workload:
-    """`count` requests in an order of chance, the held-out prompts first chosen; all where it is
-    None.
+    """Make `count` requests in random order, or all if it is None.
+
+    Held-out prompts are chosen first.
     """
     draw = random.Random(args.seed)
     early = [number for number in records if number < HELD_OUT]
@@ -118,7 +119,7 @@ def make_request(records: dict[int, Record], number: int, *, scale: int = 1, kno
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """A paged cache: each row takes its own pages of `size` tokens."""
+    """Paged cache in which each row has its own pages of `size` tokens."""
 
     size: int = 16
 
@@ -131,7 +132,7 @@ class Pages:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """Fixed reservations, one for each request: the maximum, or what an oracle says."""
+    """Fixed reservations for each request: the maximum, or an oracle's lengths."""
 
     num_tokens: Sequence[int]
 
@@ -151,16 +152,15 @@ def longest_prompt_first(waiting: Sequence[Waiting]) -> list[Waiting]:
 
 
 def longest_answer_first(waiting: Sequence[Waiting]) -> list[Waiting]:
-    """By decreasing reservation, and so by what is left of the answers: rows of one batch end
-    together.
+    """Sort by decreasing reservation, so that rows of one batch end together.
 
-    With first fit it is S3's decreasing first fit.
+    With first fit, this is S3's decreasing first fit.
     """
     return sorted(waiting, key=lambda row: (-row.num_reserved, row.index))
 
 
 def make_predictors(target: HFTarget) -> dict[str, tuple[LengthPredictor, bool]]:
-    """Each predictor, and whether it is told the length of another model's answer."""
+    """Return the predictors, and whether each knows the length of another model's answer."""
     return {
         NOTHING: (make_predictor("none", target), False),
         OURS: (make_predictor("light", target), False),
@@ -169,10 +169,10 @@ def make_predictors(target: HFTarget) -> dict[str, tuple[LengthPredictor, bool]]
 
 
 def policies(work: Workload, predictors: dict[str, tuple[LengthPredictor, bool]], budget: int) -> dict[str, Policy]:
-    """Everything that is compared.
+    """Return all policies of the comparison by name.
 
-    What is known is known exactly; (b) to (d) reserve just that. S3's batches, decreasing first fit
-    with the whole of what is predicted reserved, end with their last row.
+    Known lengths are exact, and (b) to (d) reserve exactly these. S3's policy is decreasing first
+    fit with the whole predicted length reserved. Its batches end with their last row.
     """
     maximum, actual = Known([work.max_new_tokens] * len(work.lengths)), Known(work.lengths)
     memory = Rectangle()
@@ -215,8 +215,9 @@ def predict(predictor: LengthPredictor, work: Workload, *, knows_lengths: bool, 
 
 
 class Experienced:
-    """Predicted reservations that start from answers seen before: those to the first requests of
-    `predicted`.
+    """Predicted reservations that start from known answers.
+
+    These are the answers to the first requests of `predicted`.
     """
 
     def __init__(self, predicted: Predicted, seen: list[int]) -> None:

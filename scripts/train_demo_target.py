@@ -1,13 +1,13 @@
-"""Train the demo's target: a small Llama on the source of Python's standard library.
+"""Training of the demo's target: a small Llama on the source of Python's standard library.
 
     python scripts/train_demo_target.py --output models/demo_target --work-dir outputs/demo_target
 
-Seeded and resumable: interrupted, the same command goes on from its last checkpoint. The learning
-rate is constant, then falls linearly to zero over the last part (warmup-stable-decay), so a run may
-be resumed with another --steps. That last part reads the library without its tests, which are two
-thirds of the text and repeat themselves, and teaches the model not to fall into loops (unlikelihood
-training). Runs on a GPU where there is one. Ends by measuring the model on files that it has not
-seen, and writes what it measured beside the weights.
+The run is seeded, and after an interruption the same command resumes from the last checkpoint. The
+learning rate is constant, and then falls linearly to zero over the last part (warmup-stable-decay).
+So a run may be resumed with another --steps. The last part reads the library without its tests,
+which are two thirds of the text and repetitive. That part also has an unlikelihood loss against
+loops. The script uses a GPU if there is one. At the end it measures the model on held-out files,
+and writes the figures beside the weights.
 """
 
 import argparse
@@ -88,9 +88,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def load_or_train_tokenizer(directory: Path, vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer trained on the target's own files (never on a file of another
-    purpose).
-    """
+    """Load or train a byte-level BPE tokenizer, on the target's training files only."""
     if not (directory / "tokenizer.json").exists():
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -131,9 +129,7 @@ def model_config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
 
 
 def token_stream(tokenizer: PreTrainedTokenizerFast, split: Split, seed: int, with_tests: bool = True) -> torch.Tensor:
-    """All conversations of a split, rendered by the chat template and packed end to end in a random
-    order.
-    """
+    """Render all conversations of a split and pack them end to end in random order."""
     conversations = list(code_conversations(split, Cuts(seed=seed)))
     if not with_tests:
         conversations = [conversation for conversation in conversations if "test" not in conversation.id.split("/")]
@@ -147,9 +143,9 @@ def token_stream(tokenizer: PreTrainedTokenizerFast, split: Split, seed: int, wi
 
 
 def batches(tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace, first_step: int) -> Iterator[torch.Tensor]:
-    """Batches [batch, seq + 1] from `first_step` to the last.
+    """Yield batches [batch, seq + 1] from `first_step` to the last step.
 
-    Every epoch cuts and shuffles the files anew.
+    Every epoch cuts and shuffles the files again.
     """
     tokens_per_step, step, epoch = args.batch_size * args.seq_len, 0, 0
     while step < args.steps:
@@ -164,8 +160,9 @@ def batches(tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace, first_
 
 
 def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace, device: torch.device) -> float:
-    """Train `model` in place, from the last checkpoint where there is one; the seconds spent in all
-    runs together.
+    """Train `model` in place, from the last checkpoint if there is one.
+
+    Returns the seconds of all runs together.
     """
     # Muon is for the matrices between hidden layers; embeddings and norms keep AdamW.
     matrices = [p for name, p in model.model.layers.named_parameters() if p.ndim == 2]
@@ -221,8 +218,9 @@ def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, args: arg
 
 
 def average(model: LlamaForCausalLM, checkpoint: Path, share: float) -> None:
-    """Mix the weights with an earlier checkpoint's: of two that lie close, the mean predicts better
-    than either.
+    """Average the weights with an earlier checkpoint's.
+
+    The mean of two similar checkpoints predicts better than either.
     """
     earlier = torch.load(checkpoint, map_location=model.device, weights_only=True)["model"]
     with torch.no_grad():
@@ -231,30 +229,30 @@ def average(model: LlamaForCausalLM, checkpoint: Path, share: float) -> None:
 
 
 def decay_start(steps: int) -> int:
-    """The first step of the last part: falling learning rate, no tests, no loops."""
+    """Return the first step of the last part: falling learning rate, no tests, no loops."""
     return round(steps * (1 - DECAY_SHARE))
 
 
 def schedule(step: int, steps: int) -> float:
-    """Share of the peak learning rate: linear warm-up, constant, linear decay over the last
-    DECAY_SHARE of the steps.
+    """Return the share of the peak learning rate: warm-up, constant, then linear decay.
+
+    The decay takes the last DECAY_SHARE of the steps.
     """
     return min(1.0, (step + 1) / WARMUP_STEPS, (steps - step) / max(1.0, DECAY_SHARE * steps))
 
 
 def token_loss(forward, batch: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy per token of `batch` [batch, seq + 1], in nats."""
+    """Compute the mean cross-entropy per token of `batch` [batch, seq + 1], in nats."""
     with torch.autocast(batch.device.type, dtype=torch.bfloat16):
         logits = forward(input_ids=batch[:, :-1], use_cache=False).logits
     return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
 
 
 def loop_loss(model: LlamaForCausalLM, batch: torch.Tensor) -> torch.Tensor:
-    """Sequence-level unlikelihood (Neural Text Generation with Unlikelihood Training, arXiv
-    1908.04319, section 5.2).
+    """Compute the sequence-level unlikelihood loss (arXiv 1908.04319, section 5.2).
 
-    The model greedily continues the beginnings of the batch's texts; each token that completes a
-    4-gram which it has already written is made less likely.
+    The model greedily continues the beginnings of the batch's texts. The loss lowers the
+    probability of tokens that complete a 4-gram which the text already has.
     """
     prompts = batch[:, :LOOP_PROMPT_TOKENS]
     texts = greedy(model, prompts, LOOP_NEW_TOKENS)
@@ -269,7 +267,7 @@ def loop_loss(model: LlamaForCausalLM, batch: torch.Tensor) -> torch.Tensor:
 
 
 def ngram_keys(texts: torch.Tensor, size: int, vocab_size: int) -> torch.Tensor:
-    """A number for each run of `size` tokens, [batch, seq - size + 1]; equal where the runs are."""
+    """Map each run of `size` tokens to a number [batch, seq - size + 1], equal for equal runs."""
     keys = torch.zeros_like(texts[:, size - 1 :])
     for offset in range(size):
         keys = keys * vocab_size + texts[:, offset : texts.shape[1] - size + 1 + offset]
@@ -278,7 +276,7 @@ def ngram_keys(texts: torch.Tensor, size: int, vocab_size: int) -> torch.Tensor:
 
 @torch.no_grad()
 def greedy(model: LlamaForCausalLM, prompts: torch.Tensor, new_tokens: int) -> torch.Tensor:
-    """Prompts with `new_tokens` greedy tokens behind them; no text ends early."""
+    """Continue prompts with `new_tokens` greedy tokens; no text ends early."""
     return model.generate(
         prompts,
         attention_mask=torch.ones_like(prompts),
@@ -290,7 +288,7 @@ def greedy(model: LlamaForCausalLM, prompts: torch.Tensor, new_tokens: int) -> t
 
 @torch.no_grad()
 def heldout_loss(model, tokenizer, seq_len: int, device: torch.device, max_batches: int | None = None) -> dict[str, float]:
-    """Nats per token over files that neither training nor any later stage uses."""
+    """Measure nats per token on files that neither training nor any later stage uses."""
     stream = token_stream(tokenizer, "target_heldout", seed=0).long()
     rows = stream[: (len(stream) - 1) // seq_len * seq_len].view(-1, seq_len)[:, : seq_len - 1]
     pairs = torch.cat([rows, stream[seq_len - 1 : len(rows) * seq_len : seq_len, None]], dim=1)
@@ -300,9 +298,7 @@ def heldout_loss(model, tokenizer, seq_len: int, device: torch.device, max_batch
 
 @torch.no_grad()
 def greedy_quality(model, tokenizer, device: torch.device, num_prompts: int = 50, new_tokens: int = 128) -> dict[str, float]:
-    """Mean share of distinct 4-grams among `new_tokens` greedy tokens: a loop repeats itself and
-    scores near zero.
-    """
+    """Measure the mean share of distinct 4-grams in greedy texts; loops score near zero."""
     conversations = list(code_conversations("target_heldout", Cuts(seed=1)))
     shares = []
     for conversation in Random(0).sample(conversations, num_prompts):

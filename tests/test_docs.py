@@ -10,7 +10,6 @@ import pytest
 import yaml
 
 from outrider.cli.config import RunConfig
-from outrider.cli.main import app
 
 from . import doc_commands
 from .doc_blocks import REPOSITORY, Block, all_blocks, blocks, commands, pages
@@ -46,8 +45,6 @@ def test_blocks_of_each_language_are_visited() -> None:
 @pytest.mark.parametrize("block", of_language("sh", "bash"), ids=lambda block: block.name)
 def test_shell_commands_would_start(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
     visited = 0
-    if "outrider init" in block.text and "init" not in {command.name for command in app.registered_commands}:
-        pytest.skip("outrider init is not a command yet")
     for command in commands(block.text):
         doc_commands.check(command, monkeypatch)
         visited += 1

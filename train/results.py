@@ -10,7 +10,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from ..data.differences import differences
+from ..data.differences import differences, name_digests
 from ..data.files import read_dataclass, replacing_directory, sha256_file, write_json
 from ..data.manifest import Manifest, TargetIdentity
 from ..models.drafters import save_drafter
@@ -30,6 +30,14 @@ logger = logging.getLogger(__name__)
 SUMMARY_FILE = "summary.json"
 DRAFTER_FILES = (CONFIG_FILE, WEIGHTS_FILE)
 CHECKPOINTS_DIR = "checkpoints"
+DIGESTS = {
+    "shards.data_sha256": "the shards were distilled from other data",
+    "shards.sha256": "the shards of the distillation are others than those that it was trained on",
+    "target.weights_sha256": "the target has other weights (target.name_or_path, target.revision)",
+    "started_from": "drafter.start_from (or drafter.path) is set in one run alone",
+    "started_from.weights_sha256": "drafter.start_from (or drafter.path) has other weights",
+}
+"""What a change of a digest means, in place of two long numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,4 +217,5 @@ def _require_same_run(before: Mapping[str, Any], now: Mapping[str, Any], where: 
     if changes.keys() <= DIVISION_KEYS and Division.of(now).may_follow(Division.of(before)):
         return
     if changes:
-        raise ValueError(f"{where} belongs to a run with another configuration: {'; '.join(changes.values())}. {remedy}")
+        texts = name_digests(changes, DIGESTS)
+        raise ValueError(f"{where} belongs to a run with another configuration: {'; '.join(texts)}. {remedy}")

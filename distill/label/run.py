@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ...data.chat import encode_conversations
 from ...data.config import DataConfig
+from ...data.data_facts import describe_data
 from ...data.decontamination import PromptOverlap
 from ...data.files import write_json
 from ...data.manifest import FORMAT_VERSION, Manifest, ShardEntry, examples_sha256
@@ -87,7 +88,8 @@ def distill(
     # 2. Label them, shard by shard.
     plan, store = plan_shards(examples, config.shard_examples), label_store(output_dir)
     manifest = describe_labels(config, data, target, plan)
-    store.require_same(manifest)
+    data_facts = describe_data(data, target.tokenizer.chat_template, overlap)
+    store.require_same(manifest, data_facts)
     if store.missing(plan):
         coloured = sys.stderr.isatty() and "NO_COLOR" not in os.environ
         marks = "green" if coloured else f"between {MARKS[0]} and {MARKS[1]}"
@@ -105,6 +107,7 @@ def distill(
         make=lambda shards, progress: _label_shards(config, target, shards, output_dir, progress, worker),
         finish=lambda entries: _write_statistics(config, target, output_dir, entries, dropped),
         unit="tok",
+        data_facts=data_facts,
     )
 
 
@@ -133,7 +136,7 @@ def missing_examples(
 ) -> list[Example]:
     """Return the unlabelled examples. Raises ValueError if the folder is another run's."""
     plan, store = plan_shards(examples, config.shard_examples), label_store(output_dir)
-    store.require_same(describe_labels(config, data, target, plan))
+    store.require_same(describe_labels(config, data, target, plan), describe_data(data, target.tokenizer.chat_template))
     return store.missing(plan)
 
 

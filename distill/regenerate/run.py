@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from ...data.chat import require_template
 from ...data.config import DataConfig
+from ...data.data_facts import describe_data
 from ...data.decontamination import PromptOverlap
 from ...data.files import write_json
 from ...data.sources import describe_drops, load_conversations
@@ -97,6 +98,7 @@ def regenerate(
         make=lambda shards, progress: _answer_shards(config, shards, target, limits, output_dir, progress, worker),
         finish=lambda entries: _write_statistics(config, data, target, output_dir, entries, unread),
         unit="answer",
+        data_facts=describe_data(data, target.tokenizer.chat_template, overlap),
     )
     # 3. Read the examples.
     examples = [example.to_example() for entry in manifest.shards for example in read_answers(output_dir, entry)]
@@ -113,7 +115,7 @@ def missing_conversations(
 ) -> list[Conversation]:
     """Return the unanswered conversations. Raises ValueError if the folder is another run's."""
     plan, store = plan_shards(conversations, config.shard_examples), answer_store(output_dir)
-    store.require_same(describe_answers(config, data, target, plan))
+    store.require_same(describe_answers(config, data, target, plan), describe_data(data, target.tokenizer.chat_template))
     return store.missing(plan)
 
 

@@ -13,6 +13,7 @@ import typer
 from sphinx.pycode import ModuleAnalyzer
 
 from outrider.cli import describe
+from outrider.cli.arguments import run_help
 from outrider.cli.main import app
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -40,6 +41,8 @@ def _command(name: str, command: Any) -> str:
     usage += [f"{option.opts[0]} {_value(option, context).partition(',')[0].upper()}" for option in required]
     usage += ["[OPTIONS]"] if len(required) < len(options) else []
     lines = [f"## {name}", "", inspect.cleandoc(command.help or ""), "", "```text", " ".join(usage), "```"]
+    if name == "outrider run":
+        lines[-2] = run_help().rstrip()  # its arguments are a recipe's, which the command's parser doesn't know
     rows = [
         (f"`{_names(parameter)}`", _value(parameter, context), _default(parameter), parameter.help)
         for parameter in command.params

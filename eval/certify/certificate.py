@@ -1,4 +1,7 @@
-"""The losslessness certificate: of the acceptance rules exactly, and of a target with a drafter on real prompts."""
+"""The losslessness certificate.
+
+Of the acceptance rules exactly, and of a target with a drafter on real prompts.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
@@ -45,7 +48,10 @@ MakeRule = Callable[[Sampling], AcceptanceRule]
 
 
 def certify_rules(*, vocab: int = 3, seed: int = 0) -> list[CertificateLine]:
-    """Enumerate the rules exactly, and test the sampler as it is. A few minutes on a CPU."""
+    """Enumerate the rules exactly, and test the sampler as it is.
+
+    A few minutes on a CPU.
+    """
     jobs: list[Callable[[], CertificateLine]] = []
     for drawing in DRAWINGS:
         jobs += [
@@ -68,7 +74,10 @@ def _enumerate(
     lossless: bool = True,
     target_sampling: Sampling | None = None,
 ) -> CertificateLine:
-    """One rule on trees of one drawing. Of a rule that isn't meant to be `lossless` it is told how far from it it is."""
+    """Return one rule on trees of one drawing.
+
+    Of a rule that isn't meant to be `lossless` it is told how far from it it is.
+    """
     checks = list(
         check_rule(
             make_rule,
@@ -112,10 +121,11 @@ def certify_decoding(
     *,
     max_new_tokens: int,
 ) -> list[CertificateLine]:
-    """Each drafter's greedy answers, alone and in batches, against plain decoding's, and what it samples against the target.
+    """Compare each drafter's answers with plain decoding's, and its samples with the target.
 
-    In float32 and float64 the greedy tokens must be the same. In narrower types every token must be the arg-max of plain
-    decoding, fed with the same text, or lie within twice the noise that the order of computing makes there (see `Audit`).
+    Greedy answers are compared alone and in batches. In float32 and float64 the greedy tokens must
+    be the same. In narrower types every token must be the arg-max of plain decoding, fed with the
+    same text, or lie within twice the noise that the order of computing makes there (see `Audit`).
     """
     prompts = [
         encode_prompt([Turn(role="user", content=prompt.turns[0])], tokenizer).to(target.device)
@@ -155,7 +165,10 @@ def _certify_greedy(
 
 
 def _certify_oracle(target: HFTarget, prompts: Sequence[torch.Tensor], max_new_tokens: int) -> CertificateLine:
-    """Trees with the right answer in them, in batches: long accepted paths, whatever the drafters are worth."""
+    """Trees with the right answer in them, in batches.
+
+    Long accepted paths, whatever the drafters are worth.
+    """
     num_accepted, answers = 0, []
     for start in range(0, len(prompts), BATCH_SIZE):
         batch = prompts[start : start + BATCH_SIZE]
@@ -199,11 +212,12 @@ def _compare(
 def _certify_sampling(
     label: str, target: HFTarget, drafter: Drafter[Any, Any], prompts: Sequence[torch.Tensor]
 ) -> CertificateLine:
-    """The first tokens of many sampled answers, against what the target thinks of them in one plain forward pass.
+    """Test the first tokens of many samples against the target's probabilities.
 
-    A token's place is the sum of all probabilities greater than its own, and a random share of its own. If the tokens are draws
-    from the target's distributions, their places are uniform and independent of each other, whatever the texts (Rosenblatt's
-    transform). G-tests of each two neighbours' places, of all texts together.
+    These are from one plain forward pass. A token's place is the sum of all probabilities greater
+    than its own, and a random share of its own. If the tokens are draws from the target's
+    distributions, their places are uniform and independent of each other, whatever the texts
+    (Rosenblatt's transform). G-tests of each two neighbours' places, of all texts together.
     """
     sampling, generator = Sampling(), torch.Generator().manual_seed(0)
     rule = SpeculativeSampling(sampling=sampling)
@@ -234,23 +248,29 @@ def _certify_sampling(
 
 
 def passes(lines: Sequence[CertificateLine]) -> bool:
-    """The verdict: every line that claims something holds."""
+    """Return the verdict: every line that claims something holds."""
     return all(line.passed is not False for line in lines)
 
 
 def false_alarm_rate(lines: Sequence[CertificateLine]) -> float:
-    """Probability, at most, that the verdict is negative although all is sound: the sum over all tests (Bonferroni)."""
+    """Probability, at most, that the verdict is negative although all is sound.
+
+    The sum over all tests (Bonferroni).
+    """
     return sum(line.false_alarm_rate for line in lines)
 
 
 def write_certificate(lines: Sequence[CertificateLine], subject: dict[str, Any], path: Path) -> None:
-    """The certificate as JSON: verdict, its false-alarm rate, what was certified, and every line."""
+    """The certificate as JSON.
+
+    Verdict, its false-alarm rate, what was certified, and every line.
+    """
     verdict = {"passed": passes(lines), "false_alarm_rate": false_alarm_rate(lines)}
     write_json(path, {**verdict, **subject, "lines": [asdict(line) for line in lines]})
 
 
 def certificate_table(lines: Sequence[CertificateLine]) -> Table:
-    """The certificate for a terminal."""
+    """Return the certificate for a terminal."""
     table = Table("What", "How", "Cases", "Result", "Verdict")
     verdicts = {True: "[green]pass[/]", False: "[bold red]FAIL[/]", None: "none claimed"}
     for line in lines:
@@ -259,7 +279,7 @@ def certificate_table(lines: Sequence[CertificateLine]) -> Table:
 
 
 def _decoded_in(target: HFTarget) -> str:
-    """The target's type, and its form where it isn't the plain one."""
+    """Return the target's type, and its form where it isn't the plain one."""
     dtype = str(target.dtype).removeprefix("torch.")
     return dtype if target.form == "eager" else f"{dtype} {target.form}"
 

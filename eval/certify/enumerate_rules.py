@@ -1,11 +1,14 @@
-"""Is an acceptance rule lossless? Exactly, by playing every outcome of one step on toy models; and by samples of it.
+"""Is an acceptance rule lossless?
 
-One step is enough: let J be the target's joint distribution of the next `depth + 1` tokens. A step emits some of them; complete
-every emission with the target's own conditional probabilities. If that gives J for every text before the step, then so does any
-number of steps, by induction, since the next step starts from a text that was drawn from J.
+Exactly, by playing every outcome of one step on toy models; and by samples of it. One step is
+enough: let J be the target's joint distribution of the next `depth + 1` tokens. A step emits some
+of them; complete every emission with the target's own conditional probabilities. If that gives J
+for every text before the step, then so does any number of steps, by induction, since the next step
+starts from a text that was drawn from J.
 
-Other code can import this: `step_distributions` takes any rule that leaves its decisions to the `generator`, by
-`sampling.draw` and `sampling.flip`, as many as it likes; one that asks for none has one outcome.
+Other code can import this: `step_distributions` takes any rule that leaves its decisions to the
+`generator`, by `sampling.draw` and `sampling.flip`, as many as it likes; one that asks for none has
+one outcome.
 """
 
 import itertools
@@ -41,9 +44,10 @@ def total_variation(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 class ScriptedChance:
-    """Plays one outcome of all decisions, the same in every row, and keeps how likely that was in each.
+    """Randomness that plays one outcome of all decisions and keeps its probability.
 
-    The first decisions are the script's, all later ones the first option.
+    The outcome is the same in every row; the probability is that row's. The first decisions are the
+    script's, all later ones the first option.
     """
 
     def __init__(self, script: Sequence[int], batch: int) -> None:
@@ -65,7 +69,7 @@ class ScriptedChance:
         return coins
 
     def next_script(self) -> list[int] | None:
-        """The script of the next outcome, as an odometer counts; None after the last."""
+        """Return the script of the next outcome, as an odometer counts; None after the last."""
         script = list(self._made)
         while script and script[-1][0] == script[-1][1] - 1:
             script.pop()
@@ -87,10 +91,12 @@ def step_distributions(
     *,
     draft_sampling: Sampling | None = None,
 ) -> list[Float[torch.Tensor, "..."]]:
-    """The joint distribution of the next depth + 1 tokens when the first of them come from one step with `rule`, exactly.
+    """Return the exact joint distribution of the next depth + 1 tokens.
 
-    One for each shape of tree. Every tree of any of them that the drafter may draw (with `draft_sampling`, by default the
-    target's) is a row of one batch, the smaller ones padded; every outcome of the rule's decisions is played on all of them.
+    The first of them come from one step with `rule`. One for each shape of tree. Every tree of any
+    of them that the drafter may draw (with `draft_sampling`, by default the target's) is a row of
+    one batch, the smaller ones padded; every outcome of the rule's decisions is played on all of
+    them.
     """
     tokens, drawn = zip(*(all_tokens(shape, drafter, draft_sampling or sampling) for shape in shapes), strict=True)
     tree = make_trees(shapes, tokens, drafter, draft_sampling or sampling)
@@ -119,7 +125,10 @@ def sampled_tokens(
     num_samples: int,
     generator: torch.Generator,
 ) -> Int[torch.Tensor, "sample length"]:
-    """The next depth + 1 tokens, `num_samples` times, by the sampler as it is: trees, acceptance and bonus drawn at random."""
+    """Return the next depth + 1 tokens, `num_samples` times, by the sampler as it is.
+
+    Trees, acceptance and bonus drawn at random.
+    """
     drawn = drawn_tokens(shape, drafter, sampling, num_samples, generator)
     tree = make_trees([shape], [drawn], drafter, sampling)
     acceptance = rule(tree, _target_output(target, [shape], [drawn], tree.num_nodes), generator=generator)
@@ -135,7 +144,7 @@ def sampled_tokens(
 
 
 def sequence_counts(tokens: Int[torch.Tensor, "sample length"], vocab: int) -> Int[torch.Tensor, " cell"]:
-    """How often each text occurs, in the order of a flattened `joint`."""
+    """Return how often each text occurs, in the order of a flattened `joint`."""
     place = vocab ** torch.arange(tokens.shape[1] - 1, -1, -1)
     return torch.bincount((tokens * place).sum(1), minlength=math.prod([vocab] * tokens.shape[1]))
 
@@ -200,7 +209,8 @@ class RuleCheck:
     drafter: str
     vocab: int
     padded: bool
-    """Whether these were the rows with the first half of the shape's nodes, padded to those of the others."""
+    """Whether these were the rows with the first half of the shape's nodes, padded to those of the
+    others."""
     total_variation: float
 
 
@@ -214,10 +224,11 @@ def check_rule(
     samplings: Sequence[str] = tuple(SAMPLINGS),
     target_sampling: Sampling | None = None,
 ) -> Iterator[RuleCheck]:
-    """Enumerate a rule on all shapes, ways of drawing, sampling parameters and drafters. Lossless: all below `EXACT`.
+    """Enumerate a rule on all shapes, ways of drawing, sampling parameters and drafters.
 
-    Rows of whole trees and of half trees share each batch. A rule that samples from the target with parameters of its own
-    says so in `target_sampling`; otherwise they are the drafter's.
+    Lossless: all below `EXACT`. Rows of whole trees and of half trees share each batch. A rule that
+    samples from the target with parameters of its own says so in `target_sampling`; otherwise they
+    are the drafter's.
     """
     target = random_tables(vocab, 6, seed)
     drafters = adversarial_drafters(target, seed + 1)

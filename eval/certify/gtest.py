@@ -4,14 +4,16 @@ import torch
 from jaxtyping import Float, Int
 
 MIN_EXPECTED = 10.0
-"""Cells where fewer counts are expected are pooled: below, the statistic is no longer near chi-squared."""
+"""Cells where fewer counts are expected are pooled: below, the statistic is no longer near
+chi-squared."""
 
 
 def g_test(counts: Int[torch.Tensor, " cell"], probs: Float[torch.Tensor, " cell"]) -> float:
-    """Probability of counts at least as unlikely as these, were `probs` right: below `a` in a share `a` of all sound samplers.
+    """Probability of counts at least as unlikely as these, were `probs` right.
 
-    The likelihood-ratio statistic 2 sum O ln(O / E), with Williams' correction for few counts, is chi-squared with as many
-    degrees of freedom as there are cells, less one. The rarest cells are pooled until at least `MIN_EXPECTED` counts are
+    Below `a` in a share `a` of all sound samplers. The likelihood-ratio statistic 2 sum O ln(O /
+    E), with Williams' correction for few counts, is chi-squared with as many degrees of freedom as
+    there are cells, less one. The rarest cells are pooled until at least `MIN_EXPECTED` counts are
     expected in each; which ones, `probs` alone decides. A count where `probs` is 0 gives 0.
     """
     if counts[probs == 0].any():

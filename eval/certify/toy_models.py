@@ -1,4 +1,7 @@
-"""Models so small that every text, tree and outcome can be counted: what acceptance rules are certified on."""
+"""Models so small that every text, tree and outcome can be counted.
+
+What acceptance rules are certified on.
+"""
 
 import itertools
 from collections.abc import Sequence
@@ -13,11 +16,15 @@ from ...models.decoding.tree import DraftTree, Drawn
 from ...models.decoding.types import NO_NODE
 
 Tables = list[Float[torch.Tensor, "..."]]
-"""A toy model's logits in float64: entry k, of shape [vocab] * (k + 1), holds those after every text of k tokens."""
+"""A toy model's logits in float64: entry k, of shape [vocab] * (k + 1), holds those after every
+text of k tokens."""
 
 
 def random_tables(vocab: int, length: int, seed: int, spread: float = 1.5) -> Tables:
-    """A toy model of texts of up to `length` tokens; a larger spread makes it surer of itself."""
+    """Return a toy model of texts of up to `length` tokens.
+
+    A larger spread makes it surer of itself.
+    """
     generator = torch.Generator().manual_seed(seed)
     return [spread * torch.randn([vocab] * (size + 1), generator=generator, dtype=torch.float64) for size in range(length)]
 
@@ -36,7 +43,7 @@ def adversarial_drafters(target: Tables, seed: int) -> dict[str, Tables]:
 
 
 def joint(tables: Tables, sampling: Sampling, length: int) -> Float[torch.Tensor, "..."]:
-    """The distribution of the first `length` tokens, of shape [vocab] * length."""
+    """Return the distribution of the first `length` tokens, of shape [vocab] * length."""
     result = torch.ones((), dtype=torch.float64)
     for table in tables[:length]:
         result = result[..., None] * warp(table, sampling)
@@ -45,8 +52,11 @@ def joint(tables: Tables, sampling: Sampling, length: int) -> Float[torch.Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeShape:
-    """Which nodes a tree has (`parents`), and how its tokens come about: `beam` (the likeliest children, a function of the
-    text), `distinct` (siblings drawn without replacement) or `independent` (drawn with it, so that there are twins)."""
+    """Which nodes a tree has (`parents`), and how its tokens come about.
+
+    `beam` (the likeliest children, a function of the text), `distinct` (siblings drawn without
+    replacement) or `independent` (drawn with it, so that there are twins).
+    """
 
     parents: tuple[int, ...]
     drawing: str
@@ -72,7 +82,10 @@ class TreeShape:
 def after_nodes(
     tables: Tables, shape: TreeShape, tokens: Int[torch.Tensor, "tree node"], num_nodes: int
 ) -> Float[torch.Tensor, "tree entry vocab"]:
-    """A toy model's logits at each entry of trees padded to `num_nodes`; at padding, where it matters not, entry 0's."""
+    """Return a toy model's logits at each entry of trees padded to `num_nodes`.
+
+    At padding, where it matters not, entry 0's.
+    """
     nodes = [node if node < len(shape.parents) else -1 for node in range(-1, num_nodes)]
     return torch.stack([_after_path(tables, shape, tokens, node) for node in nodes], dim=1)
 
@@ -80,7 +93,10 @@ def after_nodes(
 def make_trees(
     shapes: Sequence[TreeShape], tokens: Sequence[Int[torch.Tensor, "_ _"]], drafter: Tables, sampling: Sampling
 ) -> DraftTree:
-    """One batch of trees of several shapes and one drawing: `tokens[i]` are those of shape i, a tree a row."""
+    """Return one batch of trees of several shapes and one drawing.
+
+    `tokens[i]` are those of shape i, a tree a row.
+    """
     num_nodes = max(len(shape.parents) for shape in shapes)
     parents = [torch.tensor(shape.parents).long().expand(len(rows), -1) for shape, rows in zip(shapes, tokens, strict=True)]
     drawn = None
@@ -101,7 +117,7 @@ def make_trees(
 def all_tokens(
     shape: TreeShape, drafter: Tables, sampling: Sampling
 ) -> tuple[Int[torch.Tensor, "tree node"], Float[torch.Tensor, " tree"]]:
-    """The tokens of every tree of a shape that a drafter may propose, and how likely each is."""
+    """Return the tokens of every tree of a shape that can be drafted, with probabilities."""
     vocab = drafter[0].shape[-1]
     if shape.drawing == "beam":
         return beam_tokens(shape, drafter), torch.ones(1, dtype=torch.float64)
@@ -112,7 +128,8 @@ def all_tokens(
         if shape.drawing == "distinct":
             for elder in shape.siblings(node):
                 probs = probs.scatter(1, tokens[:, elder, None], 0.0)
-            # With nothing left to draw, a drafter's tree still needs a token there; say the first, of probability 0 in q.
+            # With nothing left to draw, a drafter's tree still needs a token there; say the first,
+            # of probability 0 in q.
             left = probs.sum(1, keepdim=True)
             probs = torch.where(left > 0, probs / left, torch.eye(vocab, dtype=probs.dtype)[:1])
         weight = weight * probs.gather(1, tokens[:, node, None])[:, 0]
@@ -123,7 +140,7 @@ def all_tokens(
 def drawn_tokens(
     shape: TreeShape, drafter: Tables, sampling: Sampling, num_samples: int, generator: Randomness
 ) -> Int[torch.Tensor, "tree node"]:
-    """The tokens of trees as a drafter draws them."""
+    """Return the tokens of trees as a drafter draws them."""
     if shape.drawing == "beam":
         return beam_tokens(shape, drafter).expand(num_samples, -1)
     tokens = torch.zeros(num_samples, len(shape.parents), dtype=torch.long)
@@ -140,7 +157,7 @@ def drawn_tokens(
 
 
 def beam_tokens(shape: TreeShape, drafter: Tables) -> Int[torch.Tensor, "1 node"]:
-    """The likeliest children of every node."""
+    """Return the likeliest children of every node."""
     tokens = torch.zeros(1, len(shape.parents), dtype=torch.long)
     for node, parent in enumerate(shape.parents):
         logits = _after_path(drafter, shape, tokens, parent)
@@ -151,7 +168,10 @@ def beam_tokens(shape: TreeShape, drafter: Tables) -> Int[torch.Tensor, "1 node"
 def _after_path(
     tables: Tables, shape: TreeShape, tokens: Int[torch.Tensor, "tree node"], node: int
 ) -> Float[torch.Tensor, "tree vocab"]:
-    """A toy model's logits after the path to `node` (-1: after the text itself) of every tree."""
+    """Return a toy model's logits after the path to `node` (-1.
+
+    After the text itself) of every tree.
+    """
     path = shape.path(node)
     if len(path) >= len(tables):
         raise ValueError(f"the toy model knows texts of {len(tables) - 1} tokens, and the tree is {len(path)} deep")

@@ -1,4 +1,7 @@
-"""The audit of answers that differ: forced through the plain model, are they its own within the noise of its arithmetic?"""
+"""The audit of answers that differ.
+
+Forced through the plain model, are they its own within the noise of its arithmetic?
+"""
 
 import torch
 from jaxtyping import Int
@@ -13,7 +16,8 @@ from ..records.run_files import Audit
 MAX_NOISE = 0.25
 """Of the logits' standard deviation: rounding in bfloat16 makes a tenth of that."""
 ROUNDING = 8
-"""Units of the sampler's precision: what softmax and the division by the clocks add to the noise of sampled scores."""
+"""Units of the sampler's precision: what softmax and the division by the clocks add to the noise of
+sampled scores."""
 
 
 @torch.inference_mode()
@@ -26,9 +30,10 @@ def audit(
     temperature: float = 0.0,
     seed: int = 0,
 ) -> Audit:
-    """Force an answer through the plain model, token by token as plain decoding reads it, and all at once.
+    """Force an answer through the plain model, token by token and all at once.
 
-    The answer is a greedy one, or, at a `temperature` above 0, one sampled with `RowSeeds([seed])`, of up to `max_new_tokens`.
+    The answer is a greedy one, or, at a `temperature` above 0, one sampled with `RowSeeds([seed])`,
+    of up to `max_new_tokens`.
     """
     num_tokens = len(token_ids)
     tokens = torch.tensor([token_ids], device=prompt.device)
@@ -41,7 +46,8 @@ def audit(
     stepwise = torch.cat(plain)
     stepwise = stepwise.to(torch.promote_types(stepwise.dtype, MIN_PRECISION))  # [token, vocab], as `warp` takes them
 
-    # The model itself, without cache, mask or tree: what is audited has no part in its own yardstick.
+    # The model itself, without cache, mask or tree: what is audited has no part in its own
+    # yardstick.
     text = torch.cat([prompt, tokens[:, :-1]], dim=1)
     at_once = target.model(text, use_cache=False, logits_to_keep=num_tokens).logits[0].to(stepwise.dtype)
     logit_noise = float((stepwise - at_once).abs().max())

@@ -1,4 +1,4 @@
-"""Timing of plain decoding and of drafters, interleaved, through the same loop, alone or in batches."""
+"""Timing of plain decoding and drafters, interleaved, through the same loop."""
 
 import hashlib
 import logging
@@ -34,19 +34,19 @@ from .warm_up import num_recordings, reachable_sizes, shapes_of, text_lengths, v
 logger = logging.getLogger(__name__)
 
 WARMUP_NEW_TOKENS = 32
-
 T = TypeVar("T")
-
 Pass = tuple[PromptSet, Sequence[Prompt], int, int, bool]
-"""Suite, those of its prompts to answer, batch size, repeat, profiled: every method goes through them once."""
+"""Suite, those of its prompts to answer, batch size, repeat, profiled: every method goes through
+them once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
     """What stays the same while a run measures, and the file that its records go to.
 
-    `rules` by temperature. `methods`, by temperature and batch size, include the baseline, whose first answer to a turn there
-    is part of the next turn's prompt for every method there: so a lossy method can't change what it is asked.
+    `rules` by temperature. `methods`, by temperature and batch size, include the baseline, whose
+    first answer to a turn there is part of the next turn's prompt for every method there: so a
+    lossy method can't change what it is asked.
     """
 
     target: HFTarget
@@ -62,15 +62,19 @@ class Bench:
     recorded_environment: Environment
     """Where the run was begun; new records are made nowhere else."""
     out_of_memory: list[OutOfMemory] = field(default_factory=list)
-    """What didn't fit, and isn't tried again by this run. Where plain decoding doesn't fit, there is nothing to hold the others
-    against, so all of them are here."""
+    """What didn't fit, and isn't tried again by this run. Where plain decoding doesn't fit, there
+    is nothing to hold the others against, so all of them are here."""
     without_profile: list[OutOfMemory] = field(default_factory=list)
-    """What fits with the phase timers off and didn't with them: its figures stay, and its profile isn't tried again."""
+    """What fits with the phase timers off and didn't with them: its figures stay, and its profile
+    isn't tried again."""
     warnings: set[str] = field(default_factory=set)
     """Warnings that are given once in a run, and have been."""
 
     def measure(self, suites: Sequence[PromptSet]) -> None:
-        """Measure whatever the records lack, but for what doesn't fit into memory."""
+        """Measure whatever the records lack, but for what doesn't fit into memory.
+
+        A KeyboardInterrupt passes on with the number of answers that are kept.
+        """
         passes = self._passes(suites)
         num_answers = sum(
             len(prompt.turns) * len(self.methods[temperature, size])
@@ -78,6 +82,13 @@ class Bench:
             for prompt in prompts
             for temperature in self.rules
         )
+        try:
+            self._measure(suites, passes, num_answers)
+        except KeyboardInterrupt:
+            kept = f"{len(self.file.records)} of {num_answers} answers are kept in {self.file.path}."
+            raise KeyboardInterrupt(kept) from None
+
+    def _measure(self, suites: Sequence[PromptSet], passes: Sequence[Pass], num_answers: int) -> None:
         warm_length = 0  # of the longest texts that everything is warm for
         with tqdm(total=num_answers, desc="eval", unit="answer") as progress:
             for batch, method, repeat, profiled in self._plan(passes):
@@ -97,7 +108,10 @@ class Bench:
             progress.total = progress.n  # the others were too long, or too large
 
     def _passes(self, suites: Sequence[PromptSet]) -> list[Pass]:
-        """All that is to be measured. What is profiled are whole batches, since a smaller one takes another time."""
+        """Return all that is to be measured.
+
+        What is profiled are whole batches, since a smaller one takes another time.
+        """
         sizes, num_profiled = self.config.batch_sizes, self.config.profile_prompts
         passes: list[Pass] = [
             (suite, suite.prompts, size, repeat, False)
@@ -112,10 +126,10 @@ class Bench:
         ]
 
     def _plan(self, passes: Iterable[Pass]) -> Iterator[tuple[TurnBatch, Method, int, bool]]:
-        """Every batch at every temperature with every method, interleaved; the order of the methods moves on by one from group
-        to group.
+        """Every batch at every temperature with every method, interleaved.
 
-        Lazy: a second turn is built when the baseline has answered the first; and what runs out of memory is left out of what
+        The order of the methods moves on by one from group to group. Lazy: a second turn is built
+        when the baseline has answered the first; and what runs out of memory is left out of what
         comes after.
         """
         for suite, prompts, size, repeat, profiled in passes:
@@ -130,7 +144,10 @@ class Bench:
                                 yield batch, method, repeat, profiled
 
     def _groups(self, suite: PromptSet, prompts: Iterable[Prompt], size: int) -> Iterator[list[Prompt]]:
-        """The prompts that have room for an answer, in groups of `size`; the last one may be smaller."""
+        """Yield the prompts that have room for an answer, in groups of `size`.
+
+        The last one may be smaller.
+        """
         temperature = next(iter(self.rules))  # a first turn is the same at each
         fitting = (
             prompt for prompt in prompts if next(self.prompt_turns(suite, prompt, temperature, size)).input_ids is not None
@@ -141,7 +158,7 @@ class Bench:
     def _batches(
         self, suite: PromptSet, group: Sequence[Prompt], index: int, temperature: float, size: int
     ) -> Iterator[TurnBatch]:
-        """A group's first turns, its second turns, and so on."""
+        """Yield a group's first turns, its second turns, and so on."""
         rows = [self.prompt_turns(suite, prompt, temperature, size) for prompt in group]
         for together in zip_longest(*rows):
             going_on = [(turn, turn.input_ids[0]) for turn in together if turn is not None and turn.input_ids is not None]
@@ -150,8 +167,11 @@ class Bench:
                 yield TurnBatch(index=index, turns=turns, input_ids=input_ids)
 
     def prompt_turns(self, suite: PromptSet, prompt: Prompt, temperature: float, batch_size: int) -> Iterator[PromptTurn]:
-        """The turns of a prompt. The baseline must have answered one at this temperature and batch size before the next is
-        asked for."""
+        """Yield the turns of a prompt.
+
+        The baseline must have answered one at this temperature and batch size before the next is
+        asked for.
+        """
         messages: list[Turn] = []
         fits = True
         for index, text in enumerate(prompt.turns):
@@ -188,10 +208,11 @@ class Bench:
         return fits
 
     def _prepare(self, suites: Sequence[PromptSet], suite: PromptSet, length: int, profiled: bool) -> int:
-        """Before a measurement of texts of up to `length` tokens: check the place, and let every method decode all that costs
-        more the first time. Returns the length of texts that everything is warm for.
+        """Before a measurement of texts of up to `length` tokens.
 
-        What runs out of memory is left out, and leaves everything cold, so that it begins again without that.
+        Check the place, and let every method decode all that costs more the first time. Returns the
+        length of texts that everything is warm for. What runs out of memory is left out, and leaves
+        everything cold, so that it begins again without that.
         """
         if changes := differences(asdict(self.recorded_environment), asdict(self.environment)):
             raise ValueError(
@@ -204,7 +225,7 @@ class Bench:
                 return warm_length
 
     def _answer_briefly(self, suite: PromptSet, profiled: bool) -> bool:
-        """Let every method answer the first prompts, in batches of every size; False where one ran out of memory."""
+        """Let every method answer the first prompts; return False where memory ran out."""
         num_tokens = min(self.config.max_new_tokens, WARMUP_NEW_TOKENS)
         for size in self.config.batch_sizes:
             num_groups = math.ceil(self.config.warmup_prompts / size)
@@ -219,8 +240,11 @@ class Bench:
         return True
 
     def _visit_shapes(self, suites: Sequence[PromptSet], length: int, profiled: bool) -> int:
-        """Let every method take a step of each shape that its answers may come to, in texts of `length` tokens and in all that
-        can be foreseen. Returns the length of the longest."""
+        """Let every method take a step of each shape that its answers may have.
+
+        The texts have `length` tokens, or as many as the prompts allow. Returns the length of the
+        longest.
+        """
         rows: dict[Drafter[Any, Any], set[int]] = {}
         for (temperature, size), methods in self.methods.items():
             for method in methods:
@@ -252,12 +276,15 @@ class Bench:
         return self._fits_at(turn.suite, turn.temperature, turn.batch_size, method.name, profiled)
 
     def _fits_at(self, suite: PromptSet, temperature: float, batch_size: int, method: str, profiled: bool = False) -> bool:
-        """Whether a method hasn't run out of memory there, or, if it is to be `profiled`, in its profile."""
+        """Return whether a method (if `profiled`, its profile too) has not run out of memory."""
         lost = [*self.out_of_memory, *(self.without_profile if profiled else ())]
         return (suite.name, temperature, batch_size, method) not in {missing.cell for missing in lost}
 
     def _within_memory(self, batch: TurnBatch, method: Method, work: Callable[[], T], profiled: bool) -> T | None:
-        """What `work` returns for a batch; None where it runs out of memory, and the method is left out there from then on."""
+        """Return what `work` returns for a batch.
+
+        None where it runs out of memory, and the method is left out there from then on.
+        """
         result = within_memory(work, self.target)
         if result is None:
             self._leave_out(batch.turns[0], method, profiled)
@@ -266,7 +293,8 @@ class Bench:
     def _leave_out(self, turn: PromptTurn, method: Method, profiled: bool) -> None:
         """Note what ran out of memory, and with plain decoding all that would be held against it.
 
-        Profiles come after all other answers, so that what is lost in their pass is only the method's profile.
+        Profiles come after all other answers, so that what is lost in their pass is only the
+        method's profile.
         """
         where = f"{turn.suite.name} (temperature {turn.temperature:g}, batch size {turn.batch_size})"
         left_out = [method]
@@ -358,16 +386,17 @@ class Bench:
 
 
 def answer_seed(seed: int, suite: str, prompt_id: str, turn: int) -> int:
-    """The seed of an answer: the same for every method, repeat, temperature and batch size.
+    """Return the seed of an answer.
 
-    So methods whose trees are functions of the text must sample the very tokens of the baseline (see `RowSeeds`), and
+    The same for every method, repeat, temperature and batch size. So methods whose trees are
+    functions of the text must sample the very tokens of the baseline (see `RowSeeds`), and
     temperatures differ by what they do, not by luck.
     """
     return int(digest_of([seed, suite, prompt_id, turn]), 16)
 
 
 def evenly_spaced(items: Sequence[T], num: int) -> list[T]:
-    """Up to `num` of the items, spread over all of them, so that every category has a chance."""
+    """Return up to `num` of the items, evenly spaced, so that categories are covered."""
     num = min(num, len(items))
     return [items[index * len(items) // num] for index in range(num)]
 

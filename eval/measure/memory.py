@@ -13,7 +13,10 @@ T = TypeVar("T")
 
 
 def within_memory(work: Callable[[], T], target: HFTarget) -> T | None:
-    """What `work` returns, or None where it ran out of memory. The target's caches are then given back."""
+    """Return what `work` returns, or None where it ran out of memory.
+
+    The target's caches are then given back.
+    """
     try:
         return work()
     except Exception as error:  # of any type: memory may have run out behind it
@@ -21,7 +24,8 @@ def within_memory(work: Callable[[], T], target: HFTarget) -> T | None:
         if not failed_allocation:
             raise
         logger.warning("%s", failed_allocation.partition("\n")[0])
-    # Not before the error is gone: its traceback keeps the tensors of every frame that it went through.
+    # Not before the error is gone: its traceback keeps the tensors of every frame that it went
+    # through.
     target.release_cache()
     release_memory(target.device)
     return None

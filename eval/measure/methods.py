@@ -1,4 +1,7 @@
-"""What an evaluation compares: drafters, each in its settings, under the names that the tables show."""
+"""What an evaluation compares.
+
+Drafters, each in its settings, under the names that the tables show.
+"""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -21,9 +24,11 @@ from ..records.run_files import Place
 from .turns import Method
 
 Settings = Mapping[Path, Sequence[dict[str, Any]]]
-"""Run-time options by drafter's directory, each one a method of the table: in place of the configuration's."""
+"""Run-time options by drafter's directory, each one a method of the table: in place of the
+configuration's."""
 TunedSettings = Mapping[Path, Mapping[Place, dict[str, Any] | None]]
-"""By drafter's directory the options for each temperature and batch size; None where it is to draft nothing."""
+"""By drafter's directory the options for each temperature and batch size; None where it is to draft
+nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +45,11 @@ class MethodSpec:
 def method_specs(
     config: EvalConfig, drafter_dirs: Sequence[Path], settings: Settings | None = None, tuned: TunedSettings | None = None
 ) -> dict[str, MethodSpec]:
-    """What is measured besides plain decoding, by the name that the table shows.
+    """Return what is measured besides plain decoding, by the name that the table shows.
 
-    The name is the drafter's kind and the setting, and between them what tells its directory from the others', unless that is
-    its kind; and that the setting was tuned. Raises ValueError for a directory without a drafter, an option that it doesn't
-    have, and for a drafter named twice.
+    The name is the drafter's kind and the setting, and between them what tells its directory from
+    the others', unless that is its kind; and that the setting was tuned. Raises ValueError for a
+    directory without a drafter, an option that it doesn't have, and for a drafter named twice.
     """
     specs: dict[str, MethodSpec] = {}
     paths = [directory.resolve() for directory in drafter_dirs]
@@ -68,7 +73,7 @@ def method_specs(
 
 
 def _by_setting(path: Path, tuned: Mapping[Place, dict[str, Any] | None]) -> list[MethodSpec]:
-    """A method for each setting, for all places that it was chosen for."""
+    """Return a method for each setting, for all places that it was chosen for."""
     settings = [setting for index, setting in enumerate(tuned.values()) if setting not in list(tuned.values())[:index]]
     return [
         MethodSpec(path=path, setting=setting, places=tuple(place for place, own in tuned.items() if own == setting))
@@ -81,7 +86,10 @@ def _words(setting: dict[str, Any] | None) -> list[str]:
 
 
 def _distinct_parts(paths: Sequence[Path]) -> list[str]:
-    """What tells each path from the others: without the folders above all of them, and without a last one that they share."""
+    """Return what tells each path from the others.
+
+    Without the folders above all of them, and without a last one that they share.
+    """
     if len(paths) == 1:
         return [""]
     parts = [path.relative_to(os.path.commonpath(paths)).parts for path in paths]
@@ -91,7 +99,7 @@ def _distinct_parts(paths: Sequence[Path]) -> list[str]:
 
 
 def recorded_methods(specs: Mapping[str, MethodSpec]) -> dict[str, dict[str, Any]]:
-    """What a record depends on of its method; no paths, so that a folder may be moved."""
+    """Return what a record depends on of its method; no paths, so that a folder may be moved."""
     return {
         name: {
             "config": read_drafter_config(spec.path).drafter,
@@ -104,12 +112,15 @@ def recorded_methods(specs: Mapping[str, MethodSpec]) -> dict[str, dict[str, Any
 
 
 def load_drafters(specs: Mapping[str, MethodSpec], target: HFTarget) -> dict[str, TrainableDrafter]:
-    """The drafters, by method; those that were turned off aren't among them."""
+    """Return the drafters, by method; those that were turned off aren't among them."""
     return {name: load_drafter(spec.path, target, **spec.setting) for name, spec in specs.items() if spec.setting is not None}
 
 
 def proposer(drafter: TrainableDrafter, target: HFTarget) -> Drafter[Any, Any]:
-    """The drafter as it decodes beside this target: replayed as a CUDA graph where the target is, if it can be recorded."""
+    """Return the drafter as it decodes beside this target.
+
+    Replayed as a CUDA graph where the target is, if it can be recorded.
+    """
     if target.cuda_graphs and isinstance(drafter, RecordableDrafter):
         return GraphedDrafter(drafter)
     return drafter
@@ -118,7 +129,7 @@ def proposer(drafter: TrainableDrafter, target: HFTarget) -> Drafter[Any, Any]:
 def methods_by_place(
     config: EvalConfig, specs: Mapping[str, MethodSpec], drafters: Mapping[str, TrainableDrafter], target: HFTarget
 ) -> dict[Place, list[Method]]:
-    """The methods that take turns at each temperature and batch size, plain decoding first."""
+    """Return the methods by temperature and batch size, plain decoding first."""
     proposers = {name: proposer(drafter, target) for name, drafter in drafters.items()}
     methods = {name: Method(name=name, drafter=proposers.get(name) or NullDrafter()) for name in specs}
     baseline = Method(name=BASELINE, drafter=NullDrafter())

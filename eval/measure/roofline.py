@@ -22,7 +22,10 @@ Read = Callable[[], torch.Tensor]
 
 
 def measure_roofline(model: nn.Module, device: torch.device, bandwidth_gbs: float | None = None) -> Roofline:
-    """The roofline of `model` on `device` with torch's current number of threads; `bandwidth_gbs` None measures it."""
+    """Return the roofline of `model` on `device` with torch's current number of threads.
+
+    `bandwidth_gbs` None measures it.
+    """
     num_bytes = weight_bytes(model)
     return Roofline(
         weight_bytes=num_bytes,
@@ -33,9 +36,10 @@ def measure_roofline(model: nn.Module, device: torch.device, bandwidth_gbs: floa
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of weights that one plain decode step reads: all parameters, but of an embedding that is not also the head one row.
+    """Bytes of weights that one plain decode step reads.
 
-    For a mixture of experts this counts every expert, though a step reads only a few.
+    All parameters, but of an embedding that is not also the head one row. For a mixture of experts
+    this counts every expert, though a step reads only a few.
     """
     embeddings = {id(module.weight): module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     heads = {id(parameter) for module in model.modules() if isinstance(module, nn.Linear) for parameter in module.parameters()}
@@ -46,9 +50,9 @@ def weight_bytes(model: nn.Module) -> int:
 def measure_bandwidth(num_bytes: int, device: torch.device) -> float:
     """Gigabytes per second of reading a buffer of `num_bytes` again and again, at best.
 
-    On a CPU the buffer has at most MAX_BUFFER_BYTES, on an accelerator MAX_ACCELERATOR_BYTES and what fits into its memory.
-    Two kernels read it: a norm, and the matrix-vector product that decoding consists of. The better one counts, since a bound
-    is wanted.
+    On a CPU the buffer has at most MAX_BUFFER_BYTES, on an accelerator MAX_ACCELERATOR_BYTES and
+    what fits into its memory. Two kernels read it: a norm, and the matrix-vector product that
+    decoding consists of. The better one counts, since a bound is wanted.
     """
     on_cpu = device.type == "cpu"
     matrix = _buffer(min(num_bytes, MAX_BUFFER_BYTES if on_cpu else MAX_ACCELERATOR_BYTES), device)
@@ -59,7 +63,7 @@ def measure_bandwidth(num_bytes: int, device: torch.device) -> float:
 
 
 def _buffer(num_bytes: int, device: torch.device) -> Float[torch.Tensor, "row column"]:
-    """A matrix of about so many bytes, or of half as many, again and again, until it fits into memory."""
+    """Return a matrix of about so many bytes, halved until it fits into memory."""
     try:
         return torch.ones(max(1, num_bytes // (4 * COLUMNS)), COLUMNS, device=device)
     except RuntimeError as error:
@@ -69,7 +73,10 @@ def _buffer(num_bytes: int, device: torch.device) -> Float[torch.Tensor, "row co
 
 
 def _seconds_alone(read: Read) -> float:
-    """Seconds of the fastest of NUM_READS single reads, by the host's clock: a CPU has read when the call returns."""
+    """Seconds of the fastest of NUM_READS single reads, by the host's clock.
+
+    A CPU has read when the call returns.
+    """
     read()  # not timed: the first call sets things up
     best = float("inf")
     for _ in range(NUM_READS):
@@ -80,10 +87,11 @@ def _seconds_alone(read: Read) -> float:
 
 
 def _seconds_in_a_row(read: Read, device: torch.device) -> float:
-    """Seconds of one of NUM_QUEUED_READS reads, by the accelerator's own clock: events before the first and after the last.
+    """Seconds of one of NUM_QUEUED_READS reads, by the accelerator's own clock.
 
-    The host launches ahead meanwhile, so neither launches nor a wait are in the time, unless the buffer is so small (some ten
-    MB) that it is read faster than the next read is launched.
+    Events before the first and after the last. The host launches ahead meanwhile, so neither
+    launches nor a wait are in the time, unless the buffer is so small (some ten MB) that it is read
+    faster than the next read is launched.
     """
     stream = torch.accelerator.current_stream(device)
     start, end = (torch.Event(device, enable_timing=True) for _ in range(2))
@@ -98,7 +106,10 @@ def _seconds_in_a_row(read: Read, device: torch.device) -> float:
 
 
 def cache_bytes(device: torch.device) -> int | None:
-    """Size of the last-level cache of the first CPU, or of the GPU; None where it can't be told."""
+    """Size of the last-level cache of the first CPU, or of the GPU.
+
+    None where it can't be told.
+    """
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
     sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]

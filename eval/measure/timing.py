@@ -20,7 +20,7 @@ from ..records.records import TreeTokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """The steps of one run of the decode loop, and the seconds until the first tokens and from there to the last.
+    """Steps of one run of the decode loop, with its seconds of prefill and of decoding.
 
     The seconds are the batch's: all its rows were answered in them.
     """
@@ -30,7 +30,7 @@ class Generation:
     decode_seconds: float
 
     def answer(self, row: int) -> "TimedAnswer":
-        """What the run did for one row of its batch."""
+        """Return what the run did for one row of its batch."""
         own = [(step, step.rows.index(row)) for step in self.steps if row in step.rows]
         accepted = [step.num_accepted[place] for step, place in own if not step.is_prefill]
         return TimedAnswer(
@@ -70,7 +70,10 @@ class TimedAnswer:
 
 
 def _tree_tokens(own: Sequence[tuple[Step, int]]) -> TreeTokens:
-    """What merging shared prefixes saved a row, and padding cost it, whose steps and place in them these are."""
+    """Return what merging shared prefixes saved a row, and what padding cost it.
+
+    Each pair has a step and the row's index in it.
+    """
     counts = [(tree_tokens(*step.links), place, step.num_nodes) for step, place in own if step.links is not None]
     return TreeTokens(
         shared=[int(shared[place]) for (shared, _), place, _ in counts],
@@ -90,9 +93,10 @@ def time_generation(
     seeds: Sequence[int],
     timed: bool = False,
 ) -> Generation:
-    """Decode a batch of prompts and take its wall time. What a rule leaves to chance is decided by `seeds`, one for each row.
+    """Decode a batch of prompts and take its wall time.
 
-    `timed` takes the phases too, which slows an accelerator down.
+    What a rule leaves to chance is decided by `seeds`, one for each row. `timed` takes the phases
+    too, which slows an accelerator down.
     """
     device = prompts[0].device
     synchronize(device)

@@ -1,4 +1,7 @@
-"""What a measurement consists of: methods, and the turns of prompts that each of them answers."""
+"""What a measurement consists of.
+
+Methods, and the turns of prompts that each of them answers.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +16,10 @@ from ...models.decoding.protocols import Drafter
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """A way to decode: a drafter in one setting. The baseline's drafter proposes nothing."""
+    """A way to decode: a drafter in one setting.
+
+    The baseline's drafter proposes nothing.
+    """
 
     name: str
     drafter: Drafter[Any, Any]
@@ -21,10 +27,10 @@ class Method:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptTurn:
-    """A turn of a prompt as the target reads it, earlier turns and their answers included: those of plain decoding at this
-    temperature and batch size.
+    """A turn of a prompt as the target reads it, earlier turns and their answers included.
 
-    `input_ids` is None where it, or an earlier turn, leaves no room for an answer in the target's context window.
+    Those of plain decoding at this temperature and batch size. `input_ids` is None where it, or an
+    earlier turn, leaves no room for an answer in the target's context window.
     """
 
     suite: PromptSet
@@ -37,10 +43,11 @@ class PromptTurn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnBatch:
-    """Turns that are answered together, in the order of the suite: the same turn of up to `batch_size` prompts.
+    """Turns that are answered together, in the order of the suite.
 
-    `index` counts the groups of prompts of a pass: later turns of a group have the same one. A prompt leaves its group where
-    it has no further turn, or no room for one.
+    The same turn of up to `batch_size` prompts. `index` counts the groups of prompts of a pass:
+    later turns of a group have the same one. A prompt leaves its group where it has no further
+    turn, or no room for one.
     """
 
     index: int

@@ -1,4 +1,4 @@
-"""What a warm-up must visit so that nothing is compiled or recorded while an answer is being measured."""
+"""Shapes that a warm-up visits, so that nothing is compiled while answers are measured."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +27,10 @@ NEW_TOKENS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """Tokens that the texts of an evaluation have when they are answered: at least, and at most with their answers."""
+    """Tokens that the texts of an evaluation have when they are answered.
+
+    At least, and at most with their answers.
+    """
 
     shortest: int
     longest: int
@@ -35,7 +38,10 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """So many texts of one length, behind which a drafter takes a step: that step's tensors have shapes of their own."""
+    """So many texts of one length, behind which a drafter takes a step.
+
+    That step's tensors have shapes of their own.
+    """
 
     drafter: Drafter[Any, Any]
     num_rows: int
@@ -44,7 +50,7 @@ class Shape:
     """Of the tree. `length` is such that the extent is the same for trees of all sizes."""
 
     def needs_as_much_as(self, other: "Shape") -> bool:
-        """Whether it can't fit into memory where the other one doesn't."""
+        """Return whether it can't fit into memory where the other one doesn't."""
         return (
             self.drafter is other.drafter
             and self.num_rows >= other.num_rows
@@ -54,19 +60,21 @@ class Shape:
 
 
 def reachable_sizes(batch_size: int, num_prompts: int) -> set[int]:
-    """Return the numbers of rows that batches come to: full ones, the last one, and then those that
-    `kept_places` lets a batch shrink to."""
+    """Return the numbers of rows that batches come to.
+
+    Full ones, the last one, and then those that `kept_places` lets a batch shrink to.
+    """
     return {batch_size, num_prompts % batch_size or batch_size, *(1 << power for power in range(batch_size.bit_length()))}
 
 
 def text_lengths(
     suites: Iterable[PromptSet], tokenizer: PreTrainedTokenizerBase, *, max_new_tokens: int, context_length: int
 ) -> Lengths:
-    """The lengths of all turns that have room for an answer; answers to earlier turns, which aren't known yet, count as
-    `max_new_tokens`.
+    """Return the lengths of all turns that have room for an answer.
 
-    An answer's text may be read back as more tokens than it was written with (a byte that is no character becomes three), so
-    that a later turn can be longer than is foreseen here.
+    Answers to earlier turns, which aren't known yet, count as `max_new_tokens`. An answer's text
+    may be read back as more tokens than it was written with (a byte that is no character becomes
+    three), so that a later turn can be longer than is foreseen here.
     """
     shortest, longest = context_length, 0
     for suite in suites:
@@ -123,7 +131,10 @@ def num_recordings(shapes: Iterable[Shape], extent_step: int) -> int:
 
 
 def tree_sizes(drafter: Drafter[Any, Any]) -> Sequence[int]:
-    """Return the numbers of nodes that a drafter's trees come in: its largest, unless it says more."""
+    """Return the numbers of nodes that a drafter's trees come in.
+
+    Its largest, unless it says more.
+    """
     return drafter.tree_sizes if isinstance(drafter, SizedDrafter) else (drafter.max_nodes,)
 
 
@@ -151,10 +162,10 @@ class Resized:
 def visit(shapes: Sequence[Shape], text: Int[torch.Tensor, " seq"], target: HFTarget, rule: AcceptanceRule) -> None:
     """Take a step of each shape, behind texts that repeat `text`.
 
-    So none is compiled or recorded in the middle of a measured answer. (But where prompts of a batch
-    have different numbers of turns, its later turns may begin with a number of rows that isn't
-    visited.) What doesn't fit into memory is left out, and leaves all caches cold: then everything
-    else begins again.
+    So none is compiled or recorded in the middle of a measured answer. (But where prompts of a
+    batch have different numbers of turns, its later turns may begin with a number of rows that
+    isn't visited.) What doesn't fit into memory is left out, and leaves all caches cold: then
+    everything else begins again.
     """
     step = partial(_take_step, text, target, rule)
     while shapes:
@@ -165,7 +176,7 @@ def visit(shapes: Sequence[Shape], text: Int[torch.Tensor, " seq"], target: HFTa
 
 
 def _take_step(text: Int[torch.Tensor, " seq"], target: HFTarget, rule: AcceptanceRule, shape: Shape) -> Generation:
-    """The first step of an answer to a batch of this shape."""
+    """Return the first step of an answer to a batch of this shape."""
     row = text.repeat(-(-shape.length // len(text)))[: shape.length]
     limits: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "stop_ids": ()}
     drafter = Resized(shape.drafter, shape.num_nodes)

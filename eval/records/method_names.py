@@ -60,7 +60,10 @@ class MethodFacts:
 
     @property
     def setting(self) -> Mapping[str, Any] | None:
-        """The run-time options. None where tuning turned the drafter off."""
+        """The run-time options.
+
+        None where tuning turned the drafter off.
+        """
         return setting_of_key(self.key) if self.described is None else self.described["setting"]
 
     @property
@@ -100,7 +103,8 @@ def method_names(methods: Sequence[MethodFacts]) -> list[MethodName]:
         else MethodName(drafter=labels[method.drafter], setting=_setting_of(method))
         for method in methods
     ]
-    # 3. What is still alike: a copy in another folder, or a setting that repeats what the drafter has anyway.
+    # 3. What is still alike: a copy in another folder, or a setting that repeats what the drafter
+    # has anyway.
     keys: dict[tuple[str, MethodName], set[str]] = defaultdict(set)
     for method, name in zip(methods, names, strict=True):
         keys[method.run, name].add(method.key)
@@ -140,7 +144,7 @@ def setting_words(kind: str, options: Mapping[str, Any], setting: Mapping[str, A
 
 
 def _shape_words(kind: str, options: Mapping[str, Any]) -> Iterable[str]:
-    """The shape of the draft tree, in the words of its kind."""
+    """Return the shape of the draft tree, in the words of its kind."""
     width, length = options.get("beam_width"), options.get("beam_length")
     if width is not None:
         yield _counted(width, "beam") + (f" of {length}" if length is not None else "")
@@ -156,7 +160,10 @@ def _shape_words(kind: str, options: Mapping[str, Any]) -> Iterable[str]:
 
 
 def setting_of_key(key: str) -> dict[str, Any] | None:
-    """Read the setting that a key ends with. None where tuning turned the drafter off."""
+    """Read the setting that a key ends with.
+
+    None where tuning turned the drafter off.
+    """
     words = _words_before_setting(key)
     if words[-1] == "off":
         return None
@@ -166,7 +173,7 @@ def setting_of_key(key: str) -> dict[str, Any] | None:
 
 
 def _value(text: str) -> Any:
-    """A value as Python writes it in a key."""
+    """Return a value as Python writes it in a key."""
     literals = {"None": None, "True": True, "False": False}
     if text in literals:
         return literals[text]
@@ -187,7 +194,7 @@ def _setting_of(method: MethodFacts) -> str:
 
 
 def _drafter_labels(drafters: Mapping[tuple[str, str, str], MethodFacts]) -> dict[tuple[str, str, str], str]:
-    """The title of each drafter's kind, and in brackets what tells it from others of that kind."""
+    """Return each drafter's title, in brackets its difference from others of its kind."""
     labels = {}
     for kind in dict.fromkeys(method.kind for method in drafters.values()):
         title = TITLES.get(kind, kind)
@@ -198,7 +205,10 @@ def _drafter_labels(drafters: Mapping[tuple[str, str, str], MethodFacts]) -> dic
 
 
 def _differences(drafters: Mapping[tuple[str, str, str], MethodFacts]) -> dict[tuple[str, str, str], list[str]]:
-    """What tells each drafter from the others: options, then training, then folder, until all differ."""
+    """Return what tells each drafter from the others.
+
+    Options, then training, then folder, until all differ.
+    """
     words: dict[tuple[str, str, str], list[str]] = {identity: [] for identity in drafters}
     for words_of in (_differing_options, _differing_training, _folders):
         alike: dict[tuple[str, ...], list[tuple[str, str, str]]] = defaultdict(list)
@@ -220,7 +230,7 @@ def _differing_options(methods: Sequence[MethodFacts]) -> list[list[str]]:
 
 
 def _differing_training(methods: Sequence[MethodFacts]) -> list[list[str]]:
-    """The labels and the steps of their trainings, where these are known and differ."""
+    """Return the labels and the steps of their trainings, where these are known and differ."""
     facts = [method.training for method in methods]
     if not all(facts):
         return [[] for _ in methods]
@@ -245,7 +255,7 @@ def _option_words(name: str, value: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    """A value as YAML has it: `true`, `null`, `[1, 2]`."""
+    """Return a value as YAML has it: `true`, `null`, `[1, 2]`."""
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 

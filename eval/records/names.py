@@ -1,4 +1,7 @@
-"""Names of a run's files and of plain decoding; whoever reads a finished run needs nothing heavier."""
+"""Names of a run's files and of plain decoding.
+
+Whoever reads a finished run needs nothing heavier.
+"""
 
 BASELINE = "baseline"
 """Method name of plain decoding."""

@@ -19,7 +19,8 @@ from .names import BASELINE as BASELINE
 logger = logging.getLogger(__name__)
 
 RecordKey = tuple[str, str, int, float, str, int, bool, int]
-"""Suite, prompt id, turn, temperature, method, repeat, profiled, batch size: one answer of a run."""
+"""Suite, prompt id, turn, temperature, method, repeat, profiled, batch size: one answer of a
+run."""
 BatchKey = tuple[str, str | int, int, float, str, int, bool, int]
 """The same with the batch in the prompt's place: what was decoded together."""
 Cell = tuple[str, float, int, str]
@@ -30,27 +31,31 @@ GroupKey = tuple[str, float, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeTokens:
-    """Draft tokens of each verify step: what merging shared prefixes saves, and what padding costs."""
+    """Draft tokens of each verify step.
+
+    What merging shared prefixes saves, and what padding costs.
+    """
 
     separate: list[int]
     """Were every path of the tree read by itself, without padding."""
     shared: list[int]
     """As the tree has them, without padding."""
     read: list[int]
-    """What the target read for this row, padding included: a row is padded to the largest tree of its
-    batch, or to the one shape that trees have in all steps."""
+    """What the target read for this row, padding included: a row is padded to the largest tree of
+    its batch, or to the one shape that trees have in all steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalRecord:
     """One answer: a prompt's turn, answered by a method, once.
 
-    The tokens and steps are this answer's own. The seconds are those of the batch that it was a row of: the records of one
-    `batch_key` share them, so count them once.
+    The tokens and steps are this answer's own. The seconds are those of the batch that it was a row
+    of: the records of one `batch_key` share them, so count them once.
 
-    `accepted_histogram[k]` counts the verify steps that accepted k draft tokens (before a cut at a stop token or at the limit).
-    The prefill is no verify step and its token is not among `num_verify_tokens`, so tokens per step is
-    `num_verify_tokens / num_steps`, bonus tokens included.
+    `accepted_histogram[k]` counts the verify steps that accepted k draft tokens (before a cut at a
+    stop token or at the limit). The prefill is no verify step and its token is not among
+    `num_verify_tokens`, so tokens per step is `num_verify_tokens / num_steps`, bonus tokens
+    included.
     """
 
     suite: str
@@ -66,15 +71,19 @@ class EvalRecord:
     profiled: bool
     """Whether the phase timers were on. Such a record never counts for speed."""
     prompt_set_source: str | None
-    """The data set of the Hub (ID@COMMIT) that the prompts were read from; None for a file or the running Python."""
+    """The data set of the Hub (ID@COMMIT) that the prompts were read from; None for a file or the
+    running Python."""
     batch_size: int
     """Prompts decoded together, at most: the setting."""
     batch: int
-    """Counts the groups of prompts that a method goes through in turn; all turns of a group's prompts have its number."""
+    """Counts the groups of prompts that a method goes through in turn; all turns of a group's
+    prompts have its number."""
     num_rows: int
-    """Answers that were decoded together, this one included: fewer than `batch_size` where prompts ran out."""
+    """Answers that were decoded together, this one included: fewer than `batch_size` where prompts
+    ran out."""
     context_from: str | None
-    """The method whose answers to the earlier turns, at the same temperature, stand in this prompt; None for a first turn."""
+    """The method whose answers to the earlier turns, at the same temperature, stand in this prompt;
+    None for a first turn."""
     prompt_sha256: str
     """Digest of the prompt's token ids."""
     num_prompt_tokens: int
@@ -143,7 +152,10 @@ class EvalRecord:
 
     @property
     def unit(self) -> str | int:
-        """The smallest part of a suite that has times of its own: a prompt, or the batch that it is in."""
+        """The smallest part of a suite that has times of its own.
+
+        A prompt, or the batch that it is in.
+        """
         return self.prompt_id if self.batch_size == 1 else self.batch
 
     @property
@@ -168,7 +180,8 @@ class EvalRecord:
     def is_other_sample(self) -> bool:
         """Whether it is another sample than the baseline's by design.
 
-        Random drafts decide with other coins what is emitted, and a rule that isn't lossless emits something else.
+        Random drafts decide with other coins what is emitted, and a rule that isn't lossless emits
+        something else.
         """
         return self.temperature > 0 and (self.drawn or not self.lossless_rule)
 
@@ -188,17 +201,21 @@ class EvalRecord:
 
 
 def group_name(key: GroupKey) -> str:
-    """What the files of a group are named after: the suite, a batch size above 1, and a temperature above 0."""
+    """Return what the files of a group are named after.
+
+    The suite, a batch size above 1, and a temperature above 0.
+    """
     suite, temperature, batch_size = key
     return suite + (f"-b{batch_size}" if batch_size > 1 else "") + (f"-t{temperature:g}" if temperature > 0 else "")
 
 
 class RecordFile:
-    """The records of a run: a JSON-lines file that grows batch by batch and survives being killed.
+    """The records of a run.
 
-    A last line without its newline was torn by a kill: it is dropped. A batch of which some records
-    are missing is dropped too, since its answers are measured together or not at all. Any other line
-    that cannot be read is a ValueError.
+    A JSON-lines file that grows batch by batch and survives being killed. A last line without its
+    newline was torn by a kill: it is dropped. A batch of which some records are missing is dropped
+    too, since its answers are measured together or not at all. Any other line that cannot be read
+    is a ValueError.
     """
 
     def __init__(self, path: Path) -> None:
@@ -235,7 +252,10 @@ def _lines(records: Iterable[EvalRecord]) -> bytes:
 
 
 def read_records(path: Path) -> dict[RecordKey, EvalRecord]:
-    """Read the records of whole lines and batches; the file is left as it is. Raises ValueError as `RecordFile` does."""
+    """Read the records of whole lines and batches; the file is left as it is.
+
+    Raises ValueError as `RecordFile` does.
+    """
     records: dict[RecordKey, EvalRecord] = {}
     content = path.read_bytes() if path.exists() else b""
     for number, line in enumerate(content.split(b"\n")[:-1], start=1):

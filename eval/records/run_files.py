@@ -1,4 +1,7 @@
-"""What a run leaves beside its records: how they were made, and what only the run could find out."""
+"""What a run leaves beside its records.
+
+How they were made, and what only the run could find out.
+"""
 
 import dataclasses
 from dataclasses import dataclass
@@ -23,23 +26,27 @@ RECORDED_OPTIONS = (
     "seed",
     "pack_weights",
 )
-"""Options of EvalConfig that a record depends on, besides suites and settings; threads are part of the environment."""
+"""Options of EvalConfig that a record depends on, besides suites and settings; threads are part of
+the environment."""
 GROWING = ("suites", "temperatures", "batch_sizes", "methods")
-"""What a finished run may get more of. (Of its methods only those that are tuned to a temperature and a batch size.)"""
+"""What a finished run may get more of. (Of its methods only those that are tuned to a temperature
+and a batch size.)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
-    """How far an answer strays from plain decoding, in scores, of which plain decoding emits the best.
+    """Deviation of an answer from plain decoding, in scores.
 
-    Greedy, a score is a logit; sampling with a seed, it is logit / temperature - log(clock), with the clocks that the seed
-    gives to this token of the answer (see `RowSeeds`). `deficit`: over all tokens, the largest distance between the plain
-    model's best score and that of the token emitted. `noise`: the largest difference between a score computed token by token
-    and the same one computed by the bare model over the whole text at once (the clocks are the same, so it is that of
-    logits / temperature), and the sampler's own `ROUNDING`. Two scores that are each off by `noise` may change order while
-    they are `2 * noise` apart: `within_noise`. Noise of more than a share of the logits' spread explains nothing: then
-    something is broken. And so it is where an answer doesn't end as plain decoding ends: with its first stop token, or at the
-    limit.
+    Plain decoding emits the token with the best score. Greedy, a score is a logit; sampling with a
+    seed, it is logit / temperature - log(clock), with the clocks that the seed gives to this token
+    of the answer (see `RowSeeds`). `deficit`: over all tokens, the largest distance between the
+    plain model's best score and that of the token emitted. `noise`: the largest difference between
+    a score computed token by token and the same one computed by the bare model over the whole text
+    at once (the clocks are the same, so it is that of logits / temperature), and the sampler's own
+    `ROUNDING`. Two scores that are each off by `noise` may change order while they are `2 * noise`
+    apart: `within_noise`. Noise of more than a share of the logits' spread explains nothing: then
+    something is broken. And so it is where an answer doesn't end as plain decoding ends: with its
+    first stop token, or at the limit.
     """
 
     deficit: float
@@ -62,7 +69,8 @@ class Environment:
     num_threads: int
     device: str
     git_hash: str | None
-    """Commit of the library's own clone, with `-dirty` where files differ from it; None outside a clone."""
+    """Commit of the library's own clone, with `-dirty` where files differ from it; None outside a
+    clone."""
 
     @property
     def digest(self) -> str:
@@ -71,10 +79,11 @@ class Environment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
-    """The bound that reading the weights sets on plain decoding (the KV cache's bytes are left out, so it is a little high).
+    """Upper bound on plain decoding's speed, set by reading the weights.
 
-    The bandwidth is that of reading a buffer as large as the weights, unless it was `given`: so for weights that fit into the
-    cache it is the cache's bandwidth, and the bound holds nevertheless.
+    The KV cache's bytes are left out, so the bound is a little high. The bandwidth is that of
+    reading a buffer as large as the weights, unless it was `given`: so for weights that fit into
+    the cache it is the cache's bandwidth, and the bound holds nevertheless.
     """
 
     weight_bytes: int
@@ -98,7 +107,10 @@ class Roofline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
-    """`run.json`: what all records of a folder have in common. They are never mixed with others."""
+    """`run.json`: what all records of a folder have in common.
+
+    They are never mixed with others.
+    """
 
     config: dict[str, Any]
     """Suites (revision by name), target, chat template, methods and RECORDED_OPTIONS."""
@@ -123,7 +135,7 @@ class RunInfo:
         return digest_of(fixed)
 
     def within(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """`asked`, another run's config, without the suites, temperatures and batch sizes that this one doesn't have.
+        """Cut another run's config to the suites, temperatures and batch sizes of this one.
 
         Where it then is this one's config, it asks for the same, or for more of it.
         """
@@ -156,9 +168,10 @@ class DrafterFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutOfMemory:
-    """A method that ran out of memory on a suite at a temperature and a batch size, and so has no figures there.
+    """A method that ran out of memory on a suite, at a temperature and a batch size.
 
-    What it had answered until then stays among the records, where a run that is taken up again goes on.
+    It has no figures there. What it had answered until then stays among the records, where a run
+    that is taken up again goes on.
     """
 
     suite: str
@@ -179,7 +192,10 @@ class OutOfMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """`facts.json`: what only the run could find out, since it takes the target, the drafters or the prompts."""
+    """`facts.json`.
+
+    What only the run could find out, since it takes the target, the drafters or the prompts.
+    """
 
     drafters: dict[str, DrafterFacts]
     """By method."""
@@ -192,9 +208,13 @@ class Facts:
     without_profile: list[OutOfMemory]
     """What ran out of memory with the phase timers on, after all its figures had been measured."""
     unaudited: list[str]
-    """The answers in whose audit memory ran out, by `EvalRecord.answer_digest`: nothing proves them."""
+    """The answers in whose audit memory ran out, by `EvalRecord.answer_digest`: nothing proves
+    them."""
 
 
 def read_info(path: Path) -> RunInfo:
-    """A run's `run.json`. Raises ValueError for a malformed one."""
+    """Return a run's `run.json`.
+
+    Raises ValueError for a malformed one.
+    """
     return read_dataclass(RunInfo, path)

@@ -1,11 +1,13 @@
-"""A drafter's model card: the page that the Hub shows, with the figures of its evaluations and what is known besides.
+"""A drafter's model card.
 
-Every figure comes from a file of the run that made it, and only from runs with these very weights. What no file tells is left
-out, or said to be unknown.
+The page that the Hub shows, with the figures of its evaluations and what is known besides. Every
+figure comes from a file of the run that made it, and only from runs with these very weights. What
+no file tells is left out, or said to be unknown.
 """
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -24,7 +26,8 @@ from ...models.export.package import UNNAMED, UNNAMED_TARGET, require_names
 from ..records.method_names import TITLES, setting_words
 from ..records.names import BASELINE
 from ..results.rows import Row, decoding_name, fault, is_broken
-from ..results.tables import markdown_table
+from ..results.tables import escape_markdown, markdown_table
+from .card_code import quantization_code, quantization_option
 from .runs import Run, cell_of, read_run
 
 PLAIN_NAME = re.compile(r"[\w][\w .@/+-]*")
@@ -48,6 +51,8 @@ class CardOptions:
     """The Hub's name of the licence, such as apache-2.0."""
     base_model: str | None = None
     """Hub id of the target; None is the name that it was trained with, where that is one."""
+    quantization: Mapping[str, Any] | None = None
+    """How the card loads the target; None is as it was for the training."""
     repo: str | None = None
     """Hub id of the drafter."""
 
@@ -58,7 +63,8 @@ class CardOptions:
 def model_card(drafter: Path, options: CardOptions) -> str:
     """Write the text of README.md.
 
-    Raises ValueError for evaluations, a run or a certificate that aren't of this drafter, or of its target.
+    Raises ValueError for evaluations, a run or a certificate that aren't of this drafter, or of its
+    target.
     """
     # 1. What the drafter's folder holds.
     saved, facts = read_drafter_config(drafter), read_training_facts(drafter)
@@ -66,7 +72,9 @@ def model_card(drafter: Path, options: CardOptions) -> str:
     weights = sha256_file(drafter / WEIGHTS_FILE)
     named = saved.target.name if HUB_ID.fullmatch(saved.target.name) else None
     base_model = options.base_model or named
-    target = base_model or (saved.target.name if PLAIN_NAME.fullmatch(saved.target.name) else "its target")
+    target = base_model or (saved.target.name if PLAIN_NAME.fullmatch(saved.target.name) else "target")
+    quantization = options.quantization or (json.loads(saved.target.quantization) if saved.target.quantization else None)
+    imports, argument = quantization_code(quantization)
     title = f"{TITLES.get(saved.kind, saved.kind)} for {target}"
     # 2. What was measured with these weights, and certified.
     folders = {path.resolve(): path for path in options.evaluations}  # each once
@@ -76,6 +84,8 @@ def model_card(drafter: Path, options: CardOptions) -> str:
     failed = any(is_broken(row) for rows in figures.values() for row in rows)
     failed |= certificate is not None and not certificate.passed
     results = [result for run in runs for row in figures[run.directory] for result in _results(row, run, saved)]
+    data_lines = [] if options.run is None else _data(options.run, saved, weights)
+    run_data = None if options.run is None else {"chat_template": None, **_run_sections(options.run / "config.yaml", "")[0]}
     # 3. The page, and what the Hub reads of it.
     data = ModelCardData(
         base_model=base_model,
@@ -92,8 +102,13 @@ def model_card(drafter: Path, options: CardOptions) -> str:
         title=title,
         target=target,
         lossless=not failed,
-        hub_target=base_model or UNNAMED_TARGET,
-        hub_drafter=options.repo or UNNAMED,
+        target_note="" if base_model else f"  # {UNNAMED_TARGET}",
+        drafter_name=options.repo or ".",
+        drafter_note="" if options.repo else f"  # {UNNAMED}",
+        quantization_imports=imports,
+        quantization_argument=argument,
+        quantization_option=quantization_option(quantization),
+        has_own_template=run_data is not None and run_data["chat_template"] is None,
         measurements=[_measurement(run, figures[run.directory], saved) for run in runs],
         certificate=certificate,
         certificate_table=markdown_table(_certificate_lines(certificate), left=CERTIFICATE_HEADS) if certificate else "",
@@ -101,7 +116,10 @@ def model_card(drafter: Path, options: CardOptions) -> str:
         facts=facts,
         size=(drafter / WEIGHTS_FILE).stat().st_size,
         drafter_options=_options(saved.drafter),
-        data=[] if options.run is None else _data(options.run, saved, weights),
+        hardware=escape_markdown(facts.hardware) if facts else "",
+        trained_for=escape_markdown(saved.target.name),
+        quantization=saved.target.quantization.replace("`", "'"),
+        data=data_lines,
         licence=options.licence,
     )
     return f"{card}\n"
@@ -111,7 +129,10 @@ def model_card(drafter: Path, options: CardOptions) -> str:
 
 
 def _require_rows(run: Run, weights: str) -> list[Row]:
-    """The rows of one evaluation that are of these weights. Raises ValueError where there are none."""
+    """Return the rows of one evaluation that are of these weights.
+
+    Raises ValueError where there are none.
+    """
     rows, methods = _rows_of(run, weights), run.info.config["methods"]
     if not rows and weights in (method["weights"] for method in methods.values()):
         raise ValueError(
@@ -126,7 +147,7 @@ def _require_rows(run: Run, weights: str) -> list[Row]:
 
 
 def rows_of(evaluation: Path, drafter: Path) -> list[Row]:
-    """The rows of an evaluation that are of this drafter's weights."""
+    """Return the rows of an evaluation that are of this drafter's weights."""
     return _rows_of(read_run(evaluation, evaluation.name), sha256_file(drafter / WEIGHTS_FILE))
 
 
@@ -137,17 +158,17 @@ def _rows_of(run: Run, weights: str) -> list[Row]:
 
 
 def _measurement(run: Run, rows: Sequence[Row], saved: DrafterFile) -> dict[str, Any]:
-    """The figures of one evaluation, and where they were measured."""
+    """Return the figures of one evaluation, and where they were measured."""
     place, config = run.info.environment, run.info.config
     return {
         "table": markdown_table([_line(row, run, saved) for row in rows], left=("Prompts", "Decoding", "Setting", "Lossless")),
-        "device": f"{place.cpu}, {place.num_threads} threads" if place.device == "cpu" else place.device,
+        "device": escape_markdown(f"{place.cpu}, {place.num_threads} threads" if place.device == "cpu" else place.device),
         "form": "" if config["target"]["form"] == "eager" else f" ({config['target']['form']})",
         "dtype": run.info.dtype,
         "packed": ", linear layers packed for few rows" if config["pack_weights"] and place.device == "cpu" else "",
         "max_new_tokens": config["max_new_tokens"],
-        "python": place.python,
-        "packages": ", ".join(f"{name} {number}" for name, number in place.packages.items()),
+        "python": escape_markdown(place.python),
+        "packages": escape_markdown(", ".join(f"{name} {number}" for name, number in place.packages.items())),
     }
 
 
@@ -167,7 +188,10 @@ def _line(row: Row, run: Run, saved: DrafterFile) -> dict[str, str]:
 
 
 def _results(row: Row, run: Run, saved: DrafterFile) -> list[EvalResult]:
-    """A row's figures as the Hub shows them; none where the answers weren't the target's."""
+    """Return a row's figures as the Hub shows them.
+
+    None where the answers weren't the target's.
+    """
     if is_broken(row):
         return []
     dataset, _, revision = (row["prompt_set_source"] or row["suite"]).partition("@")
@@ -189,7 +213,7 @@ def _results(row: Row, run: Run, saved: DrafterFile) -> list[EvalResult]:
 
 
 def _setting(row: Row, run: Run, saved: DrafterFile) -> str:
-    """Return the setting of a measurement, with options that have been changed in the drafter's file since."""
+    """Return the setting of a measurement, and options that were changed since."""
     method = run.info.config["methods"][row["method"]]
     if method["setting"] is None:
         return setting_words(saved.kind, {}, None)
@@ -205,7 +229,10 @@ def _with_interval(value: float | None, interval: Sequence[float] | None, unit: 
 
 
 def _read_certificate(path: Path | None, saved: DrafterFile, weights: str) -> Certificate | None:
-    """A certificate of this drafter and its target. Raises ValueError for another one."""
+    """Return a certificate of this drafter and its target.
+
+    Raises ValueError for another one.
+    """
     if path is None:
         return None
     certificate = read_certificate(path)
@@ -227,11 +254,20 @@ def _certificate_lines(certificate: Certificate) -> list[dict[str, str]]:
 
 def _options(drafter: dict[str, Any]) -> str:
     options = {name: value for name, value in drafter.items() if value is not None and not isinstance(value, dict)}
-    return ", ".join(f"`{name}: {str(value).lower() if isinstance(value, bool) else value}`" for name, value in options.items())
+    texts = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in options.items()}
+    return ", ".join(_code(f"{name}: {text}") for name, text in texts.items())
+
+
+def _code(text: str) -> str:
+    """Write a text as code in Markdown, on one line: nothing in it is markup or HTML."""
+    return f"`{' '.join(str(text).replace('`', '').split())}`"
 
 
 def _data(run: Path, saved: DrafterFile, weights: str) -> list[str]:
-    """The data of a training run. Raises ValueError for a run that made another drafter."""
+    """Return the data of a training run.
+
+    Raises ValueError for a run that made another drafter.
+    """
     config_path, homes = run / "config.yaml", [run, *sorted(run.glob("variants/*"))]
     weights_of_home = {home: path for home in homes if (path := home / "drafter" / WEIGHTS_FILE).is_file()}
     if not config_path.is_file() or not weights_of_home:
@@ -242,8 +278,9 @@ def _data(run: Path, saved: DrafterFile, weights: str) -> list[str]:
     data, drafter = _run_sections(config_path, "" if home == run else home.name)
     # A path of somebody's machine tells readers nothing; a data set of the Hub does.
     source = _public(data["path"], run)
-    form = {"stdlib": "modules of Python's standard library"}.get(data["source"], f"texts in the form `{data['source']}`")
+    form = {"stdlib": "modules of Python's standard library"}.get(data["source"], f"texts in the form {_code(data['source'])}")
     lines = [f"Data: {source or form}, cut at {data['max_length']} tokens"]
+    lines.append(f"Chat template: {_template_name(data.get('chat_template'))}")
     if (run / "distill" / MANIFEST_FILE).is_file():
         manifest = label_store(run / "distill").load()
         manifest.require_target(saved.target)
@@ -260,8 +297,13 @@ def _data(run: Path, saved: DrafterFile, weights: str) -> list[str]:
     return lines
 
 
+def _template_name(template: str | None) -> str:
+    """Return what a card calls a run's chat template: no path of the machine."""
+    return "the target's own" if template is None else escape_markdown(Path(template).name)
+
+
 def _run_sections(path: Path, variant: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The data and the drafter of a run's configuration, or of one of its variants."""
+    """Return the data and the drafter of a run's configuration, or of one of its variants."""
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
         changes = config["variants"][variant].get("drafter", {}) if variant else {}
@@ -271,7 +313,10 @@ def _run_sections(path: Path, variant: str) -> tuple[dict[str, Any], dict[str, A
 
 
 def _public(name: str | None, run: Path) -> str | None:
-    """A name on the Hub; None for a path of somebody's machine, told to the run in one of the folders that it lies in."""
+    """Return a name on the Hub.
+
+    None for a path of somebody's machine, told to the run in one of the folders that it lies in.
+    """
     if not name or HUB_ID.fullmatch(name) is None or Path(name).suffix in DATA_SUFFIXES:
         return None
     return None if any((folder / name).exists() for folder in (Path.cwd(), *run.resolve().parents)) else name

@@ -1,4 +1,7 @@
-"""What distillation is worth: two drafters that differ in their labels alone (the ReDrafter paper's table 4)."""
+"""What distillation is worth.
+
+Two drafters that differ in their labels alone (the ReDrafter paper's table 4).
+"""
 
 import json
 from collections import defaultdict
@@ -13,7 +16,7 @@ from .sections import speedup
 
 
 def distillation(group: Group) -> list[Table]:
-    """The same drafter after training on the target's labels and on the text's, as one run measured both."""
+    """Compare one drafter trained on the target's labels and on the texts, in one run."""
     tables = []
     for caption, entries in group.settings():
         pairs, notes = _pairs(entries)
@@ -38,8 +41,10 @@ def distillation(group: Group) -> list[Table]:
 
 
 def _pairs(entries: Sequence[Entry]) -> tuple[list[tuple[Entry, Entry]], list[str]]:
-    """The drafters, distilled and not, that a run measured side by side with the same options; and a note of those of which
-    nobody can say which belong together."""
+    """Return pairs of drafters that differ in their labels alone, and notes on the others.
+
+    Both drafters of a pair are of one run. A note names drafters that form no clear pair.
+    """
     alike: dict[str, dict[str, list[Entry]]] = defaultdict(lambda: defaultdict(list))
     for entry in entries:
         if (labels := _labels(entry)) is not None:
@@ -57,5 +62,5 @@ def _pairs(entries: Sequence[Entry]) -> tuple[list[tuple[Entry, Entry]], list[st
 
 
 def _labels(entry: Entry) -> str | None:
-    """What its drafter learned, as its training noted; None where nothing noted it."""
+    """Return what its drafter learned, as its training noted; None where nothing noted it."""
     return entry.row["training"]["labels"] if entry.row["training"] else None

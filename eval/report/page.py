@@ -55,7 +55,7 @@ class Chapter:
 
 
 def write_report(directories: Sequence[Path], output_dir: Path, *, figures: bool = True) -> Path:
-    """Write the page, and its figures as PNGs unless `figures` is off, and return the page's path.
+    """Write the page, and with `figures` its PNGs; return the page's path.
 
     Raises ValueError for folders that hold no finished evaluation (see `read_groups`).
     """
@@ -67,7 +67,10 @@ def write_report(directories: Sequence[Path], output_dir: Path, *, figures: bool
 
 
 def render(chapters: Sequence[Chapter], folders: Sequence[str]) -> str:
-    """The page. Whatever comes from records is escaped."""
+    """Return the page.
+
+    Whatever comes from records is escaped.
+    """
     loader = PackageLoader("outrider.eval", "templates")
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     titles = ", ".join(dict.fromkeys(chapter.title for chapter in chapters))
@@ -115,7 +118,7 @@ def _device(environment: EvalEnvironment) -> str:
 
 
 def _facts(group: Group) -> list[tuple[str, str]]:
-    """Where and how the numbers were measured."""
+    """Describe where and how the numbers were measured."""
     info, facts = group.runs[0].info, []
     names = {"num_cpus": "CPUs", "num_threads": "Threads", "git_hash": "Commit", "cpu": "CPU"}
     for key, value in asdict(info.environment).items():
@@ -140,7 +143,7 @@ def _facts(group: Group) -> list[tuple[str, str]]:
 
 
 def _left_out(row: Row) -> str:
-    """What a reader of the row's figures should know of its answers."""
+    """Return what a reader of the row's figures should know of its answers."""
     reasons = []
     if row["num_skipped"]:
         reasons.append(f"{row['num_skipped']} turns skipped as too long")

@@ -1,4 +1,7 @@
-"""What a report shows, as values: sections of tables, whose cells know how they are drawn. Page and PNGs are made of these."""
+"""What a report shows, as values: sections of tables, whose cells know how they are drawn.
+
+Page and PNGs are made of these.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -6,7 +9,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """One cell. Without a `number` nothing is drawn, and `text` says why."""
+    """One cell.
+
+    Without a `number` nothing is drawn, and `text` says why.
+    """
 
     text: str
     number: float | None = None
@@ -21,7 +27,10 @@ class Value:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """A column, drawn as its kind says: `text`, `bar` (from 0 to `top`) or `heat` (a colour from 0 to `top`)."""
+    """A column, drawn as its kind says.
+
+    `text`, `bar` (from 0 to `top`) or `heat` (a colour from 0 to `top`).
+    """
 
     name: str
     kind: str = "text"
@@ -48,7 +57,10 @@ class Table:
 
     @property
     def is_grid(self) -> bool:
-        """Whether it is coloured, so that a narrow screen scrolls it; otherwise each line becomes a card."""
+        """Whether it is coloured, so that a narrow screen scrolls it.
+
+        Otherwise each line becomes a card.
+        """
         return self.columns[0].kind == "heat"
 
 
@@ -61,7 +73,7 @@ class Section:
 
 
 def number(value: float | None, spec: str = ".2f", unit: str = "", ci95: Sequence[float] | None = None) -> Value:
-    """A number and its interval; "-" where there is none."""
+    """Return a number and its interval; "-" where there is none."""
     if value is None:
         return Value(text="-")
     low, high = ci95 or (None, None)
@@ -70,7 +82,7 @@ def number(value: float | None, spec: str = ".2f", unit: str = "", ci95: Sequenc
 
 
 def column(name: str, kind: str, values: Sequence[Value], parity: float | None = None) -> Column:
-    """A column whose scale holds all its values, their intervals and the parity."""
+    """Return a column whose scale holds all its values, their intervals and the parity."""
     ends = [end for value in values for end in (value.number, value.high) if end is not None]
     return Column(name=name, kind=kind, top=max([*ends, *([parity] if parity else [])], default=0.0) or 1.0, parity=parity)
 

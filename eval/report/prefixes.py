@@ -1,4 +1,7 @@
-"""What reading a shared prefix once saves, in tokens and in time (the ReDrafter paper's figure 6)."""
+"""Savings of reading a shared prefix once, in tokens and in time.
+
+(See figure 6 of the ReDrafter paper.)
+"""
 
 from collections import defaultdict
 from typing import Any
@@ -16,7 +19,7 @@ SIDES = {"separate": "Tokens before merging", "shared": "Tokens after", "read": 
 
 
 def prefixes(group: Group) -> list[Table]:
-    """Draft tokens before and after shared prefixes are merged, and the speed with and without, over batch sizes."""
+    """Make the tables of draft tokens and speed with and without merged prefixes."""
     sizes = _sizes(group)
     # Sizes hardly change with the batch; speeds do.
     return [*sizes[:1], *_speeds(group), *sizes[1:]]
@@ -43,7 +46,10 @@ def _sizes(group: Group) -> list[Table]:
 
 
 def _saved(counts: dict[str, list[float]]) -> Value:
-    """The share of the tokens before merging that the target didn't read: padding, which it reads, saves nothing."""
+    """Return the share of the tokens before merging that the target didn't read.
+
+    Padding, which it reads, saves nothing.
+    """
     before, read = counts["separate"][1], counts["read"][1]
     return Value(text=f"{1 - read / before:.0%}" if before else "-")
 
@@ -56,7 +62,10 @@ def _percentiles(values: list[float]) -> Value:
 
 
 def _speeds(group: Group) -> list[Table]:
-    """For each drafter, suite and temperature: tokens/s over batch size x beam width, with tree attention and without."""
+    """For each drafter, suite and temperature.
+
+    Tokens/s over batch size x beam width, with tree attention and without.
+    """
     ways: dict[tuple[Any, ...], dict[tuple[int, int, bool], Entry]] = defaultdict(dict)
     for entry in group.entries:
         if "beam_width" not in entry.options or entry.options.get("tree_nodes") is not None:

@@ -1,4 +1,7 @@
-"""Finished evaluations as a report reads them: side by side where they may be compared, apart where they may not."""
+"""Finished evaluations as a report reads them.
+
+Side by side where they may be compared, apart where they may not.
+"""
 
 import json
 from collections import defaultdict
@@ -20,7 +23,8 @@ VARIES_WITHIN_A_TABLE = frozenset(
         *("repeats", "warmup_prompts", "profile_prompts"),
     }
 )
-"""Options of a run in which comparable runs may differ: what they change is shown with each number."""
+"""Options of a run in which comparable runs may differ: what they change is shown with each
+number."""
 
 Cell = tuple[str, str, float, int, str]
 """Suite, its prompts' revision, temperature, batch size and method: one row of a summary."""
@@ -80,7 +84,10 @@ class Group:
         return f"{self.runs[0].info.config['target']['name']} in {self.entries[0].row['dtype']}"
 
     def settings(self) -> Iterator[tuple[str, list[Entry]]]:
-        """The rows that one table can hold: of one suite, temperature and batch size; with a caption that says so."""
+        """Yield the rows that one table can hold.
+
+        Of one suite, temperature and batch size; with a caption that says so.
+        """
         tables: dict[tuple[str, str, float, int], list[Entry]] = defaultdict(list)
         for entry in self.entries:
             tables[cell_of(entry.row)[:4]].append(entry)
@@ -89,7 +96,10 @@ class Group:
             yield caption, sorted(entries, key=lambda entry: not entry.is_baseline)
 
     def suite_name(self, entry: Entry) -> str:
-        """The suite, with its prompts' revision where other prompts of that suite were measured too."""
+        """Return the suite's name.
+
+        The revision is added where the suite was measured with other prompts too.
+        """
         suite, revision = entry.row["suite"], entry.row["prompt_set_revision"]
         revisions = {other.row["prompt_set_revision"] for other in self.entries if other.row["suite"] == suite}
         return suite if len(revisions) == 1 else f"{suite} (prompts {revision[:8]})"
@@ -105,7 +115,7 @@ def cell_of(row: Row) -> Cell:
 
 
 def read_groups(directories: Sequence[Path]) -> list[Group]:
-    """The runs of these folders, by what may be compared, in the order given.
+    """Return the runs of these folders, by what may be compared, in the order given.
 
     Raises ValueError for a folder given twice, and for one that holds no finished run.
     """
@@ -124,12 +134,18 @@ def read_groups(directories: Sequence[Path]) -> list[Group]:
 
 
 def read_run(directory: Path, name: str) -> Run:
-    """Read a finished run. Raises ValueError as `read_rows` and `read_info` do."""
+    """Read a finished run.
+
+    Raises ValueError as `read_rows` and `read_info` do.
+    """
     return Run(name=name, directory=directory, rows=read_rows(directory), info=read_info(directory / RUN_FILE))
 
 
 def short_names(directories: Sequence[Path]) -> list[str]:
-    """The last parts of each path, as many as tell them apart; `eval`, which every run has, tells nothing."""
+    """Return the last parts of each path, as many as tell them apart.
+
+    `eval`, which every run has, tells nothing.
+    """
     parts = [path.parts[:-1] if path.name == "eval" and len(path.parts) > 2 else path.parts for path in directories]
     length = 1
     while len({each[-length:] for each in parts}) < len(parts) and length < max(map(len, parts)):
@@ -139,7 +155,10 @@ def short_names(directories: Sequence[Path]) -> list[str]:
 
 
 def _entries(runs: Sequence[Run]) -> list[Entry]:
-    """Return the rows of comparable runs. What several runs measured has the name of its folder as well."""
+    """Return the rows of comparable runs.
+
+    What several runs measured has the name of its folder as well.
+    """
     # 1. Name all methods beside each other.
     methods = {(run.name, row["method"]): _facts(run, row) for run in runs for row in run.rows}
     names = dict(zip(methods, method_names(list(methods.values())), strict=True))
@@ -175,5 +194,5 @@ def _facts(run: Run, row: Row) -> MethodFacts:
 
 
 def _options(described: Mapping[str, Any]) -> dict[str, Any]:
-    """A drafter's options as the run tells them; none where tuning turned it off."""
+    """Return a drafter's options as the run tells them; none where tuning turned it off."""
     return {} if described["setting"] is None else {**described["config"], **described["setting"]}

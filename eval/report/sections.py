@@ -1,4 +1,7 @@
-"""The tables of a report's sections, from rows alone. None of a section whose figures the rows lack: nothing is filled in."""
+"""The tables of a report's sections, from rows alone.
+
+None of a section whose figures the rows lack: nothing is filled in.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -21,8 +24,11 @@ NO_MEMORY = Value(text=OOM, tone="bad")
 
 
 def speedup(entry: Entry) -> Value:
-    """Over plain decoding, as the evaluation's table has it: where answers aren't the target's own by mistake, a refusal in
-    its place, and a mark where a lossy rule makes them. (Samples that can't be compared are lossless by their rule.)"""
+    """Over plain decoding, as the evaluation's table has it.
+
+    Where answers aren't the target's own by mistake, a refusal in its place, and a mark where a
+    lossy rule makes them. (Samples that can't be compared are lossless by their rule.)
+    """
     row = entry.row
     if row["out_of_memory"]:
         return NO_MEMORY
@@ -54,7 +60,7 @@ def results(group: Group) -> list[Table]:
 
 
 def _notes(entries: Sequence[Entry]) -> list[str]:
-    """What a reader of the results must know to judge them."""
+    """Return what a reader of the results must know to judge them."""
     notes = []
     if measured := [entry for entry in entries if not entry.row["out_of_memory"]]:
         first = measured[0].row
@@ -71,7 +77,7 @@ def _notes(entries: Sequence[Entry]) -> list[str]:
 
 
 def _interval_note(entries: Sequence[Entry]) -> str:
-    """What the intervals of a table are drawn over, and whether that is enough."""
+    """Return what the intervals of a table are drawn over, and whether that is enough."""
     row = entries[0].row
     if all(entry.row["speedup_ci95"] is None and entry.row["tokens_per_step_ci95"] is None for entry in entries):
         return ""
@@ -119,7 +125,10 @@ def _overviews(group: Group) -> list[Table]:
 
 
 def categories(group: Group) -> list[Table]:
-    """Speedup and tokens per step by category: a line for each category, a column for each method."""
+    """Speedup and tokens per step by category.
+
+    A line for each category, a column for each method.
+    """
     tables = []
     for caption, entries in group.settings():
         drafted = [entry for entry in entries if not entry.is_baseline]
@@ -197,7 +206,10 @@ def answer_speed(entry: Entry) -> float | None:
 
 
 def batch_speed(entry: Entry) -> float | None:
-    """Tokens per second of the batch: the tokens of all its answers over the time that it took (see `Row`)."""
+    """Tokens per second of the batch.
+
+    The tokens of all its answers over the time that it took (see `Row`).
+    """
     return entry.row["tokens_per_second"]
 
 
@@ -235,7 +247,7 @@ def _fixed_options(entries: Sequence[Entry]) -> str:
 
 
 def accepted_lengths(group: Group) -> list[Table]:
-    """How many draft tokens each verify step accepted."""
+    """Return how many draft tokens each verify step accepted."""
     tables = []
     for caption, entries in group.settings():
         drafted = [entry for entry in entries if not entry.is_baseline and any(entry.row["accepted_histogram"])]
@@ -261,7 +273,7 @@ def accepted_lengths(group: Group) -> list[Table]:
 
 
 def time_split(group: Group) -> list[Table]:
-    """Where the decode time goes."""
+    """Make the tables of how the decode time is split."""
     tables = []
     for caption, entries in group.settings():
         lines = []
@@ -297,7 +309,7 @@ def roofline(group: Group) -> list[Table]:
 
 
 def _bound(entry: Entry) -> float:
-    """The roofline's tokens per second, for as many answers as a step of the method was for."""
+    """Return the roofline's tokens per second, for as many answers as a step decodes."""
     decoded, fraction = entry.row["decode_tokens_per_second"], entry.row["roofline_fraction"]
     assert decoded is not None
     assert fraction is not None  # nor are there lines without

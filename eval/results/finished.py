@@ -1,4 +1,7 @@
-"""A finished run's rows: made from its records when it ends, and read from its summary later."""
+"""A finished run's rows.
+
+Made from its records when it ends, and read from its summary later.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -17,8 +20,10 @@ from .rows import Row, build_rows
 def complete(
     records: Iterable[EvalRecord], out_of_memory: Iterable[OutOfMemory], without_profile: Iterable[OutOfMemory] = ()
 ) -> list[EvalRecord]:
-    """The records without those of methods that ran out of memory where they were made, and so lack answers; and without
-    the profiled ones of methods that ran out of it in their profile."""
+    """Return the records of methods that did not run out of memory.
+
+    A method without memory for its profile loses its profiled records alone.
+    """
     left_out, unprofiled = ({missing.cell for missing in lost} for lost in (out_of_memory, without_profile))
     return [record for record in records if record.cell not in left_out and not (record.profiled and record.cell in unprofiled)]
 
@@ -45,7 +50,7 @@ def rows_of(records: Iterable[EvalRecord], info: RunInfo, facts: Facts) -> list[
 
 
 def describe_rows(rows: Iterable[Row], info: RunInfo) -> None:
-    """Write into each row its method's name beside the run's others, and the target's quantisation."""
+    """Write each row's method name and the target's quantisation into the row."""
     training = {row["method"]: row["training"] for row in rows}
     methods = [MethodFacts(key=key, described=info.config["methods"].get(key), training=training[key]) for key in training]
     names = {method.key: str(name) for method, name in zip(methods, method_names(methods), strict=True)}
@@ -55,13 +60,19 @@ def describe_rows(rows: Iterable[Row], info: RunInfo) -> None:
 
 
 def _num_skipped(records: Iterable[EvalRecord], num_turns: Mapping[str, int]) -> dict[GroupKey, int]:
-    """The turns of each suite that were left out as too long, by suite, temperature and batch size."""
+    """Count the turns that were left out as too long.
+
+    The key is suite, temperature and batch size.
+    """
     answered = Counter(record.group_key for record in records if record.is_reference)
     return {key: num_turns[key[0]] - count for key, count in answered.items()}
 
 
 def read_rows(directory: Path) -> list[Row]:
-    """Read the summary of a finished run. Raises ValueError where there is none, and for one that isn't rows."""
+    """Read the summary of a finished run.
+
+    Raises ValueError where there is none, and for one that isn't rows.
+    """
     path = directory / SUMMARY_FILE
     if not path.is_file():
         raise ValueError(

@@ -1,7 +1,8 @@
-"""The answers as text, in the formats of their suites' judges: so that others can verify that they are the same.
+"""The answers as text, in the formats of their suites' judges.
 
-A file for each method, the baseline's among them, in a folder for each suite, temperature and batch size. Each answer is a
-method's first one to that turn.
+So that others can verify that they are the same. A file for each method, the baseline's among them,
+in a folder for each suite, temperature and batch size. Each answer is a method's first one to that
+turn.
 """
 
 import json
@@ -38,9 +39,10 @@ class PromptAnswers:
 def write_answers(
     records: Iterable[EvalRecord], suites: Sequence[PromptSet], tokenizer: PreTrainedTokenizerBase, directory: Path, time: float
 ) -> None:
-    """Write `directory/GROUP/METHOD.json(l)`. `time`, in seconds since 1970, is when the answers were given.
+    """Write `directory/GROUP/METHOD.json(l)`.
 
-    A prompt of which a turn was skipped as too long is left out, since judges expect all of them.
+    `time`, in seconds since 1970, is when the answers were given. A prompt of which a turn was
+    skipped as too long is left out, since judges expect all of them.
     """
     firsts = [record for record in records if record.repeat == 0 and not record.profiled]
     by_key = {record.key: record for record in firsts}
@@ -68,7 +70,10 @@ def write_answers(
 
 
 def mt_bench_answers(answered: Sequence[PromptAnswers], name: str, time: float) -> str:
-    """A model_answer file of FastChat's llm_judge, which tells models by their files' names."""
+    """Return a model_answer file of FastChat's llm_judge.
+
+    It identifies models by the names of their files.
+    """
     return _json_lines(
         {
             "question_id": int(each.prompt.id) if each.prompt.id.isdecimal() else each.prompt.id,
@@ -82,7 +87,7 @@ def mt_bench_answers(answered: Sequence[PromptAnswers], name: str, time: float) 
 
 
 def alpaca_eval_answers(answered: Sequence[PromptAnswers], name: str, time: float) -> str:
-    """A file for alpaca_eval's `--model_outputs`."""
+    """Return a file for alpaca_eval's `--model_outputs`."""
     outputs = [
         {
             "instruction": each.prompt.turns[0],
@@ -96,7 +101,7 @@ def alpaca_eval_answers(answered: Sequence[PromptAnswers], name: str, time: floa
 
 
 def plain_answers(answered: Sequence[PromptAnswers], name: str, time: float) -> str:
-    """A line for each prompt: what was asked and answered, turn by turn."""
+    """Return a line for each prompt: what was asked and answered, turn by turn."""
     return _json_lines(
         {
             "id": each.prompt.id,
@@ -117,7 +122,7 @@ FORMATS: dict[str, tuple[str, Callable[[Sequence[PromptAnswers], str, float], st
 
 
 def file_names(methods: Iterable[str]) -> dict[str, str]:
-    """A file's name for each method, in letters that every file system takes, and different for each."""
+    """Return a distinct file name for each method, valid on every file system."""
     names: dict[str, str] = {}
     for method in methods:
         name = plain = NOT_IN_FILE_NAMES.sub("_", method).strip("._")[:LONGEST_NAME] or "method"
@@ -130,12 +135,12 @@ def file_names(methods: Iterable[str]) -> dict[str, str]:
 
 
 def _has_fastchats_ids(prompts: Sequence[Prompt]) -> bool:
-    """Whether the questions are numbered as in FastChat's file, from 81 to 160."""
+    """Return whether the questions are numbered as in FastChat's file, from 81 to 160."""
     return all(prompt.id.isdecimal() and 81 <= int(prompt.id) <= 160 for prompt in prompts)
 
 
 def _turns(by_key: Mapping[Any, EvalRecord], group: GroupKey, prompt: Prompt, method: str) -> list[EvalRecord]:
-    """The records of all turns of a prompt; none where one is missing."""
+    """Return the records of all turns of a prompt; none where one is missing."""
     suite, temperature, batch_size = group
     keys = [(suite, prompt.id, turn, temperature, method, 0, False, batch_size) for turn in range(len(prompt.turns))]
     return [by_key[key] for key in keys] if all(key in by_key for key in keys) else []

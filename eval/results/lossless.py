@@ -1,4 +1,7 @@
-"""Is every answer the one that plain decoding gives? And where it isn't, is arithmetic noise the reason?"""
+"""Is every answer the one that plain decoding gives?
+
+And where it isn't, is arithmetic noise the reason?
+"""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -12,7 +15,10 @@ from ..records.run_files import Audit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
-    """A generation whose tokens are not the baseline's; `position` is the first such token of the answer, from 0."""
+    """A generation whose tokens are not the baseline's.
+
+    `position` is the first such token of the answer, from 0.
+    """
 
     record: EvalRecord
     position: int
@@ -22,16 +28,18 @@ class Mismatch:
 
 
 NUM_AUDITED = 3
-"""Prompts of a suite and temperature whose plain answers in batches are audited where nothing else vouches for them."""
+"""Prompts of a suite and temperature whose plain answers in batches are audited where nothing else
+vouches for them."""
 
 
 def find_mismatches(records: Iterable[EvalRecord]) -> list[Mismatch]:
-    """Compare every record with the baseline's first answer to the same turn at the same temperature and batch size (the
-    baseline's repeats and profiles too), but for those that are other samples by design.
+    """Compare every record with the baseline's first answer to the same turn.
 
-    What the baseline answers in batches is compared with its answer at the smallest batch size, where the prompts are the same:
-    so a mistake that all methods of a batch share is seen as well. Raises ValueError where the prompts of the two differ or the
-    baseline has no answer: such records prove nothing.
+    Temperature and batch size are the same. The baseline's repeats and profiles are compared too;
+    records that are other samples by design are not. What the baseline answers in batches is
+    compared with its answer at the smallest batch size, where the prompts are the same: so a
+    mistake that all methods of a batch share is seen as well. Raises ValueError where the prompts
+    of the two differ or the baseline has no answer: such records prove nothing.
     """
     by_key: dict[RecordKey, EvalRecord] = {record.key: record for record in records}
     smallest = min((record.batch_size for record in by_key.values()), default=1)
@@ -55,17 +63,20 @@ def find_mismatches(records: Iterable[EvalRecord]) -> list[Mismatch]:
 
 
 def is_exact(dtype: str, temperature: float = 0.0, batch_size: int = 1) -> bool:
-    """Whether decoding in `dtype` (its name) is held to the baseline's very tokens.
+    """Return whether decoding in `dtype` (its name) is held to the baseline's very tokens.
 
-    Sampling never is: whatever the precision, some token's clocks leave its two best candidates as close as its rounding. Nor
-    are batches: a row's last digits depend on how many rows are beside it, and these leave earlier with one method than with
-    another.
+    Sampling never is: whatever the precision, some token's clocks leave its two best candidates as
+    close as its rounding. Nor are batches: a row's last digits depend on how many rows are beside
+    it, and these leave earlier with one method than with another.
     """
     return dtype.removeprefix("torch.") in ("float32", "float64") and temperature == 0 and batch_size == 1
 
 
 def to_audit(records: Sequence[EvalRecord], mismatches: Iterable[Mismatch], dtype: str) -> list[EvalRecord]:
-    """The answers that must be audited: mismatches that noise may explain, and a few of those that nothing is held against."""
+    """Return the answers that must be audited.
+
+    Mismatches that noise may explain, and a few of those that nothing is held against.
+    """
     doubtful = [mismatch.record for mismatch in mismatches]
     return [
         *(record for record in doubtful if not is_exact(dtype, record.temperature, record.batch_size)),
@@ -74,8 +85,10 @@ def to_audit(records: Sequence[EvalRecord], mismatches: Iterable[Mismatch], dtyp
 
 
 def _unchecked_batches(records: Sequence[EvalRecord]) -> list[EvalRecord]:
-    """Where no prompt was answered alone: of each suite and temperature the plain answers to NUM_AUDITED prompts of a batch,
-    the first, the middle and the last, so that different rows are looked at.
+    """Return plain answers to audit where no prompt was answered alone.
+
+    They are the answers to NUM_AUDITED prompts of each suite and temperature: the first, the middle
+    and the last of a batch, so that different rows are audited.
     """
     smallest = min((record.batch_size for record in records), default=1)
     if smallest == 1:
@@ -95,9 +108,10 @@ def _unchecked_batches(records: Sequence[EvalRecord]) -> list[EvalRecord]:
 def judged(
     records: Sequence[EvalRecord], dtype: str, audits: Mapping[str, Audit], unaudited: Collection[str] = ()
 ) -> list[Mismatch]:
-    """Every answer that is not the target's own, and whether noise explains it, which an audit says (by `answer_digest`).
+    """Return every answer that differs from the target's, and whether noise explains it.
 
-    An answer of `unaudited`, in whose audit memory ran out, counts as a mismatch: nothing proves it.
+    The audits, by `answer_digest`, decide that. An answer of `unaudited`, in whose audit memory ran
+    out, counts as a mismatch: nothing proves it.
     """
     mismatches = {mismatch.record.key: mismatch for mismatch in find_mismatches(records)}
     for record in to_audit(records, list(mismatches.values()), dtype):
@@ -121,9 +135,10 @@ LOSSY = "no, by rule"
 class Verdict:
     """A method's mismatches on a suite at a temperature, counted in prompts.
 
-    `lossy`: its acceptance rule doesn't even claim to be lossless. `by_rule`: it samples with drafts that are drawn at random,
-    or by such a rule, so that its answers can't be compared, and only the rule says what it is. `first` says where to look: an
-    unexplained mismatch if there is any.
+    `lossy`: its acceptance rule doesn't even claim to be lossless. `by_rule`: it samples with
+    drafts that are drawn at random, or by such a rule, so that its answers can't be compared, and
+    only the rule says what it is. `first` says where to look: an unexplained mismatch if there is
+    any.
     """
 
     num_prompts: int

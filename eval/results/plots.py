@@ -1,4 +1,7 @@
-"""Speedup and tokens per step as pictures: of one temperature by category, and of all drafters side by side."""
+"""Speedup and tokens per step as pictures.
+
+Of one temperature by category, and of all drafters side by side.
+"""
 
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
@@ -41,11 +44,11 @@ def drawing(path: Path, width: float, height: float, *, font_size: int = 9, dpi:
 
 
 def plot_suite(rows: Sequence[Row], path: Path) -> None:
-    """Write a PNG of the rows of one suite, temperature and batch size: a bar per category and method, labelled with its
-    number; whiskers are 95 % intervals.
+    """Write a PNG of the rows of one suite, temperature and batch size.
 
-    "-" stands for a number that doesn't exist or must not be shown (see `Row`), OOM for those of a method that ran out of
-    memory. Nothing is written where only the baseline was measured.
+    A bar per category and method, labelled with its number; whiskers are 95 % intervals. "-" stands
+    for a number that doesn't exist or must not be shown (see `Row`), OOM for those of a method that
+    ran out of memory. Nothing is written where only the baseline was measured.
     """
     rows = [row for row in rows if row["method"] != BASELINE]
     measured = [row for row in rows if not row["out_of_memory"]]
@@ -70,11 +73,11 @@ def plot_suite(rows: Sequence[Row], path: Path) -> None:
 
 
 def plot_comparison(rows: Sequence[Row], path: Path) -> None:
-    """Write a PNG that compares the drafters of one suite at one batch size: a line per method, and on it a dot per
-    temperature.
+    """Write a PNG that compares the drafters of one suite at one batch size.
 
-    The methods are sorted by their tokens per step at the first temperature. A number that doesn't exist has no dot. Nothing is
-    written for fewer than two methods.
+    A line per method, and on it a dot per temperature. The methods are sorted by their tokens per
+    step at the first temperature. A number that doesn't exist has no dot. Nothing is written for
+    fewer than two methods.
     """
     rows = [row for row in rows if row["method"] != BASELINE]
     temperatures = list(dict.fromkeys(row["temperature"] for row in rows))
@@ -113,7 +116,10 @@ def plot_comparison(rows: Sequence[Row], path: Path) -> None:
 
 
 def _dots(left: Any, right: Any, row: Row, place: float, color: str) -> None:
-    """One method at one temperature: its dots, labelled with their numbers, its interval, and its ceiling as a tick."""
+    """One method at one temperature.
+
+    Its dots, labelled with their numbers, its interval, and its ceiling as a tick.
+    """
     from matplotlib.patheffects import withStroke
 
     style: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 7}

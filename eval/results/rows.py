@@ -47,7 +47,10 @@ class Conditions(TypedDict):
 
 
 class Figures(TypedDict):
-    """What was measured. None stands for a number that doesn't exist, or that must not be shown."""
+    """What was measured.
+
+    None stands for a number that doesn't exist, or that must not be shown.
+    """
 
     num_prompts: int
     num_turns: int
@@ -82,21 +85,25 @@ class Figures(TypedDict):
     draft_seconds_per_step: float | None
     time_split: dict[str, float] | None
     tree_tokens: dict[str, list[float]] | None
-    """Draft tokens a step before and after shared prefixes are merged, and those read (`stats.tree_tokens`)."""
+    """Draft tokens a step before and after shared prefixes are merged, and those read
+    (`stats.tree_tokens`)."""
     roofline_fraction: float | None
-    """Decode tokens per second over the roofline of plain decoding, which reads the weights once for a token of every row that
-    is still being answered."""
+    """Decode tokens per second over the roofline of plain decoding, which reads the weights once
+    for a token of every row that is still being answered."""
     lossless: bool | None
-    """Every answer is the baseline's, token for token; None where drafts drawn at random make it another sample by design."""
+    """Every answer is the baseline's, token for token; None where drafts drawn at random make it
+    another sample by design."""
     lossless_label: str
     num_mismatched_prompts: int
     num_within_noise: int
-    """Mismatched prompts that the audit, of low precision or of samples, explains by arithmetic noise."""
+    """Mismatched prompts that the audit, of low precision or of samples, explains by arithmetic
+    noise."""
     num_unaudited: int
     """Mismatched prompts of which nothing is known to be wrong, but memory ran out in an audit."""
     first_mismatch: dict[str, Any] | None
     outliers: list[dict[str, Any]]
-    """Answers that took far longer per step than the method's others (Outlier); they are in every figure."""
+    """Answers that took far longer per step than the method's others (Outlier); they are in every
+    figure."""
     by_category: dict[str, dict[str, Any]]
     out_of_memory: bool
     """Whether the method, or plain decoding, ran out of memory here: then there are no figures."""
@@ -131,10 +138,10 @@ def build_rows(
     drafters: Mapping[str, DrafterFacts],
     out_of_memory: Sequence[OutOfMemory] = (),
 ) -> list[Row]:
-    """One row per suite, temperature, batch size and method, in the order of the records, the baseline first in each group, and
-    last what ran out of memory.
+    """Return one row per suite, temperature, batch size and method.
 
-    `drafters` is by method.
+    Rows have the order of the records. In each group the baseline is first, and methods that ran
+    out of memory are last. `drafters` is by method.
     """
     rows: list[Row] = []
     suites = dict.fromkeys([*(record.suite for record in records), *(missing.suite for missing in out_of_memory)])
@@ -163,7 +170,10 @@ def build_rows(
 
 
 def _withdraw(row: Row, cause: str) -> None:
-    """Plain decoding was wrong, or is unproven: nobody knows what the others, which were held against it, are worth."""
+    """Plain decoding was wrong, or is unproven.
+
+    Nobody knows what the others, which were held against it, are worth.
+    """
     row["speedup"], row["speedup_ci95"], row["ceiling"], row["lossless"] = None, None, None, False
     for values in row["by_category"].values():
         values.update(speedup=None, speedup_ci95=None)
@@ -178,34 +188,42 @@ def method_name(row: Row) -> str:
 
 
 def decoding_name(row: Row) -> str:
-    """How the row's answers were decoded, in a reader's words."""
+    """Return how the row's answers were decoded, in a reader's words."""
     name = f"temperature {row['temperature']:g}" if row["temperature"] > 0 else "greedy"
     return name if row["batch_size"] == 1 else f"{name}, batch size {row['batch_size']}"
 
 
 def is_broken(row: Row) -> bool:
-    """Whether a method that claims to be lossless gave an answer that neither the target nor its noise is known to explain."""
+    """Return whether a method that should be lossless gave an unexplained answer."""
     return row["speedup"] is None and not row["out_of_memory"]
 
 
 def is_unproven(row: Row) -> bool:
-    """Whether such a row is broken for want of audits alone, in which memory ran out: nothing is known to be wrong."""
+    """Return whether such a row is broken for want of audits alone, in which memory ran out.
+
+    Nothing is known to be wrong.
+    """
     return is_broken(row) and row["lossless_label"].startswith("unproven")
 
 
 def is_wrong(row: Mapping[str, Any]) -> bool:
-    """Whether a row's answers are not the target's own, by mistake or by a lossy rule. Where the arithmetic's noise explains
-    all that differs, they are."""
+    """Return whether a row's answers are not the target's own, by mistake or by a lossy rule.
+
+    Where the arithmetic's noise explains all that differs, they are.
+    """
     return row["lossless"] is False and row["num_within_noise"] < max(1, row["num_mismatched_prompts"])
 
 
 def fault(row: Row) -> str:
-    """What a reader is told of a wrong row in a word or two."""
+    """Return what a reader is told of a wrong row in a word or two."""
     return "unproven" if is_unproven(row) else "not lossless"
 
 
 def is_lossy(row: Row) -> bool:
-    """Whether they are not by a rule that doesn't claim to be lossless: such a row has a speedup, which must be marked."""
+    """Return whether they are not by a rule that doesn't claim to be lossless.
+
+    Such a row has a speedup, which must be marked.
+    """
     return is_wrong(row) and not is_broken(row)
 
 
@@ -287,13 +305,19 @@ def _ends_in_a_loop(record: EvalRecord) -> bool:
 
 
 def loop_share(row: Row) -> float:
-    """Return the share of a row's answers that end in a repeated cycle; 0 for rows of older versions, which lack the count."""
+    """Return the share of a row's answers that end in a repeated cycle.
+
+    0 for rows of older versions, which lack the count.
+    """
     num_answers = row["num_turns"] * row["num_repeats"]
     return row.get("num_loops", 0) / num_answers if num_answers else 0.0
 
 
 def _steps_interval(records: Sequence[EvalRecord]) -> tuple[float, float] | None:
-    """95 % interval of tokens per step over prompts; None where the answers of a prompt took no step."""
+    """95 % interval of tokens per step over prompts.
+
+    None where the answers of a prompt took no step.
+    """
     sums: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for record in records:
         total = sums[record.prompt_id]
@@ -305,7 +329,10 @@ def _steps_interval(records: Sequence[EvalRecord]) -> tuple[float, float] | None
 def _speeds(
     plain: Sequence[EvalRecord], own: Sequence[EvalRecord], *, is_broken: bool, seed: int
 ) -> tuple[float | None, tuple[float, float] | None, dict[str, dict[str, Any]]]:
-    """Speedup, its interval, and what each category achieved; a broken method has no speed anywhere."""
+    """Speedup, its interval, and what each category achieved.
+
+    A broken method has no speed anywhere.
+    """
     categories = stats.by_category(plain, own, seed=seed)
     if is_broken:
         return None, None, {name: {**each, "speedup": None, "speedup_ci95": None} for name, each in categories.items()}
@@ -315,6 +342,9 @@ def _speeds(
 
 
 def _roofline_fraction(records: Sequence[EvalRecord], roofline: Roofline) -> float | None:
-    """What decoding reached of plain decoding's bound, of as many rows as it had; None without any step."""
+    """Return what decoding reached of plain decoding's bound, of as many rows as it had.
+
+    None without any step.
+    """
     speed, num_rows = stats.decode_tokens_per_second(records), stats.rows_per_step(records)
     return None if speed is None or num_rows is None else speed / (num_rows * roofline.tokens_per_second)

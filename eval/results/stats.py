@@ -1,6 +1,7 @@
-"""From records to the numbers of a table. Sums over sums, never means of ratios, and an interval over prompts.
+"""From records to the numbers of a table.
 
-The answers of a batch share its seconds, which are counted once. Its steps are those of its longest answer.
+Sums over sums, never means of ratios, and an interval over prompts. The answers of a batch share
+its seconds, which are counted once. Its steps are those of its longest answer.
 """
 
 from collections import defaultdict
@@ -23,22 +24,28 @@ TREE_PERCENTILES = (1, 50, 99)
 
 
 def tokens_per_step(records: Sequence[EvalRecord]) -> float | None:
-    """Tokens that verify steps emitted, bonus included, per verify step of each answer; None where there was none.
+    """Tokens that verify steps emitted, bonus included, per verify step of each answer.
 
-    The prefill and its token are on neither side.
+    None where there was none. The prefill and its token are on neither side.
     """
     num_steps = sum(record.num_steps for record in records)
     return sum(record.num_verify_tokens for record in records) / num_steps if num_steps else None
 
 
 def draft_tokens_per_step(records: Sequence[EvalRecord]) -> float | None:
-    """Draft tokens that the target read per verify step of each answer, padding included; None where there was none."""
+    """Draft tokens that the target read per verify step of each answer, padding included.
+
+    None where there was none.
+    """
     num_steps = sum(record.num_steps for record in records)
     return sum(record.num_draft_tokens for record in records) / num_steps if num_steps else None
 
 
 def batches(records: Iterable[EvalRecord]) -> list[EvalRecord]:
-    """Of each batch its record of the most steps: it has the batch's seconds, and as many steps as the batch."""
+    """Of each batch its record of the most steps.
+
+    It has the batch's seconds, and as many steps as the batch.
+    """
     longest: dict[BatchKey, EvalRecord] = {}
     for record in records:
         if record.num_steps >= longest.setdefault(record.batch_key, record).num_steps:
@@ -47,17 +54,23 @@ def batches(records: Iterable[EvalRecord]) -> list[EvalRecord]:
 
 
 def tokens_per_second(records: Sequence[EvalRecord]) -> float:
-    """All tokens, of all rows, over the whole time, prefill included."""
+    """Return all tokens, of all rows, over the whole time, prefill included."""
     return sum(len(record.token_ids) for record in records) / sum(record.seconds for record in batches(records))
 
 
 def answer_tokens_per_second(records: Sequence[EvalRecord]) -> float:
-    """Tokens per second of one answer: its own tokens over the time that its batch took, however many rows that had."""
+    """Tokens per second of one answer.
+
+    Its own tokens over the time that its batch took, however many rows that had.
+    """
     return sum(len(record.token_ids) for record in records) / sum(record.seconds for record in records)
 
 
 def rows_per_step(records: Sequence[EvalRecord]) -> float | None:
-    """Answers that a batch's verify step is for: fewer than the batch size where prompts ran out or answers ended."""
+    """Answers that a batch's verify step is for.
+
+    Fewer than the batch size where prompts ran out or answers ended.
+    """
     num_steps = sum(record.num_steps for record in batches(records))
     return sum(record.num_steps for record in records) / num_steps if num_steps else None
 
@@ -94,7 +107,7 @@ def speedup(
 def bootstrap(
     sums: Shaped[np.ndarray, "*side unit 2"], statistic: Statistic, *, seed: int
 ) -> tuple[float, tuple[float, float] | None]:
-    """The statistic of the sums over all units, and its 95 % interval.
+    """Return the statistic of the sums over all units, and its 95 % interval.
 
     The interval is the percentile bootstrap over units. Fewer than two units have none.
     """
@@ -108,19 +121,22 @@ def bootstrap(
 
 
 def ratio(sums: Shaped[np.ndarray, "*side resample 2"]) -> Float[np.ndarray, "*side resample"]:
-    """The first sum over the second, such as tokens per step."""
+    """Return the first sum over the second, such as tokens per step."""
     quotients: Float[np.ndarray, "*side resample"] = sums[..., 0] / sums[..., 1]
     return quotients
 
 
 def ratio_of_ratios(sums: Shaped[np.ndarray, "2 resample 2"]) -> Float[np.ndarray, " resample"]:
-    """The first side's `ratio` over the second side's."""
+    """Return the first side's `ratio` over the second side's."""
     first, second = ratio(sums)
     return first / second
 
 
 def time_split(profiled: Sequence[EvalRecord]) -> dict[str, float] | None:
-    """Shares of the decode time (prefill excluded) that the phases took in profiled records; None without any step."""
+    """Shares of the decode time (prefill excluded) that the phases took in profiled records.
+
+    None without any step.
+    """
     runs = batches(profiled)
     phases = [record.phase_seconds for record in runs if record.phase_seconds is not None]
     total = sum(record.decode_seconds for record in runs)
@@ -131,8 +147,11 @@ def time_split(profiled: Sequence[EvalRecord]) -> dict[str, float] | None:
 
 
 def tree_tokens(profiled: Sequence[EvalRecord]) -> dict[str, list[float]] | None:
-    """TREE_PERCENTILES, over the verify steps of profiled records, of the draft tokens before (`separate`) and after (`shared`)
-    shared prefixes are merged, and of those `read`, padding included. None where nothing is drafted."""
+    """Return TREE_PERCENTILES of the draft tokens per verify step of profiled records.
+
+    They are counted before (`separate`) and after (`shared`) shared prefixes are merged, and as
+    `read`, padding included. None where nothing is drafted.
+    """
     counts = [record.tree_tokens for record in profiled if record.tree_tokens is not None]
     sides = {side: [count for tree in counts for count in getattr(tree, side)] for side in ("separate", "shared", "read")}
     if not any(sides["shared"]):
@@ -141,7 +160,10 @@ def tree_tokens(profiled: Sequence[EvalRecord]) -> dict[str, list[float]] | None
 
 
 def draft_seconds_per_step(profiled: Sequence[EvalRecord]) -> float | None:
-    """The drafter's seconds per verify step of a batch, in profiled records; None without any step."""
+    """Return the drafter's seconds per verify step of a batch, in profiled records.
+
+    None without any step.
+    """
     runs = batches(profiled)
     num_steps = sum(record.num_steps for record in runs)
     seconds = sum(record.phase_seconds.draft for record in runs if record.phase_seconds is not None)
@@ -149,7 +171,11 @@ def draft_seconds_per_step(profiled: Sequence[EvalRecord]) -> float | None:
 
 
 def relative_draft_cost(profiled_baseline: Sequence[EvalRecord], profiled: Sequence[EvalRecord]) -> float | None:
-    """rho: the drafter's seconds per step over the seconds of one plain decode step, both with the phase timers on."""
+    """rho.
+
+    The drafter's seconds per step over the seconds of one plain decode step, both with the phase
+    timers on.
+    """
     plain = batches(profiled_baseline)
     plain_steps = sum(record.num_steps for record in plain)
     draft_seconds = draft_seconds_per_step(profiled)
@@ -159,13 +185,19 @@ def relative_draft_cost(profiled_baseline: Sequence[EvalRecord], profiled: Seque
 
 
 def ceiling(tau: float | None, rho: float | None) -> float | None:
-    """tau / (1 + rho): the speedup if verifying a tree cost no more than one plain step. Computed, not measured."""
+    """tau / (1 + rho): the speedup if verifying a tree cost no more than one plain step.
+
+    Computed, not measured.
+    """
     return None if tau is None or rho is None else tau / (1 + rho)
 
 
 @lru_cache(maxsize=8)
 def _times_drawn(seed: int, num_units: int) -> Int[np.ndarray, "resample unit"]:
-    """How often each resample draws each unit: the same for all methods, so that they are held against each other fairly."""
+    """Return how often each resample draws each unit.
+
+    The same for all methods, so that they are held against each other fairly.
+    """
     return np.random.default_rng(seed).multinomial(num_units, [1 / num_units] * num_units, size=NUM_RESAMPLES)
 
 
@@ -199,8 +231,10 @@ def num_prompts(records: Iterable[EvalRecord]) -> int:
 
 
 def _by_unit(records: Sequence[EvalRecord], others: Sequence[EvalRecord]) -> Float[np.ndarray, "unit 2"]:
-    """Seconds and tokens summed by prompt, or by batch, sorted. Both sides must have measured the same answers, in the same
-    batches."""
+    """Seconds and tokens summed by prompt, or by batch, sorted.
+
+    Both sides must have measured the same answers, in the same batches.
+    """
     keys, other_keys = (
         {(r.suite, r.prompt_id, r.turn, r.repeat, r.profiled, r.batch_size, r.unit) for r in side} for side in (records, others)
     )

@@ -1,4 +1,7 @@
-"""The table of an evaluation for other programs: CSV with the bare numbers, and LaTeX as papers have it."""
+"""The table of an evaluation for other programs.
+
+CSV with the bare numbers, and LaTeX as papers have it.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -44,7 +47,10 @@ LATEX_NEEDS = r"% needs \usepackage{booktabs} and, for < > | in names, \usepacka
 
 
 def csv_table(rows: Sequence[Row]) -> str:
-    """A line per row, numbers as they are in the summary; a number that doesn't exist is an empty cell."""
+    """Return a line per row, numbers as they are in the summary.
+
+    A number that doesn't exist is an empty cell.
+    """
     import pandas as pd  # slow to import
 
     lines, columns = [{**row, "name": method_name(row), **_spread(row)} for row in rows], [*CSV_COLUMNS, *_spread(rows[0])]
@@ -53,7 +59,7 @@ def csv_table(rows: Sequence[Row]) -> str:
 
 
 def latex_table(rows: Sequence[Row]) -> str:
-    r"""A tabular for the package booktabs; the notes follow as comments."""
+    r"""Return a tabular for the package booktabs; the notes follow as comments."""
     import pandas as pd  # slow to import
 
     lines = [{name: " ".join(text.split()) for name, text in line.items()} for line in texts(rows, RESULT_COLUMNS)]
@@ -64,7 +70,7 @@ def latex_table(rows: Sequence[Row]) -> str:
 
 
 def _spread(row: Row) -> dict[str, Any]:
-    """What a row holds in groups, a column each."""
+    """Return what a row holds in groups, a column each."""
     low, high = row["speedup_ci95"] or (None, None)
     split, training = row["time_split"] or {}, row["training"] or {}
     return {

@@ -58,7 +58,10 @@ def cells(row: Row) -> dict[str, str]:
 
 
 def headline(rows: Sequence[Row]) -> str:
-    """Return the result in one sentence: the method with the highest speedup, as the geometric mean over the row groups."""
+    """Return the result in one sentence.
+
+    The method with the highest speedup, as the geometric mean over the row groups.
+    """
     # 1. The lossless methods that have a speedup in every group.
     groups = _groups(rows)
     speedups: dict[str, list[Row]] = {}
@@ -76,15 +79,21 @@ def headline(rows: Sequence[Row]) -> str:
         steps = _number(row["tokens_per_step"], ".2f")
         low, high = row["speedup_ci95"] or (0.0, 0.0)
         doubt = f" The interval [{low:.2f}, {high:.2f}] includes 1, so this may be chance." if low <= 1 <= high else ""
-        return f"Fastest on {group}: {name}. {row['speedup']:.2f}x of plain decoding, {steps} tokens per step.{doubt}"
+        return f"{_verdict([row])} on {group}: {name}. {row['speedup']:.2f}x plain decoding, {steps} tokens per step.{doubt}"
     values = [row["speedup"] or 0.0 for row in best]
-    return f"Fastest in {len(groups)} groups: {name}. {min(values):.2f}x to {max(values):.2f}x of plain decoding."
+    return f"{_verdict(best)} over {len(groups)} groups: {name}. {min(values):.2f}x to {max(values):.2f}x plain decoding."
+
+
+def _verdict(rows: Sequence[Row]) -> str:
+    is_faster = geometric_mean([row["speedup"] or 0.0 for row in rows]) > 1
+    return "Fastest" if is_faster else "No method is faster than plain decoding; the best"
 
 
 def footnotes(rows: Sequence[Row], *, costs: bool = True) -> list[str]:
-    """Return what a reader must know to judge the numbers: the lines of `templates/footnotes.jinja`.
+    """Return what a reader must know to judge the numbers.
 
-    Without `costs` the notes on COST_COLUMNS are left out.
+    The lines of `templates/footnotes.jinja`. Without `costs` the notes on COST_COLUMNS are left
+    out.
     """
     loader = PackageLoader("outrider.eval", "templates")
     # A note is one line, whatever a name holds.
@@ -126,13 +135,16 @@ def loop_note(row: Row) -> str:
 
 
 def _worst_outliers(rows: Sequence[Row]) -> list[tuple[Row, dict[str, Any]]]:
-    """The outliers that took longest, measured by their method's median."""
+    """Return the outliers that took longest, measured by their method's median."""
     outliers = [(row, outlier) for row in rows for outlier in row["outliers"]]
     return sorted(outliers, key=lambda pair: -pair[1]["ratio"])[:NUM_OUTLIERS_NAMED]
 
 
 def escape_markdown(text: str) -> str:
-    """Escape a text for Markdown, on one line. Underscores within a word stay: they mean nothing there."""
+    """Escape a text for Markdown, on one line.
+
+    Underscores within a word stay: they mean nothing there.
+    """
     text = re.sub(r"[\\`*|<>&$~]", r"\\\g<0>", " ".join(text.split()))
     return re.sub(r"(?<![^\W_])_|_(?![^\W_])", r"\\_", text)
 
@@ -152,7 +164,10 @@ def texts(rows: Sequence[Row], columns: Sequence[str]) -> list[dict[str, str]]:
 
 
 def markdown_table(lines: Sequence[Mapping[str, str]], left: Collection[str]) -> str:
-    """Write texts by column as a table of Markdown; all columns but those of `left` are aligned to the right."""
+    """Write texts by column as a table of Markdown.
+
+    All columns but those of `left` are aligned to the right.
+    """
     table: list[Iterable[str]] = [map(escape_markdown, lines[0]), ("---" if name in left else "---:" for name in lines[0])]
     table += [map(escape_markdown, line.values()) for line in lines]
     return "\n".join(f"| {' | '.join(line)} |" for line in table)

@@ -1,4 +1,7 @@
-"""Which settings of a drafter are tried: a grid for each kind, which grows where its edge turns out to be the best place."""
+"""Which settings of a drafter are tried.
+
+A grid for each kind, which grows where its edge turns out to be the best place.
+"""
 
 from collections.abc import Mapping
 from itertools import product
@@ -18,16 +21,23 @@ GRIDS: dict[str, Grid] = {
     "medusa": {"tree_nodes": (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)},
     "redrafter": {"beam_width": (1, 2, 4, 8, 16), "beam_length": (2, 3, 4, 5), "tree_nodes": (None, 4, 8, 16, 32)},
 }
-"""What is tried of each kind at first. On a CPU the best lies inside; to an accelerator larger trees may cost no more."""
+"""What is tried of each kind at first. On a CPU the best lies inside; to an accelerator larger
+trees may cost no more."""
 
 
 def grid_of(directory: Path) -> Grid:
-    """The grid of the drafter in a directory. Raises ValueError for an unknown kind."""
+    """Return the grid of the drafter in a directory.
+
+    Raises ValueError for an unknown kind.
+    """
     return GRIDS[saved_spec(read_drafter_config(directory)).kind]
 
 
 def candidates(directory: Path, grid: Grid) -> list[dict[str, Any]]:
-    """Settings of the drafter in a directory that are worth trying: its own first, then those of the grid."""
+    """Settings of the drafter in a directory that are worth trying.
+
+    Its own first, then those of the grid.
+    """
     spec = saved_spec(read_drafter_config(directory))
     default = spec.config
     settings = [{name: getattr(default, name) for name in grid}]
@@ -41,14 +51,18 @@ def candidates(directory: Path, grid: Grid) -> list[dict[str, Any]]:
 
 
 def extended(grid: Grid, best: Mapping[str, Any]) -> Grid:
-    """The grid with further values of the options whose value in the `best` setting is the largest or the smallest one: twice
-    as much, or half of it. The same grid where the best lies inside."""
+    """Return the grid, extended where the `best` setting has the largest or smallest value.
+
+    The new value is twice or half as large. The same grid where the best lies inside.
+    """
     return {name: (*values, *_beyond(values, best.get(name))) for name, values in grid.items()}
 
 
 def _beyond(values: tuple[Any, ...], value: int | None) -> tuple[int, ...]:
-    """What comes after a value that no other exceeds, or before one that none falls below, down to 1. (A drafter's own value
-    may be either, and not be among them.)"""
+    """Return the next values beyond the largest or smallest one, down to 1.
+
+    (A drafter's own value may be either, and not be among them.)
+    """
     numbers = [number for number in values if number is not None]
     if value is None or min(numbers) < value < max(numbers):
         return ()
@@ -57,8 +71,10 @@ def _beyond(values: tuple[Any, ...], value: int | None) -> tuple[int, ...]:
 
 
 def _is_possible(spec: DrafterSpec, setting: Mapping[str, Any]) -> bool:
-    """Whether the drafter takes it beside its other options: a search has bounds, and only shared prefixes make a tree whose
-    nodes are chosen."""
+    """Return whether the drafter takes it beside its other options.
+
+    A search has bounds, and only shared prefixes make a tree whose nodes are chosen.
+    """
     try:
         spec.with_options(setting)
     except ValueError:
@@ -67,7 +83,10 @@ def _is_possible(spec: DrafterSpec, setting: Mapping[str, Any]) -> bool:
 
 
 def _makes_sense(setting: Mapping[str, Any], grid: Grid) -> bool:
-    """Whether no smaller setting drafts the same: a chain has no more nodes than tokens, and a tree more than a chain."""
+    """Return whether no smaller setting drafts the same.
+
+    A chain has no more nodes than tokens, and a tree more than a chain.
+    """
     length = next((setting[name] for name in ("beam_length", "depth", "length") if name in setting), None)
     width = next((setting[name] for name in ("beam_width", "top_k") if name in setting), None)
     nodes = setting.get("tree_nodes")

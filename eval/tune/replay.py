@@ -1,8 +1,9 @@
 """Decoding once more without the target: its answers are known, and its states of them.
 
-What exact acceptance takes of a draft tree depends on the target's answer alone: a node is taken where it says what the answer
-says. So one reading of the answers tells, for any drafter in any setting, how many tokens each step emits. With `RowSeeds` that
-holds for sampled answers too, unless the drafts are drawn themselves.
+What exact acceptance takes of a draft tree depends on the target's answer alone: a node is taken
+where it says what the answer says. So one reading of the answers tells, for any drafter in any
+setting, how many tokens each step emits. With `RowSeeds` that holds for sampled answers too, unless
+the drafts are drawn themselves.
 """
 
 from collections.abc import Sequence
@@ -26,12 +27,16 @@ from ...models.target.hf_target import HFTarget
 from ..measure.memory import within_memory
 
 CERTAIN = 1e4
-"""The logit of the token that the target is known to say; all others have 0. Every type can hold it."""
+"""The logit of the token that the target is known to say; all others have 0. Every type can hold
+it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
-    """A prompt, the target's answer to it, and its states of both: the last hidden ones, and the inputs of some layers."""
+    """A prompt, the target's answer to it, and its states of both.
+
+    The last hidden ones, and the inputs of some layers.
+    """
 
     prompt: Int[torch.Tensor, " prompt"]
     answer: Int[torch.Tensor, " answer"]
@@ -55,9 +60,10 @@ def answer_prompts(
     feature_layers: tuple[int, ...] = (),
     batch_size: int = 8,
 ) -> list[Answered]:
-    """The target's answers by plain decoding, and what it makes of them.
+    """Return the target's answers by plain decoding, and what it makes of them.
 
-    Where a batch doesn't fit into memory, half of it is tried. Raises ValueError where a single prompt doesn't.
+    Where a batch doesn't fit into memory, half of it is tried. Raises ValueError where a single
+    prompt doesn't.
     """
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "feature_layers": feature_layers}
     while batch_size:
@@ -100,9 +106,10 @@ def _answer_prompts(
 
 
 class ReplayTarget:
-    """A target that reads nothing, since it knows its answers to a batch of prompts: see the module.
+    """A target that reads nothing, since it knows its answers to a batch of prompts.
 
-    Where a tree leaves the answer, its output is that of the answer's token at that depth, which no rule comes to look at.
+    See the module. Where a tree leaves the answer, its output is that of the answer's token at that
+    depth, which no rule comes to look at.
     """
 
     def __init__(self, answered: Sequence[Answered], vocab_size: int, *, has_fixed_shapes: bool = False) -> None:
@@ -119,13 +126,13 @@ class ReplayTarget:
     def prefill(
         self, prompts: Prompts, *, max_new_tokens: int, max_nodes: int, feature_layers: tuple[int, ...] = ()
     ) -> TargetOutput:
-        """The output of the prompts, which are those that were answered."""
+        """Return the output of the prompts, which are those that were answered."""
         self.num_prefills += 1
         output = self._outputs(torch.arange(max(prompts.lengths), device=self._text.device).expand(len(prompts.lengths), -1))
         return TargetOutput(logits=self._logits(self._lengths[:, None] - 1), hidden_states=output[0], features=output[1])
 
     def verify(self, last_token: Int[torch.Tensor, " batch"], tree: DraftTree) -> TargetOutput:
-        """The output of the last committed token, and of what the answer says as deep as each node."""
+        """Return the output of the last committed token and of the answer at each node's depth."""
         depth = torch.nn.functional.pad(depths(tree.lineage), (1, 0))
         places = self._lengths[:, None] + depth
         hidden_states, features = self._outputs(places)
@@ -149,7 +156,7 @@ class ReplayTarget:
         return self._states[row, places], None if self._features is None else self._features[row, places]
 
     def _logits(self, places: Int[torch.Tensor, "batch entry"]) -> Float[torch.Tensor, "batch entry vocab"]:
-        """What the answer says after these tokens; beyond its end the answer is cut anyway."""
+        """Return what the answer says after these tokens; beyond its end the answer is cut anyway."""
         following = self._text.gather(1, (places + 1).clamp(max=self._text.shape[1] - 1))
         logits = self._states.new_zeros(*places.shape, self._vocab_size)
         return logits.scatter_(2, following[..., None], CERTAIN)

@@ -1,4 +1,7 @@
-"""Tuning a drafter to a machine: answers, times, predictions, the choice, and on request what it is worth."""
+"""Tuning a drafter to a machine.
+
+Answers, times, predictions, the choice, and on request what it is worth.
+"""
 
 import json
 import logging
@@ -36,7 +39,8 @@ TUNING_FILE = "tuning.json"
 
 
 MAX_EXTENSIONS = 4
-"""Times that a grid grows at its edges: an option comes up to 16 times as far as it is tried at first."""
+"""Times that a grid grows at its edges: an option comes up to 16 times as far as it is tried at
+first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +59,13 @@ class Tuning:
     """By batch size: the fastest of the finalists."""
     predictions: list[Prediction]
     finals: list[Speed]
-    """Of plain decoding and the settings predicted to be the fastest: decoded with for real, to choose among them."""
+    """Of plain decoding and the settings predicted to be the fastest: decoded with for real, to
+    choose among them."""
     checked: list[Speed]
     """Of every setting, measured after the choice; empty unless it was asked for."""
     regrets: dict[int, float]
-    """By batch size: the share of speed that the choice lacks of the best setting's, by what was checked."""
+    """By batch size: the share of speed that the choice lacks of the best setting's, by what was
+    checked."""
     predicted_regrets: dict[int, float]
     """The same of the setting that was predicted to be the fastest."""
     step_times: StepTimes
@@ -67,7 +73,7 @@ class Tuning:
     """What ran out of memory. A batch size has no choice where plain decoding did."""
 
     def errors(self, batch_size: int) -> list[float]:
-        """By how much the predicted speedups exceed the checked ones, as a share of these, for batches of this size."""
+        """Return the relative errors of the predicted speedups at a batch size."""
         guessed, real = (_speedups(speeds, batch_size) for speeds in (self.predictions, self.checked))
         return [guessed[setting] / speedup - 1 for setting, speedup in real.items()]
 
@@ -89,12 +95,14 @@ def tune(
     check: bool = False,
     write: bool = True,
 ) -> Tuning:
-    """Choose the drafter's setting for each batch size, among `settings` or its kind's grid, for the first temperature of
+    """Choose the drafter's fastest setting for each batch size.
+
+    It is one of `settings`, or of the grid of the drafter's kind, at the first temperature of
     `config`. Everything found goes to `output_dir`, the choice beside the drafter's weights.
 
-    The grid grows while the setting that is predicted to be the fastest lies at its edge (`extended`). Raises ValueError where
-    no prompt fits, where nothing fits into memory, and for a drafter that draws its drafts at random, whose steps can't be
-    replayed.
+    The grid grows while the setting that is predicted to be the fastest lies at its edge
+    (`extended`). Raises ValueError where no prompt fits, where nothing fits into memory, and for a
+    drafter that draws its drafts at random, whose steps can't be replayed.
     """
     read_tuned(drafter_dir)  # what it can't be written into shows now
     temperature = config.temperatures[0]
@@ -129,9 +137,10 @@ def tune(
 
 
 def _first_fitting(drafter_dir: Path, target: HFTarget, settings: Sequence[dict[str, Any]]) -> TrainableDrafter:
-    """Load the drafter in the first setting that fits into memory. Raises ValueError where none does.
+    """Load the drafter in the first setting that fits into memory.
 
-    A setting that doesn't fit is left out, and named, where it is replayed.
+    Raises ValueError where none does. A setting that doesn't fit is left out, and named, where it
+    is replayed.
     """
     for setting in settings:
         if (drafter := within_memory(partial(load_drafter, drafter_dir, target, **setting), target)) is not None:
@@ -154,13 +163,19 @@ def _require_trees_of_the_text(drafter_dir: Path, settings: Sequence[dict[str, A
 
 @dataclass(slots=True, kw_only=True)
 class Tried:
-    """The settings tried so far, and the grid that they are from; None where somebody named them."""
+    """The settings tried so far, and the grid that they are from.
+
+    None where somebody named them.
+    """
 
     settings: list[Setting]
     grid: Grid | None
 
     def extend(self, directory: Path, predictions: Sequence[Prediction], batch_sizes: Sequence[int]) -> list[Setting]:
-        """Let the grid grow where the fastest setting for a batch size lies at its edge. Returns the settings that it adds."""
+        """Let the grid grow where the fastest setting for a batch size lies at its edge.
+
+        Returns the settings that it adds.
+        """
         if self.grid is None:
             return []
         grid = self.grid
@@ -208,7 +223,7 @@ def _tune(trial: Trial, drafter: TrainableDrafter, tried: Tried, batch_sizes: Se
 def _predict_all(
     trial: Trial, drafter: TrainableDrafter, tried: Tried, batch_sizes: Sequence[int]
 ) -> tuple[StepTimes, list[Prediction]]:
-    """The predictions of all settings, and of those that their grid grows by."""
+    """Return the predictions of all settings, and of those that their grid grows by."""
     replays = replay_all(trial, tried.settings, batch_sizes)
     times = _step_times(trial, drafter, replays, batch_sizes)
     predictions = _predictions(replays, times)
@@ -224,7 +239,7 @@ def _predict_all(
 
 
 def _step_times(trial: Trial, drafter: TrainableDrafter, replays: Sequence[Replay], batch_sizes: Sequence[int]) -> StepTimes:
-    """The target's, for all trees of these replays."""
+    """Return the target's, for all trees of these replays."""
     # Where answers are half written: what a step reads grows with the text.
     texts = [each.text[: len(each.prompt) + len(each.answer) // 2] for each in trial.answered]
     largest = _largest(replays)
@@ -242,14 +257,16 @@ def _predictions(replays: Sequence[Replay], times: StepTimes) -> list[Prediction
 
 
 def _sizes_with(setting: Setting, speeds: Sequence[Speed], batch_sizes: Sequence[int]) -> list[int]:
-    """The batch sizes at which a setting has a speed."""
+    """Return the batch sizes at which a setting has a speed."""
     known = {speed.batch_size for speed in speeds if speed.setting == setting}
     return [size for size in batch_sizes if size in known]
 
 
 def _regrets(choices: Mapping[int, Choice], checked: Sequence[Speed]) -> dict[int, float]:
-    """By batch size, where the chosen setting and plain decoding were checked: all settings share the memory there, so that it
-    may run out."""
+    """By batch size, where the chosen setting and plain decoding were checked.
+
+    All settings share the memory there, so that it may run out.
+    """
     return {
         size: regret(choice.setting, checked, size)
         for size, choice in choices.items()
@@ -260,7 +277,7 @@ def _regrets(choices: Mapping[int, Choice], checked: Sequence[Speed]) -> dict[in
 def _left_out(
     tried: Tried, predictions: Sequence[Prediction], finals: Sequence[Speed], batch_sizes: Sequence[int]
 ) -> list[LeftOut]:
-    """The settings without a prediction, and the finalists without a speed."""
+    """Return the settings without a prediction, and the finalists without a speed."""
     lost = []
     for setting, size in product(tried.settings, batch_sizes):
         is_predicted, is_measured = (bool(_sizes_with(setting, speeds, [size])) for speeds in (predictions, finals))
@@ -271,7 +288,7 @@ def _left_out(
 
 
 def tuned_settings(config: EvalConfig, target: HFTarget, drafter_dirs: Sequence[Path]) -> TunedSettings:
-    """What was chosen here of each drafter for each temperature and batch size of an evaluation.
+    """Return each drafter's tuned settings by temperature and batch size.
 
     Raises ValueError where nothing was tuned here.
     """
@@ -294,9 +311,10 @@ def _powers(largest: int, *others: int) -> list[int]:
 def _answers(
     config: EvalConfig, target: HFTarget, longest: int, feature_layers: tuple[int, ...], batch_size: int
 ) -> list[Answered]:
-    """The target's answers to the first turns of the suites' prompts, where prompt and answer have at most `longest` tokens.
+    """Return the target's answers to the first turns of the suites' prompts.
 
-    Raises ValueError where these fill no batch of this size.
+    Prompt and answer have at most `longest` tokens. Raises ValueError where these fill no batch of
+    this size.
     """
     prompts = []
     for suite in load_suites(config):

@@ -1,9 +1,10 @@
-"""Which setting of a drafter decodes fastest here, predicted from parts that are measured apart.
+"""Prediction of a drafter's fastest setting from parts that are measured separately.
 
-The target's step is measured by batch and tree size (`StepTimes`); the drafter, the rule and the loop run for real, over
-answers that the target has given once (`ReplayTarget`). The tokens of a replay over the seconds of both is the speed of
-decoding, for any number of settings at the price of drafting alone. The few fastest are then decoded with for real, in turns:
-what drafter and target cost each other, such as the other's place in a cache, shows nowhere else.
+The target's step is measured by batch and tree size (`StepTimes`); the drafter, the rule and the
+loop run for real, over answers that the target has given once (`ReplayTarget`). The tokens of a
+replay over the seconds of both is the speed of decoding, for any number of settings at the price of
+drafting alone. The few fastest are then decoded with for real, in turns: what drafter and target
+cost each other, such as the other's place in a cache, shows nowhere else.
 """
 
 import time
@@ -38,13 +39,17 @@ Setting = dict[str, Any] | None
 
 NUM_FINALISTS = 4
 MARGIN = 0.2
-"""What a setting's predicted speed may lack of the best one's, as a share, for it to be decoded with for real."""
+"""What a setting's predicted speed may lack of the best one's, as a share, for it to be decoded
+with for real."""
 ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """A setting's in batches of one size, as measured. Speeds as in `Choice`."""
+    """A setting's in batches of one size, as measured.
+
+    Speeds as in `Choice`.
+    """
 
     setting: Setting
     batch_size: int
@@ -64,7 +69,10 @@ class Prediction(Speed):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """One verify step of a batch. Seconds are 0 unless phases were timed."""
+    """One verify step of a batch.
+
+    Seconds are 0 unless phases were timed.
+    """
 
     rows: int
     """That the target reads, copies included (`kept_places`)."""
@@ -76,7 +84,10 @@ class Pass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoding:
-    """What decoding some prompts took: tokens behind those of the prefills, and steps, a row each."""
+    """What decoding some prompts took.
+
+    Tokens behind those of the prefills, and steps, a row each.
+    """
 
     num_tokens: int
     num_steps: int
@@ -94,8 +105,11 @@ class Decoding:
 
     @property
     def own_seconds(self) -> float:
-        """All but the target's. Of passes with equally many rows the median counts: a moment's disturbance is no property of
-        a setting."""
+        """All but the target's.
+
+        Of passes with equally many rows the median counts: a moment's disturbance is no property of
+        a setting.
+        """
         by_rows: dict[int, list[float]] = {}
         for each in self.passes:
             by_rows.setdefault(each.rows, []).append(each.own_seconds)
@@ -111,7 +125,10 @@ def run(
     *,
     timed: bool,
 ) -> Decoding:
-    """Decode one batch, from its first token on. An answer of a replay ends where it ended."""
+    """Decode one batch, from its first token on.
+
+    An answer of a replay ends where it ended.
+    """
     options: dict[str, Any] = {
         "max_new_tokens": [len(each.answer) for each in answered],
         "generator": RowSeeds([each.seed for each in answered]),
@@ -186,7 +203,10 @@ class Replay:
 
 
 def replay_all(trial: Trial, settings: Sequence[Setting], batch_sizes: Sequence[int]) -> list[Replay]:
-    """Replays of the answers with every setting, for every batch size; those that don't fit into memory are left out."""
+    """Replays of the answers with every setting, for every batch size.
+
+    Those that don't fit into memory are left out.
+    """
     replays = []
     with tqdm(total=len(settings) * len(batch_sizes), desc="settings", unit="setting") as progress:
         for setting in settings:
@@ -214,7 +234,10 @@ def _replay(trial: Trial, drafter: Drafter[Any, Any], batch_size: int) -> Decodi
 
 
 def predict(replay: Replay, times: StepTimes) -> Prediction | None:
-    """How fast decoding is with a target of these times; None where one of its steps doesn't fit into memory."""
+    """Return how fast decoding is with a target of these times.
+
+    None where one of its steps doesn't fit into memory.
+    """
     total = replay.run
     steps = [times(step.rows, step.nodes) for step in total.passes]
     verify_seconds = [seconds for seconds in steps if seconds is not None]
@@ -233,10 +256,12 @@ def predict(replay: Replay, times: StepTimes) -> Prediction | None:
 
 @torch.inference_mode()
 def measure_all(trial: Trial, settings: Sequence[Setting], batch_size: int, *, rounds: int = ROUNDS) -> list[Speed]:
-    """What is predicted, measured: the target decodes the same answers with every setting, batch by batch in turns.
+    """Return what is predicted, measured.
 
-    Of each batch the median of its `rounds` counts. All settings' drafters are in memory at once; a setting that runs out of it
-    is left out, and the others are measured from the start, since their caches were given back.
+    The target decodes the same answers with every setting, batch by batch in turns. Of each batch
+    the median of its `rounds` counts. All settings' drafters are in memory at once; a setting that
+    runs out of it is left out, and the others are measured from the start, since their caches were
+    given back.
     """
     fitting = list(settings)
     while fitting:
@@ -248,7 +273,7 @@ def measure_all(trial: Trial, settings: Sequence[Setting], batch_size: int, *, r
 
 
 def _measure_together(trial: Trial, settings: Sequence[Setting], batch_size: int, rounds: int) -> list[Speed] | int:
-    """The speeds of all settings, or the index of one that ran out of memory."""
+    """Return the speeds of all settings, or the index of one that ran out of memory."""
     groups = trial.batches(batch_size)
     seconds: dict[tuple[int, int], list[float]] = defaultdict(list)
     runs: dict[tuple[int, int], Decoding] = {}
@@ -287,7 +312,7 @@ def _measure_together(trial: Trial, settings: Sequence[Setting], batch_size: int
 
 
 def sum_of(runs: Sequence[Decoding]) -> Decoding:
-    """Several batches together."""
+    """Return several batches together."""
     return Decoding(
         num_tokens=sum(each.num_tokens for each in runs),
         num_steps=sum(each.num_steps for each in runs),
@@ -305,7 +330,7 @@ def finalists(predictions: Sequence[Prediction], batch_size: int) -> list[Settin
 
 
 def choose(speeds: Sequence[Speed], batch_size: int) -> Choice:
-    """The fastest way to decode batches of this size, plain decoding among them."""
+    """Return the fastest way to decode batches of this size, plain decoding among them."""
     of_size = [each for each in speeds if each.batch_size == batch_size]
     (plain,) = [each for each in of_size if each.setting is None]
     best = max(of_size, key=lambda each: each.tokens_per_second)
@@ -318,7 +343,7 @@ def choose(speeds: Sequence[Speed], batch_size: int) -> Choice:
 
 
 def regret(setting: Setting, measured: Sequence[Speed], batch_size: int) -> float:
-    """What a setting lacks of the best measured speed for batches of this size, as a share of that."""
+    """Return by which share a setting is slower than the best one at a batch size."""
     speeds = [each for each in measured if each.batch_size == batch_size]
     (own,) = [each.tokens_per_second for each in speeds if each.setting == setting]
     return 1 - own / max(each.tokens_per_second for each in speeds)

@@ -1,4 +1,7 @@
-"""How long the target takes to verify a tree, by batch and tree size: measured on a grid, and linear between its points."""
+"""How long the target takes to verify a tree, by batch and tree size.
+
+Measured on a grid, and linear between its points.
+"""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -27,16 +30,22 @@ NUM_ACCEPTED = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """Seconds of a verify step and its commit: `seconds[b][n]` at `batch_sizes[b]` and `node_counts[n]`, both ascending; None
-    where memory ran out."""
+    """Seconds of a verify step and its commit.
+
+    `seconds[b][n]` at `batch_sizes[b]` and `node_counts[n]`, both ascending; None where memory ran
+    out.
+    """
 
     batch_sizes: tuple[int, ...]
     node_counts: tuple[int, ...]
     seconds: tuple[tuple[float | None, ...], ...]
 
     def __call__(self, batch: int, nodes: int) -> float | None:
-        """Seconds for any batch and tree: linear between the measured ones, and beyond them as between the last two; None where
-        one of these didn't fit into memory."""
+        """Seconds for any batch and tree.
+
+        Linear between the measured ones, and beyond them as between the last two; None where one of
+        these didn't fit into memory.
+        """
         b, along_batch = _place(self.batch_sizes, batch)
         n, along_nodes = _place(self.node_counts, nodes)
         at = [_mix(row[n : n + 2], along_nodes) for row in self.seconds[b : b + 2]]
@@ -45,7 +54,7 @@ class StepTimes:
 
 
 def _place(points: Sequence[int], value: int) -> tuple[int, float]:
-    """The point that a value lies behind, with a point after it, and how far it is to that one."""
+    """Return the index of the point below a value, and how far it is to the next point."""
     if len(points) == 1:
         return 0, 0.0
     index = min(max(bisect_right(points, value) - 1, 0), len(points) - 2)
@@ -53,7 +62,10 @@ def _place(points: Sequence[int], value: int) -> tuple[int, float]:
 
 
 def _mix(ends: Sequence[float | None], along: float) -> float | None:
-    """What lies between two ends, or beyond them; None where an end that it depends on is."""
+    """Return what lies between two ends, or beyond them.
+
+    None where an end that it depends on is.
+    """
     first, last = ends[0], ends[-1]
     if first is None or along == 0:
         return first
@@ -70,11 +82,11 @@ def measure_step_times(
     drafter: nn.Module | None = None,
     repeats: int = 20,
 ) -> StepTimes:
-    """Medians of `repeats` steps behind `texts`, the tree sizes in turns. A batch takes texts again where there are too few.
-    The largest trees are left out where they don't fit into memory.
+    """Medians of `repeats` steps behind `texts`, the tree sizes in turns.
 
-    Before a step with a tree the weights of a `drafter` are read, as drafting it would: a small target finds less of its own in
-    the processor's cache then.
+    A batch takes texts again where there are too few. The largest trees are left out where they
+    don't fit into memory. Before a step with a tree the weights of a `drafter` are read, as
+    drafting it would: a small target finds less of its own in the processor's cache then.
     """
     seconds: list[tuple[float | None, ...]] = []
     sizes, counts = sorted(set(batch_sizes)), sorted(set(node_counts))
@@ -100,7 +112,7 @@ def _time_steps(
     repeats: int,
     progress: Any,
 ) -> tuple[float, ...]:
-    """The medians for one batch."""
+    """Return the medians for one batch."""
     room = (repeats + 1) * len(counts) * (NUM_ACCEPTED + 1)
     room = min(room, target.context_length - max(map(len, batch)) - 1)
     target.prefill(Prompts.of(batch), max_new_tokens=room, max_nodes=max(counts))
@@ -116,7 +128,7 @@ def _time_steps(
 
 
 def _time_step(target: HFTarget, last_token: Int[torch.Tensor, " batch"], num_nodes: int) -> float:
-    """One step of so many nodes, after which the text is as long as it was before."""
+    """Return one step of so many nodes, after which the text is as long as it was before."""
     tree = _tree(last_token, num_nodes)
     num_accepted = min(NUM_ACCEPTED, tree.max_depth)
     path = torch.full((len(last_token), tree.max_depth), NO_NODE, device=last_token.device)

@@ -1,4 +1,6 @@
-"""Apple's directory format of a ReDrafter: `config.json` and `model.safetensors` under other names.
+"""Apple's directory format of a ReDrafter.
+
+`config.json` and `model.safetensors` under other names.
 
     rnn_u.{weight,bias}              U and b: what multiplies the state, and the bias       recurrence.weight, input.bias
     rnn_w.weight                     W: what multiplies the embedding                       input.weight
@@ -6,9 +8,10 @@
     lm_head.{i}.linear.{weight,bias}                                                        blocks.{i}.linear.{weight,bias}
     lm_head.{num_draft_layers}.weight                                                       head.weight
 
-s_0 = 0, s_t = SiLU(W e_t + U s_{t-1} + b): a drafter with `initial_state: zero`. Names and formula are those of
-`recurrent_drafting/modeling_drafter.py` in github.com/apple/ml-recurrent-drafter. Tensors are the same numbers in both layouts.
-`beam_length` there counts the token that the target has chosen, and here doesn't; it is no part of the folder.
+s_0 = 0, s_t = SiLU(W e_t + U s_{t-1} + b): a drafter with `initial_state: zero`. Names and formula
+are those of `recurrent_drafting/modeling_drafter.py` in github.com/apple/ml-recurrent-drafter.
+Tensors are the same numbers in both layouts. `beam_length` there counts the token that the target
+has chosen, and here doesn't; it is no part of the folder.
 """
 
 from typing import Any
@@ -37,16 +40,20 @@ OTHER_KEYS = frozenset(
 
 
 def write(drafter: Redrafter, target: HFTarget) -> FolderContents:
-    """Raises ValueError for what the format has no place for."""
+    """Raise ValueError for what the format has no place for."""
     config, problems = drafter.config, []
     if config.rnn and config.initial_state != "zero":
-        problems.append(f"its initial_state is {config.initial_state}, and there s_0 is zero (train with initial_state=zero)")
+        problems.append(
+            f"its initial_state is {config.initial_state}, and there s_0 is zero (train with drafter.initial_state=zero)"
+        )
     if config.head_rank is not None:
-        problems.append(f"its head has rank {config.head_rank}, and there the head is one matrix (train with head_rank=null)")
+        problems.append(
+            f"its head has rank {config.head_rank}, and there the head is one matrix (train with drafter.head_rank=null)"
+        )
     if config.draft_vocab_size is not None:
         problems.append(
             f"it drafts {config.draft_vocab_size} tokens only, and there the head has all of the target's (train with "
-            "draft_vocab_size=null)"
+            "drafter.draft_vocab_size=null)"
         )
     raise_refusal(problems, FORMAT.name)
     described = {
@@ -62,7 +69,7 @@ def write(drafter: Redrafter, target: HFTarget) -> FolderContents:
 
 
 def read(folder: Folder, target: HFTarget) -> Reading:
-    """Raises ValueError for a configuration that is none of Apple's, or of another target's sizes."""
+    """Raise ValueError for a configuration that isn't Apple's, or not of this target's sizes."""
     config = folder.config
     problems = [f"no {name}" for name in (*SIZES, "rnn") if name not in config]
     problems += [f"an unknown key {name}" for name in sorted(config.keys() - {*SIZES, "rnn"} - OTHER_KEYS)]

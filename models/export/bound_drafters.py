@@ -1,4 +1,4 @@
-"""The drafters that a model of transformers keeps from one `generate` to the next, and which models can have one."""
+"""Drafters that a model of transformers keeps between calls of `generate`."""
 
 import logging
 from collections.abc import Iterator
@@ -49,8 +49,11 @@ class Bound:
 
 
 class BoundDrafters:
-    """Those of one model, the last used at the end, and whether one of them is drafting. A copy of the model has none of them:
-    neither copying nor pickling goes beyond this object, which is None in the copy."""
+    """Those of one model, the last used at the end, and whether one of them is drafting.
+
+    A copy of the model has none of them: neither copying nor pickling goes beyond this object,
+    which is None in the copy.
+    """
 
     def __init__(self) -> None:
         self.by_name: dict[tuple[str, ...], Bound] = {}
@@ -62,7 +65,10 @@ class BoundDrafters:
 
 @contextmanager
 def drafters_of(model: PreTrainedModel) -> Iterator[BoundDrafters]:
-    """The model's drafters, for one caller at a time. Raises RuntimeError while there is another."""
+    """The model's drafters, for one caller at a time.
+
+    Raises RuntimeError while there is another.
+    """
     if vars(model).get(ATTRIBUTE) is None:
         vars(model).pop(ATTRIBUTE, None)
     # Also those of another copy of this code, since transformers makes one for every folder.
@@ -81,9 +87,10 @@ def drafters_of(model: PreTrainedModel) -> Iterator[BoundDrafters]:
 def bind(
     model: PreTrainedModel, drafters: BoundDrafters, folder: Path, options: dict[str, Any], tokenizer: Any = None
 ) -> Bound:
-    """The folder's drafter for the model: one that was kept, as long as neither has changed, else loaded.
+    """Return the folder's drafter for the model.
 
-    Raises ValueError where the drafter was made for another width, vocabulary or (where it is given) tokenizer. What would only
+    One that was kept, as long as neither has changed, else loaded. Raises ValueError where the
+    drafter was made for another width, vocabulary or (where it is given) tokenizer. What would only
     make it a worse drafter, such as other weights of the same shape, is a warning.
     """
     name = (__name__, str(folder), repr(sorted(options.items())))
@@ -107,7 +114,8 @@ def _state(model: PreTrainedModel, folder: Path) -> tuple[Any, ...]:
         (path := folder / name).is_file() and (path.stat().st_mtime_ns, path.stat().st_size)
         for name in (CONFIG_FILE, WEIGHTS_FILE)
     )
-    # Drafters hold the model's embeddings and head themselves, whose size may change, too (resize_token_embeddings).
+    # Drafters hold the model's embeddings and head themselves, whose size may change, too
+    # (resize_token_embeddings).
     ends: Any = model.get_input_embeddings(), model.get_output_embeddings()
     sizes = [tuple(end.weight.shape) for end in ends]
     return (files, *map(id, ends), *sizes, model.device, model.dtype, model.config.get_text_config()._attn_implementation)
@@ -125,7 +133,10 @@ def _load(model: PreTrainedModel, folder: Path, options: dict[str, Any], state: 
 
 
 def _warn_of_other_weights(model: PreTrainedModel, trained_for: TargetIdentity) -> None:
-    """Both digests can be told in no time only where the drafter's target was of the same sort: a directory, or the Hub's."""
+    """Both digests can be told in no time only where the drafter's target was of the same sort.
+
+    A directory, or the Hub's.
+    """
     source = str(getattr(model, "name_or_path", ""))
     if Path(source).is_dir():
         other = trained_for.config_sha256 not in ("", config_digest(source))
@@ -143,8 +154,12 @@ def _warn_of_other_weights(model: PreTrainedModel, trained_for: TargetIdentity) 
 
 
 def require_usable(model: PreTrainedModel) -> None:
-    """Raise ValueError for a model in a state or form in which drafting would change its answers, or can't follow it."""
-    # Linear layers and embeddings are the same in both modes, and new ones (of resize_token_embeddings) are in training mode.
+    """Raise ValueError for a model in a state in which drafting would change its answers.
+
+    The same holds for a form that drafting can't follow.
+    """
+    # Linear layers and embeddings are the same in both modes, and new ones (of
+    # resize_token_embeddings) are in training mode.
     if any(module.training for module in model.modules() if not isinstance(module, nn.Linear | nn.Embedding)):
         raise ValueError(
             "the model, or a part of it, is in training mode, where dropout makes every pass another; call model.eval() first"
@@ -169,7 +184,7 @@ def require_usable(model: PreTrainedModel) -> None:
 
 
 def _require_plain_ends(model: Any) -> None:
-    """Raise ValueError where the model reads something else than tokens, or wraps its embeddings or head."""
+    """Raise ValueError where the model reads more than tokens, or wraps embeddings or head."""
     if getattr(model.prepare_inputs_for_generation, "__func__", None) is not type(model).prepare_inputs_for_generation:
         raise ValueError(
             "something changes what the model reads, as PEFT's prompt and prefix tuning do, and drafting reads tokens alone; "

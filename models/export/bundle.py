@@ -1,17 +1,20 @@
-"""The library's own decoding as flat files: what `custom_generate/` of a drafter's folder holds.
+"""The library's own decoding as flat files.
 
-transformers copies `custom_generate/generate.py` and the files that it imports by `from .name import`, one folder deep, and
-refuses to run them where a package that one of them imports is absent, be it inside a function. So the modules that decoding
-needs are copied, each under a flat name, with nothing changed but their import lines:
+What `custom_generate/` of a drafter's folder holds. transformers copies
+`custom_generate/generate.py` and the files that it imports by `from .name import`, one folder deep,
+and refuses to run them where a package that one of them imports is absent, be it inside a function.
+So the modules that decoding needs are copied, each under a flat name, with nothing changed but
+their import lines:
 
     from ..decoding.tree import DraftTree  ->  from .decoding_tree import DraftTree
 
-Code that only training runs and that needs other packages is left out, with `absent.py` in its place; `arrays.py` stands for
-jaxtyping.
+Code that only training runs and that needs other packages is left out, with `absent.py` in its
+place; `arrays.py` stands for jaxtyping.
 
-transformers goes through all these files at every call, for what they import, before it runs what it has loaded already: each
-file of which `generate.py` is the first to tell is read once, any other once for every path of imports to it. And `generate.py`
-itself it parses. So that is a short file which names all the others.
+transformers goes through all these files at every call, for what they import, before it runs what
+it has loaded already: each file of which `generate.py` is the first to tell is read once, any other
+once for every path of imports to it. And `generate.py` itself it parses. So that is a short file
+which names all the others.
 """
 
 import ast
@@ -29,7 +32,8 @@ LEFT_OUT = frozenset(
 )
 """Loading, quantising and slicing a target: whoever calls `generate` has loaded it."""
 PACKAGES = ("pydantic", "torch", "transformers")
-"""What users need. transformers itself brings safetensors, huggingface_hub and numpy, pydantic brings pydantic_core."""
+"""What users need. transformers itself brings safetensors, huggingface_hub and numpy, pydantic
+brings pydantic_core."""
 
 ABSENT = '''"""In place of what only training needs, and outrider itself has."""
 
@@ -69,7 +73,7 @@ HEADER = "# {source} of outrider {version} (Apache-2.0), with import lines chang
 
 
 def custom_generate_files() -> dict[str, str]:
-    """The text of each file of `custom_generate/`, by its name."""
+    """Return the text of each file of `custom_generate/`, by its name."""
     files = {"absent.py": ABSENT, "arrays.py": ARRAYS}
     to_visit = [START]
     while to_visit:
@@ -92,7 +96,7 @@ def custom_generate_files() -> dict[str, str]:
 
 
 def _rewrite(text: str, module: str) -> tuple[str, list[str]]:
-    """A module's text with flat import lines, and the modules that it imports."""
+    """Return a module's text with flat import lines, and the modules that it imports."""
     lines, imported = text.splitlines(keepends=True), []
     package = module.split(".") if _path(module).name == "__init__.py" else module.split(".")[:-1]
     for node in ast.walk(ast.parse(text)):
@@ -112,7 +116,7 @@ def _rewrite(text: str, module: str) -> tuple[str, list[str]]:
 
 
 def _flat(module: str) -> str:
-    """The name of a module's file: `decoding_tree` of models.decoding.tree."""
+    """Return the name of a module's file: `decoding_tree` of models.decoding.tree."""
     return module.removeprefix("models.").replace(".", "_")
 
 

@@ -1,4 +1,7 @@
-"""Certificates as `outrider certify` writes them, read strictly: a card repeats what they say."""
+"""Certificates as `outrider certify` writes them, read strictly.
+
+A card repeats what they say.
+"""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +28,10 @@ class CertificateLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
-    """Content of a certificate. Fields with a default are there where a target was certified, too."""
+    """Content of a certificate.
+
+    Fields with a default are there where a target was certified, too.
+    """
 
     passed: bool
     false_alarm_rate: Annotated[float, Field(ge=0, le=1)]
@@ -47,5 +53,8 @@ class Certificate:
 
 
 def read_certificate(path: Path) -> Certificate:
-    """Read what `outrider certify` wrote. Raises ValueError for any other file."""
+    """Read what `outrider certify` wrote.
+
+    Raises ValueError for any other file.
+    """
     return read_dataclass(Certificate, path)

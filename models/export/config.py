@@ -26,10 +26,11 @@ class ExportConfig:
     """A folder for the Hub (see `package`), and the formats of other programs."""
 
     formats: Annotated[list[str], AfterValidator(known_formats)] = field(default_factory=list)
-    """Formats of other programs to write it in (`outrider export --help` names them), each in export/FORMAT; of several
-    drafters, those of the format's kind."""
+    """Formats of other programs to write it in (`outrider export --help` names them), each in
+    export/FORMAT; of several drafters, those of the format's kind."""
     allow_no_format: bool = False
-    """Train a drafter that no export format can hold, and so no serving engine can load, without the warning at the start."""
+    """Train a drafter that no export format can hold, and so no serving engine can load, without the
+    warning at the start."""
     dtype: Annotated[str, one_of(*DTYPES)] | None = None
     """float32, float16 or bfloat16, of these formats; null leaves the numbers as they are."""
     licence: str | None = None
@@ -41,9 +42,11 @@ class ExportConfig:
     repo: str | None = None
     """Hub id of the drafter: `user/name`."""
     push: bool = False
-    """Upload it there when all is done, private where it isn't there yet. Nothing there is overwritten."""
+    """Upload it there when all is done, private where it isn't there yet. Nothing there is
+    overwritten."""
     overwrite: bool = False
-    """Make the folder for the Hub anew where it holds something else than would be made now, such as a card of your own."""
+    """Make the folder for the Hub anew where it holds something else than would be made now, such
+    as a card of your own."""
 
     def __post_init__(self) -> None:
         if self.base_model or self.repo or self.licence:

@@ -1,9 +1,10 @@
-"""What `model.generate(..., custom_generate=FOLDER, trust_remote_code=True)` runs: `custom_generate/` of a drafter's folder is
-this module and what it imports.
+"""What `model.generate(..., custom_generate=FOLDER, trust_remote_code=True)` runs.
 
-transformers does all that it does for its own loop: it checks and completes the options, expands the prompts, prepares logits
-processors and stopping criteria. Then comes the decode loop of `loop` in place of its own, with the drafter. The answer is the
-same: token for token where it is greedy, in distribution where it is sampled.
+`custom_generate/` of a drafter's folder is this module and what it imports. transformers does all
+that it does for its own loop: it checks and completes the options, expands the prompts, prepares
+logits processors and stopping criteria. Then comes the decode loop of `loop` in place of its own,
+with the drafter. The answer is the same: token for token where it is greedy, in distribution where
+it is sampled.
 """
 
 import re
@@ -37,7 +38,8 @@ from .generate_arguments import (
 )
 
 HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
-"""Of the arguments of `generate`, those that say where this code comes from; the weights come from there too."""
+"""Of the arguments of `generate`, those that say where this code comes from; the weights come from
+there too."""
 
 
 def generate(
@@ -51,16 +53,17 @@ def generate(
     pack_weights: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """`model.generate`, by speculative decoding; takes its arguments and returns what it returns.
+    """`model.generate`, by speculative decoding.
 
-    `drafter` is the folder or the Hub id of the drafter; unless given, that of this code. `drafter_options` change how it
-    drafts, such as `{"beam_width": 8}`. With `seed`, row r of a batch is sampled by seed + r: alone or among others, with any
-    drafter or none, it is the same text; with `generator`, all rows draw from that; else from torch's global one.
-    `pack_weights` packs linear layers on a CPU for few rows (see `packed_linears`): faster, with other rounding, and the
-    weights' memory once more.
+    Takes its arguments and returns what it returns. `drafter` is the folder or the Hub id of the
+    drafter; unless given, that of this code. `drafter_options` change how it drafts, such as
+    `{"beam_width": 8}`. With `seed`, row r of a batch is sampled by seed + r: alone or among
+    others, with any drafter or none, it is the same text; with `generator`, all rows draw from
+    that; else from torch's global one. `pack_weights` packs linear layers on a CPU for few rows
+    (see `packed_linears`): faster, with other rounding, and the weights' memory once more.
 
-    Raises ValueError for a drafter of another model's sizes or tokenizer, and for options that can't be honoured; RuntimeError
-    where the model is decoding with a drafter already.
+    Raises ValueError for a drafter of another model's sizes or tokenizer, and for options that
+    can't be honoured; RuntimeError where the model is decoding with a drafter already.
     """
     kwargs |= {} if inputs is None else {"inputs": inputs}
     require_own_arguments(drafter, drafter_options, seed, generator, pack_weights)
@@ -85,15 +88,18 @@ def generate(
 
 
 def _uncompiled() -> AbstractContextManager[Any]:
-    """Where something was compiled, it is run as it was written: compiled code may not call what reads hidden states, and would
-    be compiled anew for every draft tree's size."""
+    """Run a compiled model's own code instead of the compiled one.
+
+    Compiled code may not call what reads hidden states, and would be compiled anew for every draft
+    tree's size.
+    """
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def _loop(
     bound: Bound, randomness: Callable[[int], Randomness], packed: AbstractContextManager[Any], streamer: Any
 ) -> Callable[..., Any]:
-    """What transformers calls in place of its own loop, when all is prepared."""
+    """Return what transformers calls in place of its own loop, when all is prepared."""
 
     # transformers reads this function's arguments: those of its own loop.
     def run(
@@ -139,7 +145,10 @@ def _loop(
 
 
 def find_folder(drafter: str | Path | None, hub_options: dict[str, Any]) -> Path:
-    """Where the drafter lies: where it is said to, else where the running code came from, at the same revision."""
+    """Return the drafter's place: the argument `drafter`, else where the running code came from.
+
+    The revision is the same.
+    """
     source, options = drafter or _source_of_call(), dict(hub_options)
     commit = Path(__file__).parents[1].name
     if drafter is not None:
@@ -150,7 +159,9 @@ def find_folder(drafter: str | Path | None, hub_options: dict[str, Any]) -> Path
 
 
 def _source_of_call() -> str:
-    """What `generate` was given as `custom_generate`. transformers copies this code elsewhere, and doesn't hand that on."""
+    """Return the value of `generate`'s argument `custom_generate`. transformers copies this code
+    elsewhere and doesn't pass the value on.
+    """
     frame = sys._getframe(1)
     while frame is not None:
         source = frame.f_locals.get("custom_generate")
@@ -172,12 +183,13 @@ def collect(
     pads_ended_rows: bool,
     streamer: Any = None,
 ) -> list[list[int]]:
-    """The new tokens, a list of one per row for each place, as transformers' loop would have made them.
+    """Return the new tokens as transformers' loop would: for each position, one per row.
 
-    Rows come along by several tokens at a time, and one faster than the other. Each place of the answers is gone over when
-    all rows have come so far: stopping criteria see the whole batch, with the text up to there, and end the rows that they
-    choose. Like transformers, it fills up ended rows with `pad_token` if `pads_ended_rows`, as where there is a stop token,
-    and else with the tokens that follow. Rows that a criterion has ended are decoded on until all have ended.
+    Rows come along by several tokens at a time, and one faster than the other. Each place of the
+    answers is gone over when all rows have come so far: stopping criteria see the whole batch, with
+    the text up to there, and end the rows that they choose. Like transformers, it fills up ended
+    rows with `pad_token` if `pads_ended_rows`, as where there is a stop token, and else with the
+    tokens that follow. Rows that a criterion has ended are decoded on until all have ended.
     """
     num_rows = len(input_ids)
     if streamer is not None and num_rows > 1:
@@ -207,7 +219,7 @@ def collect(
 
 
 def _asker(input_ids: torch.Tensor, criteria: Sequence[StoppingCriteria]) -> Callable[[list[int]], list[bool]]:
-    """Whether one of the criteria ends each row, after such a next token in each."""
+    """Return whether one of the criteria ends each row, after such a next token in each."""
     text, all_criteria = input_ids, StoppingCriteriaList(criteria)
 
     def ends(column: list[int]) -> list[bool]:

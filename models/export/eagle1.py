@@ -1,4 +1,4 @@
-"""EAGLE-1 and EAGLE-2 as vLLM and SGLang read them, and as github.com/SafeAILab/EAGLE publishes them.
+"""EAGLE-1 and EAGLE-2 as vLLM, SGLang and github.com/SafeAILab/EAGLE have them.
 
     fc.weight [H, 2H], fc.bias [H]                                  fc.{weight,bias}
     layers.0.self_attn.{q,k,v,o}_proj.weight, {q,k,v}_proj.bias     layer.self_attn.*
@@ -6,9 +6,10 @@
     layers.0.post_attention_layernorm.weight                        layer.post_attention_layernorm.weight
     embed_tokens.weight, lm_head.weight                             the target's own, where they are there
 
-There is no norm before the attention and none at the end, and no head: the target's own makes logits. The two engines differ in
-`fc`: vLLM's (vllm/model_executor/models/llama_eagle.py) has no bias, SGLang's (python/sglang/srt/models/llama_eagle.py and
-qwen2_eagle.py) always has one, so that zeros are written where the drafter has none. The release's may have one.
+There is no norm before the attention and none at the end, and no head: the target's own makes
+logits. The two engines differ in `fc`: vLLM's (vllm/model_executor/models/llama_eagle.py) has no
+bias, SGLang's (python/sglang/srt/models/llama_eagle.py and qwen2_eagle.py) always has one, so that
+zeros are written where the drafter has none. The release's may have one.
 """
 
 from dataclasses import replace
@@ -51,7 +52,10 @@ def _their_name(ours: str) -> str:
 
 
 def write_vllm(drafter: Eagle, target: HFTarget) -> FolderContents:
-    """vLLM's variant. Raises ValueError for a drafter with a bias at `fc` that isn't zero, or another kind of layer."""
+    """vLLM's variant.
+
+    Raises ValueError for a drafter with a bias at `fc` that isn't zero, or another kind of layer.
+    """
     problems = layer_problems(drafter, place="vLLM's EAGLE", allowed=frozenset(), kinds=("llama", "mistral"))
     tensors = _tensors(drafter)
     bias = tensors.pop("fc.bias", None)
@@ -77,7 +81,10 @@ def write_sglang(drafter: Eagle, target: HFTarget) -> FolderContents:
 
 
 def read_vllm(folder: Folder, target: HFTarget) -> Reading:
-    """As `read`. Where the file has no bias and the drafter that it was made of had one, that was zero."""
+    """As `read`.
+
+    Where the file has no bias and the drafter that it was made of had one, that was zero.
+    """
     reading = read(folder, target)
     if "fc.bias" in folder.shapes:
         return reading
@@ -91,7 +98,7 @@ def read_vllm(folder: Folder, target: HFTarget) -> Reading:
 
 
 def read(folder: Folder, target: HFTarget) -> Reading:
-    """The drafter of a folder with EAGLE-1's weights, of either engine or of the release."""
+    """Return the drafter of a folder with EAGLE-1's weights, of an engine or the release."""
     config = _with_kind(folder)
     if config.get("bias") is not None and config["bias"] != ("fc.bias" in folder.shapes):
         raise ValueError(
@@ -127,7 +134,10 @@ def _names() -> dict[str, str]:
 
 
 def _with_kind(folder: Folder) -> dict[str, Any]:
-    """The configuration, its kind of layer told by the tensors: the release calls all of them Llamas."""
+    """Return the configuration, its kind of layer told by the tensors.
+
+    The release calls all of them Llamas.
+    """
     if PREFIX + QKV_BIASES[0] not in folder.shapes:
         return {**folder.config, "model_type": "llama"}
     return {name: value for name, value in folder.config.items() if name != "attention_bias"} | {"model_type": "qwen2"}

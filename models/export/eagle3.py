@@ -1,4 +1,4 @@
-"""EAGLE-3 as one file that vLLM and SGLang both load, and as github.com/SafeAILab/EAGLE publishes it.
+"""EAGLE-3 as vLLM, SGLang and github.com/SafeAILab/EAGLE have it, in one file.
 
     fc.weight [H, 3H]                                                        fc.weight
     midlayer.{input_layernorm,hidden_norm,post_attention_layernorm}.weight   layer.input_layernorm, hidden_norm, layer.*
@@ -8,9 +8,10 @@
     d2t [draft] int64: token of output o is o + d2t[o]; t2d [V] bool         draft_tokens, of a reduced vocabulary only
     embed_tokens.weight                                                      the target's own, where it is there
 
-The names are those of vllm/model_executor/models/llama_eagle3.py and python/sglang/srt/models/llama_eagle3.py. Both read the
-inputs of the target's layers 2, n // 2 and n - 3 unless told otherwise, and are told in two ways that mean different layers
-(SGLang adds 1 to what it is told, vLLM doesn't): so a drafter of other layers goes through `speculators`.
+The names are those of vllm/model_executor/models/llama_eagle3.py and
+python/sglang/srt/models/llama_eagle3.py. Both read the inputs of the target's layers 2, n // 2 and
+n - 3 unless told otherwise, and are told in two ways that mean different layers (SGLang adds 1 to
+what it is told, vLLM doesn't): so a drafter of other layers goes through `speculators`.
 """
 
 from typing import Any
@@ -43,18 +44,20 @@ NESTED_MUST_BE: dict[str, tuple[Any, ...]] = {
     "use_last_layernorm": (None, True),
     "use_mtp_layernorm": (None, False),
 }
-"""Keys of `eagle_config` whose other values would make another drafter: NVIDIA's Model Optimizer writes them."""
+"""Keys of `eagle_config` whose other values would make another drafter: NVIDIA's Model Optimizer
+writes them."""
 NESTED_KEYS = frozenset(
     {"eagle_aux_hidden_state_layer_ids", "parallel_draft_heads_num_layers", "use_aux_hidden_state", *NESTED_MUST_BE}
 )
 """Of `eagle_config`."""
 PREFIXES = ("midlayer", "layers.0")
-"""How names of the layer's tensors begin: the release's and SpecForge's, and the Model Optimizer's. Both engines read both."""
+"""How names of the layer's tensors begin: the release's and SpecForge's, and the Model Optimizer's.
+Both engines read both."""
 NUM_FEATURES = 3
 
 
 def usual_layers(num_layers: int) -> tuple[int, ...]:
-    """The layers that the engines read where the file doesn't say."""
+    """Return the layers that the engines read where the file doesn't say."""
     return (2, num_layers // 2, num_layers - 3)
 
 
@@ -66,7 +69,7 @@ def names_of(prefix: str) -> dict[str, str]:
 
 
 def write_vocabulary(drafter: Eagle3) -> Tensors:
-    """The two maps between the target's tokens and the outputs of a head that has less of them."""
+    """Return the maps between the target's tokens and the outputs of a reduced head."""
     outputs, tokens = torch.arange(drafter.lm_head.out_features), drafter.vocabulary.tokens
     assert tokens is not None
     tokens = tokens.cpu()
@@ -78,12 +81,15 @@ def write_vocabulary(drafter: Eagle3) -> Tensors:
 
 
 def layer_refusals(drafter: Eagle3, place: str) -> list[str]:
-    """What of the drafter's decoder layer `place` has no room for."""
+    """Return what of the drafter's decoder layer `place` has no room for."""
     return layer_problems(drafter, place=place, allowed=frozenset({"input_layernorm.weight"}), kinds=("llama", "mistral"))
 
 
 def write(drafter: Eagle3, target: HFTarget) -> FolderContents:
-    """One file for both engines. Raises ValueError for other layers of the target than the usual, or another kind of layer."""
+    """Return one file for both engines.
+
+    Raises ValueError for other layers of the target than the usual, or another kind of layer.
+    """
     problems = layer_refusals(drafter, "the engines' EAGLE-3")
     usual = usual_layers(len(decoder_layers(target.model)))
     if drafter.feature_layers != usual:
@@ -107,7 +113,7 @@ def write(drafter: Eagle3, target: HFTarget) -> FolderContents:
 
 
 def read(folder: Folder, target: HFTarget) -> Reading:
-    """The drafter of a folder with EAGLE-3's weights, of the engines or of the release."""
+    """Return the drafter of a folder with EAGLE-3's weights, of the engines or of the release."""
     config = folder.config
     for key, right in (("norm_before_residual", False), ("bias", False)):
         if config.get(key, right) != right:
@@ -124,7 +130,10 @@ def read(folder: Folder, target: HFTarget) -> Reading:
 
 
 def vocabulary_reading(folder: Folder, target: HFTarget, *, options: dict[str, Any], num_outputs: Any, prefix: str) -> Reading:
-    """The reading of a folder whose head has `num_outputs`. Where that is the whole vocabulary, the maps may be missing."""
+    """Return the reading of a folder whose head has `num_outputs`.
+
+    Where that is the whole vocabulary, the maps may be missing.
+    """
     if type(num_outputs) is not int or not 0 < num_outputs <= target.vocab_size:
         raise ValueError(
             f"{folder.path} has draft_vocab_size {num_outputs!r}; it must be 1 to the target's {target.vocab_size}"
@@ -149,7 +158,7 @@ def vocabulary_reading(folder: Folder, target: HFTarget, *, options: dict[str, A
 
 
 def _read_vocabulary(tensors: Tensors, config: Eagle3Config, num_outputs: int, folder: Folder) -> Tensors:
-    """The tokens of the head's outputs, in order, and the head's rows in that order."""
+    """Return the tokens of the head's outputs, in order, and the head's rows in that order."""
     outputs = torch.arange(num_outputs)
     tokens = outputs + tensors["d2t"].long() if "d2t" in tensors else outputs
     if "t2d" in tensors and tensors["t2d"].nonzero()[:, 0].tolist() != tokens.sort().values.tolist():
@@ -163,7 +172,10 @@ def _read_vocabulary(tensors: Tensors, config: Eagle3Config, num_outputs: int, f
 
 
 def _feature_layers(folder: Folder, num_layers: int) -> tuple[int, ...]:
-    """The layers whose inputs are read. Raises ValueError where the file's numbers mean different layers to the engines."""
+    """Return the layers whose inputs are read.
+
+    Raises ValueError where the file's numbers mean different layers to the engines.
+    """
     config = folder.config
     nested = config.get("eagle_config") or {}
     if not isinstance(nested, dict) or nested.keys() - NESTED_KEYS:

@@ -1,4 +1,7 @@
-"""Folders of other programs: a configuration beside weights, which are read without running anything and only when they fit."""
+"""Folders of other programs.
+
+A configuration beside weights, which are read without running anything and only when they fit.
+"""
 
 import json
 import logging
@@ -27,12 +30,16 @@ INDEX_SUFFIX = ".index.json"
 NOTE_FILE = "outrider.json"
 """What our exports say to ourselves: see `formats`."""
 WEIGHT_FILES = (WEIGHTS_FILE, "pytorch_model.bin")
-"""Where most programs keep weights, the preferred one first; each may be an index of several files."""
+"""Where most programs keep weights, the preferred one first; each may be an index of several
+files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Folder:
-    """What a folder says of itself. No weight has been read."""
+    """What a folder says of itself.
+
+    No weight has been read.
+    """
 
     path: Path
     config: dict[str, Any]
@@ -41,17 +48,21 @@ class Folder:
     files: tuple[Path, ...]
 
     def load(self) -> dict[str, torch.Tensor]:
-        """The weights, on the CPU. Raises ValueError where a file is damaged or any number isn't finite."""
+        """Return the weights, on the CPU.
+
+        Raises ValueError where a file is damaged or any number isn't finite.
+        """
         tensors = {name: tensor for file in self.files for name, tensor in _read(file, "cpu").items()}
         raise_problems(self.path, infinite_problems(tensors))
         return tensors
 
 
 def open_folder(path: Path, weight_files: tuple[str, ...] = WEIGHT_FILES) -> Folder:
-    """A folder's configuration and the names, shapes and types of its tensors.
+    """Return a folder's configuration and the names, shapes and types of its tensors.
 
-    `weight_files` are the names that its weights may have: the first that is there is read, or the files of its index. Raises
-    ValueError where a file is missing or damaged, holds anything but tensors, or lies outside of the folder.
+    `weight_files` are the names that its weights may have: the first that is there is read, or the
+    files of its index. Raises ValueError where a file is missing or damaged, holds anything but
+    tensors, or lies outside of the folder.
     """
     if not (path / CONFIG_FILE).is_file():
         raise ValueError(f"{path} holds no drafter: it has no {CONFIG_FILE}")
@@ -72,7 +83,7 @@ def open_folder(path: Path, weight_files: tuple[str, ...] = WEIGHT_FILES) -> Fol
 
 
 def _weight_files(path: Path, names: tuple[str, ...]) -> tuple[list[Path], dict[str, str] | None]:
-    """The files with weights, and which of them has which tensor, where an index says so."""
+    """Return the files with weights, and the index's file of each tensor, if any."""
     for name in names:
         if (path / name).is_file():
             return [path / name], None
@@ -98,16 +109,16 @@ def _indexed(path: Path) -> tuple[list[Path], dict[str, str]]:
 
 
 def _read(path: Path, device: str) -> dict[str, torch.Tensor]:
-    """A file's tensors; on the meta device only their shapes."""
+    """Return a file's tensors; on the meta device only their shapes."""
     return _read_safetensors(path, device) if path.suffix == ".safetensors" else _read_pickled(path, device)
 
 
 def _read_pickled(path: Path, device: str) -> dict[str, torch.Tensor]:
     """Read a file of torch's without running its code.
 
-    Its storages are read even for shapes alone. So it must not hold more than its size says, as compressed
-    files and those of torch before 1.6 may. Damage is found by the archive's checksums; what remains are
-    pickles that the unpickler refuses.
+    Its storages are read even for shapes alone. So it must not hold more than its size says, as
+    compressed files and those of torch before 1.6 may. Damage is found by the archive's checksums;
+    what remains are pickles that the unpickler refuses.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -138,5 +149,5 @@ def _read_safetensors(path: Path, device: str) -> dict[str, torch.Tensor]:
 
 
 def to_json(value: Any) -> Any:
-    """A value as JSON has it: tuples are lists."""
+    """Return a value as JSON has it: tuples are lists."""
     return json.loads(json.dumps(value, default=partial(str)))

@@ -1,8 +1,10 @@
-"""What a format is: how a drafter looks in it, and how one is told from the files of another program.
+"""What a format is.
 
-Beside the files of the other program lies `outrider.json`, which no other program reads: what the format has no place for and
-drafting elsewhere doesn't need, such as the options that the drafter was trained with. So an export that comes back is the very
-drafter. Without it, as in what others have published, those options are the defaults.
+How a drafter looks in it, and how one is told from the files of another program. Beside the files
+of the other program lies `outrider.json`, which no other program reads: what the format has no
+place for and drafting elsewhere doesn't need, such as the options that the drafter was trained
+with. So an export that comes back is the very drafter. Without it, as in what others have
+published, those options are the defaults.
 """
 
 import io
@@ -43,7 +45,10 @@ class Note:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderContents:
-    """A drafter in a format: what `config.json` says, and the tensors of `file` by their names there."""
+    """A drafter in a format.
+
+    What `config.json` says, and the tensors of `file` by their names there.
+    """
 
     config: dict[str, Any]
     tensors: Tensors
@@ -59,13 +64,15 @@ class Reading:
     options: dict[str, Any]
     """The options of the drafter's config that the folder determines."""
     rename: Callable[[Any], dict[str, str]]
-    """Given the drafter's typed config, returns the folder's name of each tensor of ours that is a plain copy."""
+    """Given the drafter's typed config, returns the folder's name of each tensor of ours that is a
+    plain copy."""
     required_extra: Tensors = field(default_factory=dict)
     """More tensors that the folder must have, on the meta device."""
     optional: Tensors = field(default_factory=dict)
     """Tensors that the folder may have; of these only shapes and types count."""
     convert: Callable[[Tensors, Any], Tensors] = field(default=lambda tensors, config: {})
-    """Computes our tensors that aren't plain copies, from all tensors and the drafter's typed config.
+    """Computes our tensors that aren't plain copies, from all tensors and the drafter's typed
+    config.
 
     Raises ValueError where the folder's tensors don't belong to the target."""
     open_options: frozenset[str] = frozenset()
@@ -74,8 +81,10 @@ class Reading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """One format. `write` raises ValueError, with the remedy, for a drafter that it has no place for, and `read` for a folder
-    that doesn't fit the target.
+    """One format.
+
+    `write` raises ValueError, with the remedy, for a drafter that it has no place for, and `read`
+    for a folder that doesn't fit the target.
     """
 
     name: str
@@ -95,8 +104,8 @@ def write_folder(
 ) -> None:
     """Write a drafter in this format, its numbers as they are or in `dtype`.
 
-    Raises ValueError for a drafter of another kind or with something that the format has no place for, and for a folder that
-    holds anything else already.
+    Raises ValueError for a drafter of another kind or with something that the format has no place
+    for, and for a folder that holds anything else already.
     """
     require_kind(format, drafter)
     layout = format.write(drafter, target)
@@ -116,7 +125,8 @@ def write_folder(
         measured={name: drafter.get_buffer(name).tolist() for name in sorted(format.measured)},
     )
     directory.mkdir(parents=True, exist_ok=True)
-    # The note says whose folder it is, so that an interrupted export can be made again; the configuration, that it is whole.
+    # The note says whose folder it is, so that an interrupted export can be made again; the
+    # configuration, that it is whole.
     (directory / CONFIG_FILE).unlink(missing_ok=True)
     write_json(directory / NOTE_FILE, asdict(note))
     atomic_write_bytes(directory / layout.file, _packed(tensors, layout.file))
@@ -143,7 +153,7 @@ def require_kind(format: Format, drafter: TrainableDrafter) -> None:
 
 
 def require_own_folder(directory: Path, name: str) -> None:
-    """Raise ValueError where a folder holds anything else than an earlier export in this format."""
+    """Raise ValueError for a folder with anything but an earlier export in this format."""
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"{directory} is a file; choose a folder for the export")
     if not directory.is_dir() or not any(directory.iterdir()):
@@ -154,7 +164,7 @@ def require_own_folder(directory: Path, name: str) -> None:
 
 
 def read_note(directory: Path) -> Note | None:
-    """What an export of ours says of itself; None where it is another program's."""
+    """Return what an export of ours says of itself; None where it is another program's."""
     path = directory / NOTE_FILE
     if not path.is_file():
         return None
@@ -167,13 +177,15 @@ def read_note(directory: Path) -> Note | None:
 def read_folder(
     format: Format, directory: Path, target: HFTarget, options: Mapping[str, Any] | None = None
 ) -> TrainableDrafter:
-    """The drafter of a folder in this format, on the CPU, in the type of its numbers. Save it with `save_drafter`.
+    """Return the drafter of a folder in this format, on the CPU, in the type of its numbers.
 
-    `options` change how it drafts; they may also say what the folder leaves open (see `Reading.open_options`). Where our own
-    note lies beside a configuration, the drafter is the note's. Raises ValueError for a folder of another target's sizes, with
-    anything but plain tensors, or with a key or tensor missing, unknown or of a wrong shape.
+    Save it with `save_drafter`. `options` change how it drafts; they may also say what the folder
+    leaves open (see `Reading.open_options`). Where our own note lies beside a configuration, the
+    drafter is the note's. Raises ValueError for a folder of another target's sizes, with anything
+    but plain tensors, or with a key or tensor missing, unknown or of a wrong shape.
     """
-    # 1. The drafter's config: from the note where there is one, else from the folder and the open options.
+    # 1. The drafter's config: from the note where there is one, else from the folder and the open
+    # options.
     folder = open_folder(Path(directory), format.weight_files)
     reading = format.read(folder, target)
     note = read_note(folder.path)
@@ -200,7 +212,10 @@ def read_folder(
 
 
 def _measured(name: str, default: torch.Tensor, note: Note | None, directory: Path) -> torch.Tensor:
-    """What was measured of a drafter, as its note tells it. Raises ValueError where that can't be."""
+    """Return what was measured of a drafter, as its note tells it.
+
+    Raises ValueError where that can't be.
+    """
     if note is None or name not in note.measured:
         return default
     try:
@@ -215,7 +230,10 @@ def _measured(name: str, default: torch.Tensor, note: Note | None, directory: Pa
 
 
 def _adopt(drafter: TrainableDrafter, weights: Tensors, describing: Path) -> None:
-    """Load weights in their own type, where all have one. `describing` is the file that says which there are."""
+    """Load weights in their own type, where all have one.
+
+    `describing` is the file that says which there are.
+    """
     take_dtype(drafter, weights)
     try:
         drafter.load_state_dict(weights)
@@ -225,7 +243,7 @@ def _adopt(drafter: TrainableDrafter, weights: Tensors, describing: Path) -> Non
 
 
 def take_dtype(drafter: TrainableDrafter, tensors: Tensors) -> None:
-    """Cast a drafter's parameters to the type of their `tensors`, where all of these have one type."""
+    """Cast a drafter's parameters to the type of their `tensors`, if these share one."""
     dtypes = {tensors[name].dtype for name, _ in drafter.named_parameters() if name in tensors}
     for parameter in drafter.parameters() if len(dtypes) == 1 else ():  # not buffers: rotary frequencies stay as they are
         parameter.data = parameter.data.to(next(iter(dtypes)))

@@ -28,13 +28,14 @@ PLAIN_MODES = ("greedy_search", "sample")
 PLAIN_CACHES = (None, "dynamic")
 WANTED_OUTPUTS = ("output_attentions", "output_hidden_states", "output_logits", "output_scores")
 OWN_KWARGS = frozenset({"attention_mask", "cache_position", "logits_to_keep", "past_key_values", "position_ids", "use_cache"})
-"""Arguments of a model's forward that transformers prepares for its own loop, or that change no answer."""
+"""Arguments of a model's forward that transformers prepares for its own loop, or that change no
+answer."""
 GIVEN_KWARGS = ("cache_position", "past_key_values", "position_ids")
 """Of these, what a caller gives would be ignored."""
 
 
 def require_own_arguments(drafter: Any, drafter_options: Any, seed: Any, generator: Any, pack_weights: Any) -> None:
-    """Raise ValueError for values that the arguments of this `generate`, and not of transformers', don't take."""
+    """Raise ValueError for wrong values of the arguments that this `generate` adds."""
     if drafter is not None and (not isinstance(drafter, str | os.PathLike) or not os.fspath(drafter)):
         raise ValueError(f"drafter is {drafter!r}; give a folder or a name on the Hub, or leave it out")
     if drafter_options is not None and not (
@@ -52,7 +53,7 @@ def require_own_arguments(drafter: Any, drafter_options: Any, seed: Any, generat
 
 
 def require_honoured(kwargs: Mapping[str, Any]) -> None:
-    """Raise ValueError for arguments of transformers' `generate` that never reach its loop, or not as they were given."""
+    """Raise ValueError for arguments of `generate` that don't reach its loop unchanged."""
     if kwargs.get("assistant_model") is not None:
         raise ValueError(f"generate was given an assistant_model and a drafter; leave one out, {PLAIN}")
     if not isinstance(tokenizer := kwargs.get("tokenizer"), PreTrainedTokenizerBase | None):
@@ -70,10 +71,10 @@ def _refuse(problems: Sequence[str]) -> None:
 
 
 def take_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any]) -> PreTrainedModel:
-    """Make a stopping criterion of stop strings, wherever they are told: transformers doesn't hand the tokenizer on to make one
-    itself. Returns the model to prepare with, which tells of none.
+    """Make a stopping criterion of stop strings, wherever they are told.
 
-    Raises ValueError where there is no tokenizer.
+    Transformers doesn't hand the tokenizer on to make one itself. Returns the model to prepare
+    with, which tells of none. Raises ValueError where there is no tokenizer.
     """
     strings, told_by = None, "generate's arguments"
     if (own := model.generation_config) is not None and own.stop_strings is not None:
@@ -105,7 +106,10 @@ def _without_stop_strings(config: GenerationConfig) -> GenerationConfig:
 
 
 def require_supported(config: GenerationConfig, model_kwargs: Mapping[str, Any]) -> None:
-    """Raise ValueError for what a drafter can't do, naming all of it. Both are as transformers hands them to its loops."""
+    """Raise ValueError for what a drafter can't do, naming all of it.
+
+    Both are as transformers hands them to its loops.
+    """
     problems = []
     if config.num_beams is not None and config.num_beams > 1:
         problems.append(f"num_beams={config.num_beams}")
@@ -119,7 +123,10 @@ def require_supported(config: GenerationConfig, model_kwargs: Mapping[str, Any])
 
 
 def rule_of(config: GenerationConfig, processors: Sequence[LogitsProcessor]) -> AcceptanceRule:
-    """How drafts are accepted. Raises ValueError for other logits processors than temperature, top-k, top-p, in that order."""
+    """Return how drafts are accepted.
+
+    Raises ValueError for other logits processors than temperature, top-k, top-p, in that order.
+    """
     values: dict[str, Any] = {}
     known = {TemperatureLogitsWarper: "temperature", TopKLogitsWarper: "top_k", TopPLogitsWarper: "top_p"}
     order = list(known.values())
@@ -140,7 +147,9 @@ def rule_of(config: GenerationConfig, processors: Sequence[LogitsProcessor]) -> 
 
 
 def _other_fields(processor: LogitsProcessor) -> list[str]:
-    """What a warper of the caller's does besides. transformers' TopKLogitsWarper has made one number of both of its own."""
+    """Return a caller's warper without the library's part. transformers' TopKLogitsWarper has made
+    one number of both of its own.
+    """
     plain = {"filter_value": -float("inf")} | ({"min_tokens_to_keep": 1} if type(processor) is TopPLogitsWarper else {})
     fields = {name: getattr(processor, name, value) for name, value in plain.items()}
     return [f"{type(processor).__name__}({name}={value})" for name, value in fields.items() if value != plain[name]]
@@ -149,7 +158,10 @@ def _other_fields(processor: LogitsProcessor) -> list[str]:
 def split_criteria(
     criteria: Sequence[StoppingCriteria], prompt_length: int
 ) -> tuple[int, tuple[int, ...], list[StoppingCriteria]]:
-    """The token limit, the stop tokens, and all other criteria. `prompt_length` counts padding, as `max_length` does."""
+    """Return the token limit, the stop tokens, and all other criteria.
+
+    `prompt_length` counts padding, as `max_length` does.
+    """
     limits, stop_ids, others = [], set[int](), []
     for criterion in criteria:
         if type(criterion) is MaxLengthCriteria:
@@ -164,7 +176,10 @@ def split_criteria(
 
 
 def unpad(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[torch.Tensor]:
-    """The tokens of each prompt. Raises ValueError for padding anywhere but on the left."""
+    """Return the tokens of each prompt.
+
+    Raises ValueError for padding anywhere but on the left.
+    """
     if input_ids.ndim != 2 or input_ids.shape[1] == 0:
         raise ValueError(
             f"speculative decoding needs the prompts' input_ids [batch, token], and has {tuple(input_ids.shape)}; "

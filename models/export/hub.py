@@ -1,7 +1,8 @@
-"""Drafters to the Hub and back, through huggingface_hub, which finds the token where it always does (HF_TOKEN, `hf auth`).
+"""Upload of drafters to the Hub, and download, through huggingface_hub.
 
-A push never takes anything away unasked: where the branch holds other files than the folder, it is refused. The commit is made
-on top of the very commit that was looked at, or not at all.
+The token is that of HF_TOKEN or `hf auth`. A push never takes anything away unasked: where the
+branch holds other files than the folder, it is refused. The commit is made on top of the very
+commit that was looked at, or not at all.
 """
 
 import hashlib
@@ -40,18 +41,21 @@ class Pushed:
     private: bool
     """Whether the repository is; one that was there keeps what it was."""
     added: list[str]
-    """Files that are new, or were changed. None where the branch held all of them already: then nothing was committed."""
+    """Files that are new, or were changed. None where the branch held all of them already: then
+    nothing was committed."""
     deleted: list[str]
 
 
 def push(
     folder: Path, repo: str, *, public: bool = False, revision: str | None = None, overwrite: bool = False, message: str = ""
 ) -> Pushed:
-    """Upload a folder (see `package_files`) to a branch of a repository; both are made where they aren't there, the repository
-    private unless `public`. With `overwrite`, and on a branch that is new, the branch then holds these files alone.
+    """Upload a folder (see `package_files`) to a branch of a repository.
 
-    Raises ValueError for a folder with anything that isn't to be shared, where files of the branch differ, and where the Hub
-    refuses or can't be reached.
+    Both are made where they aren't there, the repository private unless `public`. With `overwrite`,
+    and on a branch that is new, the branch then holds these files alone.
+
+    Raises ValueError for a folder with anything that isn't to be shared, where files of the branch
+    differ, and where the Hub refuses or can't be reached.
     """
     files, api, branch = package_files(folder), HfApi(), revision or MAIN
     with telling_hub_errors(repo), _unwrapped():
@@ -96,9 +100,10 @@ def push(
 
 
 def pull(repo: str, output: Path, revision: str | None = None) -> str:
-    """Download a drafter's folder, code included, which isn't run; whole or not at all. Returns the commit.
+    """Download a drafter's folder, code included, which isn't run; whole or not at all.
 
-    Raises ValueError for a folder that isn't empty, and where the repository holds no drafter or can't be read.
+    Returns the commit. Raises ValueError for a folder that isn't empty, and where the repository
+    holds no drafter or can't be read.
     """
     require_new(output)
     patterns = [*ALLOWED, "*.safetensors", *(f"{FOLDER}/{name}" for name in ("*.py", LICENCE_FILE, REQUIREMENTS_FILE))]
@@ -112,7 +117,10 @@ def pull(repo: str, output: Path, revision: str | None = None) -> str:
 
 
 def _remove(api: HfApi, repo: str, branch: str) -> None:
-    """Take away a branch that a push has made, as far as that can be done: the news is why the push failed."""
+    """Take away a branch that a push has made, as far as that can be done.
+
+    The news is why the push failed.
+    """
     try:
         api.delete_branch(repo, branch=branch)
     except (HfHubHTTPError, httpx.TransportError):
@@ -128,8 +136,11 @@ def _files_of(api: HfApi, repo: str, commit: str) -> dict[str, RepoFile]:
 
 
 def _require_there(api: HfApi, repo: str, commit: str, files: dict[str, Path]) -> None:
-    """Raise ValueError where a commit lacks a file, or has another: the Hub leaves out what a repository's .gitignore names,
-    and a file may have been changed while it was uploaded."""
+    """Raise ValueError where a commit lacks a file, or has another.
+
+    The Hub leaves out what a repository's .gitignore names, and a file may have been changed while
+    it was uploaded.
+    """
     there = _files_of(api, repo, commit)
     if wrong := [name for name, path in files.items() if name not in there or not _is_same(path, there[name])]:
         raise ValueError(
@@ -139,7 +150,10 @@ def _require_there(api: HfApi, repo: str, commit: str, files: dict[str, Path]) -
 
 
 def _is_same(path: Path, remote: RepoFile) -> bool:
-    """Whether the Hub's file has the same content: it tells SHA-256 of large files, and git's digest of others."""
+    """Return whether the Hub's file has the same content.
+
+    It tells SHA-256 of large files, and git's digest of others.
+    """
     if path.stat().st_size != remote.size:
         return False
     if remote.lfs is not None:

@@ -32,7 +32,8 @@ SIZES = frozenset(
 )
 """Keys that say what the layer is."""
 ROPE_OF_POSITIONS = ("default", "linear", "llama3", "yarn")
-"""Rotary embeddings that say themselves all that they are made of: others look at the length of the context, too."""
+"""Rotary embeddings that say themselves all that they are made of: others look at the length of the
+context, too."""
 GENERAL_KEYS = frozenset(
     {
         "_name_or_path",
@@ -54,7 +55,8 @@ GENERAL_KEYS = frozenset(
         "use_cache",
     }
 )
-"""Of a configuration: what says nothing about the weights or how they are used, beyond what is checked by name."""
+"""Of a configuration: what says nothing about the weights or how they are used, beyond what is
+checked by name."""
 MUST_BE: dict[str, tuple[Any, ...]] = {
     "num_hidden_layers": (1,),
     "attention_bias": (None, False),
@@ -72,7 +74,10 @@ def layer_config(drafter: FeatureDrafter) -> Any:
 
 
 def describe(config: Any) -> dict[str, Any]:
-    """What makes a layer of its kind: a form (see `decoder_layer.FORM_OPTIONS`) with every option."""
+    """Return what makes a layer of its kind.
+
+    A form (see `decoder_layer.FORM_OPTIONS`) with every option.
+    """
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rope = {"rope_type": "default", **(config.rope_parameters or {})}
     return {
@@ -85,7 +90,10 @@ def describe(config: Any) -> dict[str, Any]:
 
 
 def layer_problems(drafter: FeatureDrafter, *, place: str, allowed: frozenset[str], kinds: tuple[str, ...]) -> list[str]:
-    """What of the drafter's layer `place` has no room for: it takes the weights LAYER_WEIGHTS and `allowed`."""
+    """Return what of the drafter's layer `place` has no room for.
+
+    It takes the weights LAYER_WEIGHTS and `allowed`.
+    """
     config = layer_config(drafter)
     remedy = f"train with 'drafter.layer={{model_type: {kinds[0]}}}'"
     if config.model_type not in kinds:
@@ -109,13 +117,16 @@ def raise_refusal(problems: list[str], name: str) -> None:
 
 
 def frequencies(config: Any) -> torch.Tensor:
-    """The rotary frequencies of a layer's configuration, on the CPU."""
+    """Return the rotary frequencies of a layer's configuration, on the CPU."""
     rotary: Any = FORMS[config.model_type][2](config)
     return rotary.inv_freq.float()
 
 
 def write_config(drafter: FeatureDrafter, target: HFTarget) -> dict[str, Any]:
-    """The keys of a Llama of one layer that tell this one: under the names that transformers 4 and 5 read alike."""
+    """Return the keys of a Llama of one layer that tell this one.
+
+    Under the names that transformers 4 and 5 read alike.
+    """
     form = describe(layer_config(drafter))
     rope = form.pop("rope_parameters")
     theta = rope.pop("rope_theta")
@@ -135,10 +146,11 @@ def write_config(drafter: FeatureDrafter, target: HFTarget) -> dict[str, Any]:
 
 
 def read_config(config: Mapping[str, Any], folder: Folder, target: HFTarget, *, more: frozenset[str]) -> dict[str, Any] | None:
-    """The layer that a configuration describes: None where it is of the target's own kind, else a form.
+    """Return the layer that a configuration describes.
 
-    `more` are keys that the caller looks after. Raises ValueError for unknown keys, for the sizes of another target, and for a
-    layer that no drafter here has.
+    None where it is of the target's own kind, else a form. `more` are keys that the caller looks
+    after. Raises ValueError for unknown keys, for the sizes of another target, and for a layer that
+    no drafter here has.
     """
     if config.get("use_sliding_window") is False:  # then the window's size says nothing
         config = {name: value for name, value in config.items() if name != "sliding_window"}
@@ -176,7 +188,10 @@ def _is_size(value: Any) -> bool:
 
 
 def _parse(config: Mapping[str, Any], folder: Folder, target: HFTarget) -> Any:
-    """transformers' configuration of the described layer. A rotary base that isn't told is transformers' own default."""
+    """transformers' configuration of the described layer.
+
+    A rotary base that isn't told is transformers' own default.
+    """
     make: Any = FORMS[config.get("model_type", "llama")][0]
     keys = SIZES | {"max_position_embeddings"}
     options = {name: value for name, value in config.items() if name in keys and value is not None}
@@ -211,7 +226,10 @@ def target_parts(target: HFTarget, *, head: bool) -> dict[str, torch.Tensor]:
 
 
 def require_target_parts(tensors: Mapping[str, torch.Tensor], target: HFTarget, *, head: bool, folder: Folder) -> None:
-    """Raise ValueError where such a tensor isn't the target's own: the drafter would read another than it was trained with."""
+    """Raise ValueError where such a tensor isn't the target's own.
+
+    The drafter would read another than it was trained with.
+    """
     for name, own in target_parts(target, head=head).items():
         if name not in tensors:
             continue

@@ -3,12 +3,14 @@
     {i}.{j}.linear.{weight,bias}      block j of head i     blocks.{i}.{j}.linear.{weight,bias}
     {i}.{num_layers}.weight [V, H]    head i's own head     lm_heads.{i}.weight
 
-Both read `config.json` and these names: the reference (medusa/model/medusa_model.py) from `medusa_lm_head.pt`, TensorRT-LLM's
-examples/medusa/convert_checkpoint.py from that or from `medusa_lm_head.safetensors` (tensorrt_llm/models/llama/convert.py,
-`load_medusa_hf`), which renames them to `medusa_heads.{i}.medusa_layers.{j}.linear.*` and `medusa_heads.{i}.lm_head.weight` in
-the checkpoint that it makes of them and the target. The reference makes all blocks of a head one module (it repeats a list of
-one), so it holds heads of one block only. Those names, and vLLM's `blocks.{i}.layers.{j}.*` and `lm_heads.{i}.weight`, are read
-too. Heads that share the target's own output layer are blocks alone, with `version` "2".
+Both read `config.json` and these names: the reference (medusa/model/medusa_model.py) from
+`medusa_lm_head.pt`, TensorRT-LLM's examples/medusa/convert_checkpoint.py from that or from
+`medusa_lm_head.safetensors` (tensorrt_llm/models/llama/convert.py, `load_medusa_hf`), which renames
+them to `medusa_heads.{i}.medusa_layers.{j}.linear.*` and `medusa_heads.{i}.lm_head.weight` in the
+checkpoint that it makes of them and the target. The reference makes all blocks of a head one module
+(it repeats a list of one), so it holds heads of one block only. Those names, and vLLM's
+`blocks.{i}.layers.{j}.*` and `lm_heads.{i}.weight`, are read too. Heads that share the target's own
+output layer are blocks alone, with `version` "2".
 """
 
 import logging
@@ -37,7 +39,10 @@ VLLM_KEYS = frozenset({VLLM_NUM_HEADS, VLLM_NUM_LAYERS, VLLM_BIAS, VLLM_VOCAB, "
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """How a layout calls the tensors of block `block`, and the head, of head `head`, which has `layers` blocks."""
+    """Names of the tensors of a head and its blocks in a layout.
+
+    `head` and `block` are indexes; the head has `layers` blocks.
+    """
 
     block: str
     head: str
@@ -64,7 +69,10 @@ LAYOUTS = (
 
 
 def write_reference(drafter: Medusa, target: HFTarget) -> FolderContents:
-    """The reference's layout. Raises ValueError for heads that it has no place for."""
+    """Return the reference's layout.
+
+    Raises ValueError for heads that it has no place for.
+    """
     problems = _problems(drafter)
     if drafter.config.num_layers > 1:
         problems.append(
@@ -76,10 +84,15 @@ def write_reference(drafter: Medusa, target: HFTarget) -> FolderContents:
 
 
 def write_tensorrt(drafter: Medusa, target: HFTarget) -> FolderContents:
-    """What TensorRT-LLM's conversion reads beside the target. Raises ValueError for heads that it has no place for."""
+    """Return what TensorRT-LLM's conversion reads beside the target.
+
+    Raises ValueError for heads that it has no place for.
+    """
     problems = _problems(drafter)
     if drafter.config.share_head:
-        problems.append("its heads share the target's output layer, and there each has its own (train with share_head=false)")
+        problems.append(
+            "its heads share the target's output layer, and there each has its own (train with drafter.share_head=false)"
+        )
     raise_refusal(problems, TENSORRT.name)
     layout = _layout(drafter, target, SAFETENSORS_FILE)
     return FolderContents(
@@ -90,13 +103,15 @@ def write_tensorrt(drafter: Medusa, target: HFTarget) -> FolderContents:
 def _problems(drafter: Medusa) -> list[str]:
     config, problems = drafter.config, []
     if config.heads != "residual":
-        problems.append(f"its heads are of the kind {config.heads}, and there they are residual (train with heads=residual)")
+        problems.append(
+            f"its heads are of the kind {config.heads}, and there they are residual (train with drafter.heads=residual)"
+        )
     if config.head_rank is not None:
         problems.append(
-            f"its heads share one of rank {config.head_rank}, and there each has its own (train with head_rank=null)"
+            f"its heads share one of rank {config.head_rank}, and there each has its own (train with drafter.head_rank=null)"
         )
     if any(name.startswith("lm_heads.") and name.endswith(".bias") for name, _ in drafter.named_parameters()):
-        problems.append("its output layers have biases, and there they have none (train with share_head=true)")
+        problems.append("its output layers have biases, and there they have none (train with drafter.share_head=true)")
     return problems
 
 
@@ -125,7 +140,10 @@ def _names(config: MedusaConfig, layout: Names = REFERENCES_NAMES) -> dict[str, 
 
 
 def read(folder: Folder, target: HFTarget) -> Reading:
-    """The heads of a folder in any layout, as many as its tensors make: published configurations count them wrong."""
+    """Return the heads of a folder in any layout, as many as its tensors make.
+
+    Published configurations count them wrong.
+    """
     config = folder.config
     problems = [f"an unknown key {name}" for name in sorted(config.keys() - KEYS - VLLM_KEYS - GENERAL_KEYS)]
     problems += [
@@ -161,7 +179,7 @@ def read(folder: Folder, target: HFTarget) -> Reading:
 
 
 def _blocks(folder: Folder) -> tuple[Names, list[tuple[int, int]]]:
-    """The layout, and the (head, block) that its names tell."""
+    """Return the layout, and the (head, block) that its names tell."""
     for layout in LAYOUTS:
         pattern = layout.pattern()
         matches = [match for name in folder.shapes if (match := pattern.fullmatch(name))]

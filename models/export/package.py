@@ -1,4 +1,6 @@
-"""A drafter as a folder for the Hub: what `load_drafter` reads, what plain transformers runs, and what people read.
+"""A drafter as a folder for the Hub.
+
+What `load_drafter` reads, what plain transformers runs, and what people read.
 
     config.json, model.safetensors      the drafter (see `drafters/files`)
     training.json, certificate.json     what its training took, and that its decoding is lossless; where they are known
@@ -30,7 +32,8 @@ from .folders import NOTE_FILE
 
 README_FILE, GENERATION_FILE, CERTIFICATE_FILE = "README.md", "generation_config.json", "certificate.json"
 GENERATION_CONFIG = {"do_sample": False}
-"""What is drafted for may well be sampled, but not unless somebody asks for it. Stop tokens are the target's business."""
+"""What is drafted for may well be sampled, but not unless somebody asks for it. Stop tokens are the
+target's business."""
 TOKENIZER_FILES = (
     "chat_template.jinja",
     "special_tokens_map.json",
@@ -45,8 +48,9 @@ ALLOWED = frozenset(
     }
 )
 """Beside safetensors: what a drafter's folder, or one in another program's format, may hold."""
-UNNAMED, UNNAMED_TARGET = "FOLDER", "TARGET"
-"""What the commands of a card call a drafter, and a target, that has no name on the Hub."""
+UNNAMED = "the folder of this card: the drafter has no name on the Hub"
+UNNAMED_TARGET = "a local directory: the target has no name on the Hub"
+"""What a card writes beside the local name of a drafter, or of a target."""
 LICENCE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
 NOT_WEIGHTS = ("optimizer", "scheduler", "trainer_state", "rng_state")
 MOST_PROBLEMS = 10
@@ -56,7 +60,8 @@ MOST_PROBLEMS = 10
 def make_package(drafter: Path, output: Path, readme: str, certificate: Path | None = None) -> None:
     """Write the folder, whole or not at all, into one that is empty or not there.
 
-    Raises ValueError for a folder that isn't empty, for a drafter that is damaged, and for a certificate that isn't one.
+    Raises ValueError for a folder that isn't empty, for a drafter that is damaged, and for a
+    certificate that isn't one.
     """
     require_new(output)
     read_drafter_config(drafter)
@@ -84,7 +89,10 @@ def require_new(output: Path) -> None:
 
 
 def require_names(*, base_model: str | None, repo: str | None, licence: str | None) -> None:
-    """Raise ValueError for what can't be a name on the Hub: a card repeats them, and its commands run with them."""
+    """Raise ValueError for what can't be a name on the Hub.
+
+    A card repeats them, and its commands run with them.
+    """
     for option, name in (("base_model", base_model), ("repo", repo)):
         if name is not None and (HUB_ID.fullmatch(name) is None or "@" in name):
             raise ValueError(f"{option} is {name!r}; give a name on the Hub, user/name")
@@ -92,17 +100,18 @@ def require_names(*, base_model: str | None, repo: str | None, licence: str | No
         raise ValueError(f"licence is {licence!r}; give the Hub's name of it, such as apache-2.0")
 
 
-def names_left_open(card: str) -> list[tuple[str, str, str]]:
-    """What readers of a card couldn't run as it stands: the placeholder, what it stands for, and the option that names it."""
-    places = ((UNNAMED, "the drafter", "repo"), (UNNAMED_TARGET, "its target", "base_model"))
-    return [place for place in places if f'"{place[0]}"' in card]
+def names_left_open(card: str) -> list[tuple[str, str]]:
+    """Return what a card calls by a local name, and the option that gives its name on the Hub."""
+    names = ((UNNAMED, "the drafter", "repo"), (UNNAMED_TARGET, "its target", "base_model"))
+    return [(what, option) for note, what, option in names if note in card]
 
 
 def package_files(folder: Path, called: str = "") -> dict[str, Path]:
-    """The files of a folder that is to be shared, by their names there, in order. Messages name it as it is `called`.
+    """Return the files of a folder that is to be shared, by their names there, in order.
 
-    Raises ValueError, naming all of them, for files that don't belong into one: links, hidden files, pickles, states of an
-    optimizer, anything unknown; and for a folder that holds no drafter.
+    Messages name it as it is `called`. Raises ValueError, naming all of them, for files that don't
+    belong into one: links, hidden files, pickles, states of an optimizer, anything unknown; and for
+    a folder that holds no drafter.
     """
     called = called or str(folder)
     finish_replacing(folder)
@@ -132,8 +141,10 @@ def package_files(folder: Path, called: str = "") -> dict[str, Path]:
 
 
 def _require_own(folder: Path, files: Collection[str], called: str) -> None:
-    """Raise ValueError where a folder of our own format holds no drafter of ours, other weights, or code that none of its own
-    names."""
+    """Raise ValueError for a package without a readable drafter, or with unknown files.
+
+    Weights and code must be those that belong to the drafter.
+    """
     try:
         read_drafter_config(folder)
     except ValueError as error:
@@ -166,6 +177,6 @@ def _problem(path: Path, name: str) -> str | None:
 
 
 def is_package(folder: Path) -> bool:
-    """Whether a folder has a model card and the code for transformers, and not only the drafter."""
+    """Return whether a folder has a model card and the code for transformers."""
     finish_replacing(folder)
     return (folder / README_FILE).is_file() and (folder / FOLDER / START_FILE).is_file()

@@ -1,4 +1,4 @@
-"""Which formats there are. A new one is a module, a row here, and a page in `docs/how-to/engines`."""
+"""The formats that exist. A new format is a module, a row here, and a page in `docs/how-to/engines`."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,7 +29,8 @@ FORMATS: dict[str, Format] = {
         transformers_model.FORMAT,
     )
 }
-"""In the order in which a folder is asked what it is: those told by a key of their own come first."""
+"""In the order in which a folder is asked what it is: those told by a key of their own come
+first."""
 ENGINES: dict[str, dict[str, str]] = {
     "vllm": {"eagle3": "eagle3", "eagle": "eagle1-vllm", "draft_model": "transformers"},
     "sglang": {"eagle3": "eagle3", "eagle": "eagle1-sglang", "draft_model": "transformers"},
@@ -38,9 +39,9 @@ ENGINES: dict[str, dict[str, str]] = {
 
 
 def format_of(directory: Path) -> Format:
-    """The format of a folder, told by its files. Where two formats are read alike, the first of them.
+    """Return the format of a folder, told by its files.
 
-    Raises ValueError for a folder of none.
+    Where two formats are read alike, the first of them. Raises ValueError for a folder of none.
     """
     note = read_note(directory)
     if note is not None and note.format in FORMATS:
@@ -58,7 +59,10 @@ def format_of(directory: Path) -> Format:
 
 
 def find_format(name: str) -> Format:
-    """Return the format of this name. Raises ValueError for an unknown name."""
+    """Return the format of this name.
+
+    Raises ValueError for an unknown name.
+    """
     if name not in FORMATS:
         formats = ", ".join(f"{format.name} ({format.kind})" for format in FORMATS.values())
         raise ValueError(f"the format is {name!r}; there are (each for a kind of drafter): {formats}")
@@ -90,7 +94,8 @@ def refusals_after_training(fresh: TrainableDrafter, target: HFTarget) -> dict[s
 def engine_format(engine: str, directory: Path) -> str:
     """Return the format in which an engine of ENGINES reads the drafter in a directory.
 
-    Raises ValueError, with what the engine serves and how the drafter can be written, for a kind that it doesn't serve.
+    Raises ValueError, with what the engine serves and how the drafter can be written, for a kind
+    that it doesn't serve.
     """
     saved = read_drafter_config(directory)
     served = ENGINES[engine]
@@ -106,9 +111,10 @@ def engine_format(engine: str, directory: Path) -> str:
 
 
 def stored_drafter(directory: Path, target: HFTarget) -> TrainableDrafter:
-    """A drafter of our own as its file has it, on the CPU: with its numbers in their own type, whatever the target's is.
+    """Return a drafter of our own as its file has it, on the CPU.
 
-    Raises ValueError as `load_drafter` does.
+    With its numbers in their own type, whatever the target's is. Raises ValueError as
+    `load_drafter` does.
     """
     saved = read_drafter_config(directory)
     require_fitting_target(directory, saved.target, target.identity)
@@ -118,13 +124,19 @@ def stored_drafter(directory: Path, target: HFTarget) -> TrainableDrafter:
 
 
 def export_drafter(directory: Path, target: HFTarget, name: str, output: Path, dtype: torch.dtype | None = None) -> None:
-    """Write the drafter in `directory` to the folder `output` in the format `name`: see `write_folder`."""
+    """Write the drafter in `directory` to the folder `output` in the format `name`.
+
+    See `write_folder`.
+    """
     write_folder(find_format(name), stored_drafter(Path(directory), target), Path(output), target, dtype)
 
 
 def import_drafter(
     directory: Path, target: HFTarget, *, name: str | None = None, options: Mapping[str, Any] | None = None
 ) -> TrainableDrafter:
-    """The drafter of a folder of another program, of the format `name`, else of that which its files tell."""
+    """Return the drafter of another program's folder, in the format `name`.
+
+    Without a name its files determine the format.
+    """
     directory = Path(directory)
     return read_folder(find_format(name) if name else format_of(directory), directory, target, options)

@@ -1,5 +1,7 @@
-"""Rotary embeddings as configurations of others tell them, checked: transformers warns of what it doesn't know, and goes on
-without."""
+"""Rotary embeddings as configurations of others tell them, checked.
+
+Transformers warns of what it doesn't know, and goes on without.
+"""
 
 import math
 from collections.abc import Mapping
@@ -27,7 +29,10 @@ MOST = 1e12
 
 
 def rope_problems(config: Mapping[str, Any]) -> list[str]:
-    """What of a configuration's rotary embeddings is unknown, missing, no number that it can be, or told in two ways."""
+    """Return the problems of a configuration's rotary embeddings.
+
+    A value may be unknown, missing, impossible or set twice.
+    """
     present = {place: config[place] for place in PLACES if config.get(place) is not None}
     problems = [f"{place} {rope!r}" for place, rope in present.items() if not isinstance(rope, Mapping)]
     if problems:
@@ -68,11 +73,11 @@ def _is_meant(name: str, value: Any) -> bool:
 
 
 def _plain(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """What two ways of telling the same have in common."""
+    """Return what two ways of telling the same have in common."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     return {"rope_type": kind, **{name: value for name, value in rope.items() if name not in OF_ALL}}
 
 
 def is_positive(value: Any) -> bool:
-    """Whether it is a number that a base, a factor or a length can be."""
+    """Return whether it is a number that a base, a factor or a length can be."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf and value <= MOST

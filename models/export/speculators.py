@@ -1,9 +1,11 @@
-"""EAGLE-3 in the format of the speculators library (github.com/vllm-project/speculators), which vLLM loads.
+"""EAGLE-3 in the format of the speculators library, which vLLM loads.
 
-The tensors are those of `eagle3` with `layers.0` in place of `midlayer`; a reduced vocabulary alone has `d2t` and `t2d`.
-The target's `embed_tokens.weight` is there too: where it isn't, the library (0.9.0, transformers 5.19) draws random numbers.
-`config.json` names the target and the layers that are read, in vLLM's way: the inputs of these layers. Layer and form are read
-by `Eagle3SpeculatorConfig` and `Eagle3DraftModel` (src/speculators/models/eagle3/): scripts/engines/check_speculators.py.
+The library is github.com/vllm-project/speculators. The tensors are those of `eagle3` with
+`layers.0` in place of `midlayer`; a reduced vocabulary alone has `d2t` and `t2d`. The target's
+`embed_tokens.weight` is there too: where it isn't, the library (0.9.0, transformers 5.19) draws
+random numbers. `config.json` names the target and the layers that are read, in vLLM's way: the
+inputs of these layers. Layer and form are read by `Eagle3SpeculatorConfig` and `Eagle3DraftModel`
+(src/speculators/models/eagle3/): scripts/engines/check_speculators.py.
 """
 
 from typing import Any
@@ -18,7 +20,8 @@ from .llama import GENERAL_KEYS, raise_refusal, read_config, write_config
 VERSION = "0.9.0"
 """Of the library that the format was checked against."""
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "embed_requires_grad")
-"""Variants of EAGLE-3: the library's and vLLM's defaults differ for the first, so it is always written."""
+"""Variants of EAGLE-3: the library's and vLLM's defaults differ for the first, so it is always
+written."""
 KEYS = frozenset(
     {
         "auto_map",
@@ -42,7 +45,7 @@ VERIFIER_KEYS = frozenset({"architectures", "name_or_path"})
 
 
 def write(drafter: Eagle3, target: HFTarget) -> FolderContents:
-    """Raises ValueError for another number of features than vLLM's three, or another kind of layer."""
+    """Raise ValueError unless there are vLLM's three features and a known kind of layer."""
     problems = layer_refusals(drafter, "vLLM's EAGLE-3")
     if len(drafter.feature_layers) != NUM_FEATURES:
         problems.append(
@@ -85,7 +88,10 @@ def _config(drafter: Eagle3, target: HFTarget, num_outputs: int) -> dict[str, An
 
 
 def read(folder: Folder, target: HFTarget) -> Reading:
-    """The drafter of a folder of the library's. Raises ValueError for its other algorithms and variants."""
+    """Return the drafter of a folder of the library's.
+
+    Raises ValueError for its other algorithms and variants.
+    """
     config, layer = folder.config, folder.config.get("transformer_layer_config")
     problems = [f"an unknown key {name}" for name in sorted(config.keys() - KEYS - GENERAL_KEYS)]
     problems += [f"{name} {config[name]!r}" for name in FLAGS if config.get(name, False) is not False]
@@ -118,7 +124,7 @@ def read(folder: Folder, target: HFTarget) -> Reading:
 
 
 def _proposal_problems(proposed: dict[str, Any]) -> list[str]:
-    """What of `speculators_config` is unknown, or of another algorithm."""
+    """Return what of `speculators_config` is unknown, or of another algorithm."""
     problems = [f"an unknown key speculators_config.{name}" for name in sorted(proposed.keys() - PROPOSED_KEYS)]
     if proposed.get("algorithm", "eagle3") != "eagle3":
         problems.append(f"speculators_config.algorithm {proposed['algorithm']!r}, and eagle3 alone is read")
@@ -137,7 +143,7 @@ def _proposal_problems(proposed: dict[str, Any]) -> list[str]:
 
 
 def _speculative_tokens(config: dict[str, Any]) -> Any:
-    """The chain's length that the folder proposes, if any."""
+    """Return the chain's length that the folder proposes, if any."""
     proposed = config.get("speculators_config")
     methods = proposed.get("proposal_methods") if isinstance(proposed, dict) else None
     first = methods[0] if isinstance(methods, list) and methods else None
@@ -145,7 +151,7 @@ def _speculative_tokens(config: dict[str, Any]) -> Any:
 
 
 def is_of(folder: Folder) -> bool:
-    """The library's own key says it."""
+    """Return the library's own key says it."""
     return "speculators_model_type" in folder.config
 
 

@@ -1,8 +1,10 @@
-"""A draft model as an ordinary folder of transformers: the `assistant_model` of assisted generation.
+"""A draft model as an ordinary folder of transformers.
 
-The tensors are the model's own, under its own names; `config.json` is its configuration. Beside them lie the target's tokenizer
-and a generation configuration with as many draft tokens as the drafter drafts, always (transformers would change their number
-as it goes). Any folder of a causal model of transformers with the target's tokenizer is read back, not only what was exported.
+The `assistant_model` of assisted generation. The tensors are the model's own, under its own names;
+`config.json` is its configuration. Beside them lie the target's tokenizer and a generation
+configuration with as many draft tokens as the drafter drafts, always (transformers would change
+their number as it goes). Any folder of a causal model of transformers with the target's tokenizer
+is read back, not only what was exported.
 """
 
 import inspect
@@ -42,11 +44,15 @@ FORMER_KEYS = frozenset(
         "use_bfloat16",
     }
 )
-"""Keys of configurations that older versions of transformers wrote. None of them says what a model computes."""
+"""Keys of configurations that older versions of transformers wrote. None of them says what a model
+computes."""
 
 
 def write(drafter: DraftModel, target: HFTarget) -> FolderContents:
-    """There is nothing that transformers has no place for: trees are a way of drafting, and there a chain is drafted."""
+    """There is nothing that transformers has no place for.
+
+    Trees are a way of drafting, and there a chain is drafted.
+    """
     config = {**to_json(architecture_of(drafter.model)), "architectures": [type(drafter.model).__name__]}
     tensors = {name.removeprefix(PREFIX): tensor for name, tensor in drafter.state_dict().items()}
     return FolderContents(config=config, tensors=tensors, write_more=partial(_write_more, drafter, target))
@@ -66,7 +72,10 @@ def _write_more(drafter: DraftModel, target: HFTarget, directory: Path) -> None:
 
 
 def read(folder: Folder, target: HFTarget) -> Reading:
-    """The model of a folder. Raises ValueError for one that transformers doesn't have, or that reads other tokens."""
+    """Return the model of a folder.
+
+    Raises ValueError for one that transformers doesn't have, or that reads other tokens.
+    """
     if folder.config.get("vocab_size") != target.vocab_size:
         raise ValueError(
             f"the model in {folder.path} has a vocabulary of {folder.config.get('vocab_size')} tokens and "
@@ -102,9 +111,10 @@ def read(folder: Folder, target: HFTarget) -> Reading:
 
 
 def _require_known_keys(given: Mapping[str, Any], config: PreTrainedConfig, path: Path) -> None:
-    """Raise ValueError where a key says something that this kind of model doesn't know, but for switches that are off.
+    """Raise ValueError for a key that this kind of model doesn't have.
 
-    What a configuration doesn't know, it keeps all the same; what it knows under an older name, as `rope_theta`, it doesn't.
+    Switches that are off are allowed. What a configuration doesn't know, it keeps all the same;
+    what it knows under an older name, as `rope_theta`, it doesn't.
     """
     kind = type(config)
     known = FORMER_KEYS.union(

@@ -1,10 +1,10 @@
-"""Does Apple's own code say of a ReDrafter what outrider says, whichever of the two wrote it?
+"""Check that Apple's code and outrider compute equal log-probabilities of a ReDrafter.
 
-Apple's code (github.com/apple/ml-recurrent-drafter) is in no package index, and wants older
-versions of other packages, so this runs in turns: outrider's Python makes a target, drafters, their
-exports and what they say along the beams that Apple's search will be asked to take; a Python that
-has Apple's code loads the exports, compares, and then writes drafters of its own; outrider's Python
-imports those and compares.
+Apple's code (github.com/apple/ml-recurrent-drafter) is in no package index, and needs older
+versions of other packages. So two Pythons run this script in turns. 1. outrider's Python makes a
+target, drafters, their exports, and log-probabilities along the beams of a search. 2. A Python with
+Apple's code loads the exports, compares its own search, and writes drafters. 3. outrider's Python
+imports these drafters and compares.
 
     python3 -m venv apple-env                                               # torch's CPU build
     apple-env/bin/pip install torch==2.13.0 'transformers==4.36.2' 'numpy<2' safetensors
@@ -13,8 +13,8 @@ imports those and compares.
     PYTHONPATH=ml-recurrent-drafter apple-env/bin/python scripts/engines/check_apple.py compare /tmp/apple
     .venv/bin/python scripts/engines/check_apple.py import /tmp/apple
 
-Prints the largest difference of the log-probabilities at each depth, and exits with 1 where one is
-above rounding.
+It prints the largest difference of the log-probabilities at each depth, and exits with 1 if a
+difference is above rounding errors.
 """
 
 import importlib.util
@@ -28,9 +28,9 @@ from engine_targets import DEPTHS, HIDDEN, VOCAB, compare, load_target, make_dra
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 NUM_PROMPTS, WIDTH, KEPT = 16, 5, 50
-"""Of the search; Apple's gives the KEPT likeliest tokens of each beam a probability, and the others none."""
+"""Sizes of the search; Apple's search keeps only the KEPT likeliest tokens of each beam."""
 LEAST = -1000.0
-"""Log-probabilities below are of tokens that weren't kept."""
+"""Log-probabilities below this belong to tokens that were not kept."""
 OURS: dict[str, dict[str, Any]] = {
     "two_blocks": {"num_blocks": 2},
     "narrow_exit": {"num_blocks": 1, "exit_width": 24},
@@ -40,11 +40,11 @@ THEIRS: dict[str, dict[str, Any]] = {
     "as_vicunas": {"num_draft_layers": 2, "exit_dim": 2 * HIDDEN, "rnn": True},
     "with_projection": {"num_draft_layers": 1, "exit_dim": 24, "rnn": True},
 }
-SAID_FILE = "said.pt"
+RESULTS_FILE = "results.pt"
 
 
 def make(directory: Path) -> bool:
-    """The target, and a folder for each case with its export and what outrider says."""
+    """Write the target, and a folder for each case with its export and outrider's results."""
     from outrider.models.export.apple import FORMAT
     from outrider.models.export.formats import write_folder
 
@@ -53,29 +53,28 @@ def make(directory: Path) -> bool:
     for name, options in OURS.items():
         drafter = make_drafter(target, kind="redrafter", initial_state="zero", **options)
         write_folder(FORMAT, drafter, directory / name, target)
-        torch.save(our_search(drafter), directory / name / SAID_FILE)
+        torch.save(our_search(drafter), directory / name / RESULTS_FILE)
     print(f"{len(OURS)} exports are in {directory}")
     return True
 
 
 def make_prompts() -> tuple[torch.Tensor, torch.Tensor]:
-    """The target's last hidden states after prompts, [prompt, hidden], and the tokens that it has
-    chosen, [prompt].
-    """
+    """Make last hidden states after prompts [prompt, hidden], and the target's tokens [prompt]."""
     states = torch.randn(NUM_PROMPTS, HIDDEN, generator=torch.Generator().manual_seed(6))
     return states, make_tokens()[0, :NUM_PROMPTS]
 
 
 @torch.no_grad()
 def our_search(drafter: Any) -> dict[str, torch.Tensor]:
-    """Beams of a plain search with outrider's drafter, [prompt, beam, token], and the
-    log-probabilities on their way, of the KEPT likeliest tokens alone, [prompt, beam, depth,
-    vocab].
+    """Run a plain beam search with outrider's drafter.
+
+    Returns the beams [prompt, beam, token] and the log-probabilities on their way, of the KEPT
+    likeliest tokens only [prompt, beam, depth, vocab].
     """
     contexts, first = make_prompts()
     beams, scores = [first[:, None, None]], torch.zeros(NUM_PROMPTS, 1)
     beam, state = beams[0], drafter.first_state(drafter.embed(first))[:, None]
-    said = torch.zeros(NUM_PROMPTS, 1, 0, VOCAB)
+    kept_log_probs = torch.zeros(NUM_PROMPTS, 1, 0, VOCAB)
     for depth in range(DEPTHS):
         if depth:
             state = drafter.next_state(state, drafter.embed(beam[..., -1]))
@@ -86,49 +85,46 @@ def our_search(drafter: Any) -> dict[str, torch.Tensor]:
         parents, tokens = best // VOCAB, best % VOCAB
         rows = torch.arange(NUM_PROMPTS)[:, None]
         beam = torch.cat([beam[rows, parents], tokens[..., None]], dim=-1)
-        said = torch.cat([said[rows, parents], log_probs[rows, parents][:, :, None]], dim=2)
+        kept_log_probs = torch.cat([kept_log_probs[rows, parents], log_probs[rows, parents][:, :, None]], dim=2)
         state = state[rows, parents]
-    return {"beams": beam, "log_probs": said}
+    return {"beams": beam, "log_probs": kept_log_probs}
 
 
 def skip_package_file() -> None:
-    """Let Apple's modules be imported without the package's `__init__`, which wants much that the
-    drafter doesn't.
-    """
-    found = importlib.util.find_spec("recurrent_drafting")
-    if found is None or found.submodule_search_locations is None:
+    """Import Apple's modules without the package's `__init__`, which needs many packages."""
+    spec = importlib.util.find_spec("recurrent_drafting")
+    if spec is None or spec.submodule_search_locations is None:
         sys.exit("there is no recurrent_drafting: name the clone of Apple's repository in PYTHONPATH")
     package = ModuleType("recurrent_drafting")
-    package.__path__ = list(found.submodule_search_locations)
+    package.__path__ = list(spec.submodule_search_locations)
     sys.modules["recurrent_drafting"] = package
 
 
 @torch.no_grad()
 def their_search(model: Any, directory: Path) -> dict[str, torch.Tensor]:
-    """The same by Apple's own search."""
+    """Run Apple's own search; returns the same values as `our_search`."""
     from recurrent_drafting.modeling_drafter import BeamShape
 
     embeddings = torch.nn.Embedding.from_pretrained(torch.load(directory / "embeddings.pt", weights_only=True))
     contexts, first = make_prompts()
-    # Its length counts the token that the target has chosen.
+    # The length includes the target's token.
     beams, log_probs = model.beam_search_candidates(contexts, first, embeddings, BeamShape(WIDTH, DEPTHS + 1))
     return {"beams": beams, "log_probs": log_probs}
 
 
-def compare_searches(name: str, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
-    """Whether both took the same beams, kept the same tokens, and gave them the same
-    log-probabilities.
-    """
+def compare_searches(name: str, actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    """Return whether beams, kept tokens and log-probabilities of both searches are equal."""
     kept = expected["log_probs"] > LEAST
     assert int(kept.sum()) == KEPT * NUM_PROMPTS * WIDTH * DEPTHS
-    same = torch.equal(found["beams"], expected["beams"]) and torch.equal(found["log_probs"] > LEAST, kept)
-    by_depth = [list(each["log_probs"].where(kept, 0.0).unbind(2)) for each in (found, expected)]
+    same = torch.equal(actual["beams"], expected["beams"]) and torch.equal(actual["log_probs"] > LEAST, kept)
+    by_depth = [list(result["log_probs"].where(kept, 0.0).unbind(2)) for result in (actual, expected)]
     return compare(name if same else f"{name}, with OTHER BEAMS", *by_depth) and same
 
 
 def compare_and_write(directory: Path) -> bool:
-    """The Python with Apple's code: load each export and compare; then write drafters as Apple's
-    training does.
+    """Load and compare each export, then write drafters as Apple's training does.
+
+    This runs in the Python with Apple's code.
     """
     skip_package_file()
     from recurrent_drafting.configuration_drafter import DrafterConfig
@@ -138,26 +134,26 @@ def compare_and_write(directory: Path) -> bool:
     for name in OURS:
         model, info = Drafter.from_pretrained(directory / name, output_loading_info=True)
         assert not any(info.values()), info
-        said = torch.load(directory / name / SAID_FILE, weights_only=True)
-        alike &= compare_searches(name, their_search(model.eval(), directory), said)
+        results = torch.load(directory / name / RESULTS_FILE, weights_only=True)
+        alike &= compare_searches(name, their_search(model.eval(), directory), results)
     for name, options in THEIRS.items():
         torch.manual_seed(7)
         model = Drafter(DrafterConfig(vocab_size=VOCAB, hidden_size=HIDDEN, **options)).eval()
         randomise(model)
         model.save_pretrained(directory / name)
-        torch.save(their_search(model, directory), directory / name / SAID_FILE)
+        torch.save(their_search(model, directory), directory / name / RESULTS_FILE)
     return alike
 
 
 def import_theirs(directory: Path) -> bool:
-    """outrider's Python: import each drafter that Apple's code wrote, and compare."""
+    """Import each drafter that Apple's code wrote, and compare (outrider's Python)."""
     from outrider.models.export.registry import format_of, import_drafter
 
     alike, target = True, load_target(directory / "target")
     for name in THEIRS:
         assert format_of(directory / name).name == "apple"
-        said = torch.load(directory / name / SAID_FILE, weights_only=True)
-        alike &= compare_searches(name, our_search(import_drafter(directory / name, target)), said)
+        results = torch.load(directory / name / RESULTS_FILE, weights_only=True)
+        alike &= compare_searches(name, our_search(import_drafter(directory / name, target)), results)
     return alike
 
 

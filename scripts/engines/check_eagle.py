@@ -1,10 +1,10 @@
-"""Does EAGLE's own code say of an EAGLE-1 drafter what outrider says, whichever of the two wrote
-it?
+"""Check that EAGLE's code and outrider compute equal logits of EAGLE-1 drafters.
 
-Its package on PyPI, eagle-llm 1.2.1 (github.com/SafeAILab/EAGLE), wants older versions of other packages, so this runs in
-turns: outrider's Python makes a target, drafters, their exports and what they say; a Python that has EAGLE loads the
-exports with its own `EaModel.from_pretrained` and compares, and then writes checkpoints as its training does; outrider's
-Python imports those and compares.
+EAGLE's package on PyPI, eagle-llm 1.2.1 (github.com/SafeAILab/EAGLE), needs older versions of other
+packages. So two Pythons run this script in turns. 1. outrider's Python makes a target, drafters,
+their exports and logits. 2. A Python with EAGLE loads the exports with `EaModel.from_pretrained`,
+compares, and writes checkpoints as EAGLE's training does. 3. outrider's Python imports these and
+compares.
 
     python3 -m venv eagle-env                                               # torch's CPU build
     eagle-env/bin/pip install torch==2.13.0 'transformers==4.36.2' 'accelerate==0.21.0' 'numpy<2' safetensors
@@ -13,8 +13,8 @@ Python imports those and compares.
     eagle-env/bin/python scripts/engines/check_eagle.py compare /tmp/eagle
     .venv/bin/python scripts/engines/check_eagle.py import /tmp/eagle
 
-Prints the largest difference of the logits at each depth, and exits with 1 where one is above
-rounding.
+It prints the largest difference of the logits at each depth, and exits with 1 if a difference is
+above rounding errors.
 """
 
 import json
@@ -38,19 +38,19 @@ from engine_targets import (
 )
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-"""This version of EAGLE knows no other base: it doesn't read `rope_theta`."""
+"""This version of EAGLE has only this base: it doesn't read `rope_theta`."""
 OURS: dict[str, dict[str, Any]] = {
     "eagle1-sglang": {"bias": True},
     "eagle1-vllm": {"bias": False},
 }
-"""Options of the drafter, by the format."""
+"""Options of the drafter by format."""
 THEIRS: dict[str, dict[str, Any]] = {"as_vicunas": {}, "grouped_heads_without_bias": {"num_key_value_heads": 2, "bias": False}}
-"""What EAGLE's configurations for training say besides."""
-SAID_FILE = "said.pt"
+"""Further keys of EAGLE's training configurations."""
+RESULTS_FILE = "results.pt"
 
 
 def make(directory: Path) -> bool:
-    """The target, and a folder for each case with its export and what outrider says."""
+    """Write the target, and a folder for each case with its export and outrider's logits."""
     from outrider.models.export.eagle1 import SGLANG, VLLM
     from outrider.models.export.formats import write_folder
 
@@ -58,15 +58,16 @@ def make(directory: Path) -> bool:
     for format in (SGLANG, VLLM):
         drafter = make_drafter(target, kind="eagle", **OURS[format.name])
         write_folder(format, drafter, directory / format.name, target)
-        torch.save(chained_logits(drafter, target, tokens), directory / format.name / SAID_FILE)
+        torch.save(chained_logits(drafter, target, tokens), directory / format.name / RESULTS_FILE)
     print(f"{len(OURS)} exports are in {directory}")
     return True
 
 
 def as_released(export: Path, target: Path) -> Path:
-    """A copy of an export as this version of EAGLE reads one: it wants pickled weights, the
-    target's embeddings among them, and the key `bias` where there is none. (Later versions read
-    safetensors, and take the embeddings from the target.)
+    """Copy an export to the form that this version of EAGLE reads.
+
+    It needs pickled weights with the target's embeddings, and the key `bias`. Later versions read
+    safetensors, and use the target's embeddings.
     """
     from safetensors.torch import load_file
 
@@ -84,7 +85,7 @@ def as_released(export: Path, target: Path) -> Path:
 
 @torch.no_grad()
 def their_logits(model: Any, tokens: torch.Tensor) -> list[torch.Tensor]:
-    """As `chained_logits`, by EAGLE's own target and layer."""
+    """Compute `chained_logits` with EAGLE's own target and layer."""
     text, head, layer = tokens[:, : NUM_TOKENS + 1], model.base_model.lm_head, model.ea_layer
     features = model.base_model.model(text)[0][:, :-1]
     hidden, cache = layer(features, input_ids=text[:, 1:], use_cache=True)
@@ -96,7 +97,7 @@ def their_logits(model: Any, tokens: torch.Tensor) -> list[torch.Tensor]:
 
 
 def compare_and_write(directory: Path) -> bool:
-    """EAGLE's Python: load each export and compare; then write checkpoints of its own."""
+    """Load and compare each export, then write EAGLE's own checkpoints (EAGLE's Python)."""
     from eagle.model.ea_model import EaModel
 
     alike, tokens, target = True, make_tokens(), directory / "target"
@@ -104,18 +105,19 @@ def compare_and_write(directory: Path) -> bool:
         model = EaModel.from_pretrained(
             base_model_path=str(target), ea_model_path=str(as_released(directory / name, target))
         ).eval()
-        expected = torch.load(directory / name / SAID_FILE, weights_only=True)
+        expected = torch.load(directory / name / RESULTS_FILE, weights_only=True)
         alike &= compare(name, their_logits(model, tokens), expected)
     for name, options in THEIRS.items():
         write(directory / name, options, target)
         model = EaModel.from_pretrained(base_model_path=str(target), ea_model_path=str(directory / name)).eval()
-        torch.save(their_logits(model, tokens), directory / name / SAID_FILE)
+        torch.save(their_logits(model, tokens), directory / name / RESULTS_FILE)
     return alike
 
 
 def write(path: Path, options: dict[str, Any], target: Path) -> None:
-    """A checkpoint as EAGLE's training (eagle/train/main.py) writes one, beside a configuration
-    with the keys of its own for Vicuna (train/vicuna_7B_config.json).
+    """Write a checkpoint as EAGLE's training does (eagle/train/main.py).
+
+    Its configuration has the keys of EAGLE's one for Vicuna (train/vicuna_7B_config.json).
     """
     from accelerate import Accelerator
     from eagle.model.cnets import Model
@@ -156,13 +158,13 @@ def write(path: Path, options: dict[str, Any], target: Path) -> None:
 
 
 def import_theirs(directory: Path) -> bool:
-    """outrider's Python: import each checkpoint that EAGLE wrote, and compare."""
+    """Import each checkpoint that EAGLE wrote, and compare (outrider's Python)."""
     from outrider.models.export.registry import format_of, import_drafter
 
     alike, tokens, target = True, make_tokens(), load_target(directory / "target")
     for name in THEIRS:
         assert format_of(directory / name).kind == "eagle"
-        expected = torch.load(directory / name / SAID_FILE, weights_only=True)
+        expected = torch.load(directory / name / RESULTS_FILE, weights_only=True)
         alike &= compare(name, chained_logits(import_drafter(directory / name, target), target, tokens), expected)
     return alike
 

@@ -1,10 +1,10 @@
-"""Does Medusa's own code say of its heads what outrider says, whichever of the two wrote them?
+"""Check that Medusa's code and outrider compute equal logits of Medusa heads.
 
-Its package on PyPI, medusa-llm 0.1 (github.com/FasterDecoding/Medusa), wants older versions of
-other packages, so this runs in turns: outrider's Python makes a target, a drafter, its export and
-what it says; a Python that has Medusa loads the export with its own `MedusaModel.from_pretrained`
-and compares, and then writes heads as its training does; outrider's Python imports those and
-compares.
+Medusa's package on PyPI, medusa-llm 0.1 (github.com/FasterDecoding/Medusa), needs older versions of
+other packages. So two Pythons run this script in turns. 1. outrider's Python makes a target, a
+drafter, its export and logits. 2. A Python with Medusa loads the export with
+`MedusaModel.from_pretrained`, compares, and writes heads as Medusa's training does. 3. outrider's
+Python imports these and compares.
 
     python3 -m venv medusa-env                                              # torch's CPU build
     medusa-env/bin/pip install torch==2.13.0 'transformers==4.36.2' 'accelerate==0.21.0' 'numpy<2' safetensors
@@ -13,7 +13,8 @@ compares.
     medusa-env/bin/python scripts/engines/check_medusa.py compare /tmp/medusa
     .venv/bin/python scripts/engines/check_medusa.py import /tmp/medusa
 
-Prints the largest difference of each head's logits, and exits with 1 where one is above rounding.
+It prints the largest difference of each head's logits, and exits with 1 if a difference is above
+rounding errors.
 """
 
 import json
@@ -24,37 +25,37 @@ import torch
 from engine_targets import NUM_TOKENS, VOCAB, compare, load_target, make_drafter, make_target, make_tokens, randomise, run
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-"""Of the target: this version of Medusa reads no other base of it."""
+"""Rotary embeddings of the target; this version of Medusa has no other base."""
 OURS = "ours"
 THEIRS = {"as_published": (3, 1), "two_blocks": (2, 2), "one_head": (1, 1)}
-"""Heads and blocks."""
-SAID_FILE = "said.pt"
+"""Numbers of heads and blocks by case."""
+RESULTS_FILE = "results.pt"
 
 
 def make(directory: Path) -> bool:
-    """The target, and a folder with the export and what outrider says."""
+    """Write the target, and a folder with the export and outrider's logits."""
     from outrider.models.export.formats import write_folder
     from outrider.models.export.medusa import REFERENCE
 
     target = make_target(directory / "target", ROPE)
     drafter = make_drafter(target, kind="medusa", num_heads=3)
     write_folder(REFERENCE, drafter, directory / OURS, target)
-    # Medusa loads the target by this name: here it is no repository of the Hub's.
+    # Medusa loads the target by this name, which here is a folder.
     rename_target(directory / OURS / "config.json", directory / "target")
-    torch.save(our_logits(drafter, target), directory / OURS / SAID_FILE)
+    torch.save(our_logits(drafter, target), directory / OURS / RESULTS_FILE)
     print(f"the export is in {directory / OURS}")
     return True
 
 
 def rename_target(config: Path, target: Path) -> None:
-    said = json.loads(config.read_text())
-    assert said["base_model_name_or_path"] == target.name
-    config.write_text(json.dumps(said | {"base_model_name_or_path": str(target.resolve())}))
+    values = json.loads(config.read_text())
+    assert values["base_model_name_or_path"] == target.name
+    config.write_text(json.dumps(values | {"base_model_name_or_path": str(target.resolve())}))
 
 
 @torch.no_grad()
 def our_logits(drafter: Any, target: Any) -> list[torch.Tensor]:
-    """The logits of each head at each token of a text: [NUM_TOKENS, VOCAB]."""
+    """Compute the logits of each head at each token of a text: [NUM_TOKENS, VOCAB]."""
     text = make_tokens()[:, :NUM_TOKENS]
     hidden, _ = target.hidden_states(text)
     logits: torch.Tensor = drafter.logits(hidden[0])
@@ -63,25 +64,25 @@ def our_logits(drafter: Any, target: Any) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def compare_and_write(directory: Path) -> bool:
-    """Medusa's Python: load the export and compare; then write heads of its own."""
+    """Load and compare the export, then write Medusa's own heads (Medusa's Python)."""
     from medusa.model.medusa_model import MedusaModel
 
     def logits(name: str) -> list[torch.Tensor]:
         model = MedusaModel.from_pretrained(str(directory / name)).eval()
-        found = model(make_tokens()[:, :NUM_TOKENS])
-        assert found.shape[1:] == (1, NUM_TOKENS, VOCAB)
-        return [each[0] for each in found]
+        output = model(make_tokens()[:, :NUM_TOKENS])
+        assert output.shape[1:] == (1, NUM_TOKENS, VOCAB)
+        return [of_head[0] for of_head in output]
 
-    expected = torch.load(directory / OURS / SAID_FILE, weights_only=True)
+    expected = torch.load(directory / OURS / RESULTS_FILE, weights_only=True)
     alike = compare(OURS, logits(OURS), expected)
     for name, (num_heads, num_layers) in THEIRS.items():
         write(directory / name, num_heads, num_layers, directory / "target")
-        torch.save(logits(name), directory / name / SAID_FILE)
+        torch.save(logits(name), directory / name / RESULTS_FILE)
     return alike
 
 
 def write(path: Path, num_heads: int, num_layers: int, target: Path) -> None:
-    """Heads as Medusa's training (medusa/train/train.py) writes them.
+    """Write heads as Medusa's training does (medusa/train/train.py).
 
     All blocks of a head are one module there.
     """
@@ -97,7 +98,7 @@ def write(path: Path, num_heads: int, num_layers: int, target: Path) -> None:
 
 
 def import_theirs(directory: Path) -> bool:
-    """outrider's Python: import the heads that Medusa wrote, and compare."""
+    """Import the heads that Medusa wrote, and compare (outrider's Python)."""
     from outrider.models.export.registry import format_of, import_drafter
 
     alike, target = True, load_target(directory / "target")
@@ -105,7 +106,7 @@ def import_theirs(directory: Path) -> bool:
         assert format_of(directory / name).name == "medusa"
         drafter = import_drafter(directory / name, target)
         assert (drafter.config.num_heads, drafter.config.num_layers) == sizes
-        expected = torch.load(directory / name / SAID_FILE, weights_only=True)
+        expected = torch.load(directory / name / RESULTS_FILE, weights_only=True)
         alike &= compare(name, our_logits(drafter, target), expected)
     return alike
 

@@ -1,9 +1,9 @@
-"""Does outrider say of an EAGLE-3 drafter of NVIDIA's Model Optimizer what the Model Optimizer
-says?
+"""Check that outrider computes the logits of EAGLE-3 drafters of NVIDIA's Model Optimizer.
 
-Its drafters are published for vLLM, SGLang and TensorRT-LLM. It reads none that others wrote, so
-this goes one way: outrider's Python makes a target; a Python that has the Model Optimizer makes
-drafters for it and writes them with its own exporter; outrider's Python imports those and compares.
+The Model Optimizer's drafters are published for vLLM, SGLang and TensorRT-LLM. It cannot read
+drafters of other programs, so only imports are checked. outrider's Python makes a target. A Python
+with the Model Optimizer makes drafters for it and writes them with its exporter. outrider's Python
+imports these and compares.
 
     python3 -m venv modelopt-env                                            # torch's CPU build
     modelopt-env/bin/pip install torch==2.13.0 transformers==5.8.1 nvidia-modelopt==0.47.0 accelerate datasets peft requests
@@ -11,8 +11,8 @@ drafters for it and writes them with its own exporter; outrider's Python imports
     modelopt-env/bin/python scripts/engines/check_modelopt.py write /tmp/modelopt
     .venv/bin/python scripts/engines/check_modelopt.py import /tmp/modelopt
 
-Prints the largest difference of the logits at each depth, and exits with 1 where one is above
-rounding.
+It prints the largest difference of the logits at each depth, and exits with 1 if a difference is
+above rounding errors.
 """
 
 from pathlib import Path
@@ -31,18 +31,18 @@ THEIRS: dict[str, dict[str, Any]] = {
     "longer_context": {"draft_vocab_size": 50, "rope_scaling": YARN},
 }
 """Options of the drafter's architecture."""
-SAID_FILE = "said.pt"
+RESULTS_FILE = "results.pt"
 
 
 def make(directory: Path) -> bool:
-    """The target."""
+    """Write the target."""
     make_target(directory / "target", ROPE)
     print(f"the target is in {directory / 'target'}")
     return True
 
 
 def write(directory: Path) -> bool:
-    """The Model Optimizer's Python: make drafters, and write each with what it says."""
+    """Make drafters, and write each with its logits (the Model Optimizer's Python)."""
     import modelopt.torch.speculative as speculative
     from modelopt.torch.export import export_speculative_decoding
     from modelopt.torch.speculative.config import eagle3_default_config
@@ -54,27 +54,27 @@ def write(directory: Path) -> bool:
             "eagle_architecture_config": {**eagle3_default_config, **LAYER, **options},
             "eagle_decoder_type": "llama",
             "eagle_use_torch_compile": False,
-            # Otherwise drafters trained without scaled rotary embeddings are written as if they had
-            # them.
+            # Without this, drafters trained without scaled rotary embeddings are written as if they
+            # had them.
             "eagle_export_rope_scaling": {},
         }
         speculative.convert(model, [("eagle", settings)])
         torch.manual_seed(5)
         randomise(model.eagle_module)
-        # Its layer normalises the features by this norm first, and then by `hidden_norm`; engines,
-        # by the second alone. The two are the same where all numbers of the first are.
+        # Its layer applies this norm to the features first, and then `hidden_norm`; engines apply
+        # only the second. The results are equal if all weights of the first norm are equal.
         model.eagle_module.layers[0].input_layernorm.weight.data.fill_(1.3)
         if (num_outputs := options.get("draft_vocab_size", VOCAB)) < VOCAB:
             drafted = torch.randperm(VOCAB)[:num_outputs].sort().values
             model.eagle_module.d2t.copy_(drafted - torch.arange(num_outputs))
         export_speculative_decoding(model.eval(), export_dir=directory / name)
-        torch.save(their_logits(model, make_tokens()), directory / name / SAID_FILE)
+        torch.save(their_logits(model, make_tokens()), directory / name / RESULTS_FILE)
     return True
 
 
 @torch.no_grad()
 def their_logits(model: Any, tokens: torch.Tensor) -> list[torch.Tensor]:
-    """As `chained_logits`, by the Model Optimizer's hooks on the target, and its drafter."""
+    """Compute `chained_logits` with the Model Optimizer's hooks on the target and its drafter."""
     from transformers.cache_utils import DynamicCache
 
     drafter, embed = model.eagle_module, model.get_input_embeddings()
@@ -85,23 +85,25 @@ def their_logits(model: Any, tokens: torch.Tensor) -> list[torch.Tensor]:
         drafter._maybe_init_rope(hidden.device)
     cache = DynamicCache()
     causal = torch.ones(NUM_TOKENS, NUM_TOKENS, dtype=torch.bool).tril()[None, None]
-    given, logits, places = tokens[:, 1 : NUM_TOKENS + 1], [], torch.arange(NUM_TOKENS)[None]
+    read_tokens, logits, positions = tokens[:, 1 : NUM_TOKENS + 1], [], torch.arange(NUM_TOKENS)[None]
     mask: torch.Tensor | None = causal
     for token in (*tokens[:, NUM_TOKENS + 1 :].split(1, dim=1), None):
-        outputs, hidden, cache = drafter(hidden, embed(given), mask, position_ids=places, past_key_values=cache, use_cache=True)
+        outputs, hidden, cache = drafter(
+            hidden, embed(read_tokens), mask, position_ids=positions, past_key_values=cache, use_cache=True
+        )
         logits.append(head(outputs))
-        given, hidden, mask, places = token, hidden[:, -1:], None, places[:, -1:] + 1
+        read_tokens, hidden, mask, positions = token, hidden[:, -1:], None, positions[:, -1:] + 1
     return logits
 
 
 def import_theirs(directory: Path) -> bool:
-    """outrider's Python: import each drafter, and compare."""
+    """Import each drafter, and compare (outrider's Python)."""
     from outrider.models.export.registry import format_of, import_drafter
 
     alike, tokens, target = True, make_tokens(), load_target(directory / "target")
     for name in THEIRS:
         assert format_of(directory / name).name == "eagle3"
-        expected = torch.load(directory / name / SAID_FILE, weights_only=True)
+        expected = torch.load(directory / name / RESULTS_FILE, weights_only=True)
         alike &= compare(name, chained_logits(import_drafter(directory / name, target), target, tokens), expected)
     return alike
 

@@ -1,10 +1,9 @@
-"""Does SGLang's own model code take our exports whole, and say of an EAGLE-3 drafter what outrider
-says?
+"""Check that SGLang's model code loads our exports and computes equal EAGLE-3 logits.
 
-SGLang's models of drafters (python/sglang/srt/models) are plain Python over layers that want a GPU.
-So this imports the models' own files alone, with plain layers in place of SGLang's: what a
-configuration makes, which tensor goes where, and for EAGLE-3 everything between the layers, is
-SGLang's. It runs in turns, as SGLang wants other versions than outrider does.
+SGLang's models of drafters (python/sglang/srt/models) are plain Python over layers that need a GPU.
+So this script imports only the models' files, with plain layers in place of SGLang's. SGLang's code
+builds the model from a configuration and loads the tensors; for EAGLE-3 it also computes everything
+between the layers. SGLang needs other versions than outrider, so two Pythons run this in turns.
 
     python3 -m venv sglang-env                                              # torch's CPU build
     sglang-env/bin/pip install torch==2.13.0 transformers==5.8.1 safetensors
@@ -12,8 +11,8 @@ SGLang's. It runs in turns, as SGLang wants other versions than outrider does.
     .venv/bin/python scripts/engines/check_sglang.py make /tmp/sglang
     sglang-env/bin/python scripts/engines/check_sglang.py compare /tmp/sglang
 
-Prints the largest difference of the logits at each depth, and exits with 1 where one is above
-rounding.
+It prints the largest difference of the logits at each depth, and exits with 1 if a difference is
+above rounding errors.
 """
 
 from pathlib import Path
@@ -51,11 +50,11 @@ EAGLE3: dict[str, dict[str, Any]] = {
 }
 """Options of the drafter."""
 EAGLE1 = {"eagle1_without_bias": {"bias": False}, "eagle1_with_bias": {"bias": True}}
-SAID_FILE = "said.pt"
+RESULTS_FILE = "results.pt"
 
 
 def make(directory: Path) -> bool:
-    """The target, and a folder for each case with its export and what outrider says."""
+    """Write the target, and a folder for each case with its export and outrider's results."""
     from outrider.models.export import eagle1, eagle3
     from outrider.models.export.formats import write_folder
 
@@ -63,10 +62,10 @@ def make(directory: Path) -> bool:
     for name, options in EAGLE3.items():
         drafter = make_drafter(target, kind="eagle3", **options)
         write_folder(eagle3.FORMAT, drafter, directory / name, target)
-        said = {"features": read_features(drafter, target, tokens), "logits": chained_logits(drafter, target, tokens)}
-        said["drafted"] = torch.arange(VOCAB) if drafter.vocabulary.tokens is None else drafter.vocabulary.tokens
-        said["embeddings"] = target.embed_tokens.weight.clone()
-        torch.save(said, directory / name / SAID_FILE)
+        results = {"features": read_features(drafter, target, tokens), "logits": chained_logits(drafter, target, tokens)}
+        results["drafted"] = torch.arange(VOCAB) if drafter.vocabulary.tokens is None else drafter.vocabulary.tokens
+        results["embeddings"] = target.embed_tokens.weight.clone()
+        torch.save(results, directory / name / RESULTS_FILE)
     for name, options in EAGLE1.items():
         write_folder(eagle1.SGLANG, make_drafter(target, kind="eagle", **options), directory / name, target)
     print(f"{len(EAGLE3) + len(EAGLE1)} exports are in {directory}")
@@ -74,17 +73,16 @@ def make(directory: Path) -> bool:
 
 
 def load(path: Path) -> Any:
-    """SGLang's model of an export, of its configuration and by its own loader; embeddings and an
-    EAGLE-1's head are left out.
+    """Build SGLang's model of an export with its own loader.
 
-    SGLang passes over what it doesn't know and leaves what is missing as it was: here either is an
-    error.
+    Embeddings, and the head of an EAGLE-1, are the target's and not loaded. SGLang ignores unknown
+    and missing tensors; here both are errors.
     """
     from engine_models import fill_with_nan, own_modules, require_taken
     from safetensors.torch import load_file
     from transformers import LlamaConfig
 
-    classes = {each.__name__: each for module in own_modules("sglang.srt.models") for each in module.EntryClass}
+    classes = {entry.__name__: entry for module in own_modules("sglang.srt.models") for entry in module.EntryClass}
     config = LlamaConfig.from_pretrained(path)
     model = classes[config.architectures[0]](config)
     fill_with_nan(model)
@@ -96,36 +94,35 @@ def load(path: Path) -> Any:
 
 @torch.no_grad()
 def their_logits(model: Any, features: torch.Tensor, tokens: torch.Tensor) -> list[torch.Tensor]:
-    """As `chained_logits`, by SGLang's model of an EAGLE-3 drafter, which reads texts without a
-    dimension of the batch.
-    """
+    """Compute `chained_logits` with SGLang's EAGLE-3 model, which has no batch dimension."""
     batch = SimpleNamespace(
         mm_input_embeds=None,
         forward_mode=SimpleNamespace(is_extend=lambda: False, is_decode=lambda: False),
         spec_info=SimpleNamespace(hidden_states=features[0]),
     )
-    given, places, logits = tokens[0, 1 : NUM_TOKENS + 1], torch.arange(NUM_TOKENS), []
+    read_tokens, positions, logits = tokens[0, 1 : NUM_TOKENS + 1], torch.arange(NUM_TOKENS), []
     for token in (*tokens[0, NUM_TOKENS + 1 :].split(1), None):
-        outputs, (hidden,) = model.model(given, places, batch)
+        outputs, (hidden,) = model.model(read_tokens, positions, batch)
         logits.append(torch.nn.functional.linear(outputs, model.lm_head.weight)[None])
         batch.spec_info.hidden_states = hidden[-1:]
-        given, places = token, places[-1:] + 1
+        read_tokens, positions = token, positions[-1:] + 1
     return logits
 
 
 def compare_exports(directory: Path) -> bool:
-    """The Python that has SGLang: load each export, and compare."""
+    """Load each export, and compare (the Python with SGLang)."""
     alike = True
     for name in EAGLE1:
         load(directory / name)
-        print(f"{name}: taken whole")
+        print(f"{name}: all tensors loaded")
     for name in EAGLE3:
-        said = torch.load(directory / name / SAID_FILE, weights_only=True)
+        results = torch.load(directory / name / RESULTS_FILE, weights_only=True)
         model = load(directory / name)
         drafted = torch.arange(VOCAB) if model.get_hot_token_id() is None else model.get_hot_token_id()
-        assert drafted.tolist() == said["drafted"].tolist()
-        model.model.embed_tokens.weight.data = said["embeddings"]  # as SGLang shares the target's
-        alike &= compare(name, their_logits(model, said["features"], make_tokens()), said["logits"])
+        assert drafted.tolist() == results["drafted"].tolist()
+        # SGLang shares the target's embeddings
+        model.model.embed_tokens.weight.data = results["embeddings"]
+        alike &= compare(name, their_logits(model, results["features"], make_tokens()), results["logits"])
     return alike
 
 

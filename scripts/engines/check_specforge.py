@@ -1,10 +1,10 @@
-"""Does SpecForge say of an EAGLE-3 drafter what outrider says, whichever of the two wrote it?
+"""Check that SpecForge and outrider compute equal logits of EAGLE-3 drafters.
 
-SpecForge (github.com/sgl-project/SpecForge) trains drafters for SGLang, and is of the same project.
-It wants other versions than outrider does, so this runs in turns: outrider's Python makes a target,
-drafters, their exports and what they say; a Python that has SpecForge loads the exports and
-compares, and then writes drafters with SpecForge's own exporters; outrider's Python imports those
-and compares.
+SpecForge (github.com/sgl-project/SpecForge) belongs to SGLang's project and trains drafters for it.
+It needs other versions than outrider, so two Pythons run this script in turns. 1. outrider's Python
+makes a target, drafters, their exports and logits. 2. A Python with SpecForge loads the exports,
+compares, and writes drafters with SpecForge's exporters. 3. outrider's Python imports these and
+compares.
 
     python3 -m venv specforge-env                                           # torch's CPU build
     specforge-env/bin/pip install torch==2.13.0 transformers==5.8.1 numpy safetensors
@@ -13,8 +13,8 @@ and compares.
     specforge-env/bin/python scripts/engines/check_specforge.py compare /tmp/specforge
     .venv/bin/python scripts/engines/check_specforge.py import /tmp/specforge
 
-Prints the largest difference of the logits at each depth, and exits with 1 where one is above
-rounding.
+It prints the largest difference of the logits at each depth, and exits with 1 if a difference is
+above rounding errors.
 """
 
 import json
@@ -55,12 +55,12 @@ OURS: dict[str, dict[str, Any]] = {
 }
 """Options of the drafter."""
 THEIRS = {"of_sglangs_exporter": 50, "of_the_hubs_exporter": VOCAB}
-"""Tokens that are drafted."""
-SAID_FILE = "said.pt"
+"""Sizes of the draft vocabulary by case."""
+RESULTS_FILE = "results.pt"
 
 
 def make(directory: Path) -> bool:
-    """The target, and a folder for each case with its export and what outrider says."""
+    """Write the target, and a folder for each case with its export and outrider's results."""
     from outrider.models.export.eagle3 import FORMAT
     from outrider.models.export.formats import write_folder
 
@@ -68,26 +68,25 @@ def make(directory: Path) -> bool:
     for name, options in OURS.items():
         drafter = make_drafter(target, kind="eagle3", **options)
         write_folder(FORMAT, drafter, directory / name, target)
-        said = {"features": read_features(drafter, target, tokens), "logits": unrolled_logits(drafter, target, tokens)}
-        said["drafted"] = torch.arange(VOCAB) if drafter.vocabulary.tokens is None else drafter.vocabulary.tokens
-        torch.save(said, directory / name / SAID_FILE)
+        results = {"features": read_features(drafter, target, tokens), "logits": unrolled_logits(drafter, target, tokens)}
+        results["drafted"] = torch.arange(VOCAB) if drafter.vocabulary.tokens is None else drafter.vocabulary.tokens
+        torch.save(results, directory / name / RESULTS_FILE)
     print(f"{len(OURS)} exports are in {directory}")
     return True
 
 
 def load(path: Path, target: Path) -> Any:
-    """A drafter as SpecForge makes one of a configuration and weights, which takes the embeddings
-    from the target.
+    """Load a drafter with SpecForge, from a configuration and weights.
 
-    Nothing else may be missing or unknown. (`AutoDraftModel.from_pretrained` leaves the rotary
-    tables without numbers in transformers 5.)
+    The embeddings are the target's; no other tensor may be missing or unknown. With transformers 5,
+    `AutoDraftModel.from_pretrained` leaves the rotary tables uninitialized, so it is not used.
     """
     from safetensors.torch import load_file
     from specforge.modeling.auto import AutoDraftModel, AutoDraftModelConfig
 
     model = AutoDraftModel.from_config(AutoDraftModelConfig.from_file(str(path / "config.json")), torch_dtype=torch.float32)
     missing, unknown = model.load_state_dict(load_file(path / "model.safetensors"), strict=False)
-    # of the whole vocabulary the maps are left out
+    # a drafter of the whole vocabulary has no maps
     assert set(missing) <= {"embed_tokens.weight", "d2t", "t2d"}, missing
     assert not unknown, unknown
     model.load_embedding(str(target))
@@ -96,42 +95,41 @@ def load(path: Path, target: Path) -> Any:
 
 @torch.no_grad()
 def their_logits(model: Any, features: torch.Tensor, tokens: torch.Tensor) -> list[torch.Tensor]:
-    """As `unrolled_logits`, by SpecForge's model, which takes the text's tokens shifted by the
-    depth.
-    """
+    """Compute `unrolled_logits` with SpecForge, which reads tokens shifted by the depth."""
     tokens = tokens[:, : NUM_TOKENS + 1]
     hidden, positions = model.project_hidden_states(features), torch.arange(NUM_TOKENS)[None]
     attended = torch.ones(1, NUM_TOKENS, dtype=torch.bool)
     mask = model.prepare_decoder_attention_mask(attended, hidden, 1, NUM_TOKENS, 0)
     cache: list[list[torch.Tensor]] = [[], []]
-    given, logits = tokens[:, 1:], []
+    read_tokens, logits = tokens[:, 1:], []
     for depth in range(DEPTHS):
-        hidden = model.backbone(model.embed_input_ids(given), hidden, cache, mask, positions)
+        hidden = model.backbone(model.embed_input_ids(read_tokens), hidden, cache, mask, positions)
         logits.append(model.compute_logits(hidden))
-        given = torch.cat([tokens[:, 2 + depth :], tokens.new_zeros(1, 1 + depth)], dim=1)
+        read_tokens = torch.cat([tokens[:, 2 + depth :], tokens.new_zeros(1, 1 + depth)], dim=1)
     return logits
 
 
 def compare_and_write(directory: Path) -> bool:
-    """SpecForge's Python: load each export and compare; then write drafters of its own."""
+    """Load and compare each export, then write SpecForge's own drafters (SpecForge's Python)."""
     alike, tokens, target = True, make_tokens(), directory / "target"
     for name in OURS:
-        said = torch.load(directory / name / SAID_FILE, weights_only=True)
+        results = torch.load(directory / name / RESULTS_FILE, weights_only=True)
         model = load(directory / name, target)
-        assert (torch.arange(len(model.d2t)) + model.d2t).tolist() == said["drafted"].tolist()
-        assert model.t2d.nonzero()[:, 0].tolist() == said["drafted"].tolist()
-        alike &= compare(name, their_logits(model, said["features"], tokens), said["logits"])
-    features = torch.load(directory / "whole_vocabulary" / SAID_FILE, weights_only=True)["features"]
+        assert (torch.arange(len(model.d2t)) + model.d2t).tolist() == results["drafted"].tolist()
+        assert model.t2d.nonzero()[:, 0].tolist() == results["drafted"].tolist()
+        alike &= compare(name, their_logits(model, results["features"], tokens), results["logits"])
+    features = torch.load(directory / "whole_vocabulary" / RESULTS_FILE, weights_only=True)["features"]
     for name, draft_vocab_size in THEIRS.items():
         drafted = write(directory / name, draft_vocab_size, target)
-        said = {"logits": their_logits(load(directory / name, target), features, tokens), "drafted": drafted}
-        torch.save(said, directory / name / SAID_FILE)
+        results = {"logits": their_logits(load(directory / name, target), features, tokens), "drafted": drafted}
+        torch.save(results, directory / name / RESULTS_FILE)
     return alike
 
 
 def write(path: Path, draft_vocab_size: int, target: Path) -> torch.Tensor:
-    """A drafter by SpecForge's own exporters, of a configuration with the keys of its own for Qwen3
-    (configs/qwen3-32b-eagle3.json); the tokens that it drafts.
+    """Write a drafter with SpecForge's exporters; return the tokens of its draft vocabulary.
+
+    Its configuration has the keys of SpecForge's one for Qwen3 (configs/qwen3-32b-eagle3.json).
     """
     from specforge.export.to_hf import export_to_hf
     from specforge.export.to_sglang import export_to_sglang
@@ -174,7 +172,7 @@ def write(path: Path, draft_vocab_size: int, target: Path) -> torch.Tensor:
     drafted = torch.randperm(VOCAB)[:draft_vocab_size].sort().values
     model.d2t.copy_(drafted - torch.arange(draft_vocab_size))
     model.t2d.copy_(torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, drafted, True))
-    weights = {name: each for name, each in model.state_dict().items() if "embed" not in name}
+    weights = {name: tensor for name, tensor in model.state_dict().items() if "embed" not in name}
     state = path.with_name(f"{path.name}-training.pt")
     torch.save({"draft_state_dict": weights, "strategy": "eagle3"}, state)
     if draft_vocab_size < VOCAB:
@@ -185,17 +183,17 @@ def write(path: Path, draft_vocab_size: int, target: Path) -> torch.Tensor:
 
 
 def import_theirs(directory: Path) -> bool:
-    """outrider's Python: import each drafter that SpecForge wrote, and compare."""
+    """Import each drafter that SpecForge wrote, and compare (outrider's Python)."""
     from outrider.models.export.registry import format_of, import_drafter
 
     alike, tokens, target = True, make_tokens(), load_target(directory / "target")
     for name in THEIRS:
         assert format_of(directory / name).name == "eagle3"
-        said = torch.load(directory / name / SAID_FILE, weights_only=True)
+        results = torch.load(directory / name / RESULTS_FILE, weights_only=True)
         drafter = import_drafter(directory / name, target).float()
         tokens_of_outputs = torch.arange(VOCAB) if drafter.vocabulary.tokens is None else drafter.vocabulary.tokens
-        assert tokens_of_outputs.tolist() == said["drafted"].tolist()
-        alike &= compare(name, unrolled_logits(drafter, target, tokens), said["logits"])
+        assert tokens_of_outputs.tolist() == results["drafted"].tolist()
+        alike &= compare(name, unrolled_logits(drafter, target, tokens), results["logits"])
     return alike
 
 

@@ -1,8 +1,8 @@
-"""Does the speculators library say of an export what outrider says of the drafter?
+"""Check that the speculators library computes outrider's logits from an export.
 
-The library wants other versions than outrider does, so this runs twice: with outrider's Python,
-which makes a small target, an EAGLE-3 drafter for it, its export, and what the drafter says; and
-with a Python that has the library, which loads the export and compares.
+The library needs other versions than outrider, so two Pythons run this script. outrider's Python
+makes a small target, EAGLE-3 drafters for it, their exports and logits. A Python with the library
+loads the exports and compares.
 
     python3 -m venv speculators-env                                         # torch's CPU build, and no torchvision
     speculators-env/bin/pip install torch==2.13.0 'transformers<=5.19.0' safetensors pydantic pydantic-settings loguru openai \
@@ -11,8 +11,8 @@ with a Python that has the library, which loads the export and compares.
     .venv/bin/python scripts/engines/check_speculators.py make /tmp/export
     speculators-env/bin/python scripts/engines/check_speculators.py compare /tmp/export
 
-Prints the largest difference of the logits at each depth, and exits with 1 where one is above
-TOLERANCE.
+It prints the largest difference of the logits at each depth, and exits with 1 if a difference is
+above TOLERANCE.
 """
 
 import json
@@ -42,11 +42,11 @@ CASES: dict[str, dict[str, Any]] = {
         "feature_layers": [1, 4, 6],
     },
 }
-SAID_FILE = "said.pt"
+RESULTS_FILE = "results.pt"
 
 
 def make(directory: Path) -> bool:
-    """Write the target, and a folder for each case with its export and what outrider says."""
+    """Write the target, and a folder for each case with its export and outrider's results."""
     from outrider.models.export.formats import write_folder
     from outrider.models.export.speculators import FORMAT
 
@@ -55,36 +55,36 @@ def make(directory: Path) -> bool:
         drafter = make_drafter(target, kind="eagle3", **options)
         write_folder(FORMAT, drafter, directory / name, target)
         config = directory / name / "config.json"
-        # The library looks the target up by this name: here it is no repository of the Hub's.
-        said = json.loads(config.read_text())
-        said["speculators_config"]["verifier"]["name_or_path"] = str((directory / "target").resolve())
-        config.write_text(json.dumps(said, indent=2))
+        # The library loads the target by this name, which here is a folder.
+        values = json.loads(config.read_text())
+        values["speculators_config"]["verifier"]["name_or_path"] = str((directory / "target").resolve())
+        config.write_text(json.dumps(values, indent=2))
         logits = unrolled_logits(drafter, target, tokens)
-        torch.save({"features": read_features(drafter, target, tokens), "logits": logits}, directory / name / SAID_FILE)
+        torch.save({"features": read_features(drafter, target, tokens), "logits": logits}, directory / name / RESULTS_FILE)
     print(f"{len(CASES)} exports are in {directory}")
     return True
 
 
 @torch.no_grad()
 def compare_exports(directory: Path) -> bool:
-    """Load each export with the library and compare; whether all are alike."""
+    """Load each export with the library and compare; return whether all are equal."""
     from speculators import SpeculatorModel
 
     alike = True
     for name in CASES:
-        said = torch.load(directory / name / SAID_FILE, weights_only=True)
+        results = torch.load(directory / name / RESULTS_FILE, weights_only=True)
         model: Any = SpeculatorModel.from_pretrained(directory / name)
         model = model.float().eval()
-        found: list[torch.Tensor] = []
-        model.lm_head.register_forward_hook(lambda module, inputs, output, found=found: found.append(output))
+        logits: list[torch.Tensor] = []
+        model.lm_head.register_forward_hook(lambda module, inputs, output, logits=logits: logits.append(output))
         model(
-            hidden_states=said["features"],
+            hidden_states=results["features"],
             input_ids=make_tokens()[:, 1 : NUM_TOKENS + 1],
             document_ids=torch.zeros(1, NUM_TOKENS, dtype=torch.long),
             ttt_steps=DEPTHS,
         )
-        # Tokens that the text hasn't at a depth are zeros on both sides.
-        alike &= compare(name, found, said["logits"])
+        # Tokens beyond the text are zeros in both programs.
+        alike &= compare(name, logits, results["logits"])
     return alike
 
 

@@ -1,10 +1,10 @@
-"""Does vLLM's own model code take our exports whole, and say of drafters what outrider says?
+"""Check that vLLM's model code loads all of our exports and computes equal logits.
 
-vLLM's models of drafters (vllm/model_executor/models) are plain Python over layers that want a GPU.
-So this imports the models' own files alone, with plain layers in place of vLLM's: what a
-configuration makes, which tensor goes where, and everything between the layers is vLLM's. vLLM's
-package for TPUs is small; its files of models are the same. It runs in turns, as vLLM wants other
-versions than outrider does.
+vLLM's models of drafters (vllm/model_executor/models) are plain Python over layers that need a GPU.
+So this script imports only the models' files, with plain layers in place of vLLM's. vLLM's code
+builds the model from a configuration, loads the tensors, and computes everything between the
+layers. The package is vLLM's small one for TPUs, whose model files are equal. vLLM needs other
+versions than outrider, so two Pythons run this script in turns.
 
     python3 -m venv vllm-env                                                # torch's CPU build
     vllm-env/bin/pip install torch==2.13.0 transformers==5.8.1 safetensors regex
@@ -12,8 +12,8 @@ versions than outrider does.
     .venv/bin/python scripts/engines/check_vllm.py make /tmp/vllm
     PYTHONPATH=vllm_tpu-0.32.0 vllm-env/bin/python scripts/engines/check_vllm.py compare /tmp/vllm
 
-Prints the largest difference of the logits at each depth, and exits with 1 where one is above
-rounding.
+It prints the largest difference of the logits at each depth, and exits with 1 if a difference is
+above rounding errors.
 """
 
 import json
@@ -53,11 +53,11 @@ CASES: dict[str, dict[str, Any]] = {
 }
 """Options of the drafter."""
 CLASSES = {"eagle": "EagleLlamaForCausalLM", "eagle3": "Eagle3LlamaForCausalLM"}
-SAID_FILE, TARGET_LAYERS = "said.pt", 8
+RESULTS_FILE, TARGET_LAYERS = "results.pt", 8
 
 
 def make(directory: Path) -> bool:
-    """The target, and a folder for each case with its export and what outrider says."""
+    """Write the target, and a folder for each case with its export and outrider's results."""
     from outrider.models.export import eagle1, eagle3, speculators
     from outrider.models.export.formats import write_folder
 
@@ -66,40 +66,41 @@ def make(directory: Path) -> bool:
     for name, options in CASES.items():
         drafter = make_drafter(target, **options)
         write_folder(formats[name.partition("_")[0]], drafter, directory / name, target)
-        said = {"features": read_features(drafter, target, tokens), "logits": chained_logits(drafter, target, tokens)}
-        said |= {"embeddings": target.embed_tokens.weight.clone(), "head": target.head.weight.clone()}
+        results = {"features": read_features(drafter, target, tokens), "logits": chained_logits(drafter, target, tokens)}
+        results |= {"embeddings": target.embed_tokens.weight.clone(), "head": target.head.weight.clone()}
         drafted = None if options["kind"] == "eagle" else drafter.vocabulary.tokens
-        said["drafted"] = torch.arange(VOCAB) if drafted is None else drafted
-        torch.save(said, directory / name / SAID_FILE)
+        results["drafted"] = torch.arange(VOCAB) if drafted is None else drafted
+        torch.save(results, directory / name / RESULTS_FILE)
     print(f"{len(CASES)} exports are in {directory}")
     return True
 
 
 def read_config(path: Path) -> Any:
-    """A drafter's configuration; of a folder of speculators, what vLLM makes of it
-    (transformers_utils/configs/speculators).
+    """Read a drafter's configuration, and convert that of speculators as vLLM does.
+
+    vLLM's code for that is in transformers_utils/configs/speculators.
     """
     from transformers import LlamaConfig
 
-    said = json.loads((path / "config.json").read_text())
-    if "transformer_layer_config" not in said:
+    values = json.loads((path / "config.json").read_text())
+    if "transformer_layer_config" not in values:
         return LlamaConfig.from_pretrained(path)
-    config: Any = LlamaConfig(**said["transformer_layer_config"])
+    config: Any = LlamaConfig(**values["transformer_layer_config"])
     for name in ("draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
-        setattr(config, name, said[name])
+        setattr(config, name, values[name])
     return config
 
 
 def load(path: Path, kind: str) -> Any:
-    """vLLM's model of an export, of its configuration and by its own loader."""
+    """Build vLLM's model of an export with its own loader."""
     from engine_models import VllmConfig, fill_with_nan, own_modules, require_taken
     from safetensors.torch import load_file
 
-    made = VllmConfig.of(read_config(path), target_layers=TARGET_LAYERS, vocab_size=VOCAB)
+    vllm_config = VllmConfig.of(read_config(path), target_layers=TARGET_LAYERS, vocab_size=VOCAB)
     (kind_of_model,) = (
-        vars(each)[CLASSES[kind]] for each in own_modules("vllm.model_executor.models") if CLASSES[kind] in vars(each)
+        vars(module)[CLASSES[kind]] for module in own_modules("vllm.model_executor.models") if CLASSES[kind] in vars(module)
     )
-    model = kind_of_model(vllm_config=made)
+    model = kind_of_model(vllm_config=vllm_config)
     fill_with_nan(model)
     weights = load_file(path / "model.safetensors")
     model.load_weights(weights.items())
@@ -108,30 +109,31 @@ def load(path: Path, kind: str) -> Any:
 
 
 @torch.no_grad()
-def their_logits(model: Any, said: dict[str, Any], tokens: torch.Tensor, kind: str) -> list[torch.Tensor]:
-    """As `chained_logits`, by vLLM's model, which reads texts without a dimension of the batch."""
-    model.model.embed_tokens.weight.data = said["embeddings"]  # as vLLM shares the target's
-    hidden = said["features"][0] if kind == "eagle" else model.combine_hidden_states(said["features"][0])
-    given, places, logits = tokens[0, 1 : NUM_TOKENS + 1], torch.arange(NUM_TOKENS), []
+def their_logits(model: Any, results: dict[str, Any], tokens: torch.Tensor, kind: str) -> list[torch.Tensor]:
+    """Compute `chained_logits` with vLLM's model, which has no batch dimension."""
+    # vLLM shares the target's embeddings
+    model.model.embed_tokens.weight.data = results["embeddings"]
+    hidden = results["features"][0] if kind == "eagle" else model.combine_hidden_states(results["features"][0])
+    read_tokens, positions, logits = tokens[0, 1 : NUM_TOKENS + 1], torch.arange(NUM_TOKENS), []
     for token in (*tokens[0, NUM_TOKENS + 1 :].split(1), None):
-        outputs, hidden = model(given, places, hidden)
+        outputs, hidden = model(read_tokens, positions, hidden)
         if kind == "eagle":
-            logits.append(torch.nn.functional.linear(outputs, said["head"])[None])
-        else:  # over all of the target's tokens, those that aren't drafted at minus infinity
+            logits.append(torch.nn.functional.linear(outputs, results["head"])[None])
+        else:  # logits of all the target's tokens, minus infinity outside of the draft vocabulary
             scattered = model.compute_logits(outputs)
-            assert torch.equal(scattered.isfinite().all(0).nonzero()[:, 0], said["drafted"])
-            logits.append(scattered[None, :, said["drafted"]])
-        hidden, given, places = hidden[-1:], token, places[-1:] + 1
+            assert torch.equal(scattered.isfinite().all(0).nonzero()[:, 0], results["drafted"])
+            logits.append(scattered[None, :, results["drafted"]])
+        hidden, read_tokens, positions = hidden[-1:], token, positions[-1:] + 1
     return logits
 
 
 def compare_exports(directory: Path) -> bool:
-    """The Python that has vLLM's files: load each export, and compare."""
+    """Load each export, and compare (the Python with vLLM's files)."""
     alike = True
     for name, options in CASES.items():
-        said = torch.load(directory / name / SAID_FILE, weights_only=True)
-        found = their_logits(load(directory / name, options["kind"]), said, make_tokens(), options["kind"])
-        alike &= compare(name, found, said["logits"])
+        results = torch.load(directory / name / RESULTS_FILE, weights_only=True)
+        logits = their_logits(load(directory / name, options["kind"]), results, make_tokens(), options["kind"])
+        alike &= compare(name, logits, results["logits"])
     return alike
 
 

@@ -1,5 +1,6 @@
-"""SGLang's and vLLM's models of drafters, from the engines' own files, over plain layers: theirs
-want a GPU.
+"""SGLang's and vLLM's models of drafters, from the engines' files, over plain layers.
+
+The engines' own layers need a GPU.
 """
 
 import importlib.util
@@ -21,19 +22,17 @@ OWN = {
     "sglang.srt.models": ("llama", "llama_eagle", "llama_eagle3"),
     "vllm.model_executor.models": ("utils", "llama", "llama_eagle", "llama_eagle3"),
 }
-"""The files that are the engines' own, by their package."""
+"""Files that are imported from the engines, by package."""
 
 
 def put(parameter: nn.Parameter, weight: torch.Tensor, rows: slice = slice(None)) -> None:
-    """Load a tensor into rows of a parameter, whose shape it must have."""
+    """Load a tensor into rows of a parameter, which must have the same shape."""
     assert parameter.data[rows].shape == weight.shape, f"{tuple(weight.shape)} into {tuple(parameter.data[rows].shape)}"
     parameter.data[rows] = weight
 
 
 class Linear(nn.Module):
-    """Several linear layers side by side, whose weights are loaded one by one; gives a pair, as
-    SGLang's do.
-    """
+    """Several merged linear layers, loaded one by one; returns a pair, like SGLang's."""
 
     def __init__(self, width: int, sizes: dict[Any, int], bias: bool) -> None:
         super().__init__()
@@ -45,7 +44,7 @@ class Linear(nn.Module):
             parameter.weight_loader = self.load  # type: ignore[attr-defined]
 
     def load(self, parameter: nn.Parameter, weight: torch.Tensor, part: Any = None) -> None:
-        # vLLM's loader writes the part onto the tensor
+        # vLLM's loader stores the part as an attribute of the tensor
         put(parameter, weight, self.rows[getattr(weight, "shard_id", part)])
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -76,7 +75,7 @@ class ReplicatedLinear(nn.Linear):
 
 
 class RMSNorm(nn.Module):
-    """With a residual, their sum is normalised, and given back besides."""
+    """RMS norm; with a residual it normalises the sum, and returns the sum too."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -110,7 +109,7 @@ class DualGemm:
 
 
 class Attention(nn.Module):
-    """Attention of one text to all of it so far, whose keys and values it keeps."""
+    """Causal attention over one text, with its own cache of keys and values."""
 
     def __init__(self, num_heads: int, head_dim: int, scaling: float, num_kv_heads: int, **_: Any) -> None:
         super().__init__()
@@ -119,13 +118,13 @@ class Attention(nn.Module):
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Any = None) -> torch.Tensor:
         q, *new = (
-            each.view(len(q), num, self.head_dim).transpose(0, 1) for each, num in zip((q, k, v), self.heads, strict=True)
+            tensor.view(len(q), num, self.head_dim).transpose(0, 1) for tensor, num in zip((q, k, v), self.heads, strict=True)
         )
         self.kept = [torch.cat(pair, dim=1) for pair in zip(self.kept, new, strict=True)]
-        total, own = self.kept[0].shape[1], q.shape[1]
-        mask = torch.ones(own, total, dtype=torch.bool).tril(total - own)
+        total, num_queries = self.kept[0].shape[1], q.shape[1]
+        mask = torch.ones(num_queries, total, dtype=torch.bool).tril(total - num_queries)
         mixed = F.scaled_dot_product_attention(
-            q[None], *(each[None] for each in self.kept), attn_mask=mask, scale=self.scaling, enable_gqa=True
+            q[None], *(tensor[None] for tensor in self.kept), attn_mask=mask, scale=self.scaling, enable_gqa=True
         )
         return mixed[0].transpose(0, 1).flatten(1)
 
@@ -139,8 +138,9 @@ def get_rope(
     rope_parameters: Any = None,
     **_: Any,
 ) -> Any:
-    """transformers' rotary embeddings, of what an engine's model asks of its own:
-    `rotary(positions, q, k)`.
+    """Return transformers' rotary embeddings with the engines' interface.
+
+    The interface is `rotary(positions, q, k)`.
     """
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
@@ -151,27 +151,27 @@ def get_rope(
     rotary = LlamaRotaryEmbedding(LlamaConfig(head_dim=head_dim, rope_parameters=rope, **sizes))
 
     def turn(positions: torch.Tensor, *vectors: torch.Tensor) -> list[torch.Tensor]:
-        cos, sin = (each[0, :, None] for each in rotary(vectors[0], positions[None]))  # [token, 1, head_dim]
-        heads = (each.view(len(each), -1, head_dim) for each in vectors)
-        return [(each * cos + rotate_half(each) * sin).flatten(1) for each in heads]
+        cos, sin = (table[0, :, None] for table in rotary(vectors[0], positions[None]))  # [token, 1, head_dim]
+        heads = (vector.view(len(vector), -1, head_dim) for vector in vectors)
+        return [(head * cos + rotate_half(head) * sin).flatten(1) for head in heads]
 
     return turn
 
 
-def decorator(*given: Any, **_: Any) -> Any:
-    """One that changes nothing, with arguments or without."""
-    return given[0] if given and isinstance(given[0], type) else lambda decorated: decorated
+def decorator(*arguments: Any, **_: Any) -> Any:
+    """Return a decorator without effect; it may be used with or without arguments."""
+    return arguments[0] if arguments and isinstance(arguments[0], type) else lambda decorated: decorated
 
 
 class VllmConfig(SimpleNamespace):
-    """vLLM's, of a drafter's configuration: what its models ask of it."""
+    """The parts of vLLM's configuration that its models of drafters read."""
 
     current: "VllmConfig"
 
     @staticmethod
     def of(config: Any, *, target_layers: int, vocab_size: int) -> "VllmConfig":
-        asked = {"get_total_num_hidden_layers": lambda: target_layers, "get_num_layers": lambda _: target_layers}
-        target = SimpleNamespace(dtype=torch.float32, hf_config=config, get_vocab_size=lambda: vocab_size, **asked)
+        methods = {"get_total_num_hidden_layers": lambda: target_layers, "get_num_layers": lambda _: target_layers}
+        target = SimpleNamespace(dtype=torch.float32, hf_config=config, get_vocab_size=lambda: vocab_size, **methods)
         draft = SimpleNamespace(draft_model_config=SimpleNamespace(hf_config=config), parallel_drafting=False)
         nothing = dict.fromkeys(("cache_config", "load_config", "parallel_config", "quant_config"))
         VllmConfig.current = VllmConfig(model_config=target, speculative_config=draft, **nothing)
@@ -224,7 +224,7 @@ PLAIN: dict[str, Any] = {
     "support_torch_compile": decorator,
     "supports_any_eagle": lambda model: False,
 }
-"""What stands in for the engines' own; all other names are classes without anything."""
+"""Replacements for the engines' names; all other names become empty classes."""
 
 
 class Stub(ModuleType):
@@ -235,7 +235,7 @@ class Stub(ModuleType):
 
 
 class Finder(MetaPathFinder, Loader):
-    """An engine's modules: those of OWN from their files in `folder`, and stubs for the rest."""
+    """Importer of an engine's modules: those of OWN from `folder`, and stubs for all others."""
 
     def __init__(self, package: str, folder: Path) -> None:
         self.engine, self.folder = package.partition(".")[0], folder
@@ -254,25 +254,26 @@ class Finder(MetaPathFinder, Loader):
 
 
 def own_modules(package: str) -> list[Any]:
-    """An engine's modules of drafters, from its files in this environment."""
+    """Import an engine's modules of drafters from its files in this environment."""
     engine, _, rest = package.partition(".")
     if not any(isinstance(finder, Finder) and finder.engine == engine for finder in sys.meta_path):
-        found = importlib.util.find_spec(engine)
-        if found is None or not found.submodule_search_locations:
+        spec = importlib.util.find_spec(engine)
+        if spec is None or not spec.submodule_search_locations:
             sys.exit(f"there is no {engine} in this environment")
-        sys.meta_path.insert(0, Finder(package, Path(found.submodule_search_locations[0], *rest.split("."))))
+        sys.meta_path.insert(0, Finder(package, Path(spec.submodule_search_locations[0], *rest.split("."))))
     return [importlib.import_module(f"{package}.{name}") for name in OWN[package]]
 
 
-def require_taken(model: nn.Module, given: dict[str, torch.Tensor], *, shared: Sequence[str]) -> None:
-    """Raise AssertionError unless each number of a model filled with NaN before was loaded, and
-    none given was passed over.
+def require_taken(model: nn.Module, weights: dict[str, torch.Tensor], *, shared: Sequence[str]) -> None:
+    """Raise AssertionError unless all weights were loaded, and no tensor was ignored.
 
-    `shared` are parameters that the engine takes from the target.
+    The model was filled with NaN before. `shared` are parameters that are the target's.
     """
-    numbers = {name: each for name, each in model.named_parameters() if each.is_floating_point() and name not in shared}
-    left = [name for name, each in numbers.items() if each.isnan().any()]
-    counts = [sum(each.numel() for each in some.values() if each.is_floating_point()) for some in (numbers, given)]
+    numbers = {
+        name: parameter for name, parameter in model.named_parameters() if parameter.is_floating_point() and name not in shared
+    }
+    left = [name for name, tensor in numbers.items() if tensor.isnan().any()]
+    counts = [sum(tensor.numel() for tensor in some.values() if tensor.is_floating_point()) for some in (numbers, weights)]
     assert not left, f"{left} were left without numbers"
     assert counts[0] == counts[1], f"there are {counts[1]} numbers, and the engine took {counts[0]}"
 

@@ -1,8 +1,7 @@
-"""What the checks against other programs' own code share: a small target, drafters for it, what
-they say, and the comparison.
+"""Shared code of the checks against other programs: targets, drafters, logits, comparison.
 
-The other programs want other versions than outrider does, so each check is run in turns by two
-Pythons. `compare` and `run`, which both need, ask for torch alone.
+The other programs need other versions than outrider, so two Pythons run each check in turns. Both
+use `compare` and `run`, which need only torch.
 """
 
 import argparse
@@ -16,7 +15,7 @@ import torch
 
 HIDDEN, VOCAB, NUM_TOKENS, DEPTHS = 32, 120, 128, 3
 TOLERANCE = 1e-5
-"""Of the largest logit, in float32: two programs add in different orders."""
+"""Allowed difference as a share of the largest logit; programs sum in different orders."""
 SCALED_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 50000.0,
@@ -28,9 +27,7 @@ SCALED_ROPE = {
 
 
 def make_target(directory: Path, rope: dict[str, Any]) -> Any:
-    """A random Llama of eight layers with these rotary embeddings, saved with a tokenizer, as
-    outrider loads it.
-    """
+    """Save a random Llama of eight layers with these rotary embeddings; load it with outrider."""
     from tokenizers import Tokenizer, models
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -49,18 +46,18 @@ def make_target(directory: Path, rope: dict[str, Any]) -> Any:
         eos_token_id=None,
         dtype="float32",
     )
-    # several files, as large models have
+    # several files, like large models
     LlamaForCausalLM(config).save_pretrained(directory, max_shard_size="50KB")
     words = Tokenizer(models.WordLevel({str(token): token for token in range(VOCAB)}, unk_token="0"))
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(directory)
-    # under the class's name that all versions of transformers know
+    # a class name that all versions of transformers have
     path = directory / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}))
     return load_target(directory)
 
 
 def load_target(directory: Path) -> Any:
-    """The target that `make_target` wrote."""
+    """Load the target that `make_target` wrote."""
     from outrider.models.target import loading as target
     from outrider.models.target.config import TargetConfig
 
@@ -68,12 +65,12 @@ def load_target(directory: Path) -> Any:
 
 
 def make_tokens() -> torch.Tensor:
-    """A text, and tokens to draft after it: [1, NUM_TOKENS + DEPTHS]."""
+    """Make a text, and tokens to draft after it: [1, NUM_TOKENS + DEPTHS]."""
     return torch.randint(VOCAB, (1, NUM_TOKENS + DEPTHS), generator=torch.Generator().manual_seed(2))
 
 
 def make_drafter(target: Any, **options: Any) -> Any:
-    """A drafter whose every number matters, as after training."""
+    """Make a drafter in which every weight changes the logits, as after training."""
     from outrider.models.drafters import build_drafter, parse_drafter
 
     torch.manual_seed(1)
@@ -85,16 +82,14 @@ def make_drafter(target: Any, **options: Any) -> Any:
 
 
 def randomise(model: torch.nn.Module) -> None:
-    """Numbers that all change the logits: norms near 1, the rest near 0."""
+    """Set weights that all change the logits: norms near 1, all others near 0."""
     for name, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.2)
 
 
 @torch.no_grad()
 def read_features(drafter: Any, target: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """What a drafter of features reads of the target, of the text without its last token: [1,
-    NUM_TOKENS, feature].
-    """
+    """Read a drafter's features of the text without its last token: [1, NUM_TOKENS, feature]."""
     text = tokens[:, : NUM_TOKENS + 1]
     last, layers = target.hidden_states(text, drafter.feature_layers)
     return (last if layers is None else layers)[:, :-1]
@@ -102,30 +97,32 @@ def read_features(drafter: Any, target: Any, tokens: torch.Tensor) -> torch.Tens
 
 @torch.no_grad()
 def unrolled_logits(drafter: Any, target: Any, tokens: torch.Tensor) -> list[torch.Tensor]:
-    """A drafter's logits at every position and depth, as in training: each depth is fed the outputs
-    of the one before, and reads the text's tokens one further on, with zeros behind them.
+    """Compute a drafter's logits at every position and depth, as in training.
 
-    Each [1, NUM_TOKENS, output].
+    Each depth reads the outputs of the previous depth, and the text's tokens shifted by one more,
+    padded with zeros. Returns tensors [1, NUM_TOKENS, output].
     """
     from transformers.cache_utils import DynamicCache
 
     tokens = tokens[:, : NUM_TOKENS + 1]
     hidden, cache = drafter.fuse(read_features(drafter, target, tokens)), DynamicCache()
-    steps, given, logits = torch.arange(NUM_TOKENS), tokens[:, 1:], []
-    mask, own = (steps <= steps[:, None])[None, None], torch.eye(NUM_TOKENS, dtype=torch.bool)[None, None]
+    steps, read_tokens, logits = torch.arange(NUM_TOKENS), tokens[:, 1:], []
+    mask, diagonal = (steps <= steps[:, None])[None, None], torch.eye(NUM_TOKENS, dtype=torch.bool)[None, None]
     for depth in range(DEPTHS):
-        hidden = drafter.read(given, hidden, (steps + depth)[None], cache, mask)
+        hidden = drafter.read(read_tokens, hidden, (steps + depth)[None], cache, mask)
         logits.append(drafter.logits(hidden))
-        given = torch.cat([tokens[:, 2 + depth :], tokens.new_zeros(1, 1 + depth)], dim=1)
-        mask = torch.cat([mask, own], dim=-1)
+        read_tokens = torch.cat([tokens[:, 2 + depth :], tokens.new_zeros(1, 1 + depth)], dim=1)
+        mask = torch.cat([mask, diagonal], dim=-1)
     return logits
 
 
 @torch.no_grad()
 def chained_logits(drafter: Any, target: Any, tokens: torch.Tensor) -> list[torch.Tensor]:
-    """A drafter's logits as in decoding: at every position of the text, [1, NUM_TOKENS, output],
-    and then after each of the tokens behind it, of which all but the first are read with the
-    drafter's own outputs, [1, 1, output].
+    """Compute a drafter's logits as in decoding.
+
+    The first tensor has every position of the text [1, NUM_TOKENS, output]. The others follow the
+    tokens after the text [1, 1, output]; these are read with the drafter's own outputs, except for
+    the first.
     """
     from transformers.cache_utils import DynamicCache
 
@@ -133,34 +130,35 @@ def chained_logits(drafter: Any, target: Any, tokens: torch.Tensor) -> list[torc
     hidden = drafter.fuse(read_features(drafter, target, tokens))
     hidden = drafter.read(tokens[:, 1 : NUM_TOKENS + 1], hidden, steps[None], cache, (steps <= steps[:, None])[None, None])
     logits = [drafter.logits(hidden)]
-    for place in range(NUM_TOKENS, NUM_TOKENS + DEPTHS - 1):
-        mask = torch.ones(1, 1, 1, place + 1, dtype=torch.bool)
-        given = tokens[:, place + 1 : place + 2]
-        hidden = drafter.read(given, hidden[:, -1:], torch.tensor([[place]]), cache, mask)
+    for position in range(NUM_TOKENS, NUM_TOKENS + DEPTHS - 1):
+        mask = torch.ones(1, 1, 1, position + 1, dtype=torch.bool)
+        read_token = tokens[:, position + 1 : position + 2]
+        hidden = drafter.read(read_token, hidden[:, -1:], torch.tensor([[position]]), cache, mask)
         logits.append(drafter.logits(hidden))
     return logits
 
 
-def compare(name: str, found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
-    """Whether logits are the same up to rounding; prints the largest difference at each depth, or
-    of each head.
+def compare(name: str, actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
+    """Return whether logits are equal up to rounding errors.
+
+    Prints the largest difference at each depth, or of each head.
     """
-    assert len(found) == len(expected) > 0
-    assert all(a.shape == b.shape for a, b in zip(found, expected, strict=True))
-    differences = [float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)]
-    size = max(float(each.abs().max()) for each in expected)
+    assert len(actual) == len(expected) > 0
+    assert all(a.shape == b.shape for a, b in zip(actual, expected, strict=True))
+    differences = [float((a - b).abs().max()) for a, b in zip(actual, expected, strict=True)]
+    size = max(float(logits.abs().max()) for logits in expected)
     print(f"{name}: logits up to {size:.1f}; largest difference of each: {', '.join(f'{d:.1e}' for d in differences)}")
     return max(differences) <= TOLERANCE * size
 
 
 def run(doc: str | None, steps: dict[str, Callable[[Path], bool]]) -> None:
-    """The command line of a check: one step of it on a folder, which the first step makes.
+    """Run one step of a check from the command line, on a folder that the first step makes.
 
-    Exits with 1 where a step finds that the two programs differ.
+    Exits with 1 if the two programs differ.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("step", choices=tuple(steps))
     parser.add_argument("directory", type=Path)
     arguments = parser.parse_args()
     if not steps[arguments.step](arguments.directory):
-        sys.exit("the two programs don't say the same")
+        sys.exit("the two programs give different results")

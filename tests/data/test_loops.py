@@ -1,9 +1,9 @@
-"""Answers that run in circles are told from repetition inside a text."""
+"""Detection of answers that end in a loop."""
 
 from outrider.data.loops import LOOP_TOKENS, ends_in_a_loop
 
 
-def test_loops_are_told_from_repetition_in_a_text() -> None:
+def test_loops_are_distinguished_from_repetition_in_a_text() -> None:
     text = list(range(100, 200))
     assert not ends_in_a_loop(text)
     assert ends_in_a_loop(text + [7] * LOOP_TOKENS)

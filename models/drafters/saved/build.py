@@ -142,9 +142,8 @@ def describe_untrained_depths(spec: DrafterSpec, horizon: int) -> str | None:
         return None
     depth, trained = getattr(spec.config, option), horizon - 1
     return (
-        f"drafter.{option} is {depth}, and labels of distill.horizon {horizon} tokens train {trained} depths of the "
-        f"{spec.kind}, since the first token is the target's own choice: set drafter.{option}={trained}, or "
-        f"distill.horizon={depth + 1}"
+        f"drafter.{option} is {depth}, and labels of distill.horizon {horizon} tokens train only {trained} depths, because the "
+        f"first token is the target's own choice; set drafter.{option}={trained}, or distill.horizon={depth + 1}"
     )
 
 

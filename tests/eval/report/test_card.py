@@ -1,6 +1,8 @@
-"""The model card: figures of this drafter's own evaluations, and nothing that no file tells."""
+"""The model card: it has only figures and facts from this drafter's files."""
 
+import ast
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,11 +10,15 @@ from typing import Any
 import pytest
 import typer
 import yaml
+from huggingface_hub import EvalResult, ModelCard
 from typer.testing import CliRunner
 
 from outrider.cli.eval import eval_command
 from outrider.data.files import sha256_file
 from outrider.eval.report.card import CardOptions, model_card
+from outrider.models.drafters import build_drafter, parse_drafter, save_drafter
+from outrider.models.drafters.registry import DRAFTERS
+from outrider.models.target.hf_target import HFTarget
 
 app = typer.Typer()
 app.command()(eval_command)
@@ -73,7 +79,7 @@ def test_an_evaluation_of_other_weights_is_refused(tiny_drafter_dir: Path, evalu
         model_card(other, CardOptions(evaluations=[evaluation]))
 
 
-def test_options_changed_since_they_were_measured_are_told(tiny_drafter_dir: Path, evaluation: Path, tmp_path: Path) -> None:
+def test_the_card_names_options_changed_after_the_measurement(tiny_drafter_dir: Path, evaluation: Path, tmp_path: Path) -> None:
     changed = Path(shutil.copytree(tiny_drafter_dir, tmp_path / "changed"))
     config = json.loads((changed / "config.json").read_text())
     before = config["drafter"]["beam_length"]
@@ -111,13 +117,16 @@ def test_a_card_claims_nothing_where_memory_ran_out(tiny_drafter_dir: Path, eval
         model_card(tiny_drafter_dir, CardOptions(evaluations=[short]))
 
 
-def test_what_is_unknown_is_said_to_be_and_left_out_of_the_front_matter(tiny_drafter_dir: Path) -> None:
+def test_unknown_facts_are_marked_and_left_out_of_the_front_matter(tiny_drafter_dir: Path) -> None:
     card = model_card(tiny_drafter_dir, CardOptions())
-    assert "Not measured" in card
+    assert "No evaluation is part of this card" in card
     assert "Of the drafter: not stated" in card
-    assert "- Data: not told here\n- Cost: unknown" in card
+    assert "- Data: unknown\n- Cost: unknown" in card
     assert "## Certificate" not in card
-    assert 'AutoModelForCausalLM.from_pretrained("TARGET"' in card, "no name of a folder of somebody's machine"
+    assert 'target = "tiny_target' in card
+    assert "a local directory: the target has no name on the Hub" in card
+    assert 'drafter = "."  # the folder of this card' in card
+    assert not re.search(r"\b(TARGET|FOLDER)\b", card), "no placeholder"
     known = front_matter(card)
     assert known == {
         "library_name": "transformers",
@@ -130,12 +139,12 @@ def test_names_and_licence_reach_front_matter_and_commands(tiny_drafter_dir: Pat
     options = CardOptions(licence="apache-2.0", base_model="some/target", repo="some/drafter")
     card = model_card(tiny_drafter_dir, options)
     assert (front_matter(card)["license"], front_matter(card)["base_model"]) == ("apache-2.0", "some/target")
-    assert 'custom_generate="some/drafter"' in card
-    assert 'AutoModelForCausalLM.from_pretrained("some/target"' in card
+    assert 'drafter = "some/drafter"\n' in card
+    assert 'target = "some/target"\n' in card
     assert "Of the drafter: apache-2.0." in card
 
 
-def test_a_certificate_is_told_line_by_line(tiny_drafter_dir: Path, tmp_path: Path) -> None:
+def test_the_card_lists_a_certificate_line_by_line(tiny_drafter_dir: Path, tmp_path: Path) -> None:
     weights = sha256_file(tiny_drafter_dir / "model.safetensors")
     path = write_certificate(tmp_path / "certificate.json", drafters={"redrafter": weights})
     card = model_card(tiny_drafter_dir, CardOptions(certificate=path))
@@ -167,12 +176,12 @@ def test_a_certificate_of_another_target_or_drafter_is_refused(tiny_drafter_dir,
         ({"passed": False}, "passed: the verdict isn't that of the lines"),
     ],
 )
-def test_a_certificate_that_says_nothing_or_was_altered_is_refused(tiny_drafter_dir, tmp_path, changes, message):
+def test_an_empty_or_altered_certificate_is_refused(tiny_drafter_dir, tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         model_card(tiny_drafter_dir, CardOptions(certificate=write_certificate(tmp_path / "c.json", **changes)))
 
 
-def test_a_failed_certificate_is_not_told_as_a_good_one(tiny_drafter_dir: Path, tmp_path: Path) -> None:
+def test_the_card_shows_a_failed_certificate_as_failed(tiny_drafter_dir: Path, tmp_path: Path) -> None:
     failed = [{"subject": "redrafter", "method": "tokens", "num_cases": 3, "result": "1 differs", "passed": False}]
     path = write_certificate(tmp_path / "c.json", passed=False, lines=failed)
     card = model_card(tiny_drafter_dir, CardOptions(certificate=path))
@@ -205,7 +214,7 @@ def test_data_are_those_of_the_run_without_paths_of_its_machine(tiny_drafter_dir
         ({"kind": "draft_model", "path": None}, None),
     ],
 )
-def test_the_weights_that_training_started_from_are_told(tiny_drafter_dir, tmp_path, drafter, name):
+def test_the_card_names_the_initial_weights_of_the_training(tiny_drafter_dir, tmp_path, drafter, name):
     shutil.copytree(tiny_drafter_dir, tmp_path / "drafter")
     data = {"source": "stdlib", "path": None, "max_length": 512}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"data": data, "drafter": drafter}))
@@ -214,8 +223,8 @@ def test_the_weights_that_training_started_from_are_told(tiny_drafter_dir, tmp_p
     assert lines == ([f"- Started from: the weights of {name}, not from fresh ones"] if name else [])
 
 
-def test_a_path_that_looks_like_a_name_of_the_hub_is_not_told(tiny_drafter_dir, tmp_path, monkeypatch):
-    """A run's paths are relative to where it was started, which is seldom where it is packaged."""
+def test_a_path_that_looks_like_a_hub_name_is_left_out_of_the_card(tiny_drafter_dir, tmp_path, monkeypatch):
+    """A run's paths are relative to its working directory, and not to that of packaging."""
     run = tmp_path / "outputs" / "demo"
     shutil.copytree(tiny_drafter_dir, run / "drafter")
     (tmp_path / "private" / "old").mkdir(parents=True)
@@ -227,7 +236,7 @@ def test_a_path_that_looks_like_a_name_of_the_hub_is_not_told(tiny_drafter_dir, 
 
 
 @pytest.mark.parametrize("text", ["a: [", "- x", "data: 3", "\x00"])
-def test_a_run_whose_configuration_is_none_is_told(tiny_drafter_dir, tmp_path, text):
+def test_a_run_with_an_invalid_configuration_is_refused(tiny_drafter_dir, tmp_path, text):
     shutil.copytree(tiny_drafter_dir, tmp_path / "drafter")
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(ValueError, match=r"config\.yaml is no configuration of a run"):
@@ -235,12 +244,12 @@ def test_a_run_whose_configuration_is_none_is_told(tiny_drafter_dir, tmp_path, t
 
 
 @pytest.mark.parametrize("options", [{"repo": 'x"); evil("'}, {"base_model": "a/b\n# Mine"}, {"licence": "mit\nmine: 1"}])
-def test_what_would_write_into_the_card_what_it_isnt_is_refused(options):
+def test_options_that_would_inject_text_into_the_card_are_refused(options):
     with pytest.raises(ValueError, match="give"):
         CardOptions(**options)
 
 
-def test_what_training_took_is_told(tiny_drafter_dir: Path, tmp_path: Path) -> None:
+def test_the_card_gives_the_cost_of_the_training(tiny_drafter_dir: Path, tmp_path: Path) -> None:
     drafter = Path(shutil.copytree(tiny_drafter_dir, tmp_path / "drafter"))
     facts = {
         "steps": 500,
@@ -254,3 +263,83 @@ def test_what_training_took_is_told(tiny_drafter_dir: Path, tmp_path: Path) -> N
     card = model_card(drafter, CardOptions())
     assert "500 steps on the target's own continuations, 20,000 tokens seen, 10 positions trained, 1,234 s on 8 x H" in card
     assert "1,000 parameters" in card
+
+
+def test_the_hub_reads_the_figures_back(tiny_drafter_dir: Path, evaluation: Path) -> None:
+    options = CardOptions(evaluations=[evaluation], base_model="some/target", repo="some/drafter", licence="mit")
+    data = ModelCard(model_card(tiny_drafter_dir, options)).data
+    row = json.loads((evaluation / "summary.json").read_text())[1]
+    assert (data.base_model, data.license, data.model_name) == ("some/target", "mit", "some/drafter")
+    results = {result.metric_type: result for result in data.eval_results}
+    assert all(isinstance(result, EvalResult) for result in results.values())
+    assert {name: result.metric_value for name, result in results.items()} == {
+        name: round(row[name], 2) for name in ("tokens_per_step", "speedup")
+    }
+    assert {(result.task_type, result.dataset_name) for result in results.values()} == {("text-generation", "mt_bench")}
+
+
+ENGINES_BY_KIND = {
+    "draft_model": ("--to vllm", "STANDALONE", "assistant_model"),
+    "eagle": ("--to vllm", '"method": "eagle"', "--speculative-algorithm EAGLE "),
+    "eagle3": ("--to vllm", '"method": "eagle3"', "--speculative-algorithm EAGLE3 "),
+    "medusa": ("--to medusa", "medusa.inference.cli", "--to tensorrt-llm"),
+    "redrafter": ("--to apple", "recurrent_drafting.cmd.generate"),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(DRAFTERS))
+def test_the_code_on_the_card_of_every_kind_can_be_parsed(kind: str, tiny_target: HFTarget, tmp_path: Path) -> None:
+    config = {"kind": kind, **({"num_layers": 1} if kind == "draft_model" else {})}
+    save_drafter(build_drafter(parse_drafter(config), tiny_target), tmp_path / "drafter", tiny_target.identity)
+    card = model_card(tmp_path / "drafter", CardOptions())
+    (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    ast.parse(code)
+    assert all(text in card for text in ENGINES_BY_KIND[kind])
+    assert not re.search(r"\b(TARGET|FOLDER)\b|{{|None", card)
+    assert str(tmp_path) not in card
+
+
+@pytest.mark.parametrize(
+    ("quantization", "code"),
+    [
+        ({"method": "torchao", "type": "Int8WeightOnlyConfig"}, "TorchAoConfig(Int8WeightOnlyConfig())"),
+        ({"method": "bitsandbytes", "load_in_4bit": True}, "BitsAndBytesConfig(load_in_4bit=True)"),
+    ],
+)
+def test_the_card_loads_a_quantised_target(tiny_drafter_dir, tmp_path, quantization, code):
+    card = model_card(tiny_drafter_dir, CardOptions(quantization=quantization))
+    assert f"quantization_config={code}" in card
+    assert f"--quantization '{json.dumps(quantization)}'" in card
+    trained = Path(shutil.copytree(tiny_drafter_dir, tmp_path / "trained"))
+    config = json.loads((trained / "config.json").read_text())
+    config["target"]["quantization"] = json.dumps(quantization)
+    (trained / "config.json").write_text(json.dumps(config))
+    assert f"quantization_config={code}" in model_card(trained, CardOptions()), "as it was for the training"
+
+
+def test_the_chat_template_of_the_training_is_named(tiny_drafter_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_drafter_dir, tmp_path / "drafter")
+    for template, name in ((None, "the target's own"), ("vicuna_v1.1", "vicuna_v1.1"), ("/home/me/mine.jinja", "mine.jinja")):
+        data = {"source": "stdlib", "path": None, "max_length": 512, "chat_template": template}
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump({"data": data, "drafter": {"kind": "redrafter"}}))
+        card = model_card(tiny_drafter_dir, CardOptions(run=tmp_path))
+        assert f"- Chat template: {name}\n" in card
+        assert ("apply_chat_template" in card) == (template is None)
+
+
+def test_names_write_no_html_into_a_card(tiny_drafter_dir: Path, evaluation: Path, tmp_path: Path) -> None:
+    drafter = Path(shutil.copytree(tiny_drafter_dir, tmp_path / "drafter"))
+    nasty = "<img src=x onerror=alert(1)>`</code>"
+    config = json.loads((drafter / "config.json").read_text())
+    config["target"] |= {"name": nasty, "revision": None}
+    (drafter / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.yaml").write_text(
+        yaml.safe_dump({"data": {"source": nasty, "path": None, "max_length": 5, "chat_template": nasty}, "drafter": {}})
+    )
+    measured = Path(shutil.copytree(evaluation, tmp_path / "measured"))
+    info = json.loads((measured / "run.json").read_text())
+    info["environment"] |= {"cpu": nasty, "packages": {nasty: nasty}}
+    (measured / "run.json").write_text(json.dumps(info))
+    card = model_card(drafter, CardOptions(evaluations=[measured], run=tmp_path))
+    text = re.sub(r"`[^`\n]*`", "", card)  # code is shown as it is
+    assert not re.search(r"(?<!\\)<", text)

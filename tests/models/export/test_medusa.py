@@ -86,10 +86,10 @@ def test_tensorrts_conversion_finds_its_names_in_the_export(llama, make_drafter,
 @pytest.mark.parametrize(
     ("format", "options", "message"),
     [
-        (REFERENCE, {"heads": "ffn"}, "its heads are of the kind ffn.*train with heads=residual"),
-        (REFERENCE, {"head_rank": 4}, "share one of rank 4.*train with head_rank=null"),
+        (REFERENCE, {"heads": "ffn"}, "its heads are of the kind ffn.*train with drafter.heads=residual"),
+        (REFERENCE, {"head_rank": 4}, "share one of rank 4.*train with drafter.head_rank=null"),
         (REFERENCE, {"num_layers": 2}, "its heads have 2 blocks each.*or export for TensorRT-LLM"),
-        (TENSORRT, {"share_head": True}, "share the target's output layer.*train with share_head=false"),
+        (TENSORRT, {"share_head": True}, "share the target's output layer.*train with drafter.share_head=false"),
     ],
 )
 def test_heads_that_the_formats_cannot_hold_are_an_error(format, options, message, llama, make_drafter, tmp_path):

@@ -1,0 +1,27 @@
+"""What an interrupted run keeps: counted in its folder, for the message after Ctrl-C."""
+
+from pathlib import Path
+
+from ..data.manifest import MANIFEST_FILE
+from ..eval.records.names import RECORDS_FILE
+from ..train.checkpoint import latest_checkpoint, read_marker
+from ..train.results import CHECKPOINTS_DIR
+from .config import RunConfig
+
+
+def describe_kept(config: RunConfig) -> str:
+    """Return a sentence on finished shards, the last checkpoint of each training, and evaluated answers."""
+    folder, parts = Path(config.output_dir), []
+    for name, what in (("answers", "shards of answers"), ("distill", "shards of labels")):
+        if (folder / name / MANIFEST_FILE).is_file():
+            num_shards = len([path for path in (folder / name).glob("*-*.json") if not path.name.endswith(".stats.json")])
+            parts.append(f"{num_shards} {what}")
+    parts += [
+        f"the checkpoint of step {read_marker(checkpoint)['step']} of {run.train.steps} ({run.train_dir})"
+        for run in config.drafter_runs()
+        if (checkpoint := latest_checkpoint(run.train_dir / CHECKPOINTS_DIR)) is not None
+    ]
+    if (records := folder / "eval" / RECORDS_FILE).is_file():
+        with records.open("rb") as file:
+            parts.append(f"{sum(1 for _ in file)} evaluated answers")
+    return f"Kept in {folder}: {', '.join(parts) or 'nothing yet'}."

@@ -1,0 +1,76 @@
+"""Ends of a command: one message, the exit status, and the command that resumes."""
+
+import logging
+import sys
+
+import pytest
+
+from outrider.cli import main
+from outrider.cli.errors import INTERRUPTED, in_command_words, starts_again, user_errors
+from outrider.cli.quiet import NOISY_LOGGERS, silence_libraries
+
+
+def test_ctrl_c_is_one_message_with_the_command_that_resumes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["/some/bin/outrider", "run", "conf=demo", "data={limit: 5}"])
+    with pytest.raises(SystemExit) as ended, user_errors():
+        raise KeyboardInterrupt
+    assert ended.value.code == INTERRUPTED == 130
+    printed = capsys.readouterr().err
+    assert "outrider run conf=demo 'data={limit: 5}'" in printed
+    assert "Traceback" not in printed
+
+
+def test_ctrl_c_in_a_command_that_cant_resume_starts_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["outrider", "tune"])
+    with pytest.raises(SystemExit), user_errors(), starts_again("tuning"):
+        raise KeyboardInterrupt
+    printed = capsys.readouterr().err
+    assert "Nothing of the tuning is kept" in printed
+    assert "To start again, run the same command: outrider tune" in printed
+    with pytest.raises(SystemExit), user_errors():
+        raise KeyboardInterrupt("3 of 8 answers are kept in x.")
+    assert "3 of 8 answers are kept in x. To resume, run the same command: outrider tune" in capsys.readouterr().err
+
+
+def test_ctrl_c_is_reported_by_the_first_process_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit), user_errors():
+        raise KeyboardInterrupt
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("debug", ["0", "1"])
+def test_other_libraries_are_silent_unless_debugging(monkeypatch: pytest.MonkeyPatch, debug: str) -> None:
+    monkeypatch.setenv("OUTRIDER_DEBUG", debug)
+    for name in NOISY_LOGGERS:
+        monkeypatch.setattr(logging.getLogger(name), "level", logging.NOTSET)
+    silence_libraries()
+    levels = {logging.getLogger(name).level for name in NOISY_LOGGERS}
+    assert levels == ({logging.ERROR} if debug == "0" else {logging.NOTSET})
+
+
+def test_ctrl_c_in_a_command_ends_it_as_in_a_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main.TyperGroup, "invoke", interrupt)
+    monkeypatch.setattr(sys, "argv", ["outrider", "tune", "--target", "x"])
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    assert ended.value.code == INTERRUPTED
+    printed = capsys.readouterr().err
+    assert printed.count("stopped by Ctrl-C") == 1
+    assert "outrider tune --target x" in printed
+
+
+def test_a_commands_error_names_the_commands_options() -> None:
+    text = "set data.chat_template=a.jinja. Give local files: eval.suites=[{name: mt_bench, path: FILE}]"
+    words = in_command_words(text)
+    assert words.startswith("set --chat-template a.jinja. Give local files: --suite-path")
+    assert "eval.suites" not in words
