@@ -10,12 +10,13 @@ from ..data.files import finish_replacing, replacing_directory, sha256_file
 from ..eval.records.names import SUMMARY_FILE
 from ..eval.report.card import CardOptions, model_card, rows_of
 from ..eval.results.rows import is_broken
+from ..models.drafters.saved.build import DrafterSpec
 from ..models.drafters.saved.folder import WEIGHTS_FILE, read_drafter_config
 from ..models.export.certificate_file import read_certificate
 from ..models.export.config import ExportConfig
 from ..models.export.hub import push
 from ..models.export.package import make_package, names_left_open
-from ..models.export.registry import FORMATS, export_drafter
+from ..models.export.registry import export_drafter, formats_for
 from ..models.target.hf_target import HFTarget
 from .config import DrafterRun
 
@@ -24,9 +25,9 @@ log = logging.getLogger(__name__)
 PACKAGE_FOLDER, FORMATS_FOLDER = "package", "export"
 
 
-def require_exportable(config: ExportConfig, refusals: Mapping[str, str | None]) -> None:
+def require_exportable(config: ExportConfig, spec: DrafterSpec, refusals: Mapping[str, str | None]) -> None:
     """Raise ValueError where a format of `export.formats` can't hold the drafter: see `refusals_after_training`."""
-    for name in config.formats:
+    for name in formats_for(config.formats, spec.kind, getattr(spec.config, "feature_layers", None)):
         if (reason := refusals.get(name)) is not None:
             raise ValueError(f"export.formats has {name}, and {reason}")
 
@@ -74,8 +75,8 @@ def export(config: ExportConfig, drafters: Sequence[DrafterRun], target: HFTarge
             repo=config.repo,
         )
         is_current = _package(directory, home / PACKAGE_FOLDER, options, overwrite=config.overwrite)
-        kind = read_drafter_config(directory).kind
-        for name in (each for each in config.formats if FORMATS[each].kind == kind):
+        saved = read_drafter_config(directory)
+        for name in formats_for(config.formats, saved.kind, saved.drafter.get("feature_layers")):
             export_drafter(directory, target, name, home / FORMATS_FOLDER / name, config.torch_dtype)
             log.info("%s holds it as %s", home / FORMATS_FOLDER / name, name)
         if config.push and config.repo is not None:
