@@ -15,10 +15,10 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 
 def known_formats(names: list[str]) -> list[str]:
-    """Allow the formats of the registry, each once."""
-    from .registry import FORMATS  # imports torch and transformers, which composing a recipe needs not
+    """Allow the formats and engines of the registry, each once."""
+    from .registry import ENGINES, FORMATS  # imports torch and transformers, which composing a recipe needs not
 
-    return TypeAdapter(list[Annotated[str, one_of(*FORMATS)]]).validate_python(different(names))
+    return TypeAdapter(list[Annotated[str, one_of(*FORMATS, *ENGINES)]]).validate_python(different(names))
 
 
 @dataclass(kw_only=True, config=OPTIONS)
@@ -27,7 +27,8 @@ class ExportConfig:
 
     formats: Annotated[list[str], AfterValidator(known_formats)] = field(default_factory=list)
     """Formats of other programs to write it in (`outrider export --help` names them), each in
-    export/FORMAT; of several drafters, those of the format's kind."""
+    export/FORMAT; of several drafters, those of the format's kind. vllm and sglang stand for the
+    format that the engine reads."""
     allow_no_format: bool = False
     """Train a drafter that no export format can hold, and so no serving engine can load, without the
     warning at the start."""

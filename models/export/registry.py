@@ -1,6 +1,6 @@
 """The formats that exist. A new format is a module, a row here, and a page in `docs/how-to/engines`."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -98,16 +98,36 @@ def engine_format(engine: str, directory: Path) -> str:
     that it doesn't serve.
     """
     saved = read_drafter_config(directory)
+    return engine_format_of(engine, saved.kind, saved.drafter.get("feature_layers"), f"--to is {engine}", str(directory))
+
+
+def holds_kind(name: str, kind: str) -> bool:
+    """Return whether a format, or an engine of ENGINES, takes drafters of a kind."""
+    return kind in ENGINES[name] if name in ENGINES else FORMATS[name].kind == kind
+
+
+def formats_for(names: Iterable[str], kind: str, feature_layers: object) -> list[str]:
+    """Return the formats, each once, for a drafter of a kind: engines' names stand for their format."""
+    chosen = [
+        engine_format_of(name, kind, feature_layers, name, "it") if name in ENGINES else name
+        for name in names
+        if holds_kind(name, kind)
+    ]
+    return list(dict.fromkeys(chosen))
+
+
+def engine_format_of(engine: str, kind: str, feature_layers: object, chosen: str, drafter: str) -> str:
+    """Return the format in which an engine reads a drafter of a kind. The texts are for the error."""
     served = ENGINES[engine]
-    if saved.kind not in served:
-        others = ", ".join(name for name, format in FORMATS.items() if format.kind == saved.kind) or "no format"
+    if kind not in served:
+        others = ", ".join(name for name, format in FORMATS.items() if format.kind == kind) or "no format"
         raise ValueError(
-            f"--to is {engine}, which serves no drafter of the kind {saved.kind}; it serves {', '.join(served)}. {directory} "
+            f"{chosen}, which serves no drafter of the kind {kind}; it serves {', '.join(served)}. {drafter} "
             f"can be written as {others}"
         )
-    if engine == "vllm" and saved.drafter.get("feature_layers") is not None:
+    if engine == "vllm" and kind == "eagle3" and feature_layers is not None:
         return "speculators"  # `eagle3` has no place for layers of one's own
-    return served[saved.kind]
+    return served[kind]
 
 
 def stored_drafter(directory: Path, target: HFTarget) -> TrainableDrafter:

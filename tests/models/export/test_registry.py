@@ -12,7 +12,7 @@ import torch
 from outrider.models.decoding import GreedyAcceptance, generate
 from outrider.models.drafters import load_drafter, save_drafter
 from outrider.models.drafters.objective import Loss
-from outrider.models.export.registry import FORMATS, export_drafter, format_of, import_drafter
+from outrider.models.export.registry import FORMATS, export_drafter, format_of, formats_for, holds_kind, import_drafter
 
 CASES: dict[str, list[dict[str, Any]]] = {
     "eagle1-vllm": [{"bias": False, "depth": 3, "feature_noise": 0.2}],
@@ -268,3 +268,11 @@ def test_an_unknown_format_and_a_folder_of_no_format_are_errors(llama, make_draf
     (path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="by which no format is known; say which it is"):
         format_of(path)
+
+
+def test_an_engine_stands_for_the_format_of_the_drafters_kind() -> None:
+    assert formats_for(["vllm", "sglang", "eagle3", "apple"], "eagle3", None) == ["eagle3"]
+    assert formats_for(["vllm", "sglang"], "eagle3", [1, 2, 3]) == ["speculators", "eagle3"]
+    assert formats_for(["vllm", "sglang"], "eagle", None) == ["eagle1-vllm", "eagle1-sglang"]
+    assert formats_for(["vllm", "apple"], "redrafter", None) == ["apple"]
+    assert not holds_kind("vllm", "redrafter")
