@@ -1,7 +1,4 @@
-"""What a measurement consists of.
-
-Methods, and the turns of prompts that each of them answers.
-"""
+"""Parts of a measurement: methods, and the turns of prompts that each method answers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +13,7 @@ from ...models.decoding.protocols import Drafter
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """A way to decode: a drafter in one setting.
+    """A drafter in one setting.
 
     The baseline's drafter proposes nothing.
     """
@@ -27,10 +24,10 @@ class Method:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptTurn:
-    """A turn of a prompt as the target reads it, earlier turns and their answers included.
+    """A turn of a prompt as the target reads it: earlier turns and their answers included.
 
-    Those of plain decoding at this temperature and batch size. `input_ids` is None where it, or an
-    earlier turn, leaves no room for an answer in the target's context window.
+    The earlier answers are those of plain decoding at this temperature and batch size. `input_ids`
+    is None where this turn or an earlier one leaves no room for an answer in the context window.
     """
 
     suite: PromptSet
@@ -43,10 +40,10 @@ class PromptTurn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnBatch:
-    """Turns that are answered together, in the order of the suite.
+    """A batch of turns that are decoded together, in the order of the suite.
 
-    The same turn of up to `batch_size` prompts. `index` counts the groups of prompts of a pass:
-    later turns of a group have the same one. A prompt leaves its group where it has no further
+    It holds the same turn of up to `batch_size` prompts. `index` counts the groups of prompts of a
+    pass; all turns of a group have the same index. A prompt leaves its group when it has no further
     turn, or no room for one.
     """
 

@@ -127,7 +127,7 @@ def test_another_chat_template_reaches_the_prompts_and_is_not_mixed_with_the_fir
         prompts.append(json.loads((tmp_path / name / "records.jsonl").read_text().splitlines()[0])["prompt_sha256"])
     assert prompts[0] != prompts[1]
     result = CliRunner().invoke(app, [*command, "--output", str(tmp_path / "other")])
-    assert "differs in chat_template" in str(result.exception)
+    assert "differs in the chat template" in str(result.exception)
 
 
 def test_a_quantised_target_is_evaluated_and_its_records_say_so(command: list[str], tmp_path: Path) -> None:

@@ -441,7 +441,7 @@ def test_several_drafters_are_told_apart_by_their_directories(
     config = replace(config, settings=[{}])
     rows = evaluate(config, tiny_target, tiny_target.tokenizer, copies, tmp_path / "eval")
     assert [row["method"] for row in rows] == ["baseline", "redrafter one", "redrafter two"]
-    with pytest.raises(ValueError, match="to be evaluated twice"):
+    with pytest.raises(ValueError, match="would be evaluated twice"):
         evaluate(config, tiny_target, tiny_target.tokenizer, [copies[0]] * 2, tmp_path / "twice")
 
 
@@ -779,7 +779,7 @@ def test_an_answer_whose_audit_runs_out_of_memory_twice_is_unproven(
     assert unproven["tokens_per_second"] is not None
     assert is_unproven(unproven)
     assert [row["lossless_label"] for row in (plain, narrow)] == ["yes", "yes"]
-    assert "was not audited, since memory ran out" in caplog.text
+    assert "was not audited, because memory ran out" in caplog.text
     table = (folder / "table.md").read_text()
     assert "NOT PROVEN to be lossless" in table
     assert "NOT LOSSLESS" not in table

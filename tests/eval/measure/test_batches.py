@@ -89,7 +89,7 @@ def test_each_batch_size_is_held_against_plain_decoding_at_the_same(run_tiny: Ev
     assert all(len(each) >= 2 and each.count(each[0]) == len(each) for each in counts.values())
     pictures = sorted(path.name for path in (tmp_path / "eval").glob("*.png"))
     assert pictures == ["spec_bench-b3.png", "spec_bench.png"]
-    assert "batch size 1, 3" in (tmp_path / "eval" / "table.md").read_text()
+    assert "greedy, batch size 3" in (tmp_path / "eval" / "table.md").read_text()
 
 
 @pytest.mark.slow
