@@ -298,6 +298,7 @@ def audit_answers(
     audits: dict[str, Audit] = {}
     unaudited: list[str] = []
     for record in to_audit(records, find_mismatches(records), str(bench.target.dtype)):
+        # 1. Rebuild the prompt of the answer.
         turns = bench.prompt_turns(*prompts[record.suite, record.prompt_id], record.temperature, record.batch_size)
         input_ids = next(turn.input_ids for turn in turns if turn.turn == record.turn)
         assert input_ids is not None  # it fitted when it was measured
@@ -307,6 +308,8 @@ def audit_answers(
             "temperature": record.temperature,
             "seed": seed,
         }
+
+        # 2. Audit the answer, with a second attempt if memory runs out.
         work = partial(audit, bench.target, input_ids, record.token_ids, **options)
         result = within_memory(work, bench.target) or within_memory(work, bench.target)
         if result is None:

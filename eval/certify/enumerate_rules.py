@@ -238,6 +238,7 @@ def check_rule(
     for shape_name, drawing in itertools.product(shapes, drawings):
         whole = TreeShape(parents=SHAPES[shape_name], drawing=drawing)
         for sampling_name, (drafter_name, drafter) in itertools.product(samplings, drafters.items()):
+            # One batch has the whole trees and the half trees.
             draft_sampling = SAMPLINGS[sampling_name]
             sampling = target_sampling or draft_sampling
             rule, pair = make_rule(sampling), (whole, whole.half)

@@ -293,6 +293,7 @@ class Bench:
         profile.
         """
         where = f"{turn.suite.name} (temperature {turn.temperature:g}, batch size {turn.batch_size})"
+        # 1. Log the consequences.
         left_out = [method]
         if profiled:
             consequence = "no row there has a ceiling" if method.name == BASELINE else "its row has no ceiling"
@@ -311,6 +312,8 @@ class Bench:
             )
         else:
             logger.warning("%s ran out of memory on %s: its row in the table is %s", method.name, where, OOM)
+
+        # 2. Record the methods that are left out.
         (self.without_profile if profiled else self.out_of_memory).extend(
             OutOfMemory(
                 suite=turn.suite.name,

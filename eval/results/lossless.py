@@ -29,8 +29,8 @@ class Mismatch:
 
 
 NUM_AUDITED = 3
-"""Number of prompts of a suite and temperature whose plain answers in batches are audited, if no
-answer at batch size 1 exists to compare them with."""
+"""Number of prompts per suite and temperature whose plain answers in batches are audited. The audit
+replaces the comparison with answers at batch size 1, if there are none."""
 
 
 def find_mismatches(records: Iterable[EvalRecord]) -> list[Mismatch]:

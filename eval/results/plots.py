@@ -177,6 +177,7 @@ def _bars(
     value_of: Callable[[Any], tuple[float | None, Sequence[float] | None]],
     spec: str,
 ) -> None:
+    # 1. A bar for each method and category.
     thickness = BAR_SHARE / len(rows)
     furthest = 1.0
     for index, row in enumerate(rows):
@@ -201,6 +202,8 @@ def _bars(
                 end = max(value, interval[1])
             axes.annotate(spec.format(value), (end, line + offset), (4, 0), textcoords="offset points", va="center", fontsize=8)
             furthest = max(furthest, end)
+
+    # 2. The axes.
     axes.set_xlim(0, furthest * 1.15)  # room for the labels
     axes.spines[["top", "right", "bottom", "left"]].set_visible(False)
     axes.tick_params(left=False, bottom=False, labelbottom=False)  # the bars have labels

@@ -98,6 +98,8 @@ def footnotes(rows: Sequence[Row], *, costs: bool = True) -> list[str]:
     loader = PackageLoader("outrider.eval", "templates")
     # `finalize` keeps each note on one line, even if a name contains a line break.
     environment = Environment(loader=loader, undefined=StrictUndefined, finalize=lambda value: " ".join(str(value).split()))
+
+    # Render all values that the template needs.
     measured = [row for row in rows if not row["out_of_memory"]]
     text = environment.get_template("footnotes.jinja").render(
         first=rows[0],

@@ -127,13 +127,14 @@ class ReplayTarget:
     def prefill(
         self, prompts: Prompts, *, max_new_tokens: int, max_nodes: int, feature_layers: tuple[int, ...] = ()
     ) -> TargetOutput:
-        """Return the output at the prompts, which must be the answered ones."""
+        """Look up the output at the prompts, which must be the answered ones."""
         self.num_prefills += 1
         output = self._outputs(torch.arange(max(prompts.lengths), device=self._text.device).expand(len(prompts.lengths), -1))
         return TargetOutput(logits=self._logits(self._lengths[:, None] - 1), hidden_states=output[0], features=output[1])
 
     def verify(self, last_token: Int[torch.Tensor, " batch"], tree: DraftTree) -> TargetOutput:
-        """Return the output at the last committed token, and at each node's depth in the answer."""
+        """Look up the output at the last committed token, and at each node's depth in the
+        answer."""
         depth = torch.nn.functional.pad(depths(tree.lineage), (1, 0))
         positions = self._lengths[:, None] + depth
         hidden_states, features = self._outputs(positions)

@@ -129,6 +129,7 @@ def run(
 
     The answers of a replay end where the stored ones ended.
     """
+    # 1. Prefill: the first step, which is not timed.
     options: dict[str, Any] = {
         "max_new_tokens": [len(item.answer) for item in answered],
         "generator": RowSeeds([item.seed for item in answered]),
@@ -137,6 +138,8 @@ def run(
     stream = generate(target, drafter, rule, [item.prompt for item in answered], **options)
     next(stream)
     device = answered[0].prompt.device
+
+    # 2. Decode and time all verify steps.
     started = time.perf_counter()
     steps = list(stream)
     synchronize(device)
